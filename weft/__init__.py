@@ -1,0 +1,1 @@
+"""Weft weaves one training run across any number of devices."""

@@ -1,0 +1,181 @@
+"""Jobs from YAML, recipes and key=value overrides, with errors that say what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from weft.job.errors import JobError
+from weft.job.schema import Job
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 3e-4 is a number, and a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise JobError(f"the key {key!r} stands twice (line {key_node.start_mark.line + 1}); keep one of them")
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$"),
+    list("-+0123456789."),
+)
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise JobError(f"{where}{line} is not YAML: {getattr(error, 'problem', error)}") from None
+
+
+def recipe_dirs() -> list[Path]:
+    """Where recipes live: beside the package in a checkout, inside it once installed."""
+    package = Path(__file__).resolve().parent.parent
+    return [d for d in (package.parent / "recipes", package / "_recipes") if d.is_dir()]
+
+
+def recipes() -> dict[str, Path]:
+    """Every recipe by name."""
+    return {p.stem: p for d in recipe_dirs() for p in sorted(d.glob("*.yaml"))}
+
+
+def find_job(name: str) -> Path:
+    """The file behind JOB: a YAML file, a run's folder, or a recipe's name."""
+    path = Path(name)
+    if path.is_dir() and (path / "job.yaml").is_file():
+        return path / "job.yaml"
+    if path.is_file():
+        return path
+    known = recipes()
+    if name in known:
+        return known[name]
+    if path.suffix in {".yaml", ".yml"} or "/" in name:
+        raise JobError(f"there is no job file {name}")
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; recipes: {', '.join(known) or 'none'}"
+    raise JobError(f"no recipe and no file is named {name!r}{hint}")
+
+
+def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
+    """Read JOB, apply the overrides, and check it."""
+    path = find_job(name)
+    raw = _yaml(path.read_text(encoding="utf-8"), str(path))
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        raise JobError(f"{path} must hold sections such as `model:` and `train:`, not a {type(raw).__name__}")
+    raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem))
+    return parse_job(apply_overrides(raw, overrides))
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Set section.key=value pairs on a raw job; values are read as YAML."""
+    raw = dict(raw)
+    for item in overrides:
+        key, sign, text = item.partition("=")
+        if not sign or not key.strip():
+            raise JobError(f"{item!r} is not key=value; write for example train.steps=100")
+        value = _yaml(text, item)
+        node: dict[str, Any] = raw
+        *parents, last = key.strip().split(".")
+        for i, part in enumerate(parents):
+            child = node.get(part)
+            if child is None or child == "auto":
+                child = {}
+            elif isinstance(child, str) and parents[:i] == [] and part == "model":
+                child = {"module": child} if ":" in child else {"shape": child}
+            elif not isinstance(child, dict):
+                raise JobError(f"{key}: {'.'.join(parents[: i + 1])} is {child!r}, which has no parts")
+            node[part] = dict(child)
+            node = node[part]
+        node[last] = value
+    return raw
+
+
+def parse_job(raw: dict[str, Any]) -> Job:
+    """A Job from plain data, or a JobError that names every mistake."""
+    try:
+        return Job.model_validate(raw)
+    except ValidationError as error:
+        raise JobError("\n".join(dict.fromkeys(_sentence(e) for e in _relevant(error)))) from None
+
+
+def dump_yaml(job: Job) -> str:
+    """The whole job as YAML, every default written out; reading it gives the same job."""
+    return yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def known_keys(model: type[BaseModel] = Job, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a job."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for part in _sections(field.annotation):
+            yield from known_keys(part, f"{prefix}{name}.")
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [s for arg in getattr(annotation, "__args__", ()) for s in _sections(arg)]
+
+
+# pydantic marks the branch of a union in the location; a person did not write it
+_BRANCHES = re.compile(r"^(Parallel|RopeScaling|int|str|float|literal\[.*\]|function-.*)$")
+
+
+def _relevant(error: ValidationError) -> list[Any]:
+    """Of a union's failures keep those of the branch that was meant: the section if a mapping was given."""
+    errors: list[Any] = error.errors()
+    meant_section = {
+        e["loc"][0] for e in errors if len(e["loc"]) > 2 and e["loc"][1] in {"Parallel"} and e["type"] != "model_type"
+    }
+    kept = []
+    for e in errors:
+        loc = e["loc"]
+        if loc[0] in meant_section and (len(loc) == 2 and str(loc[1]).startswith("literal")):
+            continue
+        kept.append(e)
+    return kept
+
+
+def _sentence(error: Any) -> str:
+    loc = [str(p) for p in error["loc"] if not _BRANCHES.match(str(p))]
+    key = ".".join(loc)
+    if error["type"] == "extra_forbidden":
+        return f"{key}: unknown key{_suggest(key)}"
+    value = error.get("input")
+    shown = f" (given {value!r})" if not isinstance(value, dict) else ""
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "model_type":
+        message = "should be a section of key: value lines"
+    return f"{key}: {message[0].lower()}{message[1:]}{shown}"
+
+
+def _suggest(key: str) -> str:
+    known = list(known_keys())
+    section, _, last = key.rpartition(".")
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {section + '.' if section else ''}{near[0]}?"
+    elsewhere = [k for k in known if k.rpartition(".")[2] == last]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return f"; {section or 'a job'} has {', '.join(siblings)}" if siblings else ""

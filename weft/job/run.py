@@ -1,0 +1,64 @@
+"""The folder of a run: what lies where."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.job.errors import JobError
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """runs/NAME and the names of the files in it."""
+
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def slices(self) -> Path:
+        """Which rank holds which slice of what, for the report."""
+        return self.path / "slices.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+
+def find_run(name: str, runs_dir: str = "runs") -> RunDir:
+    """The run behind RUN: a folder, or a name below runs_dir."""
+    for path in (Path(name), Path(runs_dir) / name):
+        if (path / "job.yaml").is_file():
+            return RunDir(path)
+    known = [p.parent.name for p in Path(runs_dir).glob("*/job.yaml")]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"runs here: {', '.join(sorted(known)) or 'none'}"
+    raise JobError(f"no run is at {name} or {Path(runs_dir) / name}; {hint}")

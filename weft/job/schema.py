@@ -1,0 +1,304 @@
+"""The sections of a Job. The text under each field is its help; `weft schema` prints it as JSON Schema."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class Section(BaseModel):
+    """A part of a job: frozen, and closed to keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class RopeScaling(Section):
+    """How rotary positions are stretched beyond the length a model was trained on."""
+
+    kind: Literal["linear", "ntk", "llama3"] = "llama3"
+    """linear divides positions; ntk raises the base; llama3 stretches only the slow frequencies."""
+    factor: float = Field(8.0, ge=1)
+    """How many times longer the sequences become."""
+    original_len: int = Field(8192, ge=1)
+    """The length the model was first trained on (llama3)."""
+    low_freq: float = Field(1.0, gt=0)
+    """Wavelengths longer than original_len / low_freq are stretched in full (llama3)."""
+    high_freq: float = Field(4.0, gt=0)
+    """Wavelengths shorter than original_len / high_freq are left alone (llama3)."""
+
+
+class Model(Section):
+    """What is trained. A shape or a family sets the defaults; every field given here wins over them."""
+
+    shape: str | None = None
+    """A named shape, such as tiny, gpt2-125m, llama-1b, llama-8b or llama-405b."""
+    module: str | None = None
+    """Your own nn.Module, as package.module:Class. `model: package.module:Class` is short for this."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for your own module's constructor."""
+    loss: str = "auto"
+    """For your own module: auto (cross-entropy for integer targets, squared error otherwise) or package.module:function
+    taking (outputs, targets) and returning one loss a target."""
+    family: Literal["gpt2", "llama", "vit", "mlp"] | None = None
+    """gpt2, llama (decoder-only transformers), vit (an encoder over image patches) or mlp (the deep MLP of the lessons)."""
+    dim: int | None = Field(None, ge=1)
+    """Width of the residual stream."""
+    layers: int | None = Field(None, ge=1)
+    """Number of blocks (for the MLP: of square layers)."""
+    heads: int | None = Field(None, ge=1)
+    """Attention heads."""
+    kv_heads: int | None = Field(None, ge=1)
+    """Key and value heads; fewer than heads is grouped-query attention. Left out: the same as heads."""
+    head_dim: int | None = Field(None, ge=1)
+    """Width of one head. Left out: dim / heads."""
+    ffn: int | None = Field(None, ge=1)
+    """Hidden width of the feed-forward part. Left out: 4 × dim (gpt2), 8/3 × dim rounded up to 64 (llama)."""
+    vocab: int | None = Field(None, ge=1)
+    """Vocabulary size. Left out: the tokenizer's. For vit: the number of classes."""
+    max_len: int | None = Field(None, ge=1)
+    """Longest sequence of a model with learned positions. Left out: data.seq_len."""
+    norm: Literal["layernorm", "rmsnorm"] | None = None
+    """Normalisation before each part of a block."""
+    norm_eps: float | None = Field(None, gt=0)
+    """Added to the variance inside the norm."""
+    positions: Literal["learned", "rope"] | None = None
+    """How a token knows where it stands."""
+    rope_theta: float | None = Field(None, gt=0)
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of rotary positions for longer sequences."""
+    activation: Literal["gelu", "swiglu"] | None = None
+    """The feed-forward part's non-linearity."""
+    tied: bool | None = None
+    """Share the token embedding with the output head."""
+    bias: bool | None = None
+    """Biases in the linear layers and the layer norms."""
+    qk_norm: bool | None = None
+    """Normalise queries and keys by head before attention."""
+    causal: bool | None = None
+    """A token sees only those before it."""
+    dropout: float | None = Field(None, ge=0, lt=1)
+    """Share of activations dropped after the embedding, attention and feed-forward parts; the same in every layout."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"module": value} if ":" in value else {"shape": value}
+        return value
+
+
+class Data(Section):
+    """Where samples come from."""
+
+    source: str = "pydoc"
+    """pydoc (Python's own reference text), stdlib (its source code), synthetic, or the path of a store made by
+    `weft data build`."""
+    seq_len: int = Field(128, ge=1)
+    """Tokens in a sample."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json. A built store brings its own."""
+    val_fraction: float = Field(0.1, ge=0, lt=1)
+    """Share of the corpus, at its end, kept for evaluation."""
+    mask_documents: bool = False
+    """Packed documents do not attend to one another, positions restart in each, and no token predicts the next document."""
+    prefetch: int = Field(2, ge=0)
+    """Steps read ahead of the one being computed."""
+    record_ids: bool = False
+    """Write which samples each rank read at each step to samples/rank-*.jsonl."""
+
+
+class Train(Section):
+    """The recipe: how long, how many samples a step. Batches count sequences."""
+
+    steps: int = Field(600, ge=0)
+    """Optimizer steps in the whole run."""
+    global_batch: int = Field(32, ge=1)
+    """Sequences in one optimizer step, over all ranks."""
+    microbatch: int | Literal["auto"] = "auto"
+    """Sequences one rank computes at once."""
+    accumulation: int | Literal["auto"] = "auto"
+    """Microbatches one rank computes in a step. Follows from microbatch, or the other way round."""
+    seed: int = Field(0, ge=0)
+    """Fixes the initial weights, the order of samples and the dropout masks, whatever the layout."""
+    eval_every: int = Field(100, ge=0)
+    """Steps between evaluations on the held-out part; 0 evaluates never."""
+    eval_batches: int = Field(8, ge=1)
+    """Global batches in one evaluation, at most what the held-out part has."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Probability spread evenly over the vocabulary in the training target."""
+    ema: float = Field(0.0, ge=0, lt=1)
+    """Decay of an exponential moving average of the weights; 0 keeps none. 0.999 is usual."""
+
+    @field_validator("microbatch", "accumulation")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be at least 1, or auto")
+        return value
+
+
+class Optim(Section):
+    """The optimizer and its learning rate over time."""
+
+    name: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
+    """adamw, sgd with momentum, adafactor, or muon (muon on the blocks' matrices, adamw on the rest)."""
+    lr: float = Field(3e-4, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's running means."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to AdamW's denominator."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Momentum of sgd and muon."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay of matrices; norms, biases and other vectors are never decayed."""
+    clip: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 does not clip."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the rate falls after warm-up; wsd is warm-up, stable, decay."""
+    warmup: float = Field(0.02, ge=0)
+    """Warm-up: below 1 a share of all steps, from 1 up a number of steps."""
+    min_lr: float = Field(0.1, ge=0, le=1)
+    """Where cosine, linear and wsd end, as a share of lr."""
+    decay: float = Field(0.2, gt=0, le=1)
+    """Share of all steps in which wsd decays, at the end."""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """Scale lr with train.global_batch / base_batch."""
+    base_batch: int = Field(256, ge=1)
+    """The global batch for which lr was chosen (scale_lr)."""
+
+
+class Cluster(Section):
+    """The devices. Left out: this machine."""
+
+    device: str = "auto"
+    """cpu, cuda, or a name of the catalog such as h100-sxm; auto takes the GPUs if there are any."""
+    nodes: int = Field(1, ge=1)
+    """Machines."""
+    devices_per_node: int | Literal["auto"] = "auto"
+    """Devices, and so ranks, on each machine."""
+    network: str = "auto"
+    """The link between nodes, such as ib-ndr or roce-400; auto is the usual one for the device."""
+    memory_gib: float | None = Field(None, gt=0)
+    """Memory of one device, when it differs from the catalog's."""
+
+    @field_validator("devices_per_node")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be at least 1, or auto")
+        return value
+
+
+class Parallel(Section):
+    """The degree of each axis. -1 stands for the rest of the ranks, on one axis."""
+
+    dp_replicate: int = 1
+    """Copies of the model (or of the sharded group) that average their gradients."""
+    dp_shard: int = -1
+    """Ranks among which the optimizer state, gradients and parameters are cut, as zero says."""
+    zero: Literal[1, 2, 3] = 3
+    """What dp_shard cuts: 1 the optimizer state, 2 the gradients too, 3 the parameters too."""
+    tp: int = 1
+    """Ranks among which each matrix is cut."""
+    sequence: bool = True
+    """With tp: norms and residuals are cut along the sequence."""
+    cp: int = 1
+    """Ranks among which the sequence is cut."""
+    pp: int = 1
+    """Stages among which the layers are cut."""
+    ep: int = 1
+    """Ranks among which the experts are cut, laid over dp_shard × cp × tp."""
+    schedule: str = "1f1b"
+    """The order of a pipeline's microbatches."""
+
+    @field_validator("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+    @classmethod
+    def _degree(cls, value: int) -> int:
+        if value < 1 and value != -1:
+            raise ValueError("must be at least 1, or -1 for the rest of the ranks")
+        return value
+
+
+class Memory(Section):
+    """Where a tensor waits until it is needed."""
+
+    recompute: Literal["auto", "none", "full"] = "auto"
+    """Keep every activation (none) or compute each block's again in the backward pass (full)."""
+    offload: Literal["none"] = "none"
+    """Nothing leaves the device."""
+
+
+class Comm(Section):
+    """How ranks talk."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto is nccl where each rank has its own GPU, gloo elsewhere."""
+    compression: Literal["none"] = "none"
+    """Gradients travel as they are."""
+    bucket_mb: float = Field(25.0, gt=0)
+    """Gradients of replicas are averaged in buckets of this size, while the backward pass goes on."""
+    timeout_s: float = Field(600.0, gt=0)
+    """A collective that takes longer ends the run and names the ranks that did not arrive."""
+
+
+class Checkpoint(Section):
+    """When the state of the run is written, and how much of it is kept."""
+
+    every: int = Field(200, ge=0)
+    """Steps between checkpoints; 0 writes only the last. The last step is always written."""
+    keep: int = Field(3, ge=1)
+    """Newest checkpoints kept."""
+    keep_every: int = Field(0, ge=0)
+    """Checkpoints whose step is a multiple of this are kept for ever; 0 keeps none for ever."""
+    background: bool = True
+    """Training goes on while a checkpoint is written."""
+
+
+class Watch(Section):
+    """What a person sees of the run."""
+
+    every: int = Field(10, ge=1)
+    """Steps between plain progress lines."""
+    trackers: list[str] = Field(default_factory=list)
+    """Other programs that are told the metrics; metrics.jsonl is always written."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _known(cls, value: list[str]) -> list[str]:
+        if value:
+            raise ValueError(f"no tracker is named {value[0]!r}; metrics.jsonl is always written, so leave this empty")
+        return value
+
+
+class Job(Section):
+    """One training run, as a person describes it."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run lives in runs/NAME."""
+    model: Model = Field(default_factory=Model)
+    """What is trained."""
+    data: Data = Field(default_factory=Data)
+    """Where samples come from."""
+    train: Train = Field(default_factory=Train)
+    """The recipe."""
+    optim: Optim = Field(default_factory=Optim)
+    """The optimizer."""
+    cluster: Cluster = Field(default_factory=Cluster)
+    """The devices."""
+    parallel: Parallel | Literal["auto"] = "auto"
+    """The layout: auto, or the degree of each axis."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """What the matrices are multiplied in; weights and optimizer stay fp32. auto is bf16 on GPUs, fp32 on CPUs."""
+    memory: Memory = Field(default_factory=Memory)
+    """Recompute and offload."""
+    comm: Comm = Field(default_factory=Comm)
+    """Communication."""
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    """Checkpoints."""
+    watch: Watch = Field(default_factory=Watch)
+    """Progress and metrics."""
+    runs_dir: str = "runs"
+    """The folder that holds the runs."""
