@@ -1,0 +1,5 @@
+"""Where a tensor waits: kept, or computed again."""
+
+from weft.memory.recompute import recompute
+
+__all__ = ["recompute"]

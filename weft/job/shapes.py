@@ -1,0 +1,133 @@
+"""Families and named shapes of models, and the one place where a model's fields are filled in."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from weft.job.errors import JobError
+from weft.job.schema import Data, Job, Model
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": dict(
+        norm="layernorm", norm_eps=1e-5, positions="learned", activation="gelu", tied=True, bias=True, qk_norm=False,
+        causal=True, dropout=0.0, rope_theta=10_000.0,
+    ),
+    "llama": dict(
+        norm="rmsnorm", norm_eps=1e-5, positions="rope", activation="swiglu", tied=False, bias=False, qk_norm=False,
+        causal=True, dropout=0.0, rope_theta=500_000.0,
+    ),
+    "vit": dict(
+        norm="layernorm", norm_eps=1e-6, positions="learned", activation="gelu", tied=False, bias=True, qk_norm=False,
+        causal=False, dropout=0.0, rope_theta=10_000.0,
+    ),
+    "mlp": dict(bias=True, dropout=0.0),
+}  # fmt: skip
+
+# dim, layers, heads, kv_heads, ffn, vocab; as published with each model
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": dict(family="llama", dim=64, layers=4, heads=4, kv_heads=2, ffn=192),
+    "small": dict(family="llama", dim=192, layers=6, heads=6, kv_heads=6, ffn=512),
+    "gpt2-tiny": dict(family="gpt2", dim=64, layers=4, heads=4, ffn=256),
+    "gpt2-125m": dict(family="gpt2", dim=768, layers=12, heads=12, ffn=3072, vocab=50257, max_len=1024),
+    "gpt2-1.5b": dict(family="gpt2", dim=1600, layers=48, heads=25, ffn=6400, vocab=50257, max_len=1024),
+    "gpt3-175b": dict(family="gpt2", dim=12288, layers=96, heads=96, ffn=49152, vocab=50257, max_len=2048),
+    "llama-125m": dict(family="llama", dim=768, layers=12, heads=12, kv_heads=12, ffn=2048, vocab=32000),
+    "llama-1b": dict(family="llama", dim=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256),
+    "llama-3b": dict(family="llama", dim=3072, layers=28, heads=24, kv_heads=8, ffn=8192, vocab=128256),
+    "llama-7b": dict(family="llama", dim=4096, layers=32, heads=32, kv_heads=32, ffn=11008, vocab=32000),
+    "llama-8b": dict(family="llama", dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128256),
+    "llama-13b": dict(family="llama", dim=5120, layers=40, heads=40, kv_heads=40, ffn=13824, vocab=32000),
+    "llama-70b": dict(family="llama", dim=8192, layers=80, heads=64, kv_heads=8, ffn=28672, vocab=128256),
+    "llama-405b": dict(family="llama", dim=16384, layers=126, heads=128, kv_heads=8, ffn=53248, vocab=128256),
+    "vit-tiny": dict(family="vit", dim=64, layers=2, heads=4, ffn=128, vocab=10),
+    "vit-b": dict(family="vit", dim=768, layers=12, heads=12, ffn=3072, vocab=1000),
+    "vit-l": dict(family="vit", dim=1024, layers=24, heads=16, ffn=4096, vocab=1000),
+    "vit-h": dict(family="vit", dim=1280, layers=32, heads=16, ffn=5120, vocab=1000),
+    "mlp-tiny": dict(family="mlp", dim=32, layers=8),
+    "mlp": dict(family="mlp", dim=256, layers=16),
+}
+ALIASES = {
+    "125m": "llama-125m", "1b": "llama-1b", "3b": "llama-3b", "7b": "llama-7b", "8b": "llama-8b", "13b": "llama-13b",
+    "70b": "llama-70b", "405b": "llama-405b", "175b": "gpt3-175b", "gpt2": "gpt2-125m",
+}  # fmt: skip
+
+PATCH_DIM = 48
+"""Values in one image patch of the vit family: 4 × 4 pixels in 3 colours."""
+
+
+def resolve(job: Job) -> Job:
+    """The same job with every field of its model filled in: given fields first, then the shape, then the family."""
+    if job.model.module:
+        return job
+    return job.model_copy(update={"model": _resolve_model(job.model, job.data)})
+
+
+def _resolve_model(model: Model, data: Data) -> Model:
+    given = model.model_dump(exclude_none=True, exclude={"shape", "args", "loss"})
+    shape = _shape(model.shape or ("tiny" if not {"family", "dim", "layers"} & given.keys() else None))
+    if "family" in given and given["family"] != shape.get("family", given["family"]):
+        shape = {k: v for k, v in shape.items() if k != "kv_heads"}
+    fields: dict[str, Any] = {"family": "llama", **shape, **given}
+    fields = {**FAMILIES[fields["family"]], **fields}
+    needed = ("dim", "layers") if fields["family"] == "mlp" else ("dim", "layers", "heads")
+    for name in needed:
+        if name not in fields:
+            raise JobError(f"model.{name} is missing; give it, or name a model.shape such as tiny or llama-1b")
+    if fields["family"] != "mlp":
+        _fill_transformer(fields, data)
+    return Model.model_validate({**model.model_dump(exclude_none=True), **fields})
+
+
+def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
+    dim, heads = fields["dim"], fields["heads"]
+    fields.setdefault("kv_heads", heads)
+    if heads % fields["kv_heads"]:
+        raise JobError(f"model.heads={heads} is not a multiple of model.kv_heads={fields['kv_heads']}")
+    if "head_dim" not in fields:
+        if dim % heads:
+            near = max(h for h in range(1, heads + 1) if dim % h == 0)
+            raise JobError(f"model.dim={dim} is not a multiple of model.heads={heads}; heads={near} would work")
+        fields["head_dim"] = dim // heads
+    if fields["positions"] == "rope" and fields["head_dim"] % 2:
+        raise JobError(f"rotary positions need an even head size; model.head_dim is {fields['head_dim']}")
+    if "ffn" not in fields:
+        fields["ffn"] = 4 * dim if fields["activation"] == "gelu" else -(-8 * dim // (3 * 64)) * 64
+    tokens = data_vocab(data)
+    fields.setdefault("vocab", tokens or (10 if fields["family"] == "vit" else 256))
+    fields.setdefault("max_len", data.seq_len)
+    if fields["positions"] == "learned" and data.seq_len > fields["max_len"]:
+        raise JobError(
+            f"data.seq_len={data.seq_len} is longer than the learned positions, model.max_len={fields['max_len']}; "
+            "shorten it, raise max_len, or use model.positions=rope"
+        )
+
+
+def _shape(name: str | None) -> dict[str, Any]:
+    if name is None:
+        return {}
+    key = ALIASES.get(name.lower(), name.lower())
+    if key in SHAPES:
+        return SHAPES[key]
+    near = difflib.get_close_matches(key, [*SHAPES, *ALIASES], n=1)
+    hint = f"did you mean {near[0]}?" if near else f"shapes: {', '.join(SHAPES)}"
+    raise JobError(f"model.shape={name!r} is not known; {hint}")
+
+
+def data_vocab(data: Data) -> int | None:
+    """Vocabulary of the data's tokenizer, or None where the model decides (synthetic data, a person's own)."""
+    if data.source == "synthetic" or ":" in data.source:
+        return None
+    meta = Path(data.source) / "meta.json"
+    if meta.is_file():
+        return int(json.loads(meta.read_text(encoding="utf-8"))["vocab"])
+    if data.tokenizer == "bytes":
+        return 256
+    path = Path(data.tokenizer)
+    if not path.is_file():
+        raise JobError(f"data.tokenizer={data.tokenizer!r} is neither bytes nor a tokenizer.json file")
+    spec = json.loads(path.read_text(encoding="utf-8"))
+    added = [t["id"] for t in spec.get("added_tokens", [])]
+    return max([*spec["model"]["vocab"].values(), *added]) + 1

@@ -1,0 +1,112 @@
+"""Plan → one mesh of ranks with named axes. The only place where process groups are made."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from weft.comm import Axis
+from weft.job.errors import MachineError
+from weft.plan.layout import Plan
+
+
+@dataclass
+class Mesh:
+    """The ranks of a run, their axes, and where this one stands. With one rank there is no process group at all."""
+
+    rank: int
+    world: int
+    device: torch.device
+    device_mesh: DeviceMesh | None
+    axes: dict[str, Axis]
+    """Only the axes with more than one rank."""
+    everyone: Axis | None
+    host_group: dist.ProcessGroup | None
+    """A Gloo group for work beside the training: checkpoints in the background."""
+    coords: dict[str, int] = field(default_factory=dict)
+
+    def axis(self, name: str) -> Axis | None:
+        """The axis, or None where it has one rank and there is nothing to say."""
+        return self.axes.get(name)
+
+    def submesh(self, *names: str) -> DeviceMesh:
+        """The part of the device mesh with these axes, those of one rank left out."""
+        assert self.device_mesh is not None
+        return self.device_mesh[tuple(n for n in names if n in self.axes)]
+
+    def coord(self, name: str) -> int:
+        return self.coords.get(name, 0)
+
+    def dp_rank(self, plan: Plan) -> int:
+        """Which share of the global batch this rank reads."""
+        return self.coord("dp_replicate") * plan.dp_shard + self.coord("dp_shard")
+
+    @property
+    def position(self) -> str:
+        """This rank's place in words, such as `dp_shard1 tp0`."""
+        return " ".join(f"{name}{i}" for name, i in self.coords.items()) or "alone"
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """A small Python value from every rank, in rank order."""
+        if self.everyone is None:
+            return [value]
+        out: list[object] = [None] * self.world
+        dist.all_gather_object(out, value, group=self.host_group)
+        return out
+
+    def barrier(self) -> None:
+        if self.everyone is not None:
+            dist.barrier(group=self.host_group)
+
+    def close(self) -> None:
+        if self.everyone is not None:
+            dist.destroy_process_group()
+
+
+def local_device(plan: Plan, local_rank: int) -> torch.device:
+    """Where a rank computes; several ranks may share a GPU (over Gloo)."""
+    if plan.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MachineError("the plan is for cuda, but torch sees no GPU here; use cluster.device=cpu or run weft doctor")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
+    """Join the ranks of a plan.
+
+    The launcher or torchrun says who we are through RANK, WORLD_SIZE and LOCAL_RANK; they meet in the file WEFT_STORE
+    where it is given (one machine: no port to race for), else at MASTER_ADDR:MASTER_PORT.
+    """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world != plan.world:
+        raise MachineError(f"the plan needs {plan.world} ranks, but {world} were started")
+    device = local_device(plan, int(os.environ.get("LOCAL_RANK", rank)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world == 1:
+        return Mesh(0, 1, device, None, {}, None, None)
+    file = os.environ.get("WEFT_STORE")
+    store = dist.FileStore(file, world) if file else None
+    backend = "cpu:gloo,cuda:nccl" if plan.backend == "nccl" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank if store else -1, world_size=world if store else -1,
+                            timeout=timeout)  # fmt: skip
+    return mesh_of(plan, device, timeout)
+
+
+def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta) -> Mesh:
+    """The mesh of a plan over a default process group that exists already."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    wide = {name: degree for name, degree in plan.axes.items() if degree > 1}
+    device_mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
+    coords = dict(zip(wide, device_mesh.get_coordinate() or (), strict=True))
+    axes = {n: Axis(n, device_mesh.get_group(n), degree, coords[n]) for n, degree in wide.items()}
+    everyone = Axis("everyone", dist.group.WORLD, world, rank)  # type: ignore[arg-type]
+    host_group = dist.new_group(backend="gloo", timeout=timeout)
+    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, coords)

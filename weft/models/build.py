@@ -1,0 +1,107 @@
+"""From a job's model section to a module, and from a module and a batch to the summed loss."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.job.errors import JobError
+from weft.job.schema import Model
+from weft.models.mlp import DeepMLP
+from weft.models.transformer import Transformer
+
+FAMILIES: dict[str, Callable[[Model], nn.Module]] = {
+    "gpt2": Transformer,
+    "llama": Transformer,
+    "vit": Transformer,
+    "mlp": DeepMLP,
+}
+
+
+def build_model(model: Model, seed: int = 0) -> nn.Module:
+    """The model of a job: Weft's own on the meta device, a person's own with its own initial values."""
+    if model.module:
+        return _own(model, seed)
+    assert model.family, "the model is resolved before it is built"
+    with torch.device("meta"):
+        return FAMILIES[model.family](model)
+
+
+def find_object(spec: str, what: str) -> Any:
+    """package.module:name, looked up from the current folder too; a JobError says which part is missing."""
+    module_name, _, name = spec.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise JobError(f"{what}={spec!r}: cannot import {module_name}: {error}") from error
+    if not hasattr(module, name):
+        raise JobError(f"{what}={spec!r}: {module_name} has no {name!r}")
+    return getattr(module, name)
+
+
+def _own(model: Model, seed: int) -> nn.Module:
+    assert model.module
+    cls = find_object(model.module, "model.module")
+    try:
+        inspect.signature(cls).bind(**model.args)
+    except TypeError as error:
+        raise JobError(f"model.args does not fit {model.module}: {error}") from None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = cls(**model.args)
+    if not isinstance(module, nn.Module):
+        raise JobError(f"model.module={model.module!r} makes a {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def loss_sum(
+    module: nn.Module, batch: dict[str, Tensor], model: Model, *, seed: int = 0, smoothing: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """Loss of a batch, summed over its valid targets. `dtype` is what the module computes in."""
+    if model.module:
+        return _own_loss(module, batch, model, smoothing, dtype)
+    inputs = batch["inputs"]
+    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+    extras = {k: batch[k] for k in ("docs", "positions") if k in batch}
+    keys = batch["ids"] * 0x5851F42D4C957F2D + seed
+    loss: Tensor = module(
+        inputs, targets=batch["targets"], valid=batch["valid"], keys=keys, smoothing=smoothing, **extras
+    )
+    return loss
+
+
+def _own_loss(
+    module: nn.Module, batch: dict[str, Tensor], model: Model, smoothing: float, dtype: torch.dtype
+) -> Tensor:
+    inputs, targets, valid = batch["inputs"], batch["targets"], batch["valid"]
+    mixed = dtype != torch.float32  # a module of your own may mix dtypes; autocast brings them together
+    with torch.autocast(inputs.device.type, dtype=dtype if mixed else torch.bfloat16, enabled=mixed):
+        outputs = module(inputs)
+    if isinstance(outputs, tuple):
+        outputs = outputs[0]
+    outputs = getattr(outputs, "logits", outputs).float()
+    if model.loss != "auto":
+        losses = find_object(model.loss, "model.loss")(outputs, targets)
+    elif targets.is_floating_point():
+        losses = (outputs - targets).square().flatten(valid.dim()).mean(-1)
+    elif outputs.shape[:-1] == targets.shape:
+        losses = F.cross_entropy(
+            outputs.flatten(0, -2), targets.flatten(), reduction="none", label_smoothing=smoothing
+        ).view(targets.shape)
+    else:
+        raise JobError(
+            f"{model.module} gave outputs of shape {list(outputs.shape)} for targets of shape {list(targets.shape)}; "
+            "cross-entropy needs [..., classes] for [...]"
+        )
+    return (losses * valid).sum()

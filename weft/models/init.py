@@ -1,0 +1,36 @@
+"""Initial weights, each from its own seed and name: the same whatever the layout or the order of making."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+STD = 0.02
+"""Standard deviation of a matrix's first values (GPT-2)."""
+
+
+def initialise(name: str, tensor: Tensor, model: nn.Module, seed: int) -> None:
+    """Fill one parameter of a Weft model in place."""
+    leaf, owner = name.rsplit(".", 1)[-1], name.rsplit(".", 1)[0]
+    if leaf == "bias":
+        tensor.zero_()
+    elif tensor.dim() == 1:
+        tensor.fill_(1.0)
+    else:
+        layers = len(getattr(model, "blocks", [])) or 1
+        if not hasattr(model, "blocks"):
+            std = math.sqrt(1.0 / tensor.shape[1])
+        elif owner.endswith((".o", ".down")):  # two additions a block to the residual stream (GPT-2 §2.3)
+            std = STD / math.sqrt(2 * layers)
+        else:
+            std = STD
+        tensor.normal_(0.0, std, generator=generator(seed, name, tensor.device))
+
+
+def generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """A generator that depends on the seed and the name alone."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)

@@ -1,0 +1,119 @@
+"""Linear + cross-entropy in chunks of tokens: the logits of a whole batch never exist at once."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits held at once: 64 MiB in fp32."""
+
+
+class VocabSplit(Protocol):
+    """How the vocabulary is spread: where this rank's rows begin, and sums and maxima over all of it."""
+
+    start: int
+    vocab: int
+
+    def sum(self, x: Tensor) -> Tensor: ...
+    def max(self, x: Tensor) -> Tensor: ...
+
+
+class WholeVocab:
+    """All of the vocabulary on this rank."""
+
+    def __init__(self, vocab: int):
+        self.start, self.vocab = 0, vocab
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def max(self, x: Tensor) -> Tensor:
+        return x
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss is linear in its upstream gradient, so both gradients are made in the forward pass, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit
+    ) -> Tensor:
+        # x [tokens, dim], weight [local vocab, dim], targets and valid [tokens]
+        rows = max(1, CHUNK_ELEMENTS // max(1, weight.shape[0]))
+        want_x, want_w = ctx.needs_input_grad[:2]
+        dx = torch.empty_like(x) if want_x else None
+        dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_w else None
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        for i in range(0, x.shape[0], rows):
+            part = slice(i, i + rows)
+            loss, dlogits = _chunk(x[part], weight, targets[part], valid[part], smoothing, split, want_x or want_w)
+            total += loss
+            if dx is not None and dlogits is not None:
+                torch.mm(dlogits, weight, out=dx[part])
+            if dw is not None and dlogits is not None:
+                if dlogits.dtype == torch.float32:
+                    dw.addmm_(dlogits.t(), x[part])
+                else:
+                    dw += dlogits.t() @ x[part]
+        ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            None if dx is None else dx.mul_(scale.to(dx.dtype)),
+            None if dw is None else dw.mul_(scale.to(dw.dtype)),
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _chunk(
+    x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit, grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Summed loss of a chunk, and its gradient by the logits in x's dtype."""
+    logits = (x @ weight.t()).float()  # [rows, local vocab]
+    local = targets - split.start
+    mine = (local >= 0) & (local < weight.shape[0])
+    index = torch.where(mine, local, 0).unsqueeze(1)
+    if weight.shape[0] == 0:  # more ranks than vocabulary rows
+        peak, picked = logits.new_full((len(x), 1), float("-inf")), logits.new_zeros(len(x))
+    else:
+        peak, picked = logits.amax(1, keepdim=True), logits.gather(1, index).squeeze(1)
+    peak = split.max(peak)
+    exp = (logits - peak).exp_()
+    sums = torch.stack([exp.sum(1), torch.where(mine, picked, 0.0), logits.sum(1)])
+    denominator, target_logit, logit_sum = split.sum(sums)
+    lse = denominator.log() + peak.squeeze(1)
+    loss = lse - (1 - smoothing) * target_logit - (smoothing / split.vocab) * logit_sum
+    loss = torch.where(valid, loss, 0.0).sum()
+    if not grad:
+        return loss, None
+    dlogits = exp.div_(denominator.unsqueeze(1))
+    if smoothing:
+        dlogits -= smoothing / split.vocab
+    if weight.shape[0]:
+        hit = torch.where(mine, -(1.0 - smoothing), 0.0).unsqueeze(1)
+        dlogits.scatter_add_(1, index, hit.to(dlogits.dtype))
+    dlogits.mul_(valid.unsqueeze(1))
+    return loss, dlogits.to(x.dtype)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor | None = None, smoothing: float = 0.0,
+    split: VocabSplit | None = None,
+) -> Tensor:  # fmt: skip
+    """Sum over valid targets of the cross-entropy of `x @ weight.T`, in fp32.
+
+    x [..., dim], weight [vocab rows of this rank, dim], targets and valid [...].
+    """
+    targets = targets.reshape(-1)
+    valid = torch.ones_like(targets, dtype=torch.bool) if valid is None else valid.reshape(-1)
+    flat = x.reshape(-1, x.shape[-1])
+    split = split or WholeVocab(weight.shape[0])
+    loss: Tensor = _LinearCrossEntropy.apply(flat, weight, targets, valid, smoothing, split)
+    return loss

@@ -1,0 +1,168 @@
+"""One transformer that covers GPT-2, Llama and ViT by configuration; it knows nothing of how it is spread."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.job.schema import Model
+from weft.job.shapes import PATCH_DIM
+from weft.models.dropout import Dropout
+from weft.models.loss import linear_cross_entropy
+from weft.models.rope import frequencies, rotate, rotation
+
+Turn = tuple[Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. Heads are counted from the width of q, k and v, so any share of them works."""
+
+    def __init__(self, m: Model):
+        super().__init__()
+        assert m.dim and m.heads and m.kv_heads and m.head_dim
+        self.head_dim, self.causal, bias = m.head_dim, bool(m.causal), bool(m.bias)
+        self.q = nn.Linear(m.dim, m.heads * m.head_dim, bias=bias)
+        self.k = nn.Linear(m.dim, m.kv_heads * m.head_dim, bias=bias)
+        self.v = nn.Linear(m.dim, m.kv_heads * m.head_dim, bias=bias)
+        self.o = nn.Linear(m.heads * m.head_dim, m.dim, bias=bias)
+        self.q_norm = _norm(m, m.head_dim) if m.qk_norm else None
+        self.k_norm = _norm(m, m.head_dim) if m.qk_norm else None
+
+    def forward(self, x: Tensor, turn: Turn | None, mask: Tensor | None) -> Tensor:
+        batch, seq, _ = x.shape
+        q = self.q(x).view(batch, seq, -1, self.head_dim)
+        k = self.k(x).view(batch, seq, -1, self.head_dim)
+        v = self.v(x).view(batch, seq, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+            attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
+        )  # fmt: skip
+        return self.o(y.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class FeedForward(nn.Module):
+    """Two linears around a GELU, or three around a SwiGLU."""
+
+    def __init__(self, m: Model):
+        super().__init__()
+        assert m.dim and m.ffn
+        self.gate = nn.Linear(m.dim, m.ffn, bias=bool(m.bias)) if m.activation == "swiglu" else None
+        self.up = nn.Linear(m.dim, m.ffn, bias=bool(m.bias))
+        self.down = nn.Linear(m.ffn, m.dim, bias=bool(m.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x), approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        return self.down(hidden)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normalised before and added to the residual stream."""
+
+    def __init__(self, m: Model, index: int):
+        super().__init__()
+        assert m.dim
+        self.attn_norm = _norm(m, m.dim)
+        self.attn = Attention(m)
+        self.attn_drop = Dropout(m.dropout or 0.0, site=2 * index + 1)
+        self.mlp_norm = _norm(m, m.dim)
+        self.mlp = FeedForward(m)
+        self.mlp_drop = Dropout(m.dropout or 0.0, site=2 * index + 2)
+
+    def forward(self, x: Tensor, turn: Turn | None, mask: Tensor | None, keys: Tensor | None) -> Tensor:
+        x = x + self.attn_drop(self.attn(self.attn_norm(x), turn, mask), keys)
+        return x + self.mlp_drop(self.mlp(self.mlp_norm(x)), keys)
+
+
+class Head(nn.Module):
+    """Logits, or their summed cross-entropy without ever holding them all. ViT averages over the patches first."""
+
+    def __init__(self, m: Model):
+        super().__init__()
+        assert m.dim and m.vocab
+        self.weight = nn.Parameter(torch.empty(m.vocab, m.dim))
+        self.pool = m.family == "vit"
+
+    def forward(self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float) -> Tensor:
+        x = x.mean(1) if self.pool else x
+        if targets is None:
+            return F.linear(x, self.weight)
+        return linear_cross_entropy(x, self.weight, targets, valid, smoothing)
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, norm, head. With targets it returns the loss summed over valid targets; without, logits."""
+
+    units = "blocks.*"
+    """The parts that are sharded, recomputed and pipelined as one."""
+
+    parts: ClassVar[dict[str, str]] = {
+        "embed": "vocab",
+        "positions": "scatter",
+        "drop": "sequence",
+        "blocks.*.*_norm": "sequence",
+        "blocks.*.*_drop": "sequence",
+        "blocks.*.attn": "region",
+        "blocks.*.attn.[qkv]": "column",
+        "blocks.*.attn.[qk]_norm": "heads",
+        "blocks.*.attn.o": "row",
+        "blocks.*.mlp": "region",
+        "blocks.*.mlp.gate": "column",
+        "blocks.*.mlp.up": "column",
+        "blocks.*.mlp.down": "row",
+        "norm": "sequence",
+        "head": "vocab_head",
+    }
+    """Which module plays which part under tensor parallelism (parallel/tensor.py says what each part does)."""
+
+    def __init__(self, m: Model):
+        super().__init__()
+        assert m.dim and m.vocab and m.layers and m.max_len and m.head_dim
+        self.head_dim, self.theta, self.scaling = m.head_dim, m.rope_theta or 10_000.0, m.rope_scaling
+        self.causal = bool(m.causal)
+        self.embed = nn.Linear(PATCH_DIM, m.dim) if m.family == "vit" else nn.Embedding(m.vocab, m.dim)
+        self.positions = nn.Embedding(m.max_len, m.dim) if m.positions == "learned" else None
+        self.drop = Dropout(m.dropout or 0.0, site=0)
+        self.blocks = nn.ModuleList(Block(m, i) for i in range(m.layers))
+        self.norm = _norm(m, m.dim)
+        self.head = Head(m)
+        if m.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, valid: Tensor | None = None, docs: Tensor | None = None,
+        positions: Tensor | None = None, keys: Tensor | None = None, smoothing: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        # inputs [batch, seq] tokens, or [batch, patches, PATCH_DIM]
+        if positions is None:
+            positions = torch.arange(inputs.shape[1], device=inputs.device)
+        x = self.embed(inputs)
+        turn = None
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        else:
+            turn = rotation(positions, frequencies(self.head_dim, self.theta, self.scaling, inputs.device))
+        x = self.drop(x, keys)
+        mask = None if docs is None else document_mask(docs, self.causal)
+        for block in self.blocks:
+            x = block(x, turn, mask, keys)
+        return self.head(self.norm(x), targets, valid, smoothing)
+
+
+def document_mask(docs: Tensor, causal: bool) -> Tensor:
+    """True where a token may look: inside its own document, and back if causal. [batch, 1, seq, seq]"""
+    same = docs.unsqueeze(2) == docs.unsqueeze(1)
+    return (same.tril() if causal else same).unsqueeze(1)
+
+
+def _norm(m: Model, width: int) -> nn.Module:
+    eps = m.norm_eps or 1e-5
+    if m.norm == "rmsnorm":
+        return nn.RMSNorm(width, eps=eps)
+    return nn.LayerNorm(width, eps=eps, bias=bool(m.bias))

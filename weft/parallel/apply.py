@@ -1,0 +1,149 @@
+"""How a model is spread: one function, one fixed order, the same for every model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.comm import Axis
+from weft.memory import recompute
+from weft.mesh import Mesh
+from weft.models.init import initialise
+from weft.parallel.data import Replicas, Shards, local_of, shard
+from weft.parallel.tensor import TensorSplit, split_tensors
+from weft.plan.layout import Plan
+from weft.precision import COMPUTE
+
+
+@dataclass
+class Woven:
+    """A model spread over the mesh. The optimizer, clipping and checkpoints see `masters`, and nothing else of it."""
+
+    module: nn.Module
+    data: Replicas | Shards
+    tp: Axis | None
+    partial: tuple[str, ...]
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """fp32 weights by name, plain or DTensor; after finish() each holds the gradient of the whole batch."""
+        return self.data.masters
+
+    def microbatch(self, last: bool) -> None:
+        """Say before each backward pass whether it is the step's last."""
+        self.data.microbatch(last)
+
+    def finish(self) -> None:
+        """Complete the gradients after the last backward pass."""
+        self.data.finish()
+        if self.tp is not None and self.partial:
+            grads = [local_of(g) for n in self.partial if (g := self.masters[n].grad) is not None]
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            self.tp.all_reduce(flat)
+            for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(summed.view_as(grad))
+
+    def zero_grad(self) -> None:
+        self.data.zero_grad()
+
+    def refresh(self) -> None:
+        """After the optimizer changed the masters."""
+        self.data.refresh()
+
+    def settle(self) -> None:
+        """After an evaluation."""
+        self.data.settle()
+
+
+def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0) -> Woven:
+    """Spread a model over a mesh as a plan says, unit by unit, so that no rank ever holds more than one unit whole.
+
+    A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's.
+    """
+    dtype = COMPUTE[plan.precision]
+    tp, sharded = mesh.axis("tp"), mesh.axis("dp_shard") is not None
+    split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
+    units = find_units(model)
+    for prefix, unit in [*units.items(), ("", model)]:
+        modules = members(model, prefix, skip=() if prefix else tuple(units))
+        materialise(model, modules, mesh, seed)
+        if split:
+            split_tensors(split, model, modules)
+        if prefix and plan.recompute == "full":
+            recompute(unit)
+        if sharded:
+            shard(unit, mesh.submesh("dp_replicate", "dp_shard"), plan.zero, dtype)
+    if sharded:
+        data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None)
+    else:
+        data = Replicas(model, mesh.axis("dp_replicate"), dtype, plan.bucket_mb)
+    partial = tuple(n for n in data.masters if split and n in split.partial)
+    return Woven(model, data, tp, partial)
+
+
+def find_units(model: nn.Module) -> dict[str, nn.Module]:
+    """The parts that are spread one after the other: those the model names, else the members of its lists of layers."""
+    pattern = getattr(model, "units", None)
+    if isinstance(pattern, str):
+        return {
+            n: m for n, m in model.named_modules() if fnmatchcase(n, pattern) and n.count(".") == pattern.count(".")
+        }
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{n}.") for n in found)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
+            for key, child in module.named_children():
+                if any(True for _ in child.parameters()) and not _shares_parameters(model, child):
+                    found[f"{name}.{key}" if name else key] = child
+    return found
+
+
+def _shares_parameters(model: nn.Module, child: nn.Module) -> bool:
+    inside = {id(p) for p in child.parameters()}
+    modules = {id(m) for m in child.modules()}
+    return any(
+        id(p) in inside for m in model.modules() if id(m) not in modules for p in m.parameters(recurse=False)
+    )
+
+
+def _can_cut_sequence(model: nn.Module) -> bool:
+    return "sequence" in set(getattr(model, "parts", {}).values())
+
+
+def members(model: nn.Module, prefix: str, skip: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+    """The modules at and below `prefix`, without those at and below the paths in `skip`."""
+
+    def below(name: str, path: str) -> bool:
+        return not path or name == path or name.startswith(path + ".")
+
+    return [(n, m) for n, m in model.named_modules() if below(n, prefix) and not any(below(n, s) for s in skip)]
+
+
+@torch.no_grad()
+def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Mesh, seed: int) -> None:
+    """Give the modules' parameters their values on this rank's device; ties between modules stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for path, module in modules:
+        for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(param) not in made:
+                value = param.detach()
+                if param.is_meta:
+                    value = torch.empty(param.shape, dtype=torch.float32, device=mesh.device)
+                    initialise(f"{path}.{key}", value, model, seed)
+                else:
+                    value = _same_everywhere(value.to(mesh.device), mesh)
+                made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+            module.register_parameter(key, made[id(param)])
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = _same_everywhere(buffer.to(mesh.device), mesh)
+
+
+def _same_everywhere(value: Tensor, mesh: Mesh) -> Tensor:
+    if mesh.everyone is not None:
+        value = value.contiguous()
+        dist.broadcast(value, src=0, group=mesh.everyone.group)
+    return value

@@ -1,0 +1,201 @@
+"""Data parallelism: replicas that sum their gradients in buckets, and ZeRO shards on FSDP2.
+
+Both offer the same few things to the loop: `masters` (fp32 weights the optimizer updates, with their gradients),
+`microbatch(last)` before each backward pass, `finish()` after the last, `refresh()` after the optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from weft.comm import Axis
+
+ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
+
+
+def local_of(x: Any) -> Tensor:
+    """A tensor's piece on this rank."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def like(local: Tensor, model: Any) -> Tensor:
+    """A local tensor dressed as `model` is: a DTensor of the same placement, or plain."""
+    if not isinstance(model, DTensor):
+        return local
+    return DTensor.from_local(
+        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
+    )
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replace every floating parameter by a copy in dtype; ties between modules stay tied."""
+    cast: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for key, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if p.is_floating_point():
+                if id(p) not in cast:
+                    cast[id(p)] = nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad)
+                owner.register_parameter(key, cast[id(p)])
+
+
+class Bucket:
+    """Gradients that travel together in one buffer, in the order in which the backward pass makes them."""
+
+    def __init__(self, names: list[str], masters: dict[str, Tensor]):
+        self.names = names
+        sizes = [-(-local_of(masters[n]).numel() // ALIGN) * ALIGN for n in names]
+        device = local_of(masters[names[0]]).device
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self.views: dict[str, Tensor] = {}
+        for name, size, start in zip(names, sizes, torch.tensor([0, *sizes]).cumsum(0).tolist(), strict=False):
+            master = local_of(masters[name])
+            self.views[name] = self.flat[start : start + size][: master.numel()].view(master.shape)
+        self.missing = len(names)
+
+
+class Replicas:
+    """Whole copies of the model: gradients are summed over the dp_replicate axis while the backward pass goes on.
+
+    Weights compute in `dtype`; where that is not fp32 the masters are a copy, and gradients are summed in fp32. Buckets
+    leave in one fixed order on every rank, so a parameter without a gradient cannot make ranks disagree.
+    """
+
+    def __init__(self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float):
+        self.module, self.axis, self.last = module, axis, True
+        self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.masters: dict[str, Tensor] = dict(self.weights)
+        self.mixed = dtype != torch.float32
+        if self.mixed:
+            cast_parameters(module, dtype)
+            self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.buckets: list[Bucket] = []
+        self.works: list[dist.Work] = []
+        if axis is not None or self.mixed:
+            self._fill_buckets(int(bucket_mb * 2**20 / 4))
+
+    def _fill_buckets(self, limit: int) -> None:
+        names: list[str] = []
+        held = 0
+        for name in reversed(self.weights):  # the backward pass makes the last gradients first
+            size = local_of(self.masters[name]).numel()
+            if names and held + size > limit:
+                self.buckets.append(Bucket(names, self.masters))
+                names, held = [], 0
+            names.append(name)
+            held += size
+        if names:
+            self.buckets.append(Bucket(names, self.masters))
+        for bucket in self.buckets:
+            for name, view in bucket.views.items():
+                weight = self.weights[name]
+                self.masters[name].grad = like(view, self.masters[name])
+                weight.register_post_accumulate_grad_hook(self._hook(bucket, view))
+
+    def _hook(self, bucket: Bucket, view: Tensor) -> Any:
+        def arrived(weight: Tensor) -> None:
+            if self.mixed:  # an fp32 gradient is a view of the bucket, and autograd adds to it in place
+                view.add_(local_of(weight.grad))
+                weight.grad = None
+            if self.last:
+                bucket.missing -= 1
+                self._send_ready()
+
+        return arrived
+
+    def _send_ready(self, all_of_them: bool = False) -> None:
+        if self.axis is None:
+            return
+        while len(self.works) < len(self.buckets):
+            bucket = self.buckets[len(self.works)]
+            if bucket.missing > 0 and not all_of_them:
+                return
+            self.works.append(self.axis.start_all_reduce(bucket.flat))
+
+    def microbatch(self, last: bool) -> None:
+        """Only the last microbatch of a step talks to the other replicas."""
+        self.last = last
+
+    def finish(self) -> None:
+        """Every master's gradient is the sum over the replicas when this returns."""
+        self._send_ready(all_of_them=True)
+        for work in self.works:
+            work.wait()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.names)
+        self.works = []
+
+    def zero_grad(self) -> None:
+        if not self.buckets:
+            for weight in self.weights.values():
+                weight.grad = None
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+
+    def refresh(self) -> None:
+        """The weights follow their masters."""
+        if self.mixed:
+            torch._foreach_copy_(
+                [local_of(w.detach()) for w in self.weights.values()],
+                [local_of(m.detach()) for m in self.masters.values()],
+            )
+
+    def settle(self) -> None:
+        """Nothing is left over from an evaluation."""
+
+
+class Shards:
+    """ZeRO on FSDP2: masters, gradients and optimizer state are cut over dp_shard, and summed over dp_replicate.
+
+    | stage | weights between microbatches | gradients of a microbatch |
+    |---|---|---|
+    | 1 | gathered | whole, added up, cut once a step |
+    | 2 | gathered | cut at once |
+    | 3 | cut after every use | cut at once |
+    """
+
+    def __init__(self, module: nn.Module, zero: int, replicated: bool):
+        assert isinstance(module, FSDPModule)
+        self.module, self.zero, self.replicated = module, zero, replicated
+        self.fsdp_modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        for m in self.fsdp_modules:
+            m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
+            m.set_force_sum_reduction_for_comms(True)
+        self.masters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
+
+    def microbatch(self, last: bool) -> None:
+        self.module.set_is_last_backward(last)
+        if self.zero == 1:
+            self.module.set_requires_gradient_sync(last)
+        elif self.replicated:
+            self.module.set_requires_all_reduce(last)
+        if self.zero < 3:
+            self.module.set_reshard_after_backward(last)
+
+    def finish(self) -> None:
+        """FSDP2 waits for its own collectives at the end of the backward pass."""
+
+    def zero_grad(self) -> None:
+        for master in self.masters.values():
+            master.grad = None
+
+    def refresh(self) -> None:
+        """FSDP2 gathers from the masters anew."""
+
+    def settle(self) -> None:
+        """Drop weights gathered by an evaluation: they would be stale after the next update."""
+        for m in self.fsdp_modules:
+            m.reshard()
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, zero: int, dtype: torch.dtype) -> None:
+    """Cut one unit's parameters over dp_shard (and copy them over dp_replicate where the mesh has it)."""
+    param_dtype = None if dtype == torch.float32 else dtype
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)

@@ -1,0 +1,264 @@
+"""Tensor parallelism (Shoeybi et al. 2019) with sequence parallelism (Korthikanti et al. 2022).
+
+A model's table says which part each module plays; ROLES says what a part means. Parameters become DTensors, so that
+checkpoints, sharding and norms know which slice is where; the maths runs on local tensors with explicit collectives.
+
+    x ──▶ region ──▶ column ──▶ (heads, hidden) ──▶ row ──▶ y
+          gather      each rank its columns          sum, and cut along the sequence again
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from weft.comm import Axis, copy_in, gather_along, reduce_out, scatter_along
+from weft.job.errors import JobError
+from weft.models.dropout import Dropout
+from weft.models.loss import linear_cross_entropy
+from weft.models.transformer import Head
+
+SEQ = 1  # activations are [batch, seq, dim]
+
+
+@dataclass
+class TensorSplit:
+    """The tp axis, whether the sequence is cut between the matrices, and what was learned while cutting."""
+
+    axis: Axis
+    mesh: DeviceMesh
+    sequence: bool
+    partial: set[str] = field(default_factory=set)
+    """Parameters that are whole on every rank but see only a part of the data: their gradients are summed over tp."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Into a region of cut matrices: every rank sees every token."""
+        return gather_along(x, self.axis, SEQ) if self.sequence else copy_in(x, self.axis)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Out of it: partial sums are added up."""
+        return scatter_along(x, self.axis, SEQ) if self.sequence else reduce_out(x, self.axis)
+
+    def piece(self, size: int) -> tuple[int, int]:
+        """Where this rank's piece of `size` begins, and its length; the last pieces may be shorter."""
+        step = -(-size // self.axis.size)
+        start = min(self.axis.rank * step, size)
+        return start, min(step, size - start)
+
+    def cut(self, model: nn.Module, module: nn.Module, key: str, dim: int) -> None:
+        """Leave this rank's piece of module.key along dim; other modules of the model that share it share the piece."""
+        whole = getattr(module, key)
+        if isinstance(whole, DTensor) or whole is None:
+            return
+        start, length = self.piece(whole.shape[dim])
+        piece = whole.detach().narrow(dim, start, length).contiguous().clone()
+        param = nn.Parameter(
+            DTensor.from_local(piece, self.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()),
+            requires_grad=whole.requires_grad,
+        )
+        for owner in model.modules():
+            for name, other in list(owner.named_parameters(recurse=False)):
+                if other is whole:
+                    owner.register_parameter(name, param)
+
+
+def local(param: Tensor | None) -> Any:
+    """This rank's piece of a parameter."""
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+class ColumnLinear(nn.Linear):
+    """Each rank holds some of the outputs."""
+
+    split: TensorSplit
+    in_region: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.in_region else copy_in(x, self.split.axis)
+        return F.linear(x, local(self.weight), local(self.bias))
+
+
+class RowLinear(nn.Linear):
+    """Each rank holds some of the inputs; the outputs are partial sums until they are added up."""
+
+    split: TensorSplit
+    in_region: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, local(self.weight))
+        y = self.split.leave(y) if self.in_region else reduce_out(y, self.split.axis)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabEmbedding(nn.Embedding):
+    """Each rank holds some rows of the table and gives zeros for the others' tokens."""
+
+    split: TensorSplit
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        table = local(self.weight)
+        start, length = self.split.piece(self.num_embeddings)
+        mine = (tokens >= start) & (tokens < start + length)
+        index = torch.where(mine, tokens - start, 0)
+        rows = F.embedding(index, table) if length else table.new_zeros((*tokens.shape, table.shape[1]))
+        return self.split.leave(rows * mine.unsqueeze(-1))
+
+
+class VocabHead(Head):
+    """Each rank holds the logits of some of the vocabulary; no rank ever holds them all."""
+
+    split: TensorSplit
+
+    def forward(self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float) -> Tensor:
+        x = self.split.enter(x)
+        x = x.mean(1) if self.pool else x
+        weight = local(self.weight)
+        if targets is None:
+            return gather_along(F.linear(x, weight), self.split.axis, -1)
+        start, _ = self.split.piece(self.weight.shape[0])
+        vocab = SplitVocab(self.split.axis, start, self.weight.shape[0])
+        return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab)
+
+
+class SplitVocab:
+    """Sums and maxima over the ranks' parts of the vocabulary."""
+
+    def __init__(self, axis: Axis, start: int, vocab: int):
+        self.axis, self.start, self.vocab = axis, start, vocab
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self.axis.all_reduce(x)
+
+    def max(self, x: Tensor) -> Tensor:
+        return self.axis.all_reduce(x, dist.ReduceOp.MAX)
+
+
+class SequenceDropout(Dropout):
+    """Dropout on this rank's part of the sequence."""
+
+    split: TensorSplit
+
+    def first_row(self, x: Tensor) -> int:
+        return self.split.axis.rank * x.shape[SEQ]
+
+
+@dataclass
+class Place:
+    """One module that plays a part."""
+
+    model: nn.Module
+    name: str
+    module: nn.Module
+    regions: set[str]
+
+    @property
+    def in_region(self) -> bool:
+        return any(self.name.startswith(r + ".") for r in self.regions)
+
+    def become(self, expected: type, new: type, role: str, split: TensorSplit, **attributes: Any) -> None:
+        """Give the module another class of the same parameters: names, and so checkpoints, stay as they are."""
+        if not isinstance(self.module, expected):
+            kind = type(self.module).__name__
+            raise JobError(f"{self.name} is a {kind}; the part {role!r} needs a {expected.__name__}")
+        self.module.__class__ = new
+        for key, value in {"split": split, **attributes}.items():
+            setattr(self.module, key, value)
+
+    def mark_partial(self, split: TensorSplit) -> None:
+        split.partial |= {f"{self.name}.{key}" for key, _ in self.module.named_parameters()}
+
+
+Role = Callable[[TensorSplit, Place], None]
+
+
+def _column(split: TensorSplit, place: Place) -> None:
+    place.become(nn.Linear, ColumnLinear, "column", split, in_region=place.in_region)
+    split.cut(place.model, place.module, "weight", 0)
+    split.cut(place.model, place.module, "bias", 0)
+
+
+def _row(split: TensorSplit, place: Place) -> None:
+    place.become(nn.Linear, RowLinear, "row", split, in_region=place.in_region)
+    split.cut(place.model, place.module, "weight", 1)
+    if place.module.bias is not None and place.in_region and split.sequence:
+        split.partial.add(f"{place.name}.bias")
+
+
+def _vocab(split: TensorSplit, place: Place) -> None:
+    if isinstance(place.module, nn.Linear):  # patches have no vocabulary: every rank embeds them all
+        return _scatter(split, place)
+    place.become(nn.Embedding, VocabEmbedding, "vocab", split)
+    split.cut(place.model, place.module, "weight", 0)
+
+
+def _vocab_head(split: TensorSplit, place: Place) -> None:
+    place.become(Head, VocabHead, "vocab_head", split)
+    split.cut(place.model, place.module, "weight", 0)
+
+
+def _region(split: TensorSplit, place: Place) -> None:
+    place.module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
+
+
+def _sequence(split: TensorSplit, place: Place) -> None:
+    if split.sequence:
+        if isinstance(place.module, Dropout):
+            place.become(Dropout, SequenceDropout, "sequence", split)
+        place.mark_partial(split)
+
+
+def _heads(split: TensorSplit, place: Place) -> None:
+    place.mark_partial(split)
+
+
+def _scatter(split: TensorSplit, place: Place) -> None:
+    if split.sequence:
+        place.module.register_forward_hook(lambda _, __, y: split.axis.narrow(y, -2))
+        place.mark_partial(split)
+
+
+ROLES: dict[str, Role] = {
+    "column": _column,
+    "row": _row,
+    "vocab": _vocab,
+    "vocab_head": _vocab_head,
+    "region": _region,
+    "sequence": _sequence,
+    "heads": _heads,
+    "scatter": _scatter,
+}
+
+
+def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
+    """Cut these modules of a model as its table says."""
+    table = getattr(model, "parts", None)
+    if not table:
+        raise JobError(
+            f"{type(model).__name__} has no table of parts, so parallel.tp must be 1; for tp give the class an attribute "
+            "`parts` such as {'*.up': 'column', '*.down': 'row'}"
+        )
+    regions = {name for name, _ in model.named_modules() if _role(table, name) == "region"}
+    for name, module in modules:
+        if role := _role(table, name):
+            ROLES[role](split, Place(model, name, module, regions))
+
+
+def _role(table: dict[str, str], name: str) -> str | None:
+    for pattern, role in table.items():
+        if role not in ROLES:
+            near = difflib.get_close_matches(role, ROLES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"parts: {', '.join(ROLES)}"
+            raise JobError(f"the table of parts says {pattern!r}: {role!r}, which is no part; {hint}")
+        if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):
+            return role
+    return None

@@ -1,0 +1,61 @@
+"""Parameters and FLOPs of a model, counted from its description alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.job.schema import Model
+from weft.job.shapes import PATCH_DIM
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one model is made of. `block` is one of `blocks`; the rest is embedding and head."""
+
+    embedding: int
+    block: int
+    blocks: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.block * self.blocks + self.head
+
+
+def count_parameters(model: Model) -> Counts | None:
+    """Parameters by part; None for a person's own module, which is not described here."""
+    if model.module:
+        return None
+    dim, layers = _int(model.dim), _int(model.layers)
+    if model.family == "mlp":
+        return Counts(0, dim * dim + (dim if model.bias else 0), layers, 0)
+    heads, kv, hd, ffn = _int(model.heads), _int(model.kv_heads), _int(model.head_dim), _int(model.ffn)
+    vocab, bias = _int(model.vocab), bool(model.bias)
+    norm = 2 * dim if model.norm == "layernorm" and bias else dim
+    attention = 2 * dim * heads * hd + 2 * dim * kv * hd
+    attention += ((heads + 2 * kv) * hd + dim) if bias else 0
+    attention += 2 * hd if model.qk_norm else 0
+    gates = 2 if model.activation == "swiglu" else 1
+    mlp = (gates + 1) * dim * ffn + (gates * ffn + dim if bias else 0)
+    embedding = PATCH_DIM * dim + dim if model.family == "vit" else vocab * dim
+    embedding += _int(model.max_len) * dim if model.positions == "learned" else 0
+    head = norm + (0 if model.tied else vocab * dim)
+    return Counts(embedding, attention + mlp + 2 * norm, layers, head)
+
+
+def flops_per_token(model: Model, seq_len: int) -> float | None:
+    """Training FLOPs a token, forward and backward: 6 for each multiplied weight, causal attention counted once."""
+    counts = count_parameters(model)
+    if counts is None:
+        return None
+    if model.family == "mlp":
+        return 6.0 * counts.total
+    dim, layers, vocab = _int(model.dim), _int(model.layers), _int(model.vocab)
+    matmuls = counts.block * layers + vocab * dim
+    attention = 12 * layers * _int(model.heads) * _int(model.head_dim) * seq_len
+    return 6.0 * matmuls + (attention / 2 if model.causal else attention)
+
+
+def _int(value: int | None) -> int:
+    assert value is not None, "the model is resolved before it is counted"
+    return value

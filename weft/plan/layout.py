@@ -1,0 +1,73 @@
+"""The Plan: how a job is spread. Frozen, printable, and made without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The axes of the mesh, outermost first. ep is laid over dp_shard × cp × tp."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The degree of every axis and every choice that follows from the job."""
+
+    device: str
+    """cpu or cuda: where the ranks compute."""
+    device_name: str
+    """The catalog's name of the device, for peaks and memory."""
+    backend: str
+    nodes: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 3
+    sequence: bool = False
+    schedule: str = "1f1b"
+    microbatch: int = 1
+    accumulation: int = 1
+    precision: str = "fp32"
+    recompute: str = "none"
+    offload: str = "none"
+    compression: str = "none"
+    bucket_mb: float = 25.0
+    reasons: tuple[str, ...] = ()
+    predicted: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Degrees by axis, in mesh order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def layout(self) -> str:
+        """The layout in a few words, such as `dp_shard 2 (zero 3) × tp 2`."""
+        words = []
+        for axis, degree in self.axes.items():
+            if degree > 1:
+                words.append(f"{axis} {degree}" + (f" (zero {self.zero})" if axis == "dp_shard" else ""))
+        return " × ".join(words) or "1 rank"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "reasons": list(self.reasons), "world": self.world, "axes": self.axes}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        return cls(**{**known, "reasons": tuple(known.get("reasons", ()))})
+
+    def dumps(self) -> str:
+        return json.dumps(self.to_json(), indent=2) + "\n"
