@@ -1,0 +1,89 @@
+"""The catalog: names people write, names drivers give, and figures that can be true."""
+
+import pytest
+
+from weft.hardware.catalog import DEVICES, NETWORKS, device_by_product, find_device, find_network
+from weft.job.errors import JobError
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        ("NVIDIA H200", "h200-sxm"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-sxm-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H800", "h800-sxm"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200-sxm"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300-sxm"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("Tesla V100-SXM2-16GB", "v100-sxm-16gb"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm-32gb"),
+        ("AMD Instinct MI250X", "mi250x"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI325X", "mi325x"),
+    ],
+)
+def test_a_product_name_finds_its_entry(product: str, name: str) -> None:
+    device = device_by_product(product)
+    assert device is not None
+    assert device.name == name
+
+
+@pytest.mark.parametrize(
+    "product",
+    ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 NVL", "NVIDIA L40", "NVIDIA A10", "Tesla T4", "llvmpipe", ""],
+)
+def test_a_card_with_other_figures_is_not_mistaken_for_a_known_one(product: str) -> None:
+    assert device_by_product(product) is None
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "H100-SXM", "h100", "H100 SXM 80GB", "h100_sxm"])
+def test_a_device_is_found_however_it_is_written(name: str) -> None:
+    assert find_device(name).name == "h100-sxm"
+
+
+def test_an_unknown_device_is_refused_with_the_nearest() -> None:
+    with pytest.raises(JobError, match=r"no device is named 'h100-smx'; did you mean h100-sxm\?"):
+        find_device("h100-smx")
+    with pytest.raises(JobError, match=r"no device is named 'zzz'; known: .*mi300x.*cpu"):
+        find_device("zzz")
+
+
+def test_an_unknown_network_is_refused_with_the_nearest() -> None:
+    assert find_network("IB-NDR").gb_s == 50.0
+    with pytest.raises(JobError, match=r"no network is named 'ib-nrd'; did you mean ib-ndr\?"):
+        find_network("ib-nrd")
+
+
+def test_every_device_has_figures_that_can_be_true() -> None:
+    for name, device in DEVICES.items():
+        assert device.name == name
+        assert set(device.peak_tflops) == {"fp32", "bf16", "fp16", "fp8"}
+        assert 0 < device.memory_gib < 400
+        assert 0.01 < device.memory_tb_s < 20
+        assert 1 < device.link_gb_s < 2000
+        assert 50 < device.tdp_w < 2000
+        fp32, bf16, fp16, fp8 = (device.peak_tflops[d] for d in ("fp32", "bf16", "fp16", "fp8"))
+        if device.kind == "cpu":
+            assert (fp32, bf16, fp16, fp8) == (None,) * 4
+            continue
+        assert fp32 is not None
+        assert fp16 is not None
+        assert fp32 < fp16
+        assert bf16 in (None, fp16)
+        assert fp8 is None or 1.9 < fp8 / fp16 < 2.1
+        assert hash(device) == hash(find_device(name))
+
+
+def test_the_networks_are_line_rates() -> None:
+    assert all(0.1 <= n.gb_s <= 100 and n.latency_us > 0 and n.name == key for key, n in NETWORKS.items())
+    assert NETWORKS["ethernet-100"].gb_s == NETWORKS["ib-edr"].gb_s == 12.5

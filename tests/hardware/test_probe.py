@@ -1,0 +1,43 @@
+"""The probe: real figures of the machine the tests run on."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from weft.hardware.probe import probe
+
+
+def test_the_machine_is_described(tmp_path: Path) -> None:
+    machine = probe(tmp_path / "not" / "yet")
+    assert 1 <= machine.cores_physical <= machine.cores_logical <= (os.cpu_count() or 1)
+    assert 0 < machine.memory_available_gib <= machine.memory_gib
+    assert machine.memory_gib * 2**30 <= psutil.virtual_memory().total
+    assert machine.cpu
+    assert machine.hostname
+    assert machine.python.startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert machine.disk_free_gib > 0
+    assert machine.shm_gib is None or machine.shm_gib > 0
+    assert (machine.driver is None) == (not machine.gpus)
+
+
+def test_the_affinity_mask_is_respected() -> None:
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
+        "from weft.hardware.probe import probe; m = probe(); print(m.cores_physical, m.cores_logical)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["1", "1"]
+    assert out.stderr == ""
+
+
+def test_job_and_hardware_import_no_torch() -> None:
+    code = (
+        "import sys, weft.job, weft.job.run, weft.hardware, weft.hardware.doctor;"
+        "weft.hardware.probe();"
+        "print([m for m in ('torch', 'plotly', 'rich', 'numpy') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
