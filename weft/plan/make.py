@@ -29,7 +29,7 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
     device = _device(job, machine)
     world, reasons = _world(job, machine, device, world)
     kind = "cpu" if device.kind == "cpu" else "cuda"
-    memory = job.cluster.memory_gib or device.memory_gib or machine.memory_gib / (world if kind == "cpu" else 1)
+    memory = device_memory(job, device, machine, world)
     precision = job.precision if job.precision != "auto" else ("fp32" if kind == "cpu" else "bf16")
     plan = Plan(
         device=kind, device_name=device.name, backend=_backend(job, machine, kind, world), nodes=job.cluster.nodes,
@@ -50,14 +50,19 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
 def check_fits(job: Job, plan: Plan) -> None:
     """Refuse what cannot fit: the states alone, which are counted exactly, exceed the device."""
     needed = sum(plan.predicted.get(k, 0.0) for k in ("states_gib", "gathered_gib"))
-    limit = job.cluster.memory_gib or find_device(plan.device_name).memory_gib
-    if limit is None:
-        limit = probe().memory_gib / plan.world
+    limit = device_memory(job, _device(job, probe()), probe(), plan.world)
     if needed > limit:
         raise FitError(
             f"weights, gradients and optimizer need {needed:.1f} GiB a rank, but {plan.device_name} has {limit:.1f}; "
             f"use more ranks, or cut more with parallel.zero=3 or a larger parallel.tp"
         )
+
+
+def device_memory(job: Job, device: Device, machine: Machine, world: int) -> float:
+    """GiB a rank may use: what the job says, else the catalog's; CPU ranks share this machine's memory."""
+    if job.cluster.memory_gib:
+        return job.cluster.memory_gib
+    return machine.memory_gib * job.cluster.nodes / world if device.kind == "cpu" else device.memory_gib
 
 
 def _device(job: Job, machine: Machine) -> Device:
@@ -91,11 +96,11 @@ def _world(job: Job, machine: Machine, device: Device, given: int | None) -> tup
         return job.cluster.nodes * (count or 1), []
     if not open_axis:
         return pinned, []
-    ranks = max(pinned, machine.cores // pinned * pinned)
+    ranks = max(pinned, machine.cores_physical // pinned * pinned)
     share = job.train.global_batch
     while ranks > pinned and share % (ranks // pinned):
         ranks -= pinned
-    return ranks, [f"{ranks} ranks, one for each of this machine's {machine.cores} cores"]
+    return ranks, [f"{ranks} ranks, one for each of this machine's {machine.cores_physical} cores"]
 
 
 def _backend(job: Job, machine: Machine, kind: str, world: int) -> str:

@@ -1,0 +1,48 @@
+"""One gradient norm that is the same number in every layout, and one multiplication that applies it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from weft.mesh import Mesh
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def cut_axes(x: Tensor) -> tuple[str, ...]:
+    """The axes of the mesh over which a tensor is cut; on the others every rank has the same."""
+    if not isinstance(x, DTensor):
+        return ()
+    names = x.device_mesh.mesh_dim_names or ()
+    return tuple(n for n, p in zip(names, x.placements, strict=True) if not p.is_replicate())
+
+
+def grad_norm(masters: Iterable[Tensor], mesh: Mesh) -> Tensor:
+    """The 2-norm of all gradients together: each group of equally cut tensors is summed over just the axes that cut it."""
+    groups: dict[tuple[str, ...], list[Tensor]] = {}
+    for master in masters:
+        if master.grad is not None:
+            groups.setdefault(cut_axes(master), []).append(_local(master.grad))
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for axes in sorted(groups):
+        norms = torch.stack(torch._foreach_norm(groups[axes]))
+        square = norms.double().square().sum()
+        for name in axes:
+            axis = mesh.axis(name)
+            if axis is not None:
+                axis.all_reduce(square)
+        total += square
+    return total.sqrt().float()
+
+
+def scale_grads(masters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply every gradient in place."""
+    grads = [_local(m.grad) for m in masters if m.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)

@@ -1,0 +1,29 @@
+"""An exponential moving average of the weights, kept cut as the weights are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class Ema:
+    """Follows the masters: average ← decay · average + (1 − decay) · master after every step. Off at decay 0."""
+
+    def __init__(self, masters: dict[str, Tensor], decay: float):
+        self.decay = decay
+        self.masters = masters
+        self.averages = {n: m.detach().clone() for n, m in masters.items()} if decay else {}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        if self.averages:
+            torch._foreach_lerp_(
+                [_local(a) for a in self.averages.values()],
+                [_local(self.masters[n].detach()) for n in self.averages],
+                1 - self.decay,
+            )
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

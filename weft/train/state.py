@@ -1,0 +1,70 @@
+"""All that a run is at one step, as named tensors and a little JSON: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.job.schema import Job
+from weft.mesh import Mesh
+from weft.optim import Ema, Optimizers
+from weft.parallel.apply import Woven
+from weft.plan.layout import Plan
+from weft.precision import LossScale
+
+
+@dataclass
+class State:
+    """The moving parts of a run. Everything else follows from the job, the plan and `step`."""
+
+    woven: Woven
+    optimizers: Optimizers
+    ema: Ema
+    scale: LossScale
+    mesh: Mesh
+    step: int = 0
+    """Optimizer steps done; step · global_batch is the next sample, so this is the whole data state too."""
+    tokens: int = 0
+    """Valid targets learned from."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, whatever the layout. The random state is each rank's own."""
+        out = {f"model.{n}": m.detach() for n, m in self.woven.masters.items()}
+        out |= {f"buffer.{n}": b for n, b in self.woven.module.named_buffers() if b.numel()}
+        out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
+        out |= {f"ema.{n}": t for n, t in self.ema.averages.items()}
+        out[f"random.{self.mesh.rank}"] = torch.get_rng_state()
+        if self.mesh.device.type == "cuda":
+            out[f"random_cuda.{self.mesh.rank}"] = torch.cuda.get_rng_state(self.mesh.device)
+        return out
+
+    def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "samples": self.step * job.train.global_batch,
+            "scale": self.scale.state(),
+            "job": job.model_dump(mode="json"),
+            "plan": plan.to_json(),
+        }
+
+    def empty_like(self, saved_world: int) -> dict[str, Tensor]:
+        """Tensors to read a checkpoint into. A random state only fits the world that wrote it."""
+        self.optimizers.allocate()
+        tensors = self.tensors()
+        if saved_world != self.mesh.world:
+            tensors = {n: t for n, t in tensors.items() if not n.startswith("random")}
+        return tensors
+
+    def adopt(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Continue from tensors that were just read in place."""
+        self.step, self.tokens = meta["step"], meta["tokens"]
+        self.scale.restore(meta["scale"])
+        if (cpu := tensors.get(f"random.{self.mesh.rank}")) is not None:
+            torch.set_rng_state(cpu)
+        if (cuda := tensors.get(f"random_cuda.{self.mesh.rank}")) is not None:
+            torch.cuda.set_rng_state(cuda.cpu(), self.mesh.device)
+        self.woven.refresh()

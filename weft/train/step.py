@@ -1,0 +1,109 @@
+"""One optimizer step: microbatches forward and backward, one norm, one update. Every layout takes this path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.job.schema import Job
+from weft.mesh import Mesh
+from weft.models import loss_sum
+from weft.optim import grad_norm, rate, scale_grads
+from weft.plan.layout import Plan
+from weft.precision import COMPUTE
+from weft.train.state import State
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Gradients:
+    """What the backward passes left behind. Gradients are those of loss_sum · `scale` / `nominal`, summed over all ranks."""
+
+    loss: Tensor
+    """Sum over this rank's valid targets."""
+    count: Tensor
+    """Valid targets of the global batch."""
+    nominal: float
+    scale: float
+
+    @property
+    def factor(self) -> Tensor:
+        """What turns the gradients into those of the mean loss over all valid targets."""
+        return self.nominal / (self.count.clamp(min=1) * self.scale)
+
+
+@dataclass
+class Stepper:
+    """Carries a State through steps."""
+
+    job: Job
+    plan: Plan
+    mesh: Mesh
+    state: State
+
+    def gradients(self, batches: list[Batch]) -> Gradients:
+        """Forward and backward over this rank's microbatches of one step."""
+        state, woven, job = self.state, self.state.woven, self.job
+        woven.zero_grad()
+        count, counting = self._global_count(batches)
+        nominal = job.train.global_batch * batches[0]["valid"][0].numel()
+        total = torch.zeros((), device=self.mesh.device)
+        for i, batch in enumerate(batches):
+            woven.microbatch(last=i == len(batches) - 1)
+            loss = loss_sum(
+                woven.module, batch, job.model, seed=job.train.seed, smoothing=job.train.label_smoothing,
+                dtype=COMPUTE[self.plan.precision],
+            )  # fmt: skip
+            (loss * (state.scale.value / nominal)).backward()
+            total += loss.detach()
+        woven.finish()
+        if counting is not None:
+            counting.wait()
+        return Gradients(total, count, nominal, state.scale.value)
+
+    def update(self, grads: Gradients, lr: float) -> tuple[Tensor, bool]:
+        """Clip and apply. Returns the norm before clipping, and whether the step was taken (fp16 skips on overflow)."""
+        state = self.state
+        masters = state.woven.masters.values()
+        norm = grad_norm(masters, self.mesh) * grads.factor
+        clip = self.job.optim.clip
+        clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
+        taken = bool(torch.isfinite(norm)) if state.scale.dynamic else True
+        if taken:
+            scale_grads(masters, clipped * grads.factor)
+            state.optimizers.step(lr)
+            state.woven.refresh()
+            state.ema.update()
+        state.scale.update(taken)
+        state.step += 1
+        return norm, taken
+
+    def learning_rate(self) -> float:
+        return rate(self.job, self.state.step + 1)
+
+    @torch.no_grad()
+    def evaluate(self, steps: list[list[Batch]]) -> float:
+        """Mean loss over the valid targets of some batches, the same on every rank."""
+        woven = self.state.woven
+        woven.module.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for batch in (b for batches in steps for b in batches):
+            loss = loss_sum(woven.module, batch, self.job.model, dtype=COMPUTE[self.plan.precision])
+            sums += torch.stack([loss.double(), batch["valid"].sum().double()])
+        woven.settle()
+        woven.module.train()
+        if self.mesh.everyone is not None:
+            self.mesh.everyone.all_reduce(sums)  # every rank of a tp group adds the same: the ratio stays
+        return float(sums[0] / sums[1].clamp(min=1))
+
+    def _global_count(self, batches: list[Batch]) -> tuple[Tensor, dist.Work | None]:
+        """Valid targets of all ranks; the sum travels while the first microbatch computes."""
+        count = torch.stack([b["valid"].sum() for b in batches]).sum().to(torch.float32)
+        if self.mesh.everyone is None:
+            return count, None
+        count = count / self.plan.tp  # the ranks of a tp group read the same samples
+        return count, self.mesh.everyone.start_all_reduce(count)
