@@ -33,7 +33,7 @@ class Gradients:
     @property
     def factor(self) -> Tensor:
         """What turns the gradients into those of the mean loss over all valid targets."""
-        return self.nominal / (self.count.clamp(min=1) * self.scale)
+        return (self.nominal / (self.count.clamp(min=1) * self.scale)).float()
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Stepper:
 
     def _global_count(self, batches: list[Batch]) -> tuple[Tensor, dist.Work | None]:
         """Valid targets of all ranks; the sum travels while the first microbatch computes."""
-        count = torch.stack([b["valid"].sum() for b in batches]).sum().to(torch.float32)
+        count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
         if self.mesh.everyone is None:
             return count, None
         count = count / self.plan.tp  # the ranks of a tp group read the same samples

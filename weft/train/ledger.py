@@ -1,0 +1,135 @@
+"""What happened in each step, read one step late so that the device never waits for the host."""
+
+from __future__ import annotations
+
+import math
+import resource
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.job.errors import DivergedError, Exit
+from weft.job.schema import Job
+from weft.mesh import Mesh
+from weft.plan.counts import flops_per_token
+from weft.plan.layout import Plan
+from weft.plan.make import peak_flops
+from weft.train.state import State
+from weft.train.step import Gradients
+
+
+class Signals:
+    """Wishes to stop, as they arrive: Ctrl-C, or the notice of a scheduler."""
+
+    CODES = ((signal.SIGTERM, Exit.PREEMPTED), (signal.SIGUSR1, Exit.PREEMPTED), (signal.SIGINT, Exit.INTERRUPTED))
+
+    def __init__(self) -> None:
+        self.received: set[int] = set()
+        for number, _ in self.CODES:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.received.add(number)
+
+    def flags(self) -> list[float]:
+        return [float(number in self.received) for number, _ in self.CODES]
+
+    @classmethod
+    def decide(cls, flags: list[float]) -> Exit | None:
+        """One answer from the flags of all ranks."""
+        return next((code for flag, (_, code) in zip(flags, cls.CODES, strict=True) if flag), None)
+
+
+@dataclass
+class _Open:
+    """A step whose figures are still on their way."""
+
+    step: int
+    lr: float
+    taken: bool
+    loss_scale: float
+    sums: Tensor
+    norm: Tensor
+    count: Tensor
+    work: dist.Work | None
+    seconds: float
+
+
+class Ledger:
+    """Posts each step's figures and reads those of the step before. All ranks read the same sums, so they agree to stop."""
+
+    def __init__(
+        self, job: Job, plan: Plan, mesh: Mesh, state: State, write: Callable[[dict[str, Any]], None], signals: Signals
+    ):
+        self.job, self.plan, self.mesh, self.state, self.write, self.signals = job, plan, mesh, state, write, signals
+        self.stop: Exit | None = None
+        self.flops = flops_per_token(job.model, job.data.seq_len)
+        self.peak = peak_flops(plan)
+        self.open: _Open | None = None
+        self.last: dict[str, Any] = {}
+        self.began = time.perf_counter()
+
+    def start_clock(self) -> None:
+        """Leave out of the next step's time what was not training: evaluation, start-up."""
+        self.began = time.perf_counter()
+
+    def post(self, grads: Gradients, norm: Tensor, lr: float, taken: bool) -> None:
+        """Send off this step's figures, and settle those of the step before."""
+        flags = torch.tensor(self.signals.flags(), device=self.mesh.device)
+        sums = torch.cat([grads.loss.reshape(1) / self.plan.tp, flags])
+        work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
+        now = time.perf_counter()
+        opened = _Open(self.state.step, lr, taken, grads.scale, sums, norm, grads.count, work, now - self.began)
+        self.began = now
+        self.settle()
+        self.open = opened
+
+    def settle(self, **extra: Any) -> None:
+        """Read the open step, if any, and write its record with what else is known of it."""
+        entry, self.open = self.open, None
+        if entry is None:
+            return
+        if entry.work is not None:
+            entry.work.wait()
+        loss_sum, *flags = entry.sums.tolist()
+        self.stop = Signals.decide(flags)
+        count = int(round(entry.count.item()))
+        loss, norm = loss_sum / max(1, count), entry.norm.item()
+        self.state.tokens += count
+        rate = count / entry.seconds if entry.seconds > 0 else None
+        mfu = rate * self.flops / (self.peak * self.plan.world) if rate and self.flops and self.peak else None
+        record = {
+            "step": entry.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": entry.lr,
+            "tokens": self.state.tokens,
+            "step_time_s": entry.seconds,
+            "tokens_per_s": rate,
+            "mfu": mfu,
+            "peak_memory_gib": peak_memory_gib(self.mesh.device),
+            **({"loss_scale": entry.loss_scale, "skipped": not entry.taken} if self.state.scale.dynamic else {}),
+            **extra,
+        }
+        self.last = record
+        self.write(record)
+        if not math.isfinite(loss) or (not math.isfinite(norm) and entry.taken):
+            what = "loss" if not math.isfinite(loss) else "gradient norm"
+            raise DivergedError(
+                f"the {what} is {loss if what == 'loss' else norm} at step {entry.step}; try a lower optim.lr "
+                f"(now {self.job.optim.lr:g}), a longer optim.warmup, or precision=fp32"
+            )
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this rank has used: of the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,88 @@
+"""The training loop. It reads from top to bottom, and has no branch for a layout, a precision or an optimizer."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from typing import Any
+
+from weft.job.errors import DivergedError, Exit
+from weft.train.ledger import Ledger, Signals, peak_memory_gib
+from weft.train.session import Session, to_device
+from weft.watch.progress import Progress
+
+
+def fit(session: Session, signals: Signals) -> Exit:
+    """Train from the session's step to the job's last, or until all ranks agree to stop."""
+    job, state, stepper = session.job, session.state, session.stepper
+    steps, device = job.train.steps, session.mesh.device
+    began, first_step = time.perf_counter(), state.step
+    held_out = session.held_out() if job.train.eval_every else []
+    session.event("start", step=state.step, layout=session.plan.layout(), world=session.plan.world)
+
+    with Progress(steps, state.step, job.watch.every, silent=session.mesh.rank != 0) as progress:
+
+        def write(record: dict[str, Any]) -> None:
+            if session.journal is not None:
+                session.journal.metrics(record)
+            progress.update(record)
+            if record.get("skipped"):
+                session.event("skipped", step=record["step"], loss_scale=record["loss_scale"])
+
+        def evaluate() -> dict[str, float]:
+            if not held_out:
+                return {}
+            val = stepper.evaluate(held_out)
+            session.event("eval", step=state.step, val_loss=val)
+            progress.note(f"step {state.step}: validation loss {val:.4f}")
+            return {"val_loss": val}
+
+        ledger = Ledger(job, session.plan, session.mesh, state, write, signals)
+        if state.step == 0:
+            evaluate()
+        ledger.start_clock()
+        with closing(session.loader()) as loader:
+            for batches in loader:
+                if state.step >= steps or ledger.stop:
+                    break
+                lr = stepper.learning_rate()
+                grads = stepper.gradients([to_device(b, device) for b in batches])
+                norm, taken = stepper.update(grads, lr)
+                ledger.post(grads, norm, lr, taken)
+                if _due(state.step, job.train.eval_every, steps):
+                    ledger.settle(**evaluate())
+                    ledger.start_clock()
+                if _due(state.step, job.checkpoint.every, steps):
+                    ledger.settle()
+                    session.save()
+        ledger.settle()
+        if ledger.stop:
+            session.save()
+        session.checkpoints.wait()
+
+    stopped = ledger.stop if state.step < steps else None
+    done = state.step - first_step
+    summary = {
+        "step": state.step,
+        "steps_done": done,
+        "seconds": time.perf_counter() - began,
+        "loss": ledger.last.get("loss"),
+        "predicted": session.plan.predicted,
+        "measured": {"memory_gib": peak_memory_gib(device), "step_time_s": ledger.last.get("step_time_s")},
+    }
+    session.event("stop" if stopped else "done", **summary, **({"code": int(stopped)} if stopped else {}))
+    return stopped or Exit.DONE
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    """Every so many steps, and after the last one; `every` 0 leaves only the last."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def fit_or_explain(session: Session, signals: Signals) -> Exit:
+    """fit(), with divergence recorded in the run before it is raised."""
+    try:
+        return fit(session, signals)
+    except DivergedError as error:
+        session.event("diverged", step=session.state.step, why=str(error))
+        raise

@@ -1,0 +1,196 @@
+"""Everything a rank needs for a run, put together from the Job and the Plan in the order of the flow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from weft.data.dataset import Dataset, open_dataset
+from weft.data.loader import Batch, Loader, val_batches
+from weft.job.run import RunDir
+from weft.job.schema import Job
+from weft.mesh import Mesh, connect
+from weft.models import build_model
+from weft.optim import Ema, build_optimizers, peak_lr
+from weft.parallel.apply import find_units, parallelize
+from weft.plan.layout import Plan
+from weft.precision import LossScale
+from weft.train.checkpoint import Checkpoints
+from weft.train.state import State
+from weft.train.step import Stepper
+from weft.watch import logs
+from weft.watch.journal import Journal
+
+
+@dataclass
+class Session:
+    """A run on this rank, ready to train."""
+
+    job: Job
+    plan: Plan
+    run: RunDir
+    mesh: Mesh
+    state: State
+    stepper: Stepper
+    dataset: Dataset
+    checkpoints: Checkpoints
+    journal: Journal | None
+    """Only on rank 0: one file, one writer."""
+    log: logging.Logger
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """One line in events.jsonl, from rank 0."""
+        if self.journal is not None:
+            self.journal.event(kind, **fields)
+
+    def loader(self) -> Loader:
+        """Batches from the next unread sample on."""
+        job, mesh = self.job, self.mesh
+        first_of_tp = mesh.coord("tp") == 0
+        record = self.run.samples / f"rank-{mesh.rank}.jsonl" if job.data.record_ids and first_of_tp else None
+        return Loader(
+            self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
+            dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
+            start_step=self.state.step, record=record,
+        )  # fmt: skip
+
+    def held_out(self) -> list[list[Batch]]:
+        """The batches of one evaluation."""
+        job = self.job
+        return [
+            [to_device(b, self.mesh.device) for b in batches]
+            for batches in val_batches(
+                self.dataset, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
+                dp_rank=self.mesh.dp_rank(self.plan), dp_size=self.plan.dp, limit=job.train.eval_batches,
+            )
+        ]  # fmt: skip
+
+    def save(self, wait: bool = False) -> None:
+        self.checkpoints.save(self.state.step, self.state.tensors(), self.state.meta(self.job, self.plan), wait=wait)
+
+    def close(self) -> None:
+        self.mesh.close()
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return {k: v.to(device, non_blocking=True) for k, v in batch.items()}
+
+
+def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
+    """Join the mesh, build and spread the model, and continue from the newest good checkpoint if there is one."""
+    began = time.perf_counter()
+    mesh = connect(plan, job.comm.timeout_s)
+    log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
+    torch.manual_seed(job.train.seed + mesh.rank)  # for modules of a person's own; Weft's use no state
+    dataset = open_dataset(job)
+    state = build_state(job, plan, mesh)
+    journal = Journal(run) if mesh.rank == 0 else None
+
+    def on_event(kind: str, **fields: Any) -> None:
+        if kind in ("damaged", "checkpoint_failed"):
+            log.warning("%s", f"{kind}: " + ", ".join(f"{k} {v}" for k, v in fields.items()))
+        if journal is not None:
+            journal.event(kind, **fields)
+
+    c = job.checkpoint
+    checkpoints = Checkpoints(
+        run.checkpoints, group=mesh.host_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
+        on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
+    )  # fmt: skip
+    session = Session(
+        job, plan, run, mesh, state, Stepper(job, plan, mesh, state), dataset, checkpoints, journal, log
+    )
+    _write_slices(session)
+    _resume(session)
+    log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
+    _, scaling = peak_lr(job)
+    if scaling:
+        log.info("%s", scaling)
+    return session
+
+
+def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
+    """The model spread over the mesh, its optimizer, average and loss scale, at step 0."""
+    model = build_model(job.model, job.train.seed)
+    units = tuple(find_units(model))
+    woven = parallelize(model, mesh, plan, job.train.seed)
+    optimizers = build_optimizers(job.optim, woven.masters, lambda name: name.startswith(units))
+    return State(woven, optimizers, Ema(woven.masters, job.train.ema), LossScale.for_precision(plan.precision), mesh)
+
+
+def _resume(session: Session) -> None:
+    state, checkpoints = session.state, session.checkpoints
+    newest = checkpoints.newest()
+    if newest is None:
+        return
+    tensors = {n: t for n, t in state.empty_like(saved_world=0).items()}
+    found = checkpoints.load_newest(tensors)
+    if found is None:
+        units = tuple(find_units(state.woven.module))
+        state.optimizers = build_optimizers(
+            session.job.optim, state.woven.masters, lambda name: name.startswith(units)
+        )
+        return
+    if found.meta["plan"]["world"] == session.mesh.world:
+        own = {n: t for n, t in state.tensors().items() if n.startswith("random")}
+        checkpoints.load(found, own)
+        tensors |= own
+    state.adopt(tensors, found.meta)
+    _forget_samples_after(session)
+    before = Plan.from_json(found.meta["plan"])
+    session.event("resume", step=state.step, path=str(found.path), layout=session.plan.layout(), was=before.layout())
+    moved = "" if before.layout() == session.plan.layout() else f" (written as {before.layout()})"
+    session.log.info("%s", f"resumed from step {state.step}, {found.path}{moved}")
+
+
+def _forget_samples_after(session: Session) -> None:
+    """The record of samples keeps only what the resumed weights have learned from."""
+    if session.mesh.rank == 0:
+        for path in session.run.samples.glob("rank-*.jsonl"):
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= session.state.step]
+            path.write_text("".join(kept), encoding="utf-8")
+    session.mesh.barrier()
+
+
+def _write_slices(session: Session) -> None:
+    """Which rank holds which slice of what, for the report."""
+    mine = {}
+    for name, master in session.state.woven.masters.items():
+        mine[name] = _slice_of(master)
+    everyone = session.mesh.all_gather_object((session.mesh.coords, mine))
+    if session.mesh.rank != 0:
+        return
+    masters = session.state.woven.masters
+    content = {
+        "axes": {n: d for n, d in session.plan.axes.items() if d > 1},
+        "ranks": [{"rank": r, "coords": coords} for r, (coords, _) in enumerate(everyone)],  # type: ignore[misc]
+        "parameters": [
+            {
+                "name": name,
+                "shape": list(masters[name].shape),
+                "ranks": [
+                    {"rank": r, "offset": held[name][0], "size": held[name][1]}
+                    for r, (_, held) in enumerate(everyone)  # type: ignore[misc]
+                ],
+            }
+            for name in masters
+        ],
+    }
+    session.run.slices.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _slice_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Offset and size of this rank's piece of a whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return [0] * tensor.dim(), list(tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return list(offset), list(size)
