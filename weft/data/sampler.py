@@ -60,7 +60,7 @@ def _integers(value: int | Ints) -> Ints:
 
 
 def _round_keys(seed: int, epoch: int) -> _Words:
-    """Eight keys from a cryptographic hash: neighbouring seeds and epochs share nothing, and seeds have no upper limit."""
+    """Eight keys from a hash, so that neighbouring seeds and epochs share nothing, and a seed may be of any size."""
     digest = hashlib.blake2b(f"weft shuffle {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
@@ -89,7 +89,7 @@ def _feistel(x: _Words, keys: _Words, half: int) -> _Words:
 
 
 def _mix(x: _Words) -> _Words:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit of the input moves every bit of the output."""
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit that comes in moves every bit that goes out."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
