@@ -89,7 +89,7 @@ def _feistel(x: _Words, keys: _Words, half: int) -> _Words:
 
 
 def _mix(x: _Words) -> _Words:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit that comes in moves every bit that goes out."""
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): each bit in moves every bit out."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))

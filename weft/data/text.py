@@ -53,14 +53,11 @@ class TextDataset:
             )
         tokens = np.full(length + 1, self._eos, dtype=np.int64)
         tokens[: there.size] = there
-        sample = {
-            "inputs": tokens[:-1],
-            "targets": tokens[1:],
-            "valid": np.arange(1, length + 1) < there.size,
-        }
+        valid = np.arange(1, length + 1) < there.size
+        sample: dict[str, np.ndarray] = {"inputs": tokens[:-1], "targets": tokens[1:], "valid": valid}
         if self._mask_documents:
             begins = self._begins(start, there.size)
-            sample["valid"] = sample["valid"] & ~begins[1:]
+            sample["valid"] = valid & ~begins[1:]
             sample["docs"] = np.cumsum(begins[:-1], dtype=np.int64)
             at = np.arange(length, dtype=np.int64)
             sample["positions"] = at - np.maximum.accumulate(np.where(begins[:-1], at, 0))
