@@ -182,6 +182,7 @@ def test_samples_of_different_shapes_are_named():
         next(loader)
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     n=st.integers(0, 40),
     dp=st.integers(1, 4),

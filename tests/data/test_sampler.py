@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data.sampler import sample_index, shuffle
@@ -10,11 +10,13 @@ from weft.data.sampler import sample_index, shuffle
 seeds = st.integers(0, 2**80)
 
 
+@settings(deadline=None, max_examples=60)
 @given(seed=seeds, epoch=st.integers(0, 10**9), n=st.integers(1, 3000))
 def test_shuffle_is_a_bijection(seed, epoch, n):
     assert sorted(shuffle(seed, epoch, np.arange(n), n).tolist()) == list(range(n))
 
 
+@settings(deadline=None, max_examples=60)
 @given(seed=seeds, n=st.integers(1, 2**62 - 1), data=st.data())
 def test_shuffle_stays_in_range_for_any_size_and_is_the_same_for_ints_and_arrays(seed, n, data):
     index = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20, unique=True))
@@ -26,6 +28,7 @@ def test_shuffle_stays_in_range_for_any_size_and_is_the_same_for_ints_and_arrays
     assert isinstance(shuffle(seed, 1, index[0], n), int)
 
 
+@settings(deadline=None, max_examples=60)
 @given(seed=seeds, n=st.integers(1, 40), first=st.integers(0, 10**12), count=st.integers(1, 60))
 def test_sample_index_walks_through_whole_epochs(seed, n, first, count):
     k = np.arange(first, first + count)

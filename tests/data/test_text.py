@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data.corpora import encode_corpus
@@ -46,6 +46,7 @@ def naive(documents, seq_len, window):
     return {"inputs": inputs, "targets": targets, "valid": valid, "docs": docs, "positions": positions}
 
 
+@settings(deadline=None, max_examples=60)
 @given(documents=texts, seq_len=st.integers(1, 40))
 def test_packing_agrees_with_a_naive_packer(documents, seq_len):
     if not any(documents):
@@ -62,6 +63,7 @@ def test_packing_agrees_with_a_naive_packer(documents, seq_len):
         assert bare["valid"].tolist() == [window * seq_len + i + 1 < length for i in range(seq_len)]
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     length=st.integers(1, 400), seq_len=st.integers(1, 50), fraction=st.floats(0, 1, exclude_max=True, allow_nan=False)
 )

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data.tokenizer import EOS, ByteTokenizer, bpe_size, load_tokenizer, train_bpe, utf8
@@ -26,6 +26,7 @@ def bpe(tmp_path_factory):
     return load_tokenizer(path)
 
 
+@settings(deadline=None, max_examples=60)
 @given(text=texts)
 def test_bytes_are_lossless(text):
     tokenizer = ByteTokenizer()
@@ -33,11 +34,13 @@ def test_bytes_are_lossless(text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@settings(deadline=None, max_examples=60)
 @given(data=st.binary())
 def test_bytes_that_are_no_utf8_decode_with_a_mark(data):
     assert ByteTokenizer().decode(list(data)) == data.decode("utf-8", "replace")
 
 
+@settings(deadline=None, max_examples=60)
 @given(text=texts)
 def test_bpe_is_lossless_and_in_range(bpe, text):
     ids = bpe.encode(text)

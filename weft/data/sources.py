@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from weft.data.store import PARTS, TOKENS
 from weft.job.errors import JobError
 
 PART_BYTES = 8 << 20
@@ -53,6 +54,8 @@ def find_files(sources: Sequence[str | Path], out: Path) -> list[SourceFile]:
     files: list[SourceFile] = []
     for source in sources:
         path = Path(source)
+        if path.is_dir() and _is_store(path):
+            raise JobError(f"{path} is a token store already; name the text it was built from")
         if path.is_dir():
             inside = _walk(path, out.resolve())
             if not inside:
@@ -73,6 +76,10 @@ def find_files(sources: Sequence[str | Path], out: Path) -> list[SourceFile]:
     return files
 
 
+def _is_store(folder: Path) -> bool:
+    return (folder / TOKENS).exists() or (folder / PARTS).is_dir()
+
+
 def _walk(folder: Path, out: Path) -> list[Path]:
     found: list[Path] = []
 
@@ -81,7 +88,10 @@ def _walk(folder: Path, out: Path) -> list[Path]:
 
     for here, folders, names in os.walk(folder, onerror=unreadable):
         place = Path(here)
-        folders[:] = [f for f in folders if not f.startswith(".") and (place / f).resolve() != out]
+        # a store is full of .json that nobody means to train on
+        folders[:] = [
+            f for f in folders if not (f.startswith(".") or (place / f).resolve() == out or _is_store(place / f))
+        ]
         found += [
             place / name
             for name in names
