@@ -1,0 +1,7 @@
+"""What a person sees of a run: its journal, logs, progress and report."""
+
+from weft.watch.journal import Journal, read_jsonl, read_metrics
+from weft.watch.progress import Progress
+from weft.watch.report import write_report
+
+__all__ = ["Journal", "Progress", "read_jsonl", "read_metrics", "write_report"]

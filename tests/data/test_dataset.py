@@ -1,0 +1,229 @@
+"""data.source picks the dataset, and says what would work when it cannot."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from weft.data.build import build
+from weft.data.corpora import CORPORA
+from weft.data.dataset import open_dataset, open_tokenizer
+from weft.data.tokenizer import train_bpe
+from weft.job import Data, Job, JobError, parse_job
+
+
+def job(model=None, train=None, **data) -> Job:
+    return parse_job({"model": {"family": "llama", "vocab": 256, **(model or {})}, "data": data, "train": train or {}})
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+def test_pydoc_is_the_reference_text():
+    data = open_dataset(job(source="pydoc", seq_len=64))
+    text = bytes(data.train(0)["inputs"].tolist()).decode()
+    assert next(CORPORA["pydoc"]()).startswith(text)
+    assert data.train_len > 4000
+    assert data.val_len == pytest.approx(data.train_len / 9, abs=1)
+
+
+def test_stdlib_is_source_code_without_tests():
+    texts = list(CORPORA["stdlib"]())
+    assert sum(map(len, texts)) > 5_000_000
+    assert any("class ArgumentParser" in t for t in texts)
+    assert not any("class TestLoader_Legacy" in t for t in texts)
+    assert open_dataset(job(source="stdlib", seq_len=512)).train_len > 10_000
+
+
+def test_a_corpus_with_a_trained_tokenizer(tmp_path):
+    train_bpe(["the reference text"], 270).save(tmp_path / "tokenizer.json")
+    tokenizer = str(tmp_path / "tokenizer.json")
+    data = open_dataset(job({"vocab": 300}, source="pydoc", tokenizer=tokenizer, seq_len=128, mask_documents=True))
+    decoded = open_tokenizer(Data(source="pydoc", tokenizer=tokenizer)).decode(data.train(0)["inputs"])
+    assert next(CORPORA["pydoc"]()).startswith(decoded)
+    assert set(data.train(0)) == {"inputs", "targets", "valid", "docs", "positions"}
+    with pytest.raises(
+        JobError, match=r"model.vocab 256 is smaller than the 2.. tokens of data.source pydoc; write model"
+    ):
+        open_dataset(job(source="pydoc", tokenizer=tokenizer))
+
+
+def test_a_store_brings_its_tokenizer(tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be " * 40)
+    result = build(tmp_path / "a.txt", tmp_path / "store", "bpe:280")
+    source = str(tmp_path / "store")
+    data = open_dataset(job({"vocab": 512}, source=source, seq_len=8, tokenizer="bytes"))
+    assert data.train_len + data.val_len == (result.tokens - 1) // 8
+    assert open_tokenizer(Data(source=source)).decode(data.train(0)["inputs"]).startswith("to be or")
+    assert open_tokenizer(Data(source=source)).vocab == result.vocab
+    with pytest.raises(JobError, match=f"write model.vocab={result.vocab}, or leave it out"):
+        open_dataset(job(source=source))
+    (tmp_path / "store" / "tokens.bin").write_bytes(b"")
+    with pytest.raises(JobError, match=r"store is damaged: tokens\.bin has 0 bytes"):
+        open_dataset(job({"vocab": 512}, source=source))
+
+
+def test_an_empty_store_is_refused_and_a_tiny_one_is_padded(tmp_path):
+    for name, data in (("empty", ""), ("tiny", "x")):
+        (tmp_path / f"{name}.txt").write_text(data)
+        build(tmp_path / f"{name}.txt", tmp_path / name)
+    with pytest.raises(JobError, match="is empty: it has no token that follows another one"):
+        open_dataset(job(source=str(tmp_path / "empty")))
+    tiny = open_dataset(job(source=str(tmp_path / "tiny"), seq_len=4))
+    assert tiny.train(0)["valid"].tolist() == [True, False, False, False]
+    assert (tiny.train_len, tiny.val_len) == (1, 0)
+
+
+def test_an_unknown_source_lists_what_works(tmp_path):
+    with pytest.raises(
+        JobError, match="'pydocs'; did you mean pydoc\\? It may be pydoc, stdlib, synthetic, the path of"
+    ):
+        open_dataset(job(source="pydocs"))
+    with pytest.raises(JobError, match=r"nothing is named or lies at '/no/where'\. It may be"):
+        open_dataset(job(source="/no/where"))
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(
+        JobError, match=r"is a file; build a token store from it with `weft data build .*a\.txt --out DIR`"
+    ):
+        open_dataset(job(source=str(tmp_path / "a.txt")))
+    with pytest.raises(JobError, match="is a folder but not a token store"):
+        open_dataset(job(source=str(tmp_path)))
+    with pytest.raises(JobError, match=r"pydoc gives tokens, and .* mlp does not take them"):
+        open_dataset(job({"family": "mlp"}, source="pydoc"))
+
+
+@pytest.mark.parametrize("family", ["llama", "mlp", "vit"])
+def test_synthetic_samples_are_functions_of_seed_and_index(family):
+    def opened(seed):
+        return open_dataset(
+            job({"family": family, "vocab": 10, "dim": 8}, {"seed": seed}, source="synthetic", seq_len=5)
+        )
+
+    a, b, other = opened(3), opened(3), opened(2**70)
+    assert (a.train_len, a.val_len) == (1 << 20, 1024)
+    b.train(5)
+    assert same(a.train(7), b.train(7))
+    assert same(a.val(7), b.val(7))
+    for differs in (a.train(8), a.val(7), other.train(7)):
+        assert not same(a.train(7), differs)
+
+
+def test_synthetic_tokens():
+    data = open_dataset(job({"vocab": 7}, source="synthetic", seq_len=50, mask_documents=True))
+    samples = [data.train(i) for i in range(40)]
+    assert set(np.concatenate([s["inputs"] for s in samples]).tolist()) == set(range(7))
+    for s in samples:
+        assert s["inputs"][1:].tolist() == s["targets"][:-1].tolist()
+        assert s["valid"].all()
+        assert s["docs"].tolist() == [0] * 50
+        assert s["positions"].tolist() == list(range(50))
+
+
+def test_synthetic_regression_can_be_learnt():
+    data = open_dataset(job({"family": "mlp", "dim": 6}, source="synthetic"))
+    samples = [data.train(i) for i in range(600)]
+    assert all(s["valid"].shape == () and s["valid"].dtype == np.bool_ and s["valid"] for s in samples)
+    x, y = (np.stack([s[key] for s in samples]) for key in ("inputs", "targets"))
+    assert x.dtype == y.dtype == np.float32
+    assert x.shape == y.shape == (600, 6)
+    linear, *_ = np.linalg.lstsq(x[:500], y[:500], rcond=None)
+    left = np.mean((x[500:] @ linear - y[500:]) ** 2) / np.var(y[500:])
+    assert 0.001 < left < 0.5  # a straight line explains most of the teacher, and not all
+
+
+def test_synthetic_images_can_be_told_apart():
+    data = open_dataset(job({"family": "vit", "vocab": 5}, source="synthetic", seq_len=16))
+    samples = [data.train(i) for i in range(300)]
+    assert samples[0]["inputs"].shape == (16, 48)
+    assert samples[0]["inputs"].dtype == np.float32
+    assert samples[0]["targets"].shape == samples[0]["valid"].shape == ()
+    x, y = np.stack([s["inputs"].mean(0) for s in samples]), np.stack([s["targets"] for s in samples])
+    assert y.dtype == np.int64
+    assert set(y.tolist()) == set(range(5))
+    means = np.stack([x[:200][y[:200] == c].mean(0) for c in range(5)])
+    guess = np.argmin(((x[200:, None] - means) ** 2).sum(-1), axis=1)
+    assert np.mean(guess == y[200:]) > 0.9
+
+
+OWN = """
+import numpy as np
+
+class Squares:
+    train_len, val_len = np.int64(4), 2
+    def __init__(self, data):
+        self.length = data.seq_len
+    def train(self, index):
+        return {"inputs": [float(index)] * self.length, "targets": [index ** 2.0]}
+    def val(self, index):
+        return {"inputs": [float(index)] * self.length, "targets": [index ** 2.0], "valid": np.array(True)}
+
+class Classes(Squares):
+    def train(self, index):
+        return {"inputs": np.zeros(2), "targets": np.array([index, 1], dtype=np.int32), "docs": [0, 1]}
+
+class NoVal:
+    train_len, val_len = 1, 0
+    def __init__(self, data): pass
+    def train(self, index): return {"inputs": [0], "targets": [0]}
+
+class Empty(Squares): train_len = 0
+class Wordy(Squares): train_len = "many"
+class Tuples(Squares):
+    def train(self, index): return (1, 2)
+class Keys(Squares):
+    def train(self, index): return {"x": 1}
+class Broken(Squares):
+    def train(self, index): return 1 / index
+def nothing(data): return None
+def fails(data): raise RuntimeError("no such bucket")
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_samples.py").write_text(OWN)
+    (tmp_path / "own_broken.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("own_samples", None)
+
+
+def test_ones_own_dataset(own):
+    data = open_dataset(job(source="own_samples:Squares", seq_len=3))
+    sample = data.train(3)
+    assert (data.train_len, data.val_len) == (4, 2)
+    assert sample["inputs"].tolist() == [3, 3, 3]
+    assert sample["inputs"].dtype == sample["targets"].dtype == np.float32
+    assert sample["valid"].shape == ()
+    assert sample["valid"]
+    classes = open_dataset(job(source="own_samples:Classes")).train(1)
+    assert classes["targets"].dtype == np.int64
+    assert classes["valid"].tolist() == [True, True]
+    assert classes["docs"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("own_samples:NoVal", r"the NoVal it returned has no method val\(index\); a dataset has train_len, val_len"),
+        ("own_samples:Empty", "the Empty it returned has train_len = 0; it must be at least 1"),
+        ("own_samples:Wordy", "train_len = 'many', which is not a whole number"),
+        ("own_samples:Tuples", r"gave tuple for train\(0\); a sample is a dict with inputs, targets and valid"),
+        ("own_samples:Keys", r"gave the keys x for train\(0\)"),
+        ("own_samples:Broken", r"reading its first sample raised ZeroDivisionError: .*own_samples\.py:\d+"),
+        ("own_samples:nothing", "the NoneType it returned has no train_len"),
+        (
+            "own_samples:fails",
+            r"calling it with the data section raised RuntimeError: no such bucket .*own_samples\.py",
+        ),
+        ("own_samples:squares", "own_samples has no function or class 'squares'; did you mean own_samples:Squares"),
+        ("own_sample:Squares", "there is no module own_sample; write package.module:name"),
+        ("own_broken:Squares", "importing it raised ModuleNotFoundError: No module named 'not_installed_anywhere'"),
+    ],
+)
+def test_ones_own_dataset_is_checked(own, source, message):
+    with pytest.raises(JobError, match=message) as caught:
+        open_dataset(job(source=source))
+    assert str(caught.value).startswith(f"data.source {source}: ")

@@ -1,0 +1,237 @@
+"""The report: what it says of a run, and that odd folders still give a page."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.job.run import RunDir
+from weft.watch.figures import figures, smooth, thin
+from weft.watch.journal import Journal, read_metrics
+from weft.watch.report import write_report
+from weft.watch.slices import group, parse_slices, slice_map, slice_numbers, spans
+from weft.watch.summary import key_figures, layout_in_words, status_of, total_tokens
+
+Make = Callable[..., Any]
+
+
+def words(path: Path) -> str:
+    """The page without its scripts, styles and tags."""
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(r"<(script|style)\b.*?</\1>", "", text, flags=re.DOTALL)
+    return re.sub(r"<[^>]+>", " ", text)
+
+
+def test_a_whole_run_is_told(tmp_path: Path, make_run: Make) -> None:
+    run = make_run(tmp_path / "a")
+    assert write_report(run) == run.report
+    said = words(run.report)
+    assert "Done" in said
+    assert "4 ranks: state sharded over 2 (ZeRO 3) × matrices cut over 2, bf16" in said
+    assert "5.6100 → 1.7991" in said
+    assert "started 2025-11-15 09:30 UTC · on node-1" in said
+    assert "peak memory of one device, GiB" in said
+    assert "continued from checkpoints/step-40" in said
+    assert [p.name for p in run.path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_nothing_of_the_job_becomes_markup_and_nothing_is_fetched(tmp_path: Path, make_run: Make) -> None:
+    run = make_run(tmp_path / "a")
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "sample &lt;b&gt;&amp;amp; more&lt;/b&gt;" in page
+    assert "<script>alert(1)" not in page
+    assert re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=[\"'](?!data:)", page) == []
+    assert "default-src 'none'" in page
+    assert page.count("plotly.js v") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", b'{"step": 1, "loss": null}\n'),
+        ("metrics.jsonl", b'{"step": 1}\n{"step": 2, "loss": "x", "step_time_s": 1e999, "lr": -1}\n{"st'),
+        ("metrics.jsonl", b"\x00\xff\n"),
+        ("events.jsonl", b'{"event": 3}\n{"event": "failed", "step": "x", "time": 7, "error": ["a"]}\n'),
+        ("plan.json", b"[1, 2"),
+        ("plan.json", b'["a"]'),
+        ("plan.json", b'{"axes": [2], "world": "many", "predicted": [1], "reasons": "because"}'),
+        ("plan.json", b'{"axes": {"tp": "x", "<b>": 4}, "predicted": {"memory_gib": null, "x": {"y": 0}}}'),
+        ("slices.json", b"{}"),
+        ("slices.json", b'{"ranks": [], "axes": {}, "parameters": []}'),
+        ("slices.json", b'{"ranks": [{"rank": 0}], "parameters": [{"name": "w", "shape": [], "ranks": []}]}'),
+        ("job.yaml", b"name: [\n"),
+        ("job.yaml", b"\xff\xfe"),
+    ],
+)
+def test_a_broken_file_still_gives_a_page(tmp_path: Path, name: str, content: bytes, make_run: Make) -> None:
+    for folder in (RunDir(tmp_path / "bare"), make_run(tmp_path / "whole", steps=3)):
+        folder.path.mkdir(exist_ok=True)
+        (folder.path / name).write_bytes(content)
+        page = write_report(folder).read_text(encoding="utf-8")
+        assert page.rstrip().endswith("</html>")
+        for data in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page):
+            json.loads(data, parse_constant=lambda word: pytest.fail(word))
+
+
+def test_an_empty_folder_says_so(tmp_path: Path) -> None:
+    said = words(write_report(RunDir(tmp_path)))
+    assert "Not started" in said
+    assert "No step has been recorded yet." in said
+    assert "this run has no plan.json" in said
+    assert "This run has no slices.json." in said
+
+
+@pytest.mark.parametrize(
+    ("last", "word", "tone", "detail"),
+    [
+        ({"event": "done", "step": 9}, "Done", "good", ""),
+        (
+            {"event": "failed", "step": 4, "error": "CUDA OOM on rank 3"},
+            "Failed",
+            "bad",
+            "At step 4: CUDA OOM on rank 3",
+        ),
+        ({"event": "diverged", "step": 7, "reason": "loss is NaN"}, "Diverged", "bad", "At step 7: loss is NaN"),
+        ({"event": "stop", "step": 5}, "Stopped, can resume", "open", "At step 5"),
+        ({"event": "eval", "step": 5}, "Running or cut off", "open", ""),
+    ],
+)
+def test_the_last_word_of_the_events_is_the_status(last: dict[str, Any], word: str, tone: str, detail: str) -> None:
+    status = status_of([{"event": "start", "step": 0}, last, {"event": "checkpoint", "step": 9}], [])
+    assert (status.word, status.tone, status.detail) == (word, tone, detail)
+
+
+def test_a_layout_in_words() -> None:
+    axes = {"pp": 2, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 8}
+    plan = {"world": 64, "axes": axes, "zero": 2, "precision": "bf16", "microbatch": 1, "accumulation": 16}
+    assert layout_in_words(plan) == (
+        "64 ranks: layers in 2 pipeline stages × state sharded over 4 (ZeRO 2) × matrices cut over 8, bf16, "
+        "microbatch 1 × 16 accumulated."
+    )
+    assert layout_in_words({"world": 1, "axes": {"tp": 1}}) == "1 rank: the whole model on it."
+
+
+def test_key_figures_count_steps_restarts_and_tokens(tmp_path: Path, make_run: Make) -> None:
+    run = make_run(tmp_path / "a", steps=50)
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    told = {title: value for title, value, _ in key_figures(read_metrics(run.metrics), events, {})}
+    assert told["Steps"] == "50"
+    assert told["Restarts"] == "1"
+    assert told["Tokens"] == "102k"
+    assert told["Peak memory"] == "0.33 GiB"
+
+
+def test_tokens_are_counted_once_however_they_are_recorded() -> None:
+    running = [{"step": i, "tokens": 100 * i, "tokens_per_s": 50.0, "step_time_s": 2.0} for i in (1, 2, 3)]
+    each = [{**r, "tokens": 100} for r in running]
+    assert total_tokens(running) == total_tokens(each) == 300
+    assert total_tokens([{"step": i, "tokens": 100 * i} for i in (1, 2, 3)]) == 300
+    assert total_tokens([{"step": i, "tokens": 100} for i in (1, 2, 3)]) == 300
+    assert total_tokens([{"step": 1}]) is None
+
+
+def test_resumes_are_marked_in_every_figure_over_steps(tmp_path: Path, make_run: Make) -> None:
+    run = make_run(tmp_path / "a")
+    events = [{"event": "resume", "step": 40}, {"event": "resume", "step": 60}, {"event": "resume"}]
+    drawn = {f.id: f for f in figures(read_metrics(run.metrics), events, {"predicted": {"memory_gib": 0.5}})}
+    for name in ("loss", "lr", "grad", "throughput", "mfu", "memory"):
+        shapes = drawn[name].layout["shapes"]
+        assert [s["x0"] for s in shapes] == [40, 60]
+        assert [s["showlegend"] for s in shapes] == [True, False]
+    predicted = drawn["memory"].data[-1]
+    assert predicted["name"] == "predicted"
+    assert predicted["y"] == [0.5, 0.5]
+    assert sum(drawn["step-time"].data[0]["y"]) == 119
+
+
+def test_one_step_can_be_seen(make_record: Make) -> None:
+    for figure in figures([make_record(1, 1, random.Random(0))], [], {"predicted": {"memory_gib": 1}}):
+        assert figure.data
+        assert all(t["type"] == "bar" or "markers" in t["mode"] for t in figure.data)
+
+
+def test_losses_that_are_not_finite_break_the_line(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with Journal(run) as journal:
+        for step in range(1, 11):
+            journal.metrics({"step": step, "loss": float("nan") if step in (4, 5) else 2.0})
+    loss = figures(read_metrics(run.metrics), [], {})[0]
+    assert loss.caption == "2 of 10 steps have no finite loss; the line breaks there."
+    assert [y is None for y in loss.data[1]["y"]] == [i in (3, 4) for i in range(10)]
+    assert {y for y in loss.data[1]["y"] if y is not None} == {2.0}
+
+
+def test_thinning_keeps_peaks_ends_and_gaps() -> None:
+    y: list[float | None] = [1.0] * 100_000
+    y[40_000], y[70_000], y[80_000] = 9.0, -9.0, None
+    xs, ys = thin(list(map(float, range(len(y)))), y, limit=1000)
+    assert len(xs) <= 1010
+    assert {9.0, -9.0, None} <= set(ys)
+    assert (xs[0], xs[-1]) == (0.0, 99_999.0)
+    assert xs == sorted(xs)
+
+
+def test_smoothing_starts_unbiased() -> None:
+    assert smooth([3.0, None, 3.0]) == [3.0, None, pytest.approx(3.0)]
+    assert smooth([]) == []
+
+
+@pytest.fixture
+def parsed(make_slices: Make) -> Make:
+    def make(**axes: int) -> Any:
+        raw = make_slices({"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, **axes}, layers=8)
+        read = parse_slices(raw)
+        assert read is not None
+        return read
+
+    return make
+
+
+def test_blocks_that_are_cut_alike_share_their_rows(parsed: Make) -> None:
+    assert [g.label for g in group(parsed(tp=2).tensors)] == ["embed", "blocks.0–7", "norm", "head"]
+    assert [g.label for g in group(parsed(pp=2).tensors)] == ["embed", "blocks.0–3", "blocks.4–7", "norm", "head"]
+    assert spans([0, 1, 2, 5, 8, 7]) == "0–2, 5, 7–8"
+
+
+def test_the_map_says_who_holds_what(parsed: Make) -> None:
+    figure = slice_map(parsed(dp_shard=2, tp=2))
+    heat = figure.data[0]
+    rows = figure.layout["yaxis"]["ticktext"]
+    query = rows.index("attn.q.weight  64×64")
+    assert heat["z"][query] == [1, 3, 2, 4]
+    assert heat["text"][query][2] == (
+        "<b>blocks.0–7.attn.q.weight</b> 64×64<br>rank 2 (pp 0, dp_replicate 0, dp_shard 1, cp 0, tp 0): slice 2<br>"
+        "[16:32, 0:64], 25.0% of it"
+    )
+    alone = slice_map(parsed()).data[0]
+    assert {z for row in alone["z"] for z in row} == {None, 0}
+    staged = slice_map(parsed(pp=2)).data[0]
+    assert staged["z"][1] == [0, None]
+
+
+def test_a_rank_without_a_share_of_an_uneven_cut_holds_nothing() -> None:
+    cut = [{"rank": r, "offset": [min(r * 2, 3)], "size": [s]} for r, s in enumerate((2, 1, 0))]
+    read = parse_slices({"ranks": [], "parameters": [{"name": "w", "shape": [3], "ranks": cut}]})
+    assert read is not None
+    (tensor,) = read.tensors
+    assert sorted(tensor.held) == [0, 1]
+    assert slice_numbers(tensor)[((0, 2),),] == 1
+    assert group(read.tensors)[0].label == "(top)"
+
+
+def test_a_large_model_stays_readable(make_slices: Make) -> None:
+    raw = make_slices({"pp": 1, "dp_replicate": 1, "dp_shard": 32, "cp": 1, "tp": 8}, layers=2, dim=512)
+    for i, p in enumerate(raw["parameters"]):
+        p["name"] = f"part{i}.a_very_long_name_that_goes_on_and_on_and_on.weight"
+    extra = [{**p, "name": f"more{i}.{p['name']}"} for i in range(20) for p in raw["parameters"]]
+    read = parse_slices({**raw, "parameters": [*raw["parameters"], *extra]})
+    assert read is not None
+    figure = slice_map(read)
+    assert len(figure.data[0]["z"]) <= 90
+    assert len(figure.data[0]["z"][0]) == 64
+    assert re.search(r"The first \d+ of \d+ rows are shown\. The first 64 of 256 ranks are shown\.", figure.caption)
+    assert max(len(label) for label in figure.layout["yaxis"]["ticktext"]) < 70

@@ -1,0 +1,125 @@
+"""The report in a real browser: every plot is drawn, nothing complains, and its data can be had."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+from weft.job.run import RunDir
+from weft.watch.journal import Journal
+from weft.watch.report import write_report
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+    "--enable-logging=stderr",
+    "--window-size=1400,3000",
+    "--virtual-time-budget=5000",
+    "--dump-dom",
+)
+# as Blink counts them
+DARK, LIGHT = 0, 1
+
+
+class Dom(HTMLParser):
+    """What the test reads of a dumped page: each plot's drawings, and what a probe script left on the body."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.plots: dict[str, int] = {}
+        self.body: dict[str, str | None] = {}
+        self._plot = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        classes = (found.get("class") or "").split()
+        if tag == "body":
+            self.body = found
+        elif tag == "section":
+            self._plot = ""
+        elif "plot" in classes and tag == "div" and found.get("id"):
+            self._plot = found["id"] or ""
+            self.plots[self._plot] = 0
+        elif "main-svg" in classes and self._plot:
+            self.plots[self._plot] += 1
+
+
+def browse(page: Path, profile: Path, scheme: int) -> tuple[Dom, str]:
+    """Open a page; give back its document after scripts have run, and what the browser's console said."""
+    out = subprocess.run(
+        [
+            "chromium",
+            *FLAGS,
+            f"--user-data-dir={profile}",
+            f"--blink-settings=preferredColorScheme={scheme}",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert out.returncode == 0, out.stderr
+    console = "\n".join(line for line in out.stderr.splitlines() if "CONSOLE" in line)
+    return Dom(out.stdout), console
+
+
+PROBE = """<script>
+(async () => {
+  const said = { text: getComputedStyle(document.body).color };
+  let blob;
+  URL.createObjectURL = (b) => { blob = b; return "data:,"; };
+  HTMLAnchorElement.prototype.click = function () { said.file = this.download; };
+  document.querySelector("button[data-figure]").click();
+  said.data = JSON.parse(await blob.text());
+  said.tick = getComputedStyle(document.querySelector(".plot .xtick text")).fill;
+  said.wide = document.documentElement.scrollWidth > window.innerWidth;
+  document.body.dataset.said = JSON.stringify(said);
+})();
+</script></body>"""
+
+
+def probed(run: RunDir) -> Path:
+    """The report, with a script that presses its first button and looks at its colours."""
+    page = write_report(run)
+    page.write_text(page.read_text(encoding="utf-8").replace("</body>", PROBE), encoding="utf-8")
+    return page
+
+
+def test_every_plot_of_a_whole_run_is_drawn(tmp_path: Path, make_run: Callable[..., RunDir]) -> None:
+    dom, console = browse(probed(make_run(tmp_path / "run", pp=2)), tmp_path / "profile", LIGHT)
+    assert console == ""
+    assert list(dom.plots) == ["loss", "lr", "grad", "throughput", "mfu", "memory", "step-time", "slices"]
+    assert all(count >= 1 for count in dom.plots.values()), dom.plots
+    said = json.loads(dom.body["data-said"] or "{}")
+    assert said["file"] == "loss.json"
+    assert said["data"]["figure"] == "Loss"
+    assert [s["name"] for s in said["data"]["series"]] == ["train", "train, smoothed", "validation"]
+    assert len(said["data"]["series"][0]["y"]) == 120
+    assert said["tick"] == said["text"] == "rgb(28, 30, 33)"
+    assert not said["wide"]
+
+
+def test_an_odd_run_draws_what_it_has_in_the_dark_too(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with Journal(run) as journal:
+        journal.event("start", step=0)
+        journal.metrics({"step": 1, "loss": float("nan"), "grad_norm": 1.5, "step_time_s": 0.1})
+    held = [{"rank": 0, "offset": [0], "size": [2]}]
+    named = {"name": "</script><b>", "shape": [2], "ranks": held}
+    run.slices.write_text(json.dumps({"ranks": [{"rank": 0}], "axes": {}, "parameters": [named]}))
+    dom, console = browse(probed(run), tmp_path / "profile", DARK)
+    assert console == ""
+    assert list(dom.plots) == ["grad", "step-time", "slices"]
+    assert all(count >= 1 for count in dom.plots.values()), dom.plots
+    said = json.loads(dom.body["data-said"] or "{}")
+    assert said["data"]["figure"] == "Gradient norm"
+    assert said["tick"] == said["text"] == "rgb(232, 234, 237)"

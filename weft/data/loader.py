@@ -1,0 +1,206 @@
+"""Each rank's share of every step, read ahead in a background thread."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from weft.data.dataset import Dataset, Sample
+from weft.data.sampler import Ints, sample_index
+from weft.job.errors import JobError
+
+Batch = dict[str, torch.Tensor]
+
+_CLOSE_SECONDS = 10.0
+
+
+class _Step(NamedTuple):
+    number: int
+    ids: Ints
+    indices: Ints
+    batches: list[Batch]
+
+
+class Loader:
+    """Endless steps of training data, from start_step on; each is the list of this rank's microbatches.
+
+    Step s holds the samples k in [s × G, (s + 1) × G), and rank r of R the r-th of R equal shares of them. Nothing
+    depends on what was read before, so the step is the whole state.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        seed: int,
+        global_batch: int,
+        microbatch: int,
+        dp_rank: int,
+        dp_size: int,
+        prefetch: int = 2,
+        start_step: int = 0,
+        record: Path | None = None,
+    ) -> None:
+        self._dataset, self._seed, self._global_batch, self._microbatch = dataset, seed, global_batch, microbatch
+        self._share = _share(global_batch, microbatch, dp_rank, dp_size)
+        self._offset = dp_rank * self._share
+        self._prefetch = prefetch
+        self._next_read = start_step
+        self._record_path = record
+        self._record: BinaryIO | None = None
+        self._ready: deque[_Step] = deque()
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        step = self._take() if self._prefetch else self._read_now()
+        if self._record_path is not None:
+            self._write_record(self._record_path, step)
+        return step.batches
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading ahead and close the record; iterating afterwards ends at once."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        if self._thread is not None:
+            # a dataset that hangs in a read must not hang the end of the run: the thread is a daemon
+            self._thread.join(_CLOSE_SECONDS)
+        if self._record is not None:
+            self._record.close()
+            self._record = None
+
+    def _read_now(self) -> _Step:
+        if self._closed:
+            raise StopIteration
+        step = self._read(self._next_read)
+        self._next_read += 1
+        return step
+
+    def _take(self) -> _Step:
+        with self._changed:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._read_ahead, name="weft-loader", daemon=True)
+                self._thread.start()
+            self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed)
+            if self._closed:
+                raise StopIteration
+            if not self._ready:
+                assert self._error is not None
+                raise self._error
+            step = self._ready.popleft()
+            self._changed.notify_all()
+            return step
+
+    def _read_ahead(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: len(self._ready) < self._prefetch or self._closed)
+                    if self._closed:
+                        return
+                step = self._read(self._next_read)
+                self._next_read += 1
+                with self._changed:
+                    self._ready.append(step)
+                    self._changed.notify_all()
+        except BaseException as error:  # every kind of it belongs to the consumer, which is waiting
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _read(self, step: int) -> _Step:
+        first = step * self._global_batch + self._offset
+        ids = np.arange(first, first + self._share, dtype=np.int64)
+        indices = sample_index(self._seed, ids, self._dataset.train_len)
+        batches = [
+            _stack([self._dataset.train(int(i)) for i in indices[part]], ids[part])
+            for part in _parts(self._share, self._microbatch)
+        ]
+        return _Step(step, ids, indices, batches)
+
+    def _write_record(self, path: Path, step: _Step) -> None:
+        if self._record is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._record = path.open("ab", buffering=0)
+        line = {"step": step.number + 1, "ids": step.ids.tolist(), "indices": step.indices.tolist()}
+        # unbuffered and in one write: a killed run leaves whole lines, and none for a step it never began
+        self._record.write(json.dumps(line).encode() + b"\n")
+
+
+def val_batches(
+    dataset: Dataset, *, global_batch: int, microbatch: int, dp_rank: int, dp_size: int, limit: int
+) -> Iterator[list[Batch]]:
+    """The held-out samples in their fixed order, at most `limit` global batches of them.
+
+    The last global batch is filled up with samples that count for nothing (id -1, valid false), so that every rank
+    takes part in every collective.
+    """
+    share = _share(global_batch, microbatch, dp_rank, dp_size)
+    length = dataset.val_len
+    for batch in range(min(limit, -(-length // global_batch))):
+        ids = batch * global_batch + dp_rank * share + np.arange(share, dtype=np.int64)
+        filler = _void(dataset.val(length - 1)) if ids[-1] >= length else {}
+        samples = [dataset.val(int(i)) if i < length else filler for i in ids]
+        ids = np.where(ids < length, ids, -1)
+        yield [_stack(samples[part], ids[part]) for part in _parts(share, microbatch)]
+
+
+def _void(sample: Sample) -> Sample:
+    return {**sample, "valid": np.zeros_like(sample["valid"])}
+
+
+def _share(global_batch: int, microbatch: int, dp_rank: int, dp_size: int) -> int:
+    if min(global_batch, microbatch, dp_size) < 1 or not 0 <= dp_rank < dp_size:
+        raise ValueError(f"no share for {global_batch=} {microbatch=} {dp_rank=} {dp_size=}")
+    if global_batch % dp_size:
+        near = max(global_batch // dp_size, 1) * dp_size
+        raise JobError(
+            f"train.global_batch {global_batch} does not divide among {dp_size} data-parallel ranks; {near} would"
+        )
+    return global_batch // dp_size
+
+
+def _parts(share: int, microbatch: int) -> list[slice]:
+    return [slice(start, min(start + microbatch, share)) for start in range(0, share, microbatch)]
+
+
+def _stack(samples: Sequence[Sample], ids: Ints) -> Batch:
+    """One microbatch: each array of the samples with a batch dim in front, and the samples' numbers."""
+    batch: Batch = {"ids": torch.from_numpy(ids.copy())}
+    keys = samples[0].keys()
+    for i, sample in zip(ids, samples, strict=True):
+        if sample.keys() != keys:
+            raise JobError(f"samples {ids[0]} and {i} of a batch differ: {sorted(keys)} and {sorted(sample)}")
+    for key in keys:
+        arrays = [np.asarray(sample[key]) for sample in samples]
+        for i, array in zip(ids, arrays, strict=True):
+            if array.shape != arrays[0].shape:
+                raise JobError(
+                    f"samples {ids[0]} and {i} of a batch have {key} of different shapes: "
+                    f"{list(arrays[0].shape)} and {list(array.shape)}"
+                )
+        batch[key] = torch.from_numpy(np.stack(arrays))
+    return batch

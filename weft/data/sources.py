@@ -1,0 +1,224 @@
+"""What a build reads: source files in a fixed order, cut into parts of bounded size, and the documents inside."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from weft.data.store import PARTS, TOKENS
+from weft.job.errors import JobError
+
+PART_BYTES = 8 << 20
+_NEAR = 64 << 10
+# what opening a file costs beside its bytes, so that a part of a million empty files does not grow without bound
+_FILE_COST = 512
+
+_JSONL = {".jsonl", ".ndjson"}
+_TEXT = """.txt .text .md .markdown .rst .adoc .org .tex .html .htm .xml .csv .tsv .json .yaml .yml .toml .ini .cfg .log
+.py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .rs .go .java .kt .scala .swift .js .jsx .ts .tsx .css .rb .php .pl .lua
+.sh .sql .r .jl .hs .ml .cs .m .f90"""
+_PACKED = ".gz .bz2 .xz .zst .lz4 .zip .tar .tgz .7z .parquet .arrow .feather .npy .npz .bin .pdf .docx"
+TEXT_SUFFIXES = _JSONL | set(_TEXT.split())
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file as it was when the build began."""
+
+    path: str
+    kind: Literal["text", "jsonl"]
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A byte range of one file; `ends` when the file's last byte is in it."""
+
+    path: str
+    kind: Literal["text", "jsonl"]
+    start: int
+    stop: int
+    ends: bool
+
+
+Part = tuple[Piece, ...]
+
+
+def find_files(sources: Sequence[str | Path], out: Path) -> list[SourceFile]:
+    """Every file behind the sources: in the order they were given, a folder's files by their path inside it."""
+    files: list[SourceFile] = []
+    for source in sources:
+        path = Path(source)
+        if path.is_dir() and _is_store(path):
+            raise JobError(f"{path} is a token store already; name the text it was built from")
+        if path.is_dir():
+            inside = _walk(path, out.resolve())
+            if not inside:
+                raise JobError(
+                    f"the folder {path} holds no text file; weft data build takes {' '.join(sorted(TEXT_SUFFIXES))}"
+                )
+            files += [_describe(p) for p in inside]
+        elif path.is_file():
+            if path.suffix.lower() in _PACKED.split():
+                raise JobError(f"{path} is not plain text; unpack or convert it to .txt or .jsonl first")
+            files.append(_describe(path))
+        elif path.exists():
+            raise JobError(f"{path} is neither a file nor a folder; write its contents to a .txt or .jsonl file first")
+        else:
+            raise JobError(f"there is no file or folder {path}")
+    if not files:
+        raise JobError("weft data build needs at least one text file, .jsonl file or folder")
+    return files
+
+
+def _is_store(folder: Path) -> bool:
+    return (folder / TOKENS).exists() or (folder / PARTS).is_dir()
+
+
+def _walk(folder: Path, out: Path) -> list[Path]:
+    found: list[Path] = []
+
+    def unreadable(error: OSError) -> None:
+        raise error
+
+    for here, folders, names in os.walk(folder, onerror=unreadable):
+        place = Path(here)
+        # a store is full of .json that nobody means to train on
+        folders[:] = [
+            f for f in folders if not (f.startswith(".") or (place / f).resolve() == out or _is_store(place / f))
+        ]
+        found += [
+            place / name
+            for name in names
+            if not name.startswith(".") and Path(name).suffix.lower() in TEXT_SUFFIXES and (place / name).is_file()
+        ]
+    return sorted(found, key=lambda p: p.relative_to(folder).as_posix())
+
+
+def _describe(path: Path) -> SourceFile:
+    stat = path.stat()
+    kind: Literal["text", "jsonl"] = "jsonl" if path.suffix.lower() in _JSONL else "text"
+    return SourceFile(str(path.resolve()), kind, stat.st_size, stat.st_mtime_ns)
+
+
+def cut(files: Sequence[SourceFile], part_bytes: int) -> list[Part]:
+    """Parts of about part_bytes: many small files share one, a large file is cut where a line ends.
+
+    The cut depends on the files and part_bytes alone, never on the number of workers, so a build that goes on
+    elsewhere finds the same parts.
+    """
+    parts: list[Part] = []
+    open_part: list[Piece] = []
+    weight = 0
+    for file in files:
+        for piece in _pieces(file, part_bytes):
+            open_part.append(piece)
+            weight += piece.stop - piece.start + _FILE_COST
+            if weight >= part_bytes:
+                parts.append(tuple(open_part))
+                open_part, weight = [], 0
+    if open_part:
+        parts.append(tuple(open_part))
+    return parts
+
+
+def _pieces(file: SourceFile, part_bytes: int) -> Iterator[Piece]:
+    if file.size <= part_bytes:
+        yield Piece(file.path, file.kind, 0, file.size, True)
+        return
+    border = _line_start if file.kind == "jsonl" else _text_border
+    with open(file.path, "rb") as handle:
+        start = 0
+        while start < file.size:
+            stop = file.size
+            if start + part_bytes < file.size:
+                stop = min(border(handle, start, start + part_bytes), file.size)
+            yield Piece(file.path, file.kind, start, stop, stop == file.size)
+            start = stop
+
+
+def _line_start(handle: BinaryIO, start: int, target: int) -> int:
+    """The first line start at or after target: a JSON line is never cut, however long it is."""
+    handle.seek(target - 1)
+    at = target - 1
+    while block := handle.read(_NEAR):
+        found = block.find(b"\n")
+        if found >= 0:
+            return at + found + 1
+        at += len(block)
+    return at
+
+
+def _text_border(handle: BinaryIO, start: int, target: int) -> int:
+    """The last line start shortly before target; in text without lines, a place between two characters of UTF-8."""
+    low = max(start + 1, target - _NEAR)
+    handle.seek(low)
+    block = handle.read(target - low + 1)
+    found = block.rfind(b"\n", 0, target - low)
+    if found >= 0:
+        return low + found + 1
+    at = len(block) - 1
+    while at > max(0, len(block) - 4) and block[at] & 0xC0 == 0x80:
+        at -= 1
+    return low + at
+
+
+def read_piece(piece: Piece) -> bytes:
+    """The bytes of a piece."""
+    with open(piece.path, "rb") as handle:
+        handle.seek(piece.start)
+        data = handle.read(piece.stop - piece.start)
+    if len(data) != piece.stop - piece.start:
+        raise JobError(f"{piece.path} became shorter while it was read; start the build again when it is complete")
+    return data
+
+
+def json_texts(piece: Piece, field: str) -> Iterator[str]:
+    """The text of each line of a .jsonl piece; lines of nothing but blanks are skipped."""
+    data = read_piece(piece)
+    at, number = 0, 0
+    if piece.start == 0 and data.startswith(b"\xef\xbb\xbf"):
+        at = 3
+    while at < len(data):
+        stop = data.find(b"\n", at)
+        stop = len(data) if stop < 0 else stop
+        line = data[at:stop]
+        number += 1
+        if line.strip():
+            yield _json_text(line, field, piece, number)
+        at = stop + 1
+
+
+def _json_text(line: bytes, field: str, piece: Piece, number: int) -> str:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise _bad_line(piece, number, "is not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise _bad_line(piece, number, f"is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise _bad_line(piece, number, f"is a JSON {type(value).__name__}, not an object with the field {field!r}")
+    if field not in value:
+        has = ", ".join(list(value)[:8]) or "nothing"
+        raise _bad_line(
+            piece, number, f"has no field {field!r} (it has {has}); name the one that holds the text: --field"
+        )
+    text = value[field]
+    if not isinstance(text, str):
+        raise _bad_line(piece, number, f"has a {type(text).__name__} in the field {field!r}, not text")
+    return text
+
+
+def _bad_line(piece: Piece, number: int, what: str) -> JobError:
+    before = 0
+    with open(piece.path, "rb") as handle:
+        left = piece.start
+        while left and (block := handle.read(min(left, 1 << 20))):
+            before += block.count(b"\n")
+            left -= len(block)
+    return JobError(f"{piece.path} line {before + number} {what}")

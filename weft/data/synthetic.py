@@ -1,0 +1,103 @@
+"""Samples made from numbers alone: a sample is a function of the seed and its index, on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from weft.job.errors import JobError
+from weft.job.schema import Job
+
+TRAIN_LEN, VAL_LEN = 1 << 20, 1024
+PATCH_DIM = 48
+"""Numbers in one image patch: 4 × 4 pixels of 3 colours."""
+_TEACHER_WIDTH = 64
+_VAL, _TEACHER = 1 << 62, 1 << 63
+
+
+def open_synthetic(job: Job) -> SyntheticDataset:
+    """What the model's family eats: tokens, vectors with a teacher's answer, or patches with a class."""
+    model, seed = job.model, job.train.seed
+    if model.family == "mlp":
+        return Regression(seed, _given(model.dim, "dim"))
+    if model.family == "vit":
+        return Images(seed, job.data.seq_len, _given(model.vocab, "vocab"))
+    return RandomTokens(seed, job.data.seq_len, _given(model.vocab, "vocab"), job.data.mask_documents)
+
+
+def _given(value: int | None, name: str) -> int:
+    if value is None:
+        raise JobError(f"data.source synthetic needs model.{name}, such as model.{name}=256")
+    return value
+
+
+class SyntheticDataset:
+    """A million training samples and a thousand held-out ones, none of them stored."""
+
+    train_len = TRAIN_LEN
+    val_len = VAL_LEN
+
+    def __init__(self, seed: int) -> None:
+        # a Philox key has two words: the seed (hashed, for it has no upper limit) and the sample's number
+        self._key = int.from_bytes(hashlib.blake2b(f"weft synthetic {seed}".encode(), digest_size=8).digest(), "little")
+
+    def train(self, index: int) -> dict[str, np.ndarray]:
+        return self._sample(self._random(index))
+
+    def val(self, index: int) -> dict[str, np.ndarray]:
+        return self._sample(self._random(index + _VAL))
+
+    def _random(self, number: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(key=np.array([self._key, number], dtype=np.uint64)))
+
+    def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
+        raise NotImplementedError
+
+
+class RandomTokens(SyntheticDataset):
+    """Tokens drawn evenly from the vocabulary: nothing to learn, everything to measure."""
+
+    def __init__(self, seed: int, seq_len: int, vocab: int, mask_documents: bool) -> None:
+        super().__init__(seed)
+        self._seq_len, self._vocab, self._mask_documents = seq_len, vocab, mask_documents
+
+    def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
+        tokens = random.integers(0, self._vocab, size=self._seq_len + 1, dtype=np.int64)
+        sample = {"inputs": tokens[:-1], "targets": tokens[1:], "valid": np.ones(self._seq_len, dtype=np.bool_)}
+        if self._mask_documents:
+            sample["docs"] = np.zeros(self._seq_len, dtype=np.int64)
+            sample["positions"] = np.arange(self._seq_len, dtype=np.int64)
+        return sample
+
+
+class Regression(SyntheticDataset):
+    """Normal vectors, and what a fixed random network of two layers answers to them."""
+
+    def __init__(self, seed: int, dim: int) -> None:
+        super().__init__(seed)
+        teacher = self._random(_TEACHER)
+        self._dim = dim
+        self._first = teacher.standard_normal((_TEACHER_WIDTH, dim), dtype=np.float32) / np.float32(dim**0.5)
+        self._second = teacher.standard_normal((dim, _TEACHER_WIDTH), dtype=np.float32) / np.float32(
+            _TEACHER_WIDTH**0.5
+        )
+
+    def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
+        inputs = random.standard_normal(self._dim, dtype=np.float32)
+        targets = self._second @ np.tanh(self._first @ inputs)
+        return {"inputs": inputs, "targets": targets, "valid": np.ones((), dtype=np.bool_)}
+
+
+class Images(SyntheticDataset):
+    """Patches of noise around a pattern that belongs to the class."""
+
+    def __init__(self, seed: int, patches: int, classes: int) -> None:
+        super().__init__(seed)
+        self._shape = (patches, PATCH_DIM)
+        self._patterns = self._random(_TEACHER).standard_normal((classes, PATCH_DIM), dtype=np.float32)
+
+    def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
+        target = random.integers(0, len(self._patterns), dtype=np.int64)
+        inputs = random.standard_normal(self._shape, dtype=np.float32) + self._patterns[target]
+        return {"inputs": inputs, "targets": np.asarray(target), "valid": np.ones((), dtype=np.bool_)}

@@ -1,0 +1,174 @@
+"""Text to tokens and back: raw bytes, or a byte-level BPE trained here or elsewhere."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.job.errors import JobError
+
+EOS = "<|endoftext|>"
+# what other people's tokenizers call the end of a document, the likeliest first
+_EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
+_SMALLEST_BPE = 257
+# one call of the tokenizers library on a longer text would hold gigabytes of bookkeeping
+_BLOCK_CHARS = 1 << 20
+
+Tokens = NDArray[np.integer[Any]]
+
+
+class Tokenizer(Protocol):
+    """What a store, a corpus and generation need of a tokenizer."""
+
+    @property
+    def vocab(self) -> int:
+        """Every token lies in range(vocab)."""
+
+    @property
+    def eos(self) -> int:
+        """The token that ends a document."""
+
+    def encode(self, text: str) -> Tokens:
+        """The tokens of a text, without eos."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """A token is a byte of UTF-8; byte 0 ends a document."""
+
+    vocab: int = 256
+    eos: int = 0
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(utf8(text), dtype=np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(int(i) for i in ids).decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class BpeTokenizer:
+    """A tokenizer.json of the tokenizers library, used as it is except that it adds nothing to a text."""
+
+    vocab: int
+    eos: int
+    inner: Any = field(repr=False)
+
+    def encode(self, text: str) -> Tokens:
+        blocks = [
+            np.asarray(self.inner.encode(block, add_special_tokens=False).ids, dtype=np.uint32)
+            for block in _blocks(utf8(text).decode("utf-8"))
+        ]
+        return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def save(self, path: Path) -> None:
+        """Write tokenizer.json; load_tokenizer reads it again."""
+        path.write_text(self.inner.to_str(pretty=True), encoding="utf-8")
+
+
+def utf8(text: str) -> bytes:
+    """UTF-8 of any Python string: half a surrogate pair, which JSON can spell, becomes U+FFFD."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode("utf-8")
+
+
+def load_tokenizer(name: str | Path) -> Tokenizer:
+    """`bytes`, a tokenizer.json, or a folder that holds one (a store, a downloaded model)."""
+    if str(name) == "bytes":
+        return ByteTokenizer()
+    path = Path(name)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        near = difflib.get_close_matches(str(name).lower(), ["bytes"], n=1)
+        hint = (
+            "did you mean bytes?"
+            if near
+            else "write bytes, the path of a tokenizer.json, or bpe:8000 where a store is built"
+        )
+        raise JobError(f"no tokenizer is at {str(name)!r}; {hint}")
+    from tokenizers import Tokenizer as Inner
+
+    try:
+        inner = Inner.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception for whatever it cannot read
+        raise JobError(f"{path} is not a tokenizer of the tokenizers library: {error}") from None
+    return _wrap(inner, str(path))
+
+
+def bpe_size(name: str) -> int | None:
+    """The N of `bpe:N`, or None when a name does not ask for training."""
+    if not name.startswith("bpe:"):
+        return None
+    text = name.removeprefix("bpe:").replace("_", "").replace(",", "")
+    if not text.isascii() or not text.isdigit() or int(text) < _SMALLEST_BPE:
+        raise JobError(
+            f"tokenizer {name!r}: write bpe:N with N at least {_SMALLEST_BPE} (256 bytes and {EOS}), such as bpe:8000"
+        )
+    return int(text)
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> BpeTokenizer:
+    """Learn a byte-level BPE of at most `vocab` tokens, offline; it spells every text, whatever it was trained on."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = Inner(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    failure: list[Exception] = []
+
+    def guarded() -> Iterator[str]:
+        # the library swallows or rewraps what its iterator raises, and a person needs the first error as it was
+        try:
+            for text in texts:
+                yield utf8(text).decode("utf-8")
+        except Exception as error:
+            failure.append(error)
+
+    inner.train_from_iterator(guarded(), trainer=trainer)
+    if failure:
+        raise failure[0]
+    return _wrap(inner, f"bpe:{vocab}")
+
+
+def _wrap(inner: Any, name: str) -> BpeTokenizer:
+    inner.no_truncation()
+    inner.no_padding()
+    # a document that spells out <|endoftext|> is text about it, not its end
+    inner.encode_special_tokens = True
+    ids = inner.get_vocab(with_added_tokens=True)
+    eos = next((ids[token] for token in _EOS_NAMES if token in ids), None)
+    if eos is None:
+        raise JobError(f"{name} has no token that ends a document; add one of {', '.join(_EOS_NAMES)} to it")
+    return BpeTokenizer(vocab=max(ids.values()) + 1, eos=eos, inner=inner)
+
+
+def _blocks(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        stop = start + _BLOCK_CHARS
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        yield text[start:stop]
+        start = stop

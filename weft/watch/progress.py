@@ -1,0 +1,221 @@
+"""Progress of a run: a live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+SMOOTHING = 0.1
+REFRESH_S = 0.1
+
+
+class Progress:
+    """Shows steps as they end. Nothing a record lacks, and no terminal that goes away, can stop a run."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int,
+        every: int,
+        console: Console | None = None,
+        plain: bool | None = None,
+    ) -> None:
+        self.total = total_steps
+        self.start = start_step
+        self.every = max(1, every)
+        self._console = console
+        self._plain = plain if plain is not None else not _is_terminal(console)
+        self._live: Live | None = None
+        self._step = start_step
+        self._record: dict[str, Any] = {}
+        self._val_loss: float | None = None
+        self._step_time: float | None = None
+        self._seen = time.monotonic()
+        self._drawn = -math.inf
+        self._printed: int | None = start_step
+        self._mute = False
+
+    def __enter__(self) -> Self:
+        self._seen = time.monotonic()
+        if not self._plain:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._console = self._console or Console(stderr=True)
+            # Without rich's refresh thread: a run forks workers and must own its threads
+            self._live = Live(self._display(), console=self._console, auto_refresh=False)
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._draw()
+            try:
+                self._live.stop()
+            except (OSError, ValueError):
+                self._mute = True
+            self._live = None
+        elif self._printed != self._step:
+            self._say(self.line())
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """A step has ended."""
+        now = time.monotonic()
+        elapsed, self._seen = now - self._seen, now
+        step = _number(record.get("step"))
+        before = self._step
+        self._step = int(step) if step is not None else before + 1
+        self._record = dict(record)
+        self._val_loss = _first(record.get("val_loss"), self._val_loss)
+        took = _first(record.get("step_time_s"), elapsed / max(1, self._step - before))
+        if took is not None and took > 0:
+            old = self._step_time
+            self._step_time = took if old is None else old + SMOOTHING * (took - old)
+        if self._live is not None:
+            if now - self._drawn >= REFRESH_S or self._step >= self.total:
+                self._draw()
+        elif self._plain and (self._step % self.every == 0 or self._step >= self.total):
+            self._say(self.line())
+            self._printed = self._step
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self._live is None:
+            self._say(text)
+            return
+        try:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        except (OSError, ValueError):
+            self._mute = True
+
+    def line(self) -> str:
+        """The last step in one plain line."""
+        return "  ".join([f"step {self._step}/{self.total}", *(f"{k} {v}" if k else v for k, v in self._figures())])
+
+    def eta(self) -> float | None:
+        """Seconds left, by the smoothed time of recent steps."""
+        return None if self._step_time is None else max(0, self.total - self._step) * self._step_time
+
+    def _figures(self) -> list[tuple[str, str]]:
+        get = {k: _number(v) for k, v in self._record.items()}
+        rate = get.get("tokens_per_s")
+        shown = [
+            ("loss", _as(get.get("loss"), ".3f")),
+            ("val", _as(get.get("val_loss") if self._live is None else self._val_loss, ".3f")),
+            ("grad", _as(get.get("grad_norm"), ".2f")),
+            ("lr", _as(get.get("lr"), ".1e")),
+            ("", f"{human(rate)} tok/s" if rate is not None else ""),
+            ("mfu", _as(get.get("mfu"), ".1%")),
+            ("mem", _as(get.get("peak_memory_gib"), ".2f", " GiB")),
+            ("scale", human(get["loss_scale"]) if get.get("loss_scale") is not None else ""),
+            ("", "skipped" if self._record.get("skipped") else ""),
+        ]
+        loss = self._record.get("loss")
+        if isinstance(loss, float) and not math.isfinite(loss):
+            shown[0] = ("loss", str(loss))
+        left = self.eta()
+        if left is not None and self._step < self.total:
+            shown.append(("eta", duration(left)))
+        return [(name, text) for name, text in shown if text]
+
+    def _say(self, text: str) -> None:
+        if self._mute:
+            return
+        stream = self._console.file if self._console is not None else sys.stderr
+        try:
+            stream.write(text + "\n")
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            self._mute = True
+
+    def _draw(self) -> None:
+        if self._mute or self._live is None:
+            return
+        self._drawn = time.monotonic()
+        try:
+            self._live.update(self._display(), refresh=True)
+        except (OSError, ValueError):
+            self._mute = True
+
+    def _display(self) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        done = min(self._step, self.total)
+        bar = Table.grid(padding=(0, 2), expand=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True, justify="right")
+        share = f"{done / self.total:.0%}" if self.total else "100%"
+        bar.add_row(
+            ProgressBar(total=max(1, self.total), completed=done if self.total else 1),
+            Text(f"step {self._step}/{self.total}  {share}"),
+        )
+        figures = Text(overflow="fold")
+        for name, text in self._figures():
+            figures.append(f"{name} " if name else "", style="dim")
+            figures.append(f"{text}   ", style="bold" if name in ("loss", "val") else "")
+        return Group(bar, figures)
+
+
+def human(n: float | None) -> str:
+    """A number as a person says it: 950, 7.3k, 1.2M."""
+    if n is None or not math.isfinite(n):
+        return "–"
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # 999 960 is 1.0M, not 1000k
+        if abs(n) >= size * 0.9995:
+            return f"{n / size:.1f}{unit}" if abs(n) < size * 99.95 else f"{n / size:.0f}{unit}"
+    return f"{n:.0f}" if abs(n) >= 10 or n == int(n) else f"{n:.2g}"
+
+
+def duration(s: float | None) -> str:
+    """A time as a person says it: 0.4s, 45s, 1m50s, 2h03m, 3d04h."""
+    if s is None or not math.isfinite(s):
+        return "–"
+    if 0 < s < 9.95:
+        return f"{s:.1f}s"
+    whole = max(0, round(s))
+    for size, unit, small, sub in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // small:02d}{sub}"
+    return f"{whole}s"
+
+
+def _is_terminal(console: Console | None) -> bool:
+    if console is not None:
+        return console.is_terminal and not console.is_dumb_terminal
+    try:
+        return sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+    except (AttributeError, ValueError):
+        return False
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or None for whatever else a record may hold."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _first(value: Any, otherwise: float | None) -> float | None:
+    found = _number(value)
+    return found if found is not None else otherwise
+
+
+def _as(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else format(value, form) + unit

@@ -1,0 +1,204 @@
+"""The report: one offline page that tells a person how a run went."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft.job.run import RunDir
+from weft.watch.figures import Figure, Record, figures, number, predictions
+from weft.watch.journal import read_jsonl, read_metrics, to_plain
+from weft.watch.slices import mesh_picture, parse_slices, slice_map
+from weft.watch.summary import Status, key_figures, layout_in_words, measured, started, status_of
+
+HEAD_EVENTS, TAIL_EVENTS = 40, 160
+# What the plan's figures are called on the page; others keep their own names
+_LABELS = {
+    "memory_gib": "peak memory of one device, GiB",
+    "step_time_s": "step time, s",
+    "tokens_per_s": "tokens per second",
+    "mfu": "model FLOPs utilisation",
+}
+
+
+def write_report(run: RunDir) -> Path:
+    """Write report.html from whatever the run's folder holds so far."""
+    from plotly.offline import get_plotlyjs
+
+    page = _page(run, get_plotlyjs())
+    # A reader, or a second writer, never meets half a page
+    waiting = run.report.with_name(f".{run.report.name}.{os.getpid()}")
+    waiting.write_text(page, encoding="utf-8", errors="replace")
+    waiting.replace(run.report)
+    return run.report
+
+
+def _page(run: RunDir, plotly: str) -> str:
+    records, events = read_metrics(run.metrics), read_jsonl(run.events)
+    plan, job = _json(run.plan), _text(run.job)
+    plan = plan if isinstance(plan, dict) else {}
+    name = _name(job) or run.path.resolve().name
+    here = Path(__file__)
+    body = "\n".join(
+        [
+            _header(name, status_of(events, records), plan, events),
+            _keys(records, events, plan),
+            *(_figure(f) for f in figures(records, events, plan)),
+            _predicted(records, plan),
+            _slices(_json(run.slices)),
+            _events(events),
+            _source(job, plan),
+        ]
+    )
+    # The policy is the promise that the page asks nothing of any network
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline'; img-src data: blob:; font-src data:">
+<link rel="icon" href="data:,">
+<title>{_esc(name)} · Weft</title>
+<style>{_text(here.with_suffix(".css"))}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+<script>{plotly}</script>
+<script>{_text(here.with_suffix(".js"))}</script>
+</body>
+</html>
+"""
+
+
+def _header(name: str, status: Status, plan: Record, events: Sequence[Record]) -> str:
+    why = f'<p class="why">{_esc(status.detail)}</p>' if status.detail else ""
+    meta = " · ".join(_esc(part) for part in started(events))
+    return f"""<header>
+<div class="top"><h1>{_esc(name)}</h1><span class="status {status.tone}">{_esc(status.word)}</span></div>
+{why}<p>{_esc(layout_in_words(plan))}</p>
+<p class="meta">{meta}</p>
+</header>"""
+
+
+def _keys(records: Sequence[Record], events: Sequence[Record], plan: Record) -> str:
+    items = "".join(
+        f"<div><dt>{_esc(title)}</dt><dd>{_esc(value)}{f'<small>{_esc(note)}</small>' if note else ''}</dd></div>"
+        for title, value, note in key_figures(records, events, plan)
+    )
+    return f'<section class="card"><dl class="keys">{items}</dl></section>'
+
+
+def _figure(figure: Figure, above: str = "") -> str:
+    caption = f'<p class="caption">{_esc(figure.caption)}</p>' if figure.caption else ""
+    if not figure.data:
+        inner = f'<p class="caption">{_esc(figure.empty)}</p>'
+    else:
+        data = {"title": figure.title, "data": figure.data, "layout": figure.layout, "height": figure.height}
+        width = f"max-width:{figure.max_width}px;" if figure.max_width else ""
+        inner = f"""{caption}
+<div class="plot" id="{figure.id}" style="{width}min-height:{figure.height}px" role="img" \
+aria-label="{_esc(figure.title)}"></div>
+<script type="application/json" id="{figure.id}-data">{_embed(data)}</script>
+<button type="button" data-figure="{figure.id}">Download the data (JSON)</button>"""
+    return f'<section class="card"><h2>{_esc(figure.title)}</h2>{above}{inner}</section>'
+
+
+def _predicted(records: Sequence[Record], plan: Record) -> str:
+    rows = []
+    for key, expected in predictions(plan).items():
+        found = measured(key, records)
+        ratio = f"{found / expected:.2f}×" if found is not None and expected else "–"
+        rows.append(
+            f'<tr><td class="any">{_esc(_LABELS.get(key, key))}</td><td class="n">{expected:,.4g}</td>'
+            f'<td class="n">{"–" if found is None else f"{found:,.4g}"}</td><td class="n">{ratio}</td></tr>'
+        )
+    if not rows:
+        return ""
+    return f"""<section class="card"><h2>Predicted beside measured</h2>
+<p class="caption">Measured is the median over steps; of memory, the highest.</p>
+<div class="scroll"><table class="list"><tr><th>figure</th><th class="n">predicted</th><th class="n">measured</th>\
+<th class="n">measured / predicted</th></tr>{"".join(rows)}</table></div></section>"""
+
+
+def _slices(raw: Any) -> str:
+    slices = parse_slices(raw) if raw is not None else None
+    if slices is None:
+        said = "This run has no slices.json." if raw is None else "slices.json could not be understood."
+        return _figure(Figure("slices", "Which rank holds which slice", empty=said))
+    mesh = mesh_picture(slices)
+    above = f"<h3>The mesh</h3>{mesh}<h3>The parameters</h3>" if mesh else ""
+    return _figure(slice_map(slices), above)
+
+
+def _events(events: Sequence[Record]) -> str:
+    if not events:
+        return ""
+    left = len(events) - HEAD_EVENTS - TAIL_EVENTS
+    shown = events if left <= 0 else [*events[:HEAD_EVENTS], *events[-TAIL_EVENTS:]]
+    rows = []
+    for event in shown:
+        rest = "; ".join(f"{k} {_value(v)}" for k, v in event.items() if k not in ("time", "event", "step"))
+        time = str(event.get("time") or "–")[:19].replace("T", " ")
+        step = number(event.get("step"))
+        rows.append(
+            f'<tr><td class="t">{_esc(time)}</td><td class="t">{_esc(str(event.get("event", "–")))}</td>'
+            f'<td class="n">{"–" if step is None else f"{step:,.0f}"}</td><td class="any">{_esc(rest)}</td></tr>'
+        )
+    note = f'<p class="caption">{left} events in the middle are left out.</p>' if left > 0 else ""
+    return f"""<section class="card"><h2>Events</h2>{note}
+<div class="scroll"><table class="list"><tr><th>time (UTC)</th><th>event</th><th class="n">step</th><th>details</th>\
+</tr>{"".join(rows)}</table></div></section>"""
+
+
+def _source(job: str, plan: Record) -> str:
+    reasons = plan.get("reasons")
+    listed = "".join(f"<li>{_esc(_value(r))}</li>" for r in reasons) if isinstance(reasons, list) else ""
+    why = f"<h2>Why this layout</h2><ul>{listed}</ul>" if listed else ""
+    text = f"<details><summary>The job as resolved</summary><pre>{_esc(job)}</pre></details>" if job else ""
+    return f'<section class="card">{why}{text}</section>' if why or text else ""
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(to_plain(value), ensure_ascii=False)
+
+
+def _embed(value: Any) -> str:
+    """JSON inside a script element: no text in it can end the element."""
+    return json.dumps(to_plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _esc(text: str) -> str:
+    return html.escape(text)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(_text(path))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _name(job: str) -> str:
+    try:
+        raw = yaml.safe_load(job)
+    except yaml.YAMLError:
+        return ""
+    return str(raw.get("name") or "") if isinstance(raw, dict) else ""
