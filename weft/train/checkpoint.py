@@ -30,6 +30,7 @@ from weft.train.manifest import (
     read_manifest,
     read_meta,
     remove,
+    restore,
     surplus,
     verify,
 )
@@ -205,7 +206,7 @@ class Checkpoints:
         """The good checkpoints, newest first; each is read in full before it is given, spread over the ranks."""
         self.wait()
         swept = False
-        for path in reversed(self._from_first(lambda: list_checkpoints(self.folder))):
+        for path in reversed(self._from_first(self._listed)):
             if path in self._damaged:
                 continue
             manifest = self._checked(path)
@@ -217,6 +218,10 @@ class Checkpoints:
             yield Found(manifest.step, path, manifest.meta)
         if not swept:
             self._sweep(-1)
+
+    def _listed(self) -> list[Path]:
+        restore(self.folder)
+        return list_checkpoints(self.folder)
 
     def _checked(self, path: Path) -> Manifest | None:
         """The manifest, when every file is as it says; else None, and the damage is reported."""

@@ -103,8 +103,22 @@ def leftovers(folder: Path, good_step: int, damaged: Collection[Path]) -> list[E
     standing = {
         e.step for e in every if e.kind == "good" and e.path not in damaged and not verify(e.path, checksum=False)
     }
-    worthless = {"tmp": lambda step: step <= good_step, "old": lambda step: step in standing, "trash": lambda _: True}
+    worthless = {
+        "tmp": lambda step: step <= good_step,
+        "old": lambda step: step < good_step or step in standing,
+        "trash": lambda step: True,
+    }
     return [e for e in every if e.kind in worthless and worthless[e.kind](e.step)]
+
+
+def restore(folder: Path) -> None:
+    """Give back its name to a checkpoint that was moved aside for a save that then never took its place."""
+    every = entries(folder)
+    taken = {entry.step for entry in every if entry.kind == "good"}
+    for entry in every:
+        if entry.kind == "old" and entry.step not in taken:
+            entry.path.rename(folder / checkpoint_name(entry.step))
+            taken.add(entry.step)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -140,7 +140,7 @@ class _SummingFileSystem(FileSystem):
 
 
 class _SummingStream:
-    """A file that keeps its first error for later: torch's zip writer aborts the process when a write raises."""
+    """A file that keeps its first error until the end: torch's zip writer would bury it under one of its own."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
@@ -156,6 +156,10 @@ class _SummingStream:
 
     def flush(self) -> None:
         self._try(self._raw.flush)
+
+    def close(self) -> None:
+        """DCP closes what it wrote; the file itself is closed where it was opened."""
+        self.flush()
 
     def tell(self) -> int:
         return self.position
