@@ -1,0 +1,323 @@
+"""Checkpoints of a run: saved while training goes on, found again after anything, opened under any layout."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+
+from weft.job.errors import JobError
+from weft.train.index import Index
+from weft.train.manifest import (
+    Damaged,
+    Entry,
+    Found,
+    Manifest,
+    check_file,
+    checkpoint_name,
+    entries,
+    leftovers,
+    list_checkpoints,
+    newest_good,
+    read_manifest,
+    read_meta,
+    remove,
+    restore,
+    surplus,
+    verify,
+)
+from weft.train.snapshot import Snapshot
+from weft.train.storage import Writer, run_save
+
+__all__ = ["Checkpoints", "Damaged", "Found", "list_checkpoints", "load_full", "newest_good", "read_meta", "verify"]
+
+T = TypeVar("T")
+Event = tuple[str, dict[str, Any]]
+
+
+def _ignore(name: str, **fields: Any) -> None:
+    """The on_event of a caller that wants no events."""
+
+
+class Checkpoints:
+    """The checkpoints in one folder.
+
+    group is a Gloo group of all ranks, made for this purpose alone: its collectives run in a thread while a checkpoint
+    is written. None is one process, without torch.distributed. Every method but poll and wait is collective.
+    on_event is called on every rank, always in the caller's thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        group: dist.ProcessGroup | None,
+        keep: int,
+        keep_every: int,
+        background: bool,
+        on_event: Callable[..., None] = _ignore,
+    ) -> None:
+        if keep < 1:
+            raise JobError(f"checkpoint.keep is {keep}; at least 1 must be kept")
+        self.folder, self.group, self.background = Path(folder), group, background
+        self.keep, self.keep_every = keep, keep_every
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world = 1 if group is None else dist.get_world_size(group)
+        self.durable: int | None = None
+        """The step of the last checkpoint that this object saved and that is known to be on disk."""
+        self._on_event = on_event
+        self._events: list[Event] = []
+        self._thread: threading.Thread | None = None
+        self._damaged: set[Path] = set()
+
+    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], *, wait: bool = False) -> None:
+        """Save the tensors as they are now, with rank 0's meta; a name has one meaning on all ranks.
+
+        Returns when the tensors may change again; with wait, or not in the background, when the checkpoint is durable.
+        A save that fails is an event, checkpoint_failed, and never an exception.
+        """
+        self.wait()
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name!r} is a {type(tensor).__name__}; what is no tensor goes into meta")
+        manifest = Manifest(step, json.loads(json.dumps(meta)), {})
+        waits = wait or not self.background
+        snapshot = Snapshot(tensors, copy=not waits)
+        # A daemon: a run that ends in an error must not linger in a collective whose other ranks are gone.
+        self._thread = threading.Thread(target=self._write, args=(manifest, snapshot), daemon=True, name="checkpoint")
+        self._thread.start()
+        if waits:
+            self.wait()
+
+    def poll(self) -> None:
+        """Report what has finished meanwhile; never waits."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more; what went wrong is reported, not raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        events, self._events = self._events, []
+        for name, fields in events:
+            self._on_event(name, **fields)
+
+    def newest(self) -> Found | None:
+        """The newest good checkpoint, the same on all ranks; damaged ones are reported, skipped and left alone."""
+        return next(self._good(), None)
+
+    def load(self, found: Found, tensors: dict[str, Tensor]) -> None:
+        """Fill the tensors in place. Raises on every rank alike: JobError when they do not fit, Damaged otherwise."""
+        self.wait()
+        if on_meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
+            raise TypeError(f"{on_meta[0]!r} is on the meta device and cannot be filled in place")
+        index, misfit, damage = None, None, None
+        try:
+            index = Index(found.path)
+            misfit = index.mismatch(tensors)
+        except Damaged as error:
+            damage = error.why
+        except JobError as error:
+            damage = str(error)
+        verdicts = self._gather((damage, misfit))
+        for why, _ in verdicts:
+            if why:
+                raise self._report_damaged(found.path, why)
+        for _, text in verdicts:
+            if text:
+                raise JobError(text)
+        try:
+            assert index is not None
+            index.fill(tensors, self.group)
+        except (CheckpointException, Exception) as error:
+            why = f"its files are whole, but it cannot be loaded: {_words(error)}"
+            raise self._report_damaged(found.path, why) from error
+
+    def load_newest(self, tensors: dict[str, Tensor]) -> Found | None:
+        """Load the newest checkpoint that can be loaded; None when there is none to try, the tensors untouched."""
+        failed: Damaged | None = None
+        for found in self._good():
+            try:
+                self.load(found, tensors)
+            except Damaged as error:
+                failed = error
+            else:
+                return found
+        if failed is not None:
+            # The tensors may hold half of what was read: a run that began anew from them would begin with garbage.
+            raise failed
+        return None
+
+    def _write(self, manifest: Manifest, snapshot: Snapshot) -> None:
+        began = time.monotonic()
+        final = self.folder / checkpoint_name(manifest.step)
+        writer = Writer(self.folder, manifest, replaces_damaged=final in self._damaged)
+        try:
+            run_save(snapshot, writer, self.group)
+        except (CheckpointException, Exception) as error:
+            if isinstance(error, CheckpointException):
+                writer.discard()
+            self._note("checkpoint_failed", step=manifest.step, path=final, why=_words(error))
+            return
+        self.durable = manifest.step
+        self._damaged.discard(final)
+        fields = {"bytes": writer.total_bytes} if self.rank == 0 else {}
+        self._note(
+            "checkpoint_saved", step=manifest.step, path=final, seconds=round(time.monotonic() - began, 3), **fields
+        )
+        if self.rank == 0:
+            if writer.aside is not None and ".damaged-" in writer.aside.name:
+                self._note("damaged", path=writer.aside, why=f"moved here when step {manifest.step} was saved again")
+            try:
+                self._retain(manifest.step)
+            except OSError as error:
+                self._note("checkpoint_kept", path=self.folder, why=f"old ones could not be deleted: {error}")
+
+    def _retain(self, written: int) -> None:
+        """Delete what is no longer wanted; damaged checkpoints are neither counted nor touched."""
+        good = {
+            entry.step: entry
+            for entry in entries(self.folder)
+            if entry.kind == "good" and entry.path not in self._damaged and not verify(entry.path, checksum=False)
+        }
+        for step in surplus(good, keep=self.keep, keep_every=self.keep_every, written=written):
+            self._remove(good[step], f"only the newest {self.keep} are kept")
+        for entry in leftovers(self.folder, written, self._damaged):
+            self._remove(entry, f"left by an interrupted save; {checkpoint_name(written)} is good")
+
+    def _remove(self, entry: Entry, why: str) -> None:
+        try:
+            remove(entry)
+        except OSError as error:
+            self._note("checkpoint_kept", path=entry.path, why=f"it could not be deleted: {error}")
+        else:
+            self._note("checkpoint_removed", path=entry.path, why=why)
+
+    def _good(self) -> Iterator[Found]:
+        """The good checkpoints, newest first; each is read in full before it is given, spread over the ranks."""
+        self.wait()
+        swept = False
+        for path in reversed(self._from_first(self._listed)):
+            if path in self._damaged:
+                continue
+            manifest = self._checked(path)
+            if manifest is None:
+                continue
+            if not swept:
+                swept = True
+                self._sweep(manifest.step)
+            yield Found(manifest.step, path, manifest.meta)
+        if not swept:
+            self._sweep(-1)
+
+    def _listed(self) -> list[Path]:
+        restore(self.folder)
+        return list_checkpoints(self.folder)
+
+    def _checked(self, path: Path) -> Manifest | None:
+        """The manifest, when every file is as it says; else None, and the damage is reported."""
+        manifest, why = self._from_first(lambda: _manifest_or_why(path))
+        if manifest is not None:
+            mine = sorted(manifest.files)[self.rank :: self.world]
+            checks = (check_file(path, name, manifest.files[name]) for name in mine)
+            whys = self._gather(next((why for why in checks if why), None))
+            why = next((why for why in whys if why), None)
+        if why is not None:
+            self._report_damaged(path, why)
+            return None
+        return manifest
+
+    def _sweep(self, good_step: int) -> None:
+        """Report what interrupted saves left, and delete what an equally new good checkpoint makes worthless."""
+
+        def look() -> list[Event]:
+            gone = leftovers(self.folder, good_step, self._damaged)
+            for entry in entries(self.folder):
+                if entry.kind == "tmp":
+                    end = (
+                        f"deleted, since {checkpoint_name(good_step)} is good"
+                        if entry in gone
+                        else "left alone, since no newer checkpoint is good"
+                    )
+                    self._note("damaged", path=entry.path, why=f"half-written: its save was interrupted; {end}")
+            for entry in gone:
+                self._remove(entry, "left by an interrupted save or deletion")
+            return self._events
+
+        self._events = self._from_first(look)
+        self.wait()
+
+    def _report_damaged(self, path: Path, why: str) -> Damaged:
+        self._damaged.add(path)
+        self._on_event("damaged", path=path, why=why)
+        return Damaged(path, why)
+
+    def _note(self, name: str, **fields: Any) -> None:
+        self._events.append((name, fields))
+
+    def _gather(self, value: T) -> list[T]:
+        """Everyone's value, by rank."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def _from_first(self, ask: Callable[[], T]) -> T:
+        """What rank 0 answers, on every rank; an error of its disk reaches them all."""
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = ask()
+            except Exception as error:
+                answer[1] = _words(error)
+        if self.group is not None:
+            dist.broadcast_object_list(answer, src=dist.get_global_rank(self.group, 0), group=self.group)
+        if answer[1] is not None:
+            raise JobError(f"the checkpoints in {self.folder} cannot be read: {answer[1]}")
+        return answer[0]
+
+
+def load_full(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Every tensor whose name starts with prefix, whole, in host memory; one process, no process group."""
+    index = Index(path)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.tensors.items()
+        if name.startswith(prefix)
+    }
+    needed = {".metadata"}.union(*(index.where.get(name, ()) for name in tensors))
+    for name in sorted(needed):
+        if why := check_file(path, name, index.files[name]):
+            raise Damaged(path, why)
+    try:
+        index.fill(tensors, None)
+    except (CheckpointException, Exception) as error:
+        raise Damaged(path, f"its files are whole, but it cannot be loaded: {_words(error)}") from error
+    return tensors
+
+
+def _manifest_or_why(path: Path) -> tuple[Manifest | None, str | None]:
+    try:
+        return read_manifest(path), None
+    except Damaged as error:
+        return None, error.why
+    except JobError as error:
+        return None, str(error)
+
+
+def _words(error: BaseException) -> str:
+    """One line a person can read, also for DCP's exception, which carries one error a rank with its traceback."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    lines = [f"rank {rank}: {_words(cause[0])}" for rank, cause in sorted(error.failures.items())]
+    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more ranks" if len(lines) > 3 else "")

@@ -1,0 +1,272 @@
+"""What a checkpoint is on disk: its folder, its manifest, how damage is recognised, what is kept. Needs no torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import uuid
+import zlib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.job.errors import JobError, MachineError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})(?:\.(tmp|old|damaged|trash)-\w+)?")
+_BLOCK = 4 << 20
+
+
+class Damaged(MachineError):
+    """A checkpoint that cannot be trusted; why says what is wrong with it."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(path, why)
+        self.path, self.why = path, why
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path} is damaged: {self.why}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint whose every file is as it was written."""
+
+    step: int
+    path: Path
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a file must be: its length and its CRC-32."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The table of contents, written last: a folder without it was never finished."""
+
+    step: int
+    meta: dict[str, Any]
+    files: dict[str, FileSum]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A folder that a Checkpoints made. kind: good (by name only), tmp, old, damaged or trash."""
+
+    step: int
+    kind: str
+    path: Path
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def aside_name(step: int, kind: str) -> str:
+    """A name that no other save of this step has, for a folder that is not (or no longer) a checkpoint."""
+    return f"{checkpoint_name(step)}.{kind}-{uuid.uuid4().hex[:8]}"
+
+
+def entries(folder: Path) -> list[Entry]:
+    """Every folder of ours below folder, lowest step first."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in sorted(folder.iterdir()):
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir():
+            found.append(Entry(int(match[1]), match[2] or "good", path))
+    return sorted(found, key=lambda entry: entry.step)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints below folder by name, oldest first, good or not.
+
+    With them, before its successor, one that was moved aside for a newer save of its step and not yet deleted.
+    """
+    listed = [entry for entry in entries(folder) if entry.kind in ("good", "old")]
+    return [entry.path for entry in sorted(listed, key=lambda entry: (entry.step, entry.kind == "good"))]
+
+
+def leftovers(folder: Path, good_step: int, damaged: Collection[Path]) -> list[Entry]:
+    """What interrupted saves and deletions left and nobody needs, now that the checkpoint of good_step is good."""
+    every = entries(folder)
+    standing = {
+        e.step for e in every if e.kind == "good" and e.path not in damaged and not verify(e.path, checksum=False)
+    }
+    worthless = {
+        "tmp": lambda step: step <= good_step,
+        "old": lambda step: step < good_step or step in standing,
+        "trash": lambda step: True,
+    }
+    return [e for e in every if e.kind in worthless and worthless[e.kind](e.step)]
+
+
+def restore(folder: Path) -> None:
+    """Give back its name to a checkpoint that was moved aside for a save that then never took its place."""
+    every = entries(folder)
+    taken = {entry.step for entry in every if entry.kind == "good"}
+    for entry in every:
+        if entry.kind == "old" and entry.step not in taken:
+            entry.path.rename(folder / checkpoint_name(entry.step))
+            taken.add(entry.step)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at path; Damaged when it cannot be trusted, JobError when nothing is there."""
+    if not path.is_dir():
+        raise JobError(f"no checkpoint is at {path}; it would be a folder such as {checkpoint_name(200)}")
+    try:
+        text = (path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise Damaged(path, f"it has no {MANIFEST}, so it was never finished") from None
+    except OSError as error:
+        raise Damaged(path, f"{MANIFEST} cannot be read: {error}") from error
+    try:
+        body = json.loads(text)
+        told = body.pop("crc32")
+        version = body["format"]
+        if version != FORMAT:
+            raise Damaged(path, f"its format is {version!r}, and this Weft reads format {FORMAT}")
+        manifest = Manifest(
+            step=_natural(body["step"]),
+            meta=dict(body["meta"]),
+            files={name: FileSum(_natural(f["bytes"]), _natural(f["crc32"])) for name, f in body["files"].items()},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Damaged(path, f"{MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
+    for name in manifest.files:
+        if name != os.path.basename(name) or "\\" in name or "\0" in name or name in ("", ".", "..", MANIFEST):
+            raise Damaged(path, f"{MANIFEST} names {name!r}, which is not a file inside the checkpoint")
+    if told != _body_sum(body):
+        raise Damaged(path, f"{MANIFEST} has another checksum than when it was written")
+    match = _NAME.fullmatch(path.name)
+    if match and int(match[1]) != manifest.step:
+        raise Damaged(path, f"{MANIFEST} says it is of step {manifest.step}")
+    return manifest
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write the manifest into the folder at path; durable on return, with every name in the folder."""
+    files = {name: {"bytes": s.bytes, "crc32": s.crc32} for name, s in sorted(manifest.files.items())}
+    body = {"format": FORMAT, "step": manifest.step, "meta": manifest.meta, "files": files}
+    with (path / MANIFEST).open("w") as stream:
+        json.dump({**body, "crc32": _body_sum(body)}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    sync_folder(path)
+
+
+def check_file(path: Path, name: str, expected: FileSum, *, checksum: bool = True) -> str | None:
+    """None when the file is as the manifest says, else what is wrong with it."""
+    try:
+        size = (path / name).stat().st_size
+        if size != expected.bytes:
+            return f"{name} has {size} bytes instead of {expected.bytes}"
+        if not checksum:
+            return None
+        crc = 0
+        with (path / name).open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                crc = zlib.crc32(block, crc)
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error}"
+    return None if crc == expected.crc32 else f"{name} has another checksum than when it was written"
+
+
+def verify(path: Path, *, checksum: bool = True) -> str | None:
+    """None when every file of the checkpoint is as it was written, else the reason in words.
+
+    Without checksum only the manifest and the sizes are looked at, which reads next to nothing.
+    """
+    try:
+        manifest = read_manifest(path)
+    except JobError as error:
+        return str(error)
+    except Damaged as error:
+        return error.why
+    checks = (check_file(path, name, expected, checksum=checksum) for name, expected in manifest.files.items())
+    return next((why for why in checks if why), None)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What the run wrote beside the tensors: step counters, the data state and the like."""
+    return read_manifest(path).meta
+
+
+def newest_good(folder: Path) -> Found | None:
+    """The newest checkpoint that is whole, for one process that only reads: nothing is changed on disk."""
+    for path in reversed(list_checkpoints(folder)):
+        if verify(path) is None:
+            manifest = read_manifest(path)
+            return Found(manifest.step, path, manifest.meta)
+    return None
+
+
+def put_in_place(written: Path, final: Path, *, damaged: bool) -> Path | None:
+    """Give a finished folder its name, and return where the one that had the name went.
+
+    The old one is moved aside first and is still listed as a checkpoint until the new one stands in its place,
+    so a kill at any moment leaves at least one of the two. damaged: the old one must never be read again.
+    """
+    step = int(_NAME.fullmatch(final.name)[1])  # type: ignore[index]
+    aside = None
+    if final.exists():
+        aside = final.with_name(aside_name(step, "damaged" if damaged or verify(final, checksum=False) else "old"))
+        final.rename(aside)
+    try:
+        written.rename(final)
+    except OSError:
+        if aside is not None:
+            aside.rename(final)
+        raise
+    sync_folder(final.parent)
+    return aside
+
+
+def remove(entry: Entry) -> None:
+    """Delete a folder. It loses its name first, so that a kill half-way leaves nothing that looks like a checkpoint."""
+    path = entry.path
+    if entry.kind != "trash":
+        path = path.rename(path.with_name(aside_name(entry.step, "trash")))
+    shutil.rmtree(path)
+
+
+def surplus(steps: Iterable[int], *, keep: int, keep_every: int, written: int) -> list[int]:
+    """Which of the good checkpoints go, now that the one of step written is durable."""
+    ordered = sorted(set(steps))
+    spared = {*ordered[-keep:], written}
+    return [s for s in ordered if s not in spared and not (keep_every and s % keep_every == 0)]
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable, where the filesystem knows such a thing."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _natural(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _body_sum(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
