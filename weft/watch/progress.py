@@ -28,12 +28,14 @@ class Progress:
         every: int,
         console: Console | None = None,
         plain: bool | None = None,
+        silent: bool = False,
     ) -> None:
+        """`silent` shows nothing: for the ranks that do not speak."""
         self.total = total_steps
         self.start = start_step
         self.every = max(1, every)
         self._console = console
-        self._plain = plain if plain is not None else not _is_terminal(console)
+        self._plain = silent or (plain if plain is not None else not _is_terminal(console))
         self._live: Live | None = None
         self._step = start_step
         self._record: dict[str, Any] = {}
@@ -42,7 +44,7 @@ class Progress:
         self._seen = time.monotonic()
         self._drawn = -math.inf
         self._printed: int | None = start_step
-        self._mute = False
+        self._mute = silent
 
     def __enter__(self) -> Self:
         self._seen = time.monotonic()

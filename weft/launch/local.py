@@ -1,0 +1,152 @@
+"""A whole run on this machine: one process a rank, watched until the last has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from weft.job.errors import Exit, JobError
+from weft.job.run import RunDir
+
+GRACE_S = 10.0
+"""How long the other ranks may take to say what they saw after one has failed."""
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this process when its launcher is gone, however it went."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+@contextlib.contextmanager
+def locked(run: RunDir, patience_s: float = 15.0) -> Iterator[int]:
+    """Only one launcher at a time may use a run; its ranks inherit the lock, so it outlives a launcher that was killed."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    handle = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise JobError(f"{run.path} is being trained by another process; wait for it, or give name=") from None
+            time.sleep(0.05)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None]) -> int:
+    """Start the ranks of the run in this folder, wait for them, and say why if one failed. Returns the exit code."""
+    for old in run.logs.glob("failure-*.json"):
+        old.unlink()
+    run.logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+        ranks = [_start(run, rank, world, Path(folder) / "store", lock) for rank in range(world)]
+        with _forwarding(ranks):
+            return _watch(run, ranks, say)
+
+
+def _start(run: RunDir, rank: int, world: int, store: Path, lock: int) -> subprocess.Popen[bytes]:
+    env = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "WEFT_STORE": str(store),
+        "PYTHONUNBUFFERED": "1",
+    }
+    env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads once it knows its share
+    # a session of its own: Ctrl-C reaches the launcher alone, which passes it on once
+    return subprocess.Popen(
+        [sys.executable, "-m", "weft.train.worker", str(run.path)], env=env, start_new_session=True, pass_fds=(lock,)
+    )
+
+
+@contextlib.contextmanager
+def _forwarding(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Pass signals on to every rank; a third Ctrl-C ends them at once."""
+    interrupts = 0
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += number == signal.SIGINT
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                rank.send_signal(signal.SIGKILL if interrupts > 2 else number)
+
+    before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(run: RunDir, ranks: list[subprocess.Popen[bytes]], say: Callable[[str], None]) -> int:
+    failed_at: float | None = None
+    first: int | None = None
+    while any(p.poll() is None for p in ranks):
+        bad = [i for i, p in enumerate(ranks) if p.poll() not in (None, *_QUIET)]
+        if bad and failed_at is None:
+            failed_at, first = time.monotonic(), bad[0]
+        if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
+            for p in ranks:
+                if p.poll() is None:
+                    p.kill()
+        time.sleep(0.05)
+    codes = [p.returncode for p in ranks]
+    bad = [i for i, c in enumerate(codes) if c not in _QUIET]
+    if not bad:
+        return max(codes)
+    return _say_why(run, codes, first if first is not None else bad[0], say)
+
+
+_QUIET = (int(Exit.DONE), int(Exit.PREEMPTED), int(Exit.INTERRUPTED))
+"""Codes that are no failure: done, or stopped as asked."""
+
+
+def _say_why(run: RunDir, codes: list[int], first: int, say: Callable[[str], None]) -> int:
+    """The last lines of a failed run: which rank, where it stands, what it was doing, what to try."""
+    causes: list[dict[str, Any]] = [json.loads(p.read_text()) for p in run.logs.glob("failure-*.json")]
+    killed = [i for i, c in enumerate(codes) if c < 0 and not (run.logs / f"failure-{i}.json").exists()]
+    told = sorted((c for c in causes if not c["echo"]), key=lambda c: c["time"])
+    timeouts_only = told and all(c["code"] == Exit.HANG for c in told)
+    if killed and (not told or timeouts_only or first in killed):
+        rank = first if first in killed else killed[0]
+        name = signal.Signals(-codes[rank]).name
+        hint = "; if nobody sent it, memory may have run out: see dmesg, and try a smaller train.microbatch"
+        say(f"rank {rank} was killed by {name}{hint if name == 'SIGKILL' else ''}")
+        say(f"log: {run.logs / f'rank-{rank}.log'}; start the same command again to resume")
+        return int(Exit.DIFFERS)
+    cause = (told or sorted(causes, key=lambda c: c["time"]) or [None])[0]
+    if cause is None:
+        say(f"rank {first} ended with code {codes[first]} and left no reason; log: {run.logs / f'rank-{first}.log'}")
+        return int(Exit.DIFFERS)
+    if cause["expected"]:
+        say(cause["message"])
+        return int(cause["code"])
+    position = f" ({cause['position']})" if cause["position"] else ""
+    say(f"rank {cause['rank']}{position} failed in {cause['where']}: {cause['kind']}: {cause['message']}")
+    log = run.logs / f"rank-{cause['rank']}.log"
+    say(f"traceback: {log}; start the same command again to resume")
+    return int(cause["code"])

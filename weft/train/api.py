@@ -1,0 +1,79 @@
+"""`weft.train(job)`: the whole flow in one call, and the same that the command line runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from weft.job.errors import Exit
+from weft.job.load import dump_yaml
+from weft.job.run import RunDir
+from weft.job.schema import Job
+from weft.launch.local import launch, locked
+from weft.plan import RUNNABLE, Plan, check, check_fits, make_plan
+
+
+def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
+    """Plan a job and refuse, before a process starts, what cannot run."""
+    job, plan = make_plan(job, nproc)
+    check(job, plan, RUNNABLE)
+    check_fits(job, plan)
+    return job, plan
+
+
+def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], None] = print) -> int:
+    """Train a prepared job on local ranks. Returns the exit code; the run is in runs/NAME."""
+    run = RunDir(Path(job.runs_dir) / job.name)
+    with locked(run) as lock:
+        if fresh:
+            _set_aside(run, say)
+        write_description(run, job, plan)
+        return launch(run, plan.world, lock, say)
+
+
+def join(job: Job) -> int:
+    """Train as one rank of a world that torchrun or a scheduler started."""
+    from weft.train.worker import run_rank
+
+    world = int(os.environ["WORLD_SIZE"])
+    job, plan = prepare(job, world)
+    run = RunDir(Path(job.runs_dir) / job.name)
+    if int(os.environ["RANK"]) == 0:
+        write_description(run, job, plan)
+    return run_rank(run, job, plan)
+
+
+def train(job: Job, nproc: int | None = None, *, fresh: bool = False) -> RunDir:
+    """Train a job and return its run's folder. Joins when torchrun started this process, else spawns local ranks."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        code = join(job)
+    else:
+        code = start(*prepare(job, nproc), fresh=fresh)
+    if code != Exit.DONE:
+        raise SystemExit(code)
+    return RunDir(Path(job.runs_dir) / job.name)
+
+
+def write_description(run: RunDir, job: Job, plan: Plan) -> None:
+    """job.yaml and plan.json as resolved, each written whole or not at all."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    for path, text in ((run.job, dump_yaml(job)), (run.plan, plan.dumps())):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+
+
+def _set_aside(run: RunDir, say: Callable[[str], None]) -> None:
+    """Keep what an earlier run of this name left, under another name."""
+    content = [p for p in run.path.iterdir() if p.name != ".lock"]
+    if not content:
+        return
+    number = 1
+    while (old := run.path.with_name(f"{run.path.name}.old-{number}")).exists():
+        number += 1
+    old.mkdir()
+    for path in content:
+        path.rename(old / path.name)
+    say(f"the earlier run is kept in {old}")
+

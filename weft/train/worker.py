@@ -1,0 +1,97 @@
+"""One rank of a run: `python -m weft.train.worker RUN`, started by the launcher or, through the CLI, by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from weft.hardware.probe import probe
+from weft.job.errors import Exit, HangError, WeftError
+from weft.job.load import load_job
+from weft.job.run import RunDir
+from weft.job.schema import Job
+from weft.plan.layout import Plan
+
+
+def run_rank(run: RunDir, job: Job, plan: Plan) -> int:
+    """Train as the rank that the environment names. Returns the exit code."""
+    from weft.train.ledger import Signals
+    from weft.train.loop import fit_or_explain
+    from weft.train.session import open_session
+
+    signals = Signals()
+    rank, position = int(os.environ.get("RANK", 0)), ""
+    if plan.device == "cpu":
+        torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
+    try:
+        session = open_session(job, plan, run)
+        position = session.mesh.position
+        code = fit_or_explain(session, signals)
+        session.mesh.barrier()
+        session.close()
+        return int(code)
+    except BaseException as error:
+        _explain(run, rank, position, error)
+        return exit_code(error)
+
+
+def threads_for(ranks: int) -> int:
+    """Threads of one CPU rank: the cores, shared evenly."""
+    return max(1, probe().cores_physical // max(1, ranks))
+
+
+def exit_code(error: BaseException) -> int:
+    if isinstance(error, WeftError):
+        return int(error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        return int(Exit.INTERRUPTED)
+    return int(HangError.exit_code) if is_timeout(error) else int(Exit.DIFFERS)
+
+
+def is_timeout(error: BaseException) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+
+
+def _explain(run: RunDir, rank: int, position: str, error: BaseException) -> None:
+    """Leave the cause where the launcher finds it, and the traceback in this rank's log."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if f"{os.sep}weft{os.sep}" in f.filename]
+    where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} in {ours[-1].name}" if ours else ""
+    run.logs.mkdir(parents=True, exist_ok=True)
+    with (run.logs / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
+        log.write("".join(traceback.format_exception(error)))
+    cause = {
+        "rank": rank,
+        "position": position,
+        "time": time.time(),
+        "kind": type(error).__name__,
+        "message": str(error).strip(),
+        "where": where,
+        "expected": isinstance(error, WeftError),
+        "echo": is_echo(error),
+        "code": exit_code(error),
+    }
+    (run.logs / f"failure-{rank}.json").write_text(json.dumps(cause), encoding="utf-8")
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether the error only says that another rank went away."""
+    text = str(error).lower()
+    signs = ("connection closed by peer", "connection reset", "connection refused", "broken pipe", "pair closure",
+             "remote process exited", "socket closed")  # fmt: skip
+    return not isinstance(error, WeftError) and any(s in text for s in signs)
+
+
+if __name__ == "__main__":
+    from weft.launch.local import die_with_parent
+
+    die_with_parent()
+    folder = RunDir(Path(sys.argv[1]))
+    description = json.loads(folder.plan.read_text(encoding="utf-8"))
+    sys.exit(run_rank(folder, load_job(str(folder.job)), Plan.from_json(description)))
