@@ -51,6 +51,11 @@ def test_a_device_is_found_however_it_is_written(name: str) -> None:
     assert find_device(name).name == "h100-sxm"
 
 
+@pytest.mark.parametrize("name", ["V100-SXM2-32GB", "GH200-144GB", "H800-SXM-80GB", "B300-SXM-288GB", "RTX-A6000"])
+def test_published_tables_names_are_found(name: str) -> None:
+    assert find_device(name).name.split("-")[0] == name.lower().split("-")[0]
+
+
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:
     with pytest.raises(JobError, match=r"no device is named 'h100-smx'; did you mean h100-sxm\?"):
         find_device("h100-smx")

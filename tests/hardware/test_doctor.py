@@ -125,6 +125,14 @@ def test_a_gpu_under_a_cpu_build_of_torch_is_a_warning() -> None:
     assert "pip install --force-reinstall torch" in cuda.remedy
 
 
+def test_gpus_that_are_hidden_are_not_called_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (gpu,) = doctor.check_gpus(machine_with(), {})
+    assert gpu.status == "warn"
+    assert "CUDA_VISIBLE_DEVICES=''" in gpu.detail
+    assert "unset CUDA_VISIBLE_DEVICES" in gpu.remedy
+
+
 def test_a_cuda_build_that_reaches_no_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     _, cuda = doctor.check_gpus(machine_with("Tesla T4"), {"__version__": "2.13.0", "cuda": "13.0"})

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
-from weft.hardware.probe import probe
+from weft.hardware.probe import probe, visible
 
 
 def test_the_machine_is_described(tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ def test_the_machine_is_described(tmp_path: Path) -> None:
     assert machine.python.startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
     assert machine.disk_free_gib > 0
     assert machine.shm_gib is None or machine.shm_gib > 0
-    assert (machine.driver is None) == (not machine.gpus)
+    assert machine.driver is not None or not machine.gpus
 
 
 def test_the_affinity_mask_is_respected() -> None:
@@ -41,3 +42,21 @@ def test_job_and_hardware_import_no_torch() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("2,0", [2, 0]),
+        ("GPU-bb, 0", [1, 0]),
+        ("0,7,1", [0]),
+        ("-1", []),
+        ("1,1", [1]),
+        ("GPU-", []),
+        ("MIG-1/2", [0, 1, 2]),
+    ],
+)
+def test_cuda_visible_devices_is_respected(setting: str | None, kept: list[int]) -> None:
+    assert visible(["GPU-aa11", "GPU-bb22", "GPU-cc33"], setting) == kept

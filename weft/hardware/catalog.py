@@ -112,10 +112,12 @@ DEVICES: dict[str, Device] = {
 NETWORKS: dict[str, Network] = {name: Network(name, gb_s, latency) for name, gb_s, latency in _NETWORKS}
 """Every network by name."""
 
-# What people say for a family when one member is usual
+# What people say for a family when one member is usual, and how published tables spell a member
 _ALIASES = {
     "v100": "v100-sxm-32gb",
     "v100-sxm": "v100-sxm-32gb",
+    "v100-sxm2-16gb": "v100-sxm-16gb",
+    "v100-sxm2-32gb": "v100-sxm-32gb",
     "a100": "a100-sxm-80gb",
     "a100-sxm": "a100-sxm-80gb",
     "a100-80gb": "a100-sxm-80gb",
@@ -126,9 +128,13 @@ _ALIASES = {
     "h100-pcie-80gb": "h100-pcie",
     "h200": "h200-sxm",
     "h200-sxm-141gb": "h200-sxm",
+    "gh200-144gb": "gh200",
     "h800": "h800-sxm",
+    "h800-sxm-80gb": "h800-sxm",
     "b200": "b200-sxm",
+    "b200-sxm-180gb": "b200-sxm",
     "b300": "b300-sxm",
+    "b300-sxm-288gb": "b300-sxm",
     "4090": "rtx-4090",
     "rtx4090": "rtx-4090",
     "a6000": "rtx-a6000",

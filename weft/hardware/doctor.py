@@ -142,6 +142,10 @@ def torch_build() -> dict[str, str | None]:
 
 def check_gpus(machine: Machine, build: dict[str, str | None]) -> list[Check]:
     """The GPUs, and whether this torch can use them."""
+    if not machine.gpus and machine.driver:
+        setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+        detail = f"driver {machine.driver}, but no GPU is left to this process (CUDA_VISIBLE_DEVICES={setting!r})"
+        return [Check("gpu", "warn", detail, "unset CUDA_VISIBLE_DEVICES to use the GPUs, or train on the CPU")]
     if not machine.gpus:
         return [Check("gpu", "ok", "no NVIDIA GPU; ranks run on the CPU and talk over Gloo")]
     names = {g.name: sum(h.name == g.name for h in machine.gpus) for g in machine.gpus}

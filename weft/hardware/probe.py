@@ -20,6 +20,7 @@ class Gpu:
     index: int
     name: str
     memory_gib: float
+    """0 where the driver does not say, as on chips that share the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Machine:
     memory_available_gib: float
     """Of it, what could be had now."""
     gpus: tuple[Gpu, ...]
+    """Those that CUDA_VISIBLE_DEVICES leaves to this process."""
     driver: str | None
     """Version of the NVIDIA driver, where there is one."""
     disk_free_gib: float
@@ -107,16 +109,36 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str | None]:
     except Exception:  # NVML fails in many ways, and each means the same here: no GPU to be seen
         return (), None
     try:
-        found = []
+        found, uuids = [], []
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            found.append(Gpu(index, _text(pynvml.nvmlDeviceGetName(handle)), int(memory.total) / GIB))
-        return tuple(found), _text(pynvml.nvmlSystemGetDriverVersion())
+            try:
+                memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) / GIB
+            except pynvml.NVMLError:
+                memory = 0.0
+            found.append(Gpu(index, _text(pynvml.nvmlDeviceGetName(handle)), memory))
+            uuids.append(_text(pynvml.nvmlDeviceGetUUID(handle)))
+        kept = visible(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return tuple(found[i] for i in kept), _text(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError:
         return (), None
     finally:
         pynvml.nvmlShutdown()
+
+
+def visible(uuids: list[str], setting: str | None) -> list[int]:
+    """Which GPUs CUDA_VISIBLE_DEVICES leaves, by CUDA's rule: numbers or UUIDs, up to the first that is neither."""
+    if setting is None or setting.strip().startswith("MIG-"):
+        return list(range(len(uuids)))
+    kept: list[int] = []
+    for item in (part.strip() for part in setting.split(",")):
+        match = [
+            i for i, uuid in enumerate(uuids) if str(i) == item or (item.startswith("GPU-") and uuid.startswith(item))
+        ]
+        if len(match) != 1 or match[0] in kept:
+            break
+        kept += match
+    return kept
 
 
 def _text(value: str | bytes) -> str:
