@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -22,6 +25,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 
 from weft.job.errors import JobError
+from weft.train import index
 from weft.train import manifest as on_disk
 from weft.train.checkpoint import (
     Checkpoints,
@@ -268,14 +272,14 @@ class Evil:
 def test_a_hostile_checkpoint_runs_nothing(tmp_path: Path) -> None:
     saved(tmp_path / "run", 1, 2, 3)
     marker = tmp_path / "executed"
-    index, data = (tmp_path / "run" / name for name in ("step-00000003", "step-00000002"))
-    (index / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    code, data = (tmp_path / "run" / name for name in ("step-00000003", "step-00000002"))
+    (code / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
     torch.save(Evil(marker), data / "__0_0.distcp")
     metadata = FileSystemReader(data).read_metadata()
     for info in metadata.storage_data.values():
         info.offset, info.length = 0, (data / "__0_0.distcp").stat().st_size
     (data / ".metadata").write_bytes(pickle.dumps(metadata))
-    for path in (index, data):
+    for path in (code, data):
         reseal(path)
         with pytest.raises(Damaged):
             load_full(path)
@@ -294,6 +298,26 @@ def test_an_index_cannot_read_outside_the_checkpoint(tmp_path: Path) -> None:
     reseal(path)
     with pytest.raises(Damaged, match=r"reads '\.\./secret', which the manifest does not name"):
         load_full(path)
+
+
+def test_every_name_an_index_may_use_is_still_in_torch() -> None:
+    for module, allowed in index._INDEX_NAMES.items():
+        for name in allowed:
+            assert hasattr(importlib.import_module(module), name), f"torch has moved {module}.{name}"
+    writes = inspect.signature(
+        importlib.import_module("torch.distributed.checkpoint.state_dict_saver")._save_state_dict
+    )
+    reads = inspect.signature(
+        importlib.import_module("torch.distributed.checkpoint.state_dict_loader")._load_state_dict
+    )
+    assert {"process_group", "no_dist", "planner"} <= set(writes.parameters) & set(reads.parameters)
+
+
+def test_the_page_about_checkpoints_says_what_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(block, {})
 
 
 def test_a_part_of_a_tensor_is_not_a_tensor(tmp_path: Path) -> None:

@@ -218,6 +218,17 @@ def one_full_disk_fails_the_save_on_every_rank(ranks: Ranks) -> None:
     assert checkpoints.durable == 3
 
 
+def a_disk_that_not_all_see_is_named(ranks: Ranks) -> None:
+    checkpoints = ranks.open("node-b" if ranks.rank == 3 else "node-a")
+    checkpoints.save(1, {"w": cut(torch.ones(64, 4), ranks.line, [Shard(0)])}, {}, wait=True)
+    [(name, fields)] = ranks.events
+    assert name == "checkpoint_failed"
+    assert "__3_0.distcp is missing where rank 0 looks" in fields["why"]
+    assert "must be one folder that every node sees" in fields["why"]
+    dist.barrier()
+    assert list(checkpoints.folder.iterdir()) == []
+
+
 def damage_in_one_file_is_seen_by_all(ranks: Ranks) -> None:
     checkpoints = ranks.open("damage")
     tensors = {"w": cut(torch.ones(64, 4), ranks.line, [Shard(0)])}
@@ -317,6 +328,7 @@ FOUR: list[Callable[[Ranks], None]] = [
     training_goes_on_while_it_is_written,
     stages_hold_different_tensors,
     one_full_disk_fails_the_save_on_every_rank,
+    a_disk_that_not_all_see_is_named,
     damage_in_one_file_is_seen_by_all,
     a_misfit_on_one_rank_is_an_error_on_all,
     what_would_be_wrong_is_not_saved,

@@ -120,14 +120,12 @@ class Checkpoints:
         self.wait()
         if on_meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise TypeError(f"{on_meta[0]!r} is on the meta device and cannot be filled in place")
-        index, misfit, damage = None, None, None
+        misfit, damage = None, None
         try:
             index = Index(found.path)
             misfit = index.mismatch(tensors)
-        except Damaged as error:
-            damage = error.why
-        except JobError as error:
-            damage = str(error)
+        except Exception as error:
+            damage = error.why if isinstance(error, Damaged) else _words(error)
         verdicts = self._gather((damage, misfit))
         for why, _ in verdicts:
             if why:
@@ -136,7 +134,6 @@ class Checkpoints:
             if text:
                 raise JobError(text)
         try:
-            assert index is not None
             index.fill(tensors, self.group)
         except (CheckpointException, Exception) as error:
             why = f"its files are whole, but it cannot be loaded: {_words(error)}"
@@ -206,7 +203,8 @@ class Checkpoints:
         """The good checkpoints, newest first; each is read in full before it is given, spread over the ranks."""
         self.wait()
         swept = False
-        for path in reversed(self._from_first(self._listed)):
+        for name in reversed(self._from_first(self._listed)):
+            path = self.folder / name
             if path in self._damaged:
                 continue
             manifest = self._checked(path)
@@ -219,9 +217,9 @@ class Checkpoints:
         if not swept:
             self._sweep(-1)
 
-    def _listed(self) -> list[Path]:
+    def _listed(self) -> list[str]:
         restore(self.folder)
-        return list_checkpoints(self.folder)
+        return [path.name for path in list_checkpoints(self.folder)]
 
     def _checked(self, path: Path) -> Manifest | None:
         """The manifest, when every file is as it says; else None, and the damage is reported."""

@@ -40,6 +40,8 @@ class Index:
         self.path = path
         self.files = read_manifest(path).files
         try:
+            if ".metadata" not in self.files:
+                raise ValueError("the manifest does not name it")
             with (path / ".metadata").open("rb") as stream:
                 self.metadata = _IndexUnpickler(stream).load()
             self.tensors: dict[str, TensorStorageMetadata] = {

@@ -54,22 +54,21 @@ class Writer(FileSystemWriter):
         # The coordinator alone picks the name, so that no file of an earlier try, nor of a rank of a dead run that
         # still writes, can get in.
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._made = self.folder / aside_name(self.manifest.step, "tmp")
-        self._made.mkdir()
-        return [dataclasses.replace(p, storage_data=_Place(f"__{i}_", self._made)) for i, p in enumerate(plans)]
+        name = aside_name(self.manifest.step, "tmp")
+        (self.folder / name).mkdir()
+        return [dataclasses.replace(p, storage_data=_Place(f"__{i}_", name)) for i, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        place: _Place = plan.storage_data
-        self.path = place.folder
+        self.path = self._made = self.folder / plan.storage_data.name
         # On a node that does not see the coordinator's disk; finish() then says so in words.
-        place.folder.mkdir(parents=True, exist_ok=True)
+        self._made.mkdir(parents=True, exist_ok=True)
         results = super().write_data(plan, planner).value()
         done: Future[list[WriteResult]] = Future()
         done.set_result(_Written(results, self.fs.sums))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.path = made = cast(Path, self._made)
+        made = cast(Path, self._made)
         super().finish(metadata, results)
         files = {name: expected for written in results for name, expected in cast(_Written, written).files.items()}
         for name, expected in files.items():
@@ -99,10 +98,13 @@ def run_save(snapshot: Snapshot, writer: Writer, group: dist.ProcessGroup | None
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a rank writes. DCP reads prefix: its files are PREFIX0.distcp and so on."""
+    """Where a rank writes: the folder's name, since nodes may see the disk under different paths.
+
+    DCP reads prefix: the files are PREFIX0.distcp and so on.
+    """
 
     prefix: str
-    folder: Path
+    name: str
 
 
 class _Written(list[WriteResult]):
