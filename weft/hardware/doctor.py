@@ -281,3 +281,13 @@ def check_loopback() -> Check:
         remedy = "ranks talk over TCP on 127.0.0.1: allow it in the firewall or sandbox, and bring up lo"
         return Check("loopback", "fail", f"cannot connect to 127.0.0.1: {error}", remedy)
     return Check("loopback", "ok", "127.0.0.1 binds and connects")
+
+
+def show(checks: Iterable[Check]) -> str:
+    """A table for a person, and under it what to do."""
+    found = list(checks)
+    width = max(len(c.name) for c in found)
+    marks = {"ok": "✓", "warn": "!", "fail": "✗"}
+    lines = [f"{marks[c.status]} {c.name:{width}}  {c.detail}" for c in found]
+    todo = [f"  {c.name}: {c.remedy}" for c in found if c.status != "ok" and c.remedy]
+    return "\n".join([*lines, *(["", "what to do:", *todo] if todo else [])])

@@ -24,6 +24,10 @@ GRACE_S = 10.0
 """How long the other ranks may take to say what they saw after one has failed."""
 
 
+QUIET = (int(Exit.DONE), int(Exit.PREEMPTED), int(Exit.INTERRUPTED))
+"""Codes that are no failure: done, or stopped as asked."""
+
+
 def die_with_parent() -> None:
     """Ask Linux to end this process when its launcher is gone, however it went."""
     if sys.platform == "linux":
@@ -106,7 +110,7 @@ def _watch(run: RunDir, ranks: list[subprocess.Popen[bytes]], say: Callable[[str
     failed_at: float | None = None
     first: int | None = None
     while any(p.poll() is None for p in ranks):
-        bad = [i for i, p in enumerate(ranks) if p.poll() not in (None, *_QUIET)]
+        bad = [i for i, p in enumerate(ranks) if p.poll() not in (None, *QUIET)]
         if bad and failed_at is None:
             failed_at, first = time.monotonic(), bad[0]
         if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
@@ -115,14 +119,10 @@ def _watch(run: RunDir, ranks: list[subprocess.Popen[bytes]], say: Callable[[str
                     p.kill()
         time.sleep(0.05)
     codes = [p.returncode for p in ranks]
-    bad = [i for i, c in enumerate(codes) if c not in _QUIET]
+    bad = [i for i, c in enumerate(codes) if c not in QUIET]
     if not bad:
         return max(codes)
     return _say_why(run, codes, first if first is not None else bad[0], say)
-
-
-_QUIET = (int(Exit.DONE), int(Exit.PREEMPTED), int(Exit.INTERRUPTED))
-"""Codes that are no failure: done, or stopped as asked."""
 
 
 def _say_why(run: RunDir, codes: list[int], first: int, say: Callable[[str], None]) -> int:

@@ -210,3 +210,8 @@ def peak_flops(plan: Plan) -> float | None:
     except JobError:
         return None
     return tflops * 1e12 if tflops else None
+
+
+def plan_of(job: Job, world: int | None = None) -> Plan:
+    """The Plan of a job."""
+    return make_plan(job, world)[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from weft.job.errors import Exit
 from weft.job.load import dump_yaml
 from weft.job.run import RunDir
 from weft.job.schema import Job
-from weft.launch.local import launch, locked
+from weft.launch.local import QUIET, launch, locked
 from weft.plan import RUNNABLE, Plan, check, check_fits, make_plan
 
 
@@ -32,16 +33,20 @@ def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], Non
         return launch(run, plan.world, lock, say)
 
 
-def join(job: Job) -> int:
+def join(job: Job, say: Callable[[str], None] = print) -> int:
     """Train as one rank of a world that torchrun or a scheduler started."""
     from weft.train.worker import run_rank
 
-    world = int(os.environ["WORLD_SIZE"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job, plan = prepare(job, world)
     run = RunDir(Path(job.runs_dir) / job.name)
-    if int(os.environ["RANK"]) == 0:
+    if rank == 0:
         write_description(run, job, plan)
-    return run_rank(run, job, plan)
+    code = run_rank(run, job, plan)
+    if (failure := run.logs / f"failure-{rank}.json").is_file() and code not in QUIET:
+        cause = json.loads(failure.read_text(encoding="utf-8"))
+        say(f"rank {rank} {cause['position']}: {cause['kind']}: {cause['message']}")
+    return code
 
 
 def train(job: Job, nproc: int | None = None, *, fresh: bool = False) -> RunDir:

@@ -94,9 +94,10 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
 
     def on_event(kind: str, **fields: Any) -> None:
         if kind in ("damaged", "checkpoint_failed"):
-            log.warning("%s", f"{kind}: " + ", ".join(f"{k} {v}" for k, v in fields.items()))
+            words = "is damaged and was skipped" if kind == "damaged" else "could not be written; training goes on"
+            log.warning("%s", f"checkpoint {fields['path']} {words}: {fields['why']}")
         if journal is not None:
-            journal.event(kind, **fields)
+            journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
 
     c = job.checkpoint
     checkpoints = Checkpoints(

@@ -1,0 +1,227 @@
+"""One command a verb, each a few lines that call the rooms below. Rooms are imported where they are used."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="weft", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+    help="Weft weaves one training run across any number of devices.",
+    epilog="JOB is a recipe's name (weft recipes) or a YAML file; key=value changes it, as in train.steps=100.",
+)  # fmt: skip
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Token stores.")
+app.add_typer(data_app, name="data")
+
+JobArg = Annotated[str, typer.Argument(metavar="JOB", help="A recipe's name or a YAML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the job, such as optim.lr=3e-4.")
+]
+RunArg = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name below runs/.")]
+Nproc = Annotated[int | None, typer.Option("--nproc", "-n", min=1, help="Ranks to start on this machine.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON alone on stdout.")]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+@app.command()
+def train(
+    job: JobArg,
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    fresh: Annotated[bool, typer.Option(help="Set an earlier run of this name aside and start from step 0.")] = False,
+) -> None:
+    """Train a job. Started again, it resumes; started by torchrun, it joins."""
+    from weft.job.load import load_job
+    from weft.train.api import join, prepare, start
+
+    described = load_job(job, overrides or ())
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise typer.Exit(join(described, say=_say))
+    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, say=_say))
+
+
+@app.command()
+def plan(job: JobArg, overrides: Overrides = None, nproc: Nproc = None, as_json: AsJson = False) -> None:
+    """Show how a job would be spread, why, and what it is expected to take."""
+    from weft.job.load import load_job
+    from weft.plan import make_plan
+    from weft.plan.explain import explain
+
+    described, made = make_plan(load_job(job, overrides or ()), nproc)
+    if as_json:
+        _print_json({"job": described.model_dump(mode="json"), **made.to_json()})
+    else:
+        print(explain(described, made))
+
+
+@app.command()
+def prove(
+    job: JobArg,
+    overrides: Overrides = None,
+    layouts: Annotated[
+        list[str] | None,
+        typer.Option("--layouts", "-l", help="Such as ddp2,zero3,'dp_shard=2 tp=2'. Left out: all that fit the job."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    shrink: Annotated[bool, typer.Option(help="Prove a small model of the same kind instead.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prove on local CPU ranks that every layout is the same run as one process."""
+    from weft.job.load import load_job
+    from weft.train.prove_view import run_and_show
+
+    raise typer.Exit(run_and_show(load_job(job, overrides or ()), layouts or [], steps, shrink, as_json))
+
+
+@app.command()
+def generate(
+    run: RunArg,
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "The ",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to make.")] = 300,
+    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among this many likeliest tokens; 0 among all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
+    ema: Annotated[bool, typer.Option(help="Use the moving average of the weights.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write text with a trained run."""
+    from weft.job.run import find_run
+    from weft.train.generate import generate as pieces
+    from weft.train.weights import newest
+
+    found = newest(find_run(run))
+    made = pieces(found, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, ema=ema)
+    if as_json:
+        _print_json({"step": found.step, "prompt": prompt, "text": "".join(made)})
+        return
+    print(prompt, end="", flush=True)
+    for piece in made:
+        print(piece, end="", flush=True)
+    print()
+
+
+@app.command()
+def export(
+    run: RunArg,
+    to: Annotated[str, typer.Option(help="The format: safetensors.")] = "safetensors",
+    out: Annotated[Path | None, typer.Option(help="The file. Left out: RUN/model.safetensors.")] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    ema: Annotated[bool, typer.Option(help="Export the moving average of the weights.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's weights as one consolidated file."""
+    from weft.job.errors import JobError
+    from weft.job.run import find_run
+    from weft.precision import COMPUTE
+    from weft.train.weights import export_safetensors, newest
+
+    if to != "safetensors":
+        raise JobError(f"--to {to!r} is not known; safetensors is")
+    if dtype not in COMPUTE:
+        raise JobError(f"--dtype {dtype!r} is not known; use {', '.join(COMPUTE)}")
+    folder = find_run(run)
+    found = newest(folder)
+    path = export_safetensors(found, out or folder.path / "model.safetensors", ema, COMPUTE[dtype])
+    size = path.stat().st_size
+    if as_json:
+        _print_json({"path": str(path), "step": found.step, "bytes": size})
+    else:
+        print(f"{path}: step {found.step}, {size / 2**20:.1f} MiB")
+
+
+@app.command()
+def report(run: RunArg, as_json: AsJson = False) -> None:
+    """Draw a run as one offline page, RUN/report.html."""
+    from weft.job.run import find_run
+    from weft.watch.report import write_report
+
+    path = write_report(find_run(run))
+    if as_json:
+        _print_json({"path": str(path)})
+    else:
+        print(path)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine has, what is missing, and what to do. Exit code 4 if something is missing."""
+    from weft.hardware.doctor import diagnose, show, to_json, worst
+    from weft.job.errors import Exit
+
+    checks = diagnose()
+    print(to_json(checks) if as_json else show(checks))
+    raise typer.Exit(Exit.MACHINE if worst(checks) == "fail" else Exit.DONE)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a job."""
+    from weft.job.schema import Job
+
+    _print_json(Job.model_json_schema())
+
+
+@app.command()
+def recipes(as_json: AsJson = False) -> None:
+    """List the recipes."""
+    from weft.job.load import recipes as known
+
+    lines = {name: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for name, path in known().items()}
+    if as_json:
+        _print_json(lines)
+    else:
+        for name, text in lines.items():
+            print(f"{name:16} {text}")
+
+
+@data_app.command("build")
+def data_build(
+    sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Text files, JSONL files or folders.")],
+    out: Annotated[Path, typer.Option(help="The store's folder.")],
+    tokenizer: Annotated[str, typer.Option(help="bytes, bpe:N to train one of N tokens, or a tokenizer.json.")] = "bytes",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes. Left out: the cores.")] = None,
+    field: Annotated[str, typer.Option(help="Which field of a JSONL line holds the text.")] = "text",
+    as_json: AsJson = False,
+) -> None:
+    """Turn text into a memory-mapped token store. Started again after a kill, it continues."""
+    from weft.data.build import build
+    from weft.watch.bar import byte_bar
+
+    with byte_bar("building", quiet=as_json) as progress:
+        made = build(sources, out, tokenizer, workers, field, progress)
+    if as_json:
+        _print_json({**vars(made)} if hasattr(made, "__dict__") else made._asdict())
+    else:
+        print(f"{made.path}: {made.tokens:,} tokens, {made.documents:,} documents, vocabulary {made.vocab:,}")
+
+
+def main() -> None:
+    """The entry point: a person's mistake is one sentence and an exit code, never a traceback."""
+    from weft.job.errors import Exit, WeftError
+
+    try:
+        app()
+    except WeftError as error:
+        _say(f"weft: {error}")
+        sys.exit(int(error.exit_code))
+    except KeyboardInterrupt:
+        sys.exit(int(Exit.INTERRUPTED))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(int(Exit.DONE))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""A plan in words for a person."""
+
+from __future__ import annotations
+
+from weft.job.schema import Job
+from weft.plan.counts import count_parameters
+from weft.plan.layout import Plan
+
+
+def explain(job: Job, plan: Plan) -> str:
+    """A few aligned lines: what, where, how it is spread, what it takes, and why."""
+    counts = count_parameters(job.model)
+    model = job.model.module or f"{job.model.shape or job.model.family}, {human(counts.total if counts else 0)} parameters"
+    share = job.train.global_batch // plan.dp
+    rows = [
+        ("model", model),
+        ("ranks", f"{plan.world} × {plan.device_name}, {plan.backend}, {plan.precision}"),
+        ("layout", plan.layout() + (", sequence cut with tp" if plan.sequence else "")),
+        (
+            "batch",
+            f"{job.train.global_batch} sequences = {plan.dp} × {share}, in microbatches of {plan.microbatch}"
+            f" ({plan.accumulation} a step)",
+        ),
+        ("recompute", plan.recompute),
+    ]
+    if plan.predicted:
+        p = plan.predicted
+        parts = ", ".join(
+            f"{k.removesuffix('_gib')} {v:.2f}" for k, v in p.items() if k.endswith("_gib") and k != "memory_gib"
+        )
+        rows.append(("memory", f"{p['memory_gib']:.2f} GiB a rank ({parts})"))
+        rows.append(("traffic", f"{p['communication_mib']:.1f} MiB a rank and step"))
+        if "step_time_s" in p:
+            rows.append(("step", f"{p['step_time_s']:.3f} s if 40 % of the peak is reached"))
+    lines = [f"{name:10} {text}" for name, text in rows]
+    return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
+
+
+def human(n: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return f"{n:.0f}"

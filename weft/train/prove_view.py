@@ -1,0 +1,56 @@
+"""`weft prove` as a person sees it: a row as each layout is proven, and one sentence at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from weft.job.errors import Exit
+from weft.job.schema import Job
+from weft.train.prove import Verdict, prove
+
+COLUMNS = ("layout", "ranks", "|Δloss|", "|Δgradient|", "Δgrad norm", "|Δparameters|", "verdict")
+WIDTHS = (34, 5, 9, 11, 10, 13, 8)
+
+
+def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json: bool) -> int:
+    """Prove, print, and give the exit code: 0 the same, 1 something differs, 2 a layout was refused."""
+    if not as_json:
+        what = "a small model of the same kind" if shrink else "the job's model"
+        print(f"{what}, {steps} steps in one process and in each layout on local CPU ranks", file=sys.stderr)
+        print(_row(COLUMNS))
+        print(_row(["─" * w for w in WIDTHS]), flush=True)
+    verdicts = prove(job, layouts, steps, shrink, on_verdict=(lambda v: None) if as_json else _show)
+    differs = [v for v in verdicts if v.verdict == "differs"]
+    refused = [v for v in verdicts if v.verdict == "refused"]
+    if as_json:
+        same = not differs and not refused
+        print(json.dumps({"same": same, "steps": steps, "layouts": [asdict(v) for v in verdicts]}, indent=2))
+    else:
+        print(_summary(verdicts, differs))
+    return int(Exit.DIFFERS if differs else Exit.JOB if refused else Exit.DONE)
+
+
+def _show(v: Verdict) -> None:
+    figures = [v.max_loss_diff, v.max_grad_diff, v.grad_norm_diff, v.param_diff]
+    shown = ["–" if f is None else f"{f:.1e}" for f in figures]
+    print(_row([v.layout, str(v.world), *shown, v.verdict]), flush=True)
+    if v.verdict == "differs":
+        print(f"  worst: {v.worst_parameter}")
+    if v.why:
+        print(f"  {v.why}")
+
+
+def _summary(verdicts: list[Verdict], differs: list[Verdict]) -> str:
+    if differs:
+        return f"\n{len(differs)} of {len(verdicts)} layouts differ from one process: {', '.join(v.layout for v in differs)}"
+    proven = [v for v in verdicts if v.verdict == "same"]
+    if not proven:
+        return "\nno layout was proven"
+    return f"\n{len(proven)} of {len(verdicts)} layouts are the same run as one process (tolerance {proven[0].tolerance:g})"
+
+
+def _row(cells: list[str] | tuple[str, ...]) -> str:
+    first, *rest = cells
+    return "  ".join([first.ljust(WIDTHS[0]), *(c.rjust(w) for c, w in zip(rest, WIDTHS[1:], strict=True))])
