@@ -190,7 +190,9 @@ def recipes(as_json: AsJson = False) -> None:
 def data_build(
     sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Text files, JSONL files or folders.")],
     out: Annotated[Path, typer.Option(help="The store's folder.")],
-    tokenizer: Annotated[str, typer.Option(help="bytes, bpe:N to train one of N tokens, or a tokenizer.json.")] = "bytes",
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, bpe:N to train one of N tokens, or a tokenizer.json.")
+    ] = "bytes",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes. Left out: the cores.")] = None,
     field: Annotated[str, typer.Option(help="Which field of a JSONL line holds the text.")] = "text",
     as_json: AsJson = False,

@@ -73,7 +73,9 @@ def local_device(plan: Plan, local_rank: int) -> torch.device:
     if plan.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise MachineError("the plan is for cuda, but torch sees no GPU here; use cluster.device=cpu or run weft doctor")
+        raise MachineError(
+            "the plan is for cuda, but torch sees no GPU here; use cluster.device=cpu or run weft doctor"
+        )
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 

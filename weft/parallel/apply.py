@@ -105,9 +105,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
 def _shares_parameters(model: nn.Module, child: nn.Module) -> bool:
     inside = {id(p) for p in child.parameters()}
     modules = {id(m) for m in child.modules()}
-    return any(
-        id(p) in inside for m in model.modules() if id(m) not in modules for p in m.parameters(recurse=False)
-    )
+    return any(id(p) in inside for m in model.modules() if id(m) not in modules for p in m.parameters(recurse=False))
 
 
 def _can_cut_sequence(model: nn.Module) -> bool:

@@ -63,7 +63,9 @@ class TensorSplit:
         start, length = self.piece(whole.shape[dim])
         piece = whole.detach().narrow(dim, start, length).contiguous().clone()
         param = nn.Parameter(
-            DTensor.from_local(piece, self.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()),
+            DTensor.from_local(
+                piece, self.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+            ),
             requires_grad=whole.requires_grad,
         )
         for owner in model.modules():

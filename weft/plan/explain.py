@@ -10,7 +10,9 @@ from weft.plan.layout import Plan
 def explain(job: Job, plan: Plan) -> str:
     """A few aligned lines: what, where, how it is spread, what it takes, and why."""
     counts = count_parameters(job.model)
-    model = job.model.module or f"{job.model.shape or job.model.family}, {human(counts.total if counts else 0)} parameters"
+    model = (
+        job.model.module or f"{job.model.shape or job.model.family}, {human(counts.total if counts else 0)} parameters"
+    )
     share = job.train.global_batch // plan.dp
     rows = [
         ("model", model),

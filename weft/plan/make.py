@@ -18,6 +18,8 @@ USABLE = 0.9
 """Share of a device's memory a plan may fill."""
 TYPICAL_MFU = 0.4
 """Utilisation assumed for the predicted step time where nothing has been measured (Megatron-LM reports 0.41–0.52)."""
+CPU_RANKS = 4
+"""Ranks started on a CPU unless the job or --nproc says otherwise; they share all cores as threads."""
 MAX_TOKENS = 65_536
 """Tokens in one microbatch beyond which a larger one gains nothing."""
 
@@ -96,11 +98,10 @@ def _world(job: Job, machine: Machine, device: Device, given: int | None) -> tup
         return job.cluster.nodes * (count or 1), []
     if not open_axis:
         return pinned, []
-    ranks = max(pinned, machine.cores_physical // pinned * pinned)
-    share = job.train.global_batch
-    while ranks > pinned and share % (ranks // pinned):
+    ranks = max(pinned, min(machine.cores_physical, CPU_RANKS) // pinned * pinned)
+    while ranks > pinned and job.train.global_batch % (ranks // pinned):
         ranks -= pinned
-    return ranks, [f"{ranks} ranks, one for each of this machine's {machine.cores_physical} cores"]
+    return ranks, [f"{ranks} ranks on this machine's {machine.cores_physical} cores (--nproc sets another number)"]
 
 
 def _backend(job: Job, machine: Machine, kind: str, world: int) -> str:
@@ -159,7 +160,9 @@ def _choose(job: Job, plan: Plan, world: int, memory: float, reasons: list[str])
     if dp == 1:
         return plan
     if counts is None or states <= 0.5 * memory:
-        reasons.append(f"dp_replicate {dp}: a whole copy takes {states:.2f} of {memory:.1f} GiB, and replicas talk least")
+        reasons.append(
+            f"dp_replicate {dp}: a whole copy takes {states:.2f} of {memory:.1f} GiB, and replicas talk least"
+        )
         return whole
     reasons.append(f"dp_shard {dp} (zero 3): a whole copy would take {states:.1f} of {memory:.1f} GiB")
     return replace(plan, dp_shard=dp, zero=3)
@@ -169,7 +172,9 @@ def _sequence(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     if plan.tp == 1:
         return replace(plan, sequence=False)
     if plan.sequence and job.model.family != "mlp" and job.data.seq_len % plan.tp:
-        reasons.append(f"norms keep the whole sequence: data.seq_len {job.data.seq_len} does not divide by tp {plan.tp}")
+        reasons.append(
+            f"norms keep the whole sequence: data.seq_len {job.data.seq_len} does not divide by tp {plan.tp}"
+        )
         return replace(plan, sequence=False)
     return plan
 

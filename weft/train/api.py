@@ -81,4 +81,3 @@ def _set_aside(run: RunDir, say: Callable[[str], None]) -> None:
     for path in content:
         path.rename(old / path.name)
     say(f"the earlier run is kept in {old}")
-

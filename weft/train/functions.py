@@ -11,7 +11,9 @@ from weft.mesh import Mesh
 from weft.train.checkpoint import Checkpoints
 
 
-def save(folder: Path | str, tensors: dict[str, Tensor], mesh: Mesh, *, step: int = 0, meta: dict[str, Any] | None = None) -> None:
+def save(
+    folder: Path | str, tensors: dict[str, Tensor], mesh: Mesh, *, step: int = 0, meta: dict[str, Any] | None = None
+) -> None:
     """Write named tensors, plain or DTensor, as a checkpoint without a layout. Call it on every rank."""
     _checkpoints(folder, mesh).save(step, tensors, meta or {}, wait=True)
 

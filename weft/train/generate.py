@@ -14,7 +14,14 @@ from weft.train.weights import load_model
 
 @torch.no_grad()
 def generate(
-    found: Found, prompt: str, tokens: int, *, temperature: float = 0.8, top_k: int = 0, seed: int = 0, ema: bool = False
+    found: Found,
+    prompt: str,
+    tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+    ema: bool = False,
 ) -> Iterator[str]:
     """Pieces of text as they are made, the prompt not among them. Temperature 0 always takes the likeliest token."""
     job, model = load_model(found, ema)

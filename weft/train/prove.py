@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Callable
@@ -104,6 +105,8 @@ def with_layout(job: Job, section: dict[str, Any]) -> Job:
 def trace(job: Job, steps: int, folder: str) -> None:
     """Run a few steps on the ranks of this call and leave the Trace, whole tensors, in folder/trace.pt."""
     began = time.perf_counter()
+    # gathering a tensor that two axes cut takes two collectives; torch warns of it, and here it is what we want
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     job, plan = make_plan(job)
     mesh = connect(plan, job.comm.timeout_s)
     state = build_state(job, plan, mesh)
@@ -115,7 +118,9 @@ def trace(job: Job, steps: int, folder: str) -> None:
     )  # fmt: skip
     for _, batches in zip(range(steps), loader, strict=False):
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
-        gradients.append({n: whole(m.grad) * grads.factor for n, m in state.woven.masters.items() if m.grad is not None})
+        gradients.append(
+            {n: whole(m.grad) * grads.factor for n, m in state.woven.masters.items() if m.grad is not None}
+        )
         norm, _ = stepper.update(grads, stepper.learning_rate())
         total = grads.loss.double() / plan.tp
         if mesh.everyone is not None:

@@ -104,9 +104,7 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
         run.checkpoints, group=mesh.host_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
     )  # fmt: skip
-    session = Session(
-        job, plan, run, mesh, state, Stepper(job, plan, mesh, state), dataset, checkpoints, journal, log
-    )
+    session = Session(job, plan, run, mesh, state, Stepper(job, plan, mesh, state), dataset, checkpoints, journal, log)
     _write_slices(session)
     _resume(session)
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
@@ -134,9 +132,7 @@ def _resume(session: Session) -> None:
     found = checkpoints.load_newest(tensors)
     if found is None:
         units = tuple(find_units(state.woven.module))
-        state.optimizers = build_optimizers(
-            session.job.optim, state.woven.masters, lambda name: name.startswith(units)
-        )
+        state.optimizers = build_optimizers(session.job.optim, state.woven.masters, lambda name: name.startswith(units))
         return
     if found.meta["plan"]["world"] == session.mesh.world:
         own = {n: t for n, t in state.tensors().items() if n.startswith("random")}

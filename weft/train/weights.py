@@ -55,6 +55,8 @@ def export_safetensors(found: Found, to: Path, ema: bool = False, dtype: torch.d
     weights = {n: (t if dtype is None else t.to(dtype)).contiguous() for n, t in load_weights(found, ema).items()}
     to.parent.mkdir(parents=True, exist_ok=True)
     temporary = to.with_name(to.name + ".tmp")
-    save_file(weights, temporary, metadata={"format": "pt", "weft_step": str(found.step), "job": str(found.meta["job"])})
+    save_file(
+        weights, temporary, metadata={"format": "pt", "weft_step": str(found.step), "job": str(found.meta["job"])}
+    )
     temporary.replace(to)
     return to
