@@ -136,7 +136,8 @@ def trace(job: Job, steps: int, folder: str) -> None:
 def whole(x: Tensor | None) -> Tensor:
     """A tensor's value over all ranks, as a copy."""
     assert x is not None
-    return (x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()).clone()
+    value = x.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
 def compare(layout: str, world: int, reference: Trace, other: Trace, tolerance: float) -> Verdict:
