@@ -41,7 +41,7 @@ class Model(Section):
     """For your own module: auto (cross-entropy for integer targets, squared error otherwise) or package.module:function
     taking (outputs, targets) and returning one loss a target."""
     family: Literal["gpt2", "llama", "vit", "mlp"] | None = None
-    """gpt2 and llama (decoder-only transformers), vit (an encoder of image patches), mlp (the deep MLP of the lessons)."""
+    """gpt2 and llama (decoder-only), vit (an encoder of image patches), mlp (the deep MLP of the lessons)."""
     dim: int | None = Field(None, ge=1)
     """Width of the residual stream."""
     layers: int | None = Field(None, ge=1)
