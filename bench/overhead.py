@@ -84,7 +84,7 @@ def run_weft(steps: int, layout: str) -> list[float]:
         job = {
             "name": "overhead", "model": MODEL, "data": {"source": "pydoc", "seq_len": SEQ},
             "train": {"steps": steps, "global_batch": BATCH, "eval_every": 0}, "runs_dir": folder,
-            "optim": {"lr": 1e-3}, "parallel": {"dp_replicate": 2, "dp_shard": 1} if layout == "ddp" else {"dp_shard": 2},
+            "optim": {"lr": 1e-3}, "parallel": {"dp_replicate": 2, "dp_shard": 1} if layout == "ddp" else {"dp_shard": 2, "zero": 3},
             "checkpoint": {"every": 0},
         }  # fmt: skip
         path = Path(folder) / "job.yaml"
