@@ -25,6 +25,16 @@ def local_of(x: Any) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def slice_of(x: Tensor) -> tuple[list[int], list[int]]:
+    """Offset and size of this rank's piece of a whole tensor."""
+    if not isinstance(x, DTensor):
+        return [0] * x.dim(), list(x.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    return list(offset), list(size)
+
+
 def like(local: Tensor, model: Any) -> Tensor:
     """A local tensor dressed as `model` is: a DTensor of the same placement, or plain."""
     if not isinstance(model, DTensor):

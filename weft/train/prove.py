@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +19,8 @@ from weft.job.errors import JobError, WeftError
 from weft.job.load import parse_job
 from weft.job.schema import Job
 from weft.launch.pool import RankFailed, RankPool
-from weft.mesh import connect
+from weft.mesh import Mesh, connect
+from weft.parallel.data import local_of, slice_of
 from weft.plan import RUNNABLE, check, make_plan
 from weft.plan.parse import parse_layouts, ranks
 from weft.train.session import build_state, to_device
@@ -106,8 +106,6 @@ def with_layout(job: Job, section: dict[str, Any]) -> Job:
 def trace(job: Job, steps: int, folder: str) -> None:
     """Run a few steps on the ranks of this call and leave the Trace, whole tensors, in folder/trace.pt."""
     began = time.perf_counter()
-    # gathering a tensor that two axes cut takes two collectives; torch warns of it, and here it is what we want
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     job, plan = make_plan(job)
     mesh = connect(plan, job.comm.timeout_s)
     state = build_state(job, plan, mesh)
@@ -128,17 +126,22 @@ def trace(job: Job, steps: int, folder: str) -> None:
             mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
-    parameters = {n: whole(m) for n, m in state.woven.masters.items()}
+    parameters = {n: whole(m, mesh) for n, m in state.woven.masters.items()}
     if mesh.rank == 0:
         torch.save(Trace(losses, norms, gradients, parameters, time.perf_counter() - began), Path(folder) / "trace.pt")
     mesh.barrier()
 
 
-def whole(x: Tensor | None) -> Tensor:
-    """A tensor's value over all ranks, as a copy."""
+def whole(x: Tensor | None, mesh: Mesh) -> Tensor:
+    """A tensor's value over all ranks, on the host. Pieces travel by the host group, which every device has."""
     assert x is not None
-    value = x.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    piece = local_of(x.detach()).cpu().clone()
+    if not isinstance(x, DTensor):
+        return piece
+    out = torch.empty(x.shape, dtype=piece.dtype)
+    for (offset, size), part in cast(list[Any], mesh.all_gather_object((slice_of(x), piece))):
+        out[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] = part
+    return out
 
 
 def compare(layout: str, world: int, reference: Trace, other: Trace, tolerance: float) -> Verdict:

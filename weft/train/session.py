@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import Batch, Loader, val_batches
@@ -19,6 +18,7 @@ from weft.mesh import Mesh, connect
 from weft.models import build_model
 from weft.optim import Ema, build_optimizers, peak_lr
 from weft.parallel.apply import find_units, parallelize
+from weft.parallel.data import slice_of
 from weft.plan.layout import Plan
 from weft.precision import LossScale
 from weft.train.checkpoint import Checkpoints
@@ -158,7 +158,7 @@ def _forget_samples_after(session: Session) -> None:
 
 def _write_slices(session: Session) -> None:
     """Which rank holds which slice of what, for the report."""
-    mine = {name: _slice_of(master) for name, master in session.state.woven.masters.items()}
+    mine = {name: slice_of(master) for name, master in session.state.woven.masters.items()}
     gathered = session.mesh.all_gather_object((session.mesh.coords, mine))
     if session.mesh.rank != 0:
         return
@@ -178,13 +178,3 @@ def _write_slices(session: Session) -> None:
         ],
     }
     session.run.slices.write_text(json.dumps(content), encoding="utf-8")
-
-
-def _slice_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Offset and size of this rank's piece of a whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return [0] * tensor.dim(), list(tensor.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return list(offset), list(size)
