@@ -93,7 +93,7 @@ def small(job: Job) -> Job:
 
 
 def with_layout(job: Job, section: dict[str, Any]) -> Job:
-    """The job on local ranks under one layout: CPU ranks, or sharing the GPUs where the job says cluster.device=cuda."""
+    """The job on local ranks under one layout: CPU ranks, or sharing the GPUs where the job says device=cuda."""
     raw = job.model_dump(mode="json")
     raw["parallel"] = section
     device = "cuda" if job.cluster.device == "cuda" else "cpu"
@@ -117,9 +117,9 @@ def trace(job: Job, steps: int, folder: str) -> None:
     )  # fmt: skip
     for _, batches in zip(range(steps), loader, strict=False):
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
-        gradients.append(
-            {n: whole(m.grad) * grads.factor for n, m in state.woven.masters.items() if m.grad is not None}
-        )
+        factor = grads.factor.cpu()
+        masters = {n: m for n, m in state.woven.masters.items() if m.grad is not None}
+        gradients.append({n: whole(m.grad, mesh) * factor for n, m in masters.items()})
         norm, _ = stepper.update(grads, stepper.learning_rate())
         total = grads.loss.double() / plan.tp
         if mesh.everyone is not None:
