@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm import Axis
+from weft.comm.pieces import local_of
 from weft.memory import recompute
 from weft.mesh import Mesh
 from weft.models.init import initialise
-from weft.parallel.data import Replicas, Shards, local_of, shard
+from weft.parallel.data import Replicas, Shards, shard
 from weft.parallel.tensor import TensorSplit, split_tensors
 from weft.plan.layout import Plan
 from weft.precision import COMPUTE
