@@ -16,23 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from weft.comm import Axis
+from weft.comm.pieces import local_of
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
-
-
-def local_of(x: Any) -> Tensor:
-    """A tensor's piece on this rank."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def slice_of(x: Tensor) -> tuple[list[int], list[int]]:
-    """Offset and size of this rank's piece of a whole tensor."""
-    if not isinstance(x, DTensor):
-        return [0] * x.dim(), list(x.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    size, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
-    return list(offset), list(size)
 
 
 def like(local: Tensor, model: Any) -> Tensor:
@@ -110,6 +96,7 @@ class Replicas:
 
     def _hook(self, bucket: Bucket, view: Tensor) -> Any:
         def arrived(weight: Tensor) -> None:
+            assert weight.grad is not None
             if self.mixed:  # an fp32 gradient is a view of the bucket, and autograd adds to it in place
                 view.add_(local_of(weight.grad))
                 weight.grad = None

@@ -7,20 +7,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from weft.comm.pieces import local_of, piece_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
 from weft.job.errors import JobError, WeftError
 from weft.job.load import parse_job
 from weft.job.schema import Job
 from weft.launch.pool import RankFailed, RankPool
-from weft.mesh import Mesh, connect
-from weft.parallel.data import local_of, slice_of
+from weft.mesh import connect
 from weft.plan import RUNNABLE, check, make_plan
 from weft.plan.parse import parse_layouts, ranks
 from weft.train.session import build_state, to_device
@@ -119,29 +118,23 @@ def trace(job: Job, steps: int, folder: str) -> None:
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
         factor = grads.factor.cpu()
         masters = {n: m for n, m in state.woven.masters.items() if m.grad is not None}
-        gradients.append({n: whole(m.grad, mesh) * factor for n, m in masters.items()})
+        gradients.append({n: whole(m.grad) * factor for n, m in masters.items()})
         norm, _ = stepper.update(grads, stepper.learning_rate())
         total = grads.loss.double() / plan.tp
         if mesh.everyone is not None:
             mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
-    parameters = {n: whole(m, mesh) for n, m in state.woven.masters.items()}
+    parameters = {n: whole(m) for n, m in state.woven.masters.items()}
     if mesh.rank == 0:
         torch.save(Trace(losses, norms, gradients, parameters, time.perf_counter() - began), Path(folder) / "trace.pt")
     mesh.barrier()
 
 
-def whole(x: Tensor | None, mesh: Mesh) -> Tensor:
-    """A tensor's value over all ranks, on the host. Pieces travel by the host group, which every device has."""
+def whole(x: Tensor | None) -> Tensor:
+    """A tensor's value over all ranks, as a copy on the host."""
     assert x is not None
-    piece = local_of(x.detach()).cpu().clone()
-    if not isinstance(x, DTensor):
-        return piece
-    out = torch.empty(x.shape, dtype=piece.dtype)
-    for (offset, size), part in cast(list[Any], mesh.all_gather_object((slice_of(x), piece))):
-        out[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] = part
-    return out
+    return piece_of(x).whole(local_of(x.detach())).cpu().clone()
 
 
 def compare(layout: str, world: int, reference: Trace, other: Trace, tolerance: float) -> Verdict:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from weft.comm.pieces import piece_of
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import Batch, Loader, val_batches
 from weft.job.run import RunDir
@@ -18,7 +19,6 @@ from weft.mesh import Mesh, connect
 from weft.models import build_model
 from weft.optim import Ema, build_optimizers, peak_lr
 from weft.parallel.apply import find_units, parallelize
-from weft.parallel.data import slice_of
 from weft.plan.layout import Plan
 from weft.precision import LossScale
 from weft.train.checkpoint import Checkpoints
@@ -158,7 +158,8 @@ def _forget_samples_after(session: Session) -> None:
 
 def _write_slices(session: Session) -> None:
     """Which rank holds which slice of what, for the report."""
-    mine = {name: slice_of(master) for name, master in session.state.woven.masters.items()}
+    pieces = {name: piece_of(master) for name, master in session.state.woven.masters.items()}
+    mine = {name: (list(p.offset), list(p.size)) for name, p in pieces.items()}
     gathered = session.mesh.all_gather_object((session.mesh.coords, mine))
     if session.mesh.rank != 0:
         return
