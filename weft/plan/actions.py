@@ -70,6 +70,22 @@ def needs(action: Action, stages: int) -> tuple[Fact, ...]:
     return (own,) if stage == stages - 1 else (own, ("I", stage + 1, microbatch))
 
 
+def messages(schedule: Schedule) -> dict[tuple[int, int], tuple[Fact, ...]]:
+    """What goes from one rank to another, by (from, to), in the order in which it is sent.
+
+    The V schedules may need it in another order than that, since activations and gradients go the same way; over a
+    channel that keeps its order the receiver must take them as they are sent.
+    """
+    sent: dict[tuple[int, int], list[Fact]] = {}
+    for rank, actions in enumerate(schedule.actions):
+        for kind, stage, microbatch in actions:
+            to = stage + 1 if kind == "F" else stage - 1
+            if kind == "W" or not 0 <= to < schedule.stages or schedule.rank_of[to] == rank:
+                continue
+            sent.setdefault((rank, schedule.rank_of[to]), []).append(("F" if kind == "F" else "I", stage, microbatch))
+    return {pair: tuple(facts) for pair, facts in sent.items()}
+
+
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Every (rank, action) in an order in which it can happen; it ends early where the ranks wait for one another."""
     known: set[Fact] = set()

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.job.errors import JobError
-from weft.plan.actions import Action, Schedule, validate
+from weft.plan.actions import Action, Schedule, messages, validate
 from weft.plan.orders import Lists, gpipe, interleaved, naive, one_forward_one_backward
 from weft.plan.zero_bubble import dualpipe_v, zb_h1, zbv
 
-__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "check_schedule", "make_schedule", "validate"]
+__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "check_schedule", "make_schedule", "messages", "validate"]
 
 
 def _zero_bubble(ranks: int, microbatches: int, per_rank: int) -> Lists:

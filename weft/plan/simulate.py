@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from weft.plan.actions import Action, Fact, Schedule, gives, in_order, needs
+from weft.plan.actions import Action, Fact, Schedule, gives, in_order, messages, needs
 from weft.plan.split import split_stages
 
 __all__ = ["Costs", "Span", "Timeline", "equal_costs", "simulate", "split_stages"]
@@ -93,7 +92,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         length=length,
         bubble=sum(idle) / (schedule.ranks * length) if length else 0.0,
         in_flight=tuple(_most_held(actions) for actions in schedule.actions),
-        messages=_messages(schedule),
+        messages=sum(len(sent) for sent in messages(schedule).values()),
         idle=idle,
     )
 
@@ -105,9 +104,3 @@ def _most_held(actions: Sequence[Action]) -> int:
         held += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
         most = max(most, held)
     return most
-
-
-def _messages(schedule: Schedule) -> int:
-    """For every microbatch an activation and a gradient across each border between stages on different ranks."""
-    borders = sum(a != b for a, b in pairwise(schedule.rank_of))
-    return 2 * borders * schedule.microbatches
