@@ -268,6 +268,8 @@ class Watch(Section):
 
     every: int = Field(10, ge=1)
     """Steps between plain progress lines."""
+    gantt_step: int = Field(5, ge=0)
+    """The step of a pipelined run whose time line the report shows; 0 records none."""
     trackers: list[str] = Field(default_factory=list)
     """Other programs that are told the metrics; metrics.jsonl is always written."""
 

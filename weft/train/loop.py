@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from weft.job.errors import DivergedError, Exit
+from weft.train.gantt import recorded
 from weft.train.ledger import Ledger, Signals, peak_memory_gib
 from weft.train.session import Session, to_device
 from weft.watch.progress import Progress
@@ -46,7 +47,8 @@ def fit(session: Session, signals: Signals) -> Exit:
                 if state.step >= steps or ledger.stop:
                     break
                 lr = stepper.learning_rate()
-                grads = stepper.gradients([to_device(b, device) for b in batches])
+                with recorded(session, state.step + 1):
+                    grads = stepper.gradients([to_device(b, device) for b in batches])
                 norm, taken = stepper.update(grads, lr)
                 ledger.post(grads, norm, lr, taken)
                 if _due(state.step, job.train.eval_every, steps):
