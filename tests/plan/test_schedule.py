@@ -101,7 +101,7 @@ def test_naive_never_overlaps(p: int, m: int, v: int) -> None:
 def test_zb_h1_has_a_third_of_the_bubble_and_the_memory_of_1f1b(p: int, m: int) -> None:
     line = timed("zb-h1", p, m)
     if m >= p:
-        # Qi et al. table 2: (p-1)(F + I - W), against (p-1)(F + I + W) of 1F1B
+        # Qi et al.: (p-1)(F + I - W), against (p-1)(F + I + W) of 1F1B
         assert line.length == 3 * m + (p - 1)
         assert line.idle == (p - 1,) * p
     assert line.length < timed("1f1b", p, m).length or p == 1

@@ -132,7 +132,7 @@ def gantt_svg(timeline: Timeline, title: str, until: float | None = None) -> str
 
 def _block(span: Span, stages: Sequence[int], x: float, y: float, wide: float) -> str:
     look = LOOKS[span.kind]
-    colour = _paler(look.colour, stages.index(span.stage) / max(2, len(stages)))
+    colour = paler(look.colour, stages.index(span.stage) / max(2, len(stages)))
     says = f"{look.word}, stage {span.stage}, microbatch {span.microbatch}, {span.start:.4g} to {span.end:.4g}"
     inset = 0.5 if wide > 2 else 0.0
     text = f"{span.microbatch}"
@@ -145,7 +145,7 @@ def _block(span: Span, stages: Sequence[int], x: float, y: float, wide: float) -
     )
 
 
-def _paler(colour: str, share: float) -> str:
+def paler(colour: str, share: float) -> str:
     """The colour mixed with white: a rank's later stages are paler."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(c + (255 - c) * share * 1.2):02x}" for c in parts)

@@ -10,7 +10,7 @@ from weft.plan.orders import Lists
 
 
 def zb_h1(ranks: int, microbatches: int, per_rank: int) -> Lists:
-    """1F1B whose rank r puts off r weight gradients to its end (Qi et al. 2024, arXiv 2401.10241, section 2.1).
+    """1F1B whose rank r puts off r weight gradients to its end (Qi et al. 2024, arXiv 2401.10241).
 
     Each rank then holds at most `ranks` microbatches, as the first one does in 1F1B.
     """
@@ -30,7 +30,7 @@ def zb_h1(ranks: int, microbatches: int, per_rank: int) -> Lists:
 
 
 def zbv(ranks: int, microbatches: int, per_rank: int) -> Lists:
-    """Two stages a rank in a V, no more activations than 1F1B (same paper, section 6), by list scheduling.
+    """Two stages a rank in a V, no more activations than 1F1B (same paper), by list scheduling.
 
     For forwards, input and weight gradients of one length nothing can take less than 6 × microbatches + ranks - 1: the
     last rank starts after ranks - 1 and then never rests. Policies are tried until one gets there, or within half a
