@@ -1,6 +1,6 @@
 """Weft weaves one training run across any number of devices.
 
-Three layers: functions (`connect`, `parallelize`, `save`, `load`), the loop in `weft/train/loop.py`, and `weft.train(job)`.
+Three layers: functions (`connect`, `parallelize`, `save`, `load`), the loop in `weft/train/loop.py`, `weft.train(job)`.
 Nothing is imported until it is used: `import weft` costs nothing and changes nothing.
 """
 

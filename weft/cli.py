@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -204,7 +205,7 @@ def data_build(
     with byte_bar("building", quiet=as_json) as progress:
         made = build(sources, out, tokenizer, workers, field, progress)
     if as_json:
-        _print_json({**vars(made)} if hasattr(made, "__dict__") else made._asdict())
+        _print_json(asdict(made))
     else:
         print(f"{made.path}: {made.tokens:,} tokens, {made.documents:,} documents, vocabulary {made.vocab:,}")
 

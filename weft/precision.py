@@ -12,7 +12,7 @@ COMPUTE: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale (Micikevicius et al. 2018, §3.2): halve on overflow and skip the step, double after a quiet while.
+    """Dynamic loss scale (Micikevicius et al. 2018, §3.2): halved when a step overflows, doubled after a while.
 
     With `dynamic` off it is 1 and stays so: fp32 and bf16 need none.
     """

@@ -41,7 +41,7 @@ class Model(Section):
     """For your own module: auto (cross-entropy for integer targets, squared error otherwise) or package.module:function
     taking (outputs, targets) and returning one loss a target."""
     family: Literal["gpt2", "llama", "vit", "mlp"] | None = None
-    """gpt2, llama (decoder-only transformers), vit (an encoder over image patches) or mlp (the deep MLP of the lessons)."""
+    """gpt2 and llama (decoder-only), vit (an encoder of image patches), mlp (the deep MLP of the lessons)."""
     dim: int | None = Field(None, ge=1)
     """Width of the residual stream."""
     layers: int | None = Field(None, ge=1)
@@ -93,8 +93,8 @@ class Data(Section):
     """Where samples come from."""
 
     source: str = "pydoc"
-    """pydoc (Python's own reference text), stdlib (its source code), synthetic, or the path of a store made by
-    `weft data build`."""
+    """pydoc (Python's own reference text), stdlib (its source code), synthetic, the path of a store made by
+    `weft data build`, or your own dataset as package.module:name."""
     seq_len: int = Field(128, ge=1)
     """Tokens in a sample."""
     tokenizer: str = "bytes"
@@ -102,7 +102,7 @@ class Data(Section):
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """Share of the corpus, at its end, kept for evaluation."""
     mask_documents: bool = False
-    """Packed documents do not attend to one another, positions restart in each, and no token predicts the next document."""
+    """Packed documents do not see one another, positions restart in each, and no token predicts the next document."""
     prefetch: int = Field(2, ge=0)
     """Steps read ahead of the one being computed."""
     record_ids: bool = False
@@ -278,27 +278,27 @@ class Job(Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The run lives in runs/NAME."""
-    model: Model = Field(default_factory=Model)
+    model: Model = Model()
     """What is trained."""
-    data: Data = Field(default_factory=Data)
+    data: Data = Data()
     """Where samples come from."""
-    train: Train = Field(default_factory=Train)
+    train: Train = Train()
     """The recipe."""
-    optim: Optim = Field(default_factory=Optim)
+    optim: Optim = Optim()
     """The optimizer."""
-    cluster: Cluster = Field(default_factory=Cluster)
+    cluster: Cluster = Cluster()
     """The devices."""
     parallel: Parallel | Literal["auto"] = "auto"
     """The layout: auto, or the degree of each axis."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """What the matrices are multiplied in; weights and optimizer stay fp32. auto is bf16 on GPUs, fp32 on CPUs."""
-    memory: Memory = Field(default_factory=Memory)
+    memory: Memory = Memory()
     """Recompute and offload."""
-    comm: Comm = Field(default_factory=Comm)
+    comm: Comm = Comm()
     """Communication."""
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    checkpoint: Checkpoint = Checkpoint()
     """Checkpoints."""
-    watch: Watch = Field(default_factory=Watch)
+    watch: Watch = Watch()
     """Progress and metrics."""
     runs_dir: str = "runs"
     """The folder that holds the runs."""

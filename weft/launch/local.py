@@ -39,7 +39,7 @@ def die_with_parent() -> None:
 
 @contextlib.contextmanager
 def locked(run: RunDir, patience_s: float = 15.0) -> Iterator[int]:
-    """Only one launcher at a time may use a run; its ranks inherit the lock, so it outlives a launcher that was killed."""
+    """One launcher at a time may use a run; its ranks inherit the lock, so it outlives a launcher that was killed."""
     run.path.mkdir(parents=True, exist_ok=True)
     handle = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + patience_s
@@ -138,10 +138,11 @@ def _say_why(run: RunDir, codes: list[int], first: int, say: Callable[[str], Non
         say(f"rank {rank} was killed by {name}{hint if name == 'SIGKILL' else ''}")
         say(f"log: {run.logs / f'rank-{rank}.log'}; start the same command again to resume")
         return int(Exit.DIFFERS)
-    cause = (told or sorted(causes, key=lambda c: c["time"]) or [None])[0]
-    if cause is None:
+    known = told or sorted(causes, key=lambda c: c["time"])
+    if not known:
         say(f"rank {first} ended with code {codes[first]} and left no reason; log: {run.logs / f'rank-{first}.log'}")
         return int(Exit.DIFFERS)
+    cause = known[0]
     if cause["expected"]:
         say(cause["message"])
         return int(cause["code"])

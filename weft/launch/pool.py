@@ -48,10 +48,10 @@ class RankPool:
             if not ready:
                 self._replace()
                 raise RankFailed(min(pipes.values()), f"no answer within {self.timeout_s:.0f} s", None)
-            for pipe in ready:
+            for pipe in (p for p in ready if isinstance(p, Connection)):
                 rank = pipes.pop(pipe)
                 try:
-                    ok, value, text = pipe.recv()  # type: ignore[union-attr]
+                    ok, value, text = pipe.recv()
                 except EOFError:
                     ok, value, text = False, None, "the process died"
                 if not ok:

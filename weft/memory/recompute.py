@@ -18,4 +18,4 @@ def recompute(block: nn.Module) -> None:
     def again(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
-    block.forward = again  # type: ignore[method-assign]
+    block.forward = again

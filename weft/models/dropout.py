@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of the sample, the place and the seed: the same in every layout, and when recomputed."""
+"""Dropout whose mask is a function of seed, sample and place: the same in every layout, and when recomputed."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -133,7 +133,7 @@ class Transformer(nn.Module):
         self.norm = _norm(m, m.dim)
         self.head = Head(m)
         if m.tied:
-            self.head.weight = self.embed.weight
+            self.head.weight = cast(nn.Parameter, self.embed.weight)
 
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, valid: Tensor | None = None, docs: Tensor | None = None,

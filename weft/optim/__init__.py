@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedules, one clip that is right in every layout, and the moving average of the weights."""
+"""Optimizers, learning-rate schedules, one clip that is right in every layout, a moving average of the weights."""
 
 from weft.optim.build import Optimizers, build_optimizers
 from weft.optim.clip import grad_norm, scale_grads

@@ -24,7 +24,7 @@ def cut_axes(x: Tensor) -> tuple[str, ...]:
 
 
 def grad_norm(masters: Iterable[Tensor], mesh: Mesh) -> Tensor:
-    """The 2-norm of all gradients together: each group of equally cut tensors is summed over just the axes that cut it."""
+    """The 2-norm of all gradients together: equally cut tensors are summed over just the axes that cut them."""
     groups: dict[tuple[str, ...], list[Tensor]] = {}
     for master in masters:
         if master.grad is not None:

@@ -246,8 +246,8 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
     table = getattr(model, "parts", None)
     if not table:
         raise JobError(
-            f"{type(model).__name__} has no table of parts, so parallel.tp must be 1; for tp give the class an attribute "
-            "`parts` such as {'*.up': 'column', '*.down': 'row'}"
+            f"{type(model).__name__} has no table of parts, so parallel.tp must be 1; for tp give the class an "
+            "attribute `parts` such as {'*.up': 'column', '*.down': 'row'}"
         )
     regions = {name for name, _ in model.named_modules() if _role(table, name) == "region"}
     for name, module in modules:

@@ -8,7 +8,6 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.layout import Plan
 
-
 Rule = Callable[[Job, Plan], str | None]
 
 

@@ -13,6 +13,8 @@ from weft.job.run import RunDir
 from weft.job.schema import Job
 from weft.launch.local import QUIET, launch, locked
 from weft.plan import RUNNABLE, Plan, check, check_fits, make_plan
+from weft.watch.closing import closing_words
+from weft.watch.report import write_report
 
 
 def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
@@ -30,7 +32,10 @@ def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], Non
         if fresh:
             _set_aside(run, say)
         write_description(run, job, plan)
-        return launch(run, plan.world, lock, say)
+        code = launch(run, plan.world, lock, say)
+        if code in QUIET:
+            close(run, say)
+        return code
 
 
 def join(job: Job, say: Callable[[str], None] = print) -> int:
@@ -46,6 +51,8 @@ def join(job: Job, say: Callable[[str], None] = print) -> int:
     if (failure := run.logs / f"failure-{rank}.json").is_file() and code not in QUIET:
         cause = json.loads(failure.read_text(encoding="utf-8"))
         say(f"rank {rank} {cause['position']}: {cause['kind']}: {cause['message']}")
+    elif rank == 0:
+        close(run, say)
     return code
 
 
@@ -58,6 +65,16 @@ def train(job: Job, nproc: int | None = None, *, fresh: bool = False) -> RunDir:
     if code != Exit.DONE:
         raise SystemExit(code)
     return RunDir(Path(job.runs_dir) / job.name)
+
+
+def close(run: RunDir, say: Callable[[str], None]) -> None:
+    """Draw the report and say how the run ended, predicted beside measured."""
+    for line in closing_words(run):
+        say(line)
+    try:
+        say(f"report: {write_report(run)}")
+    except Exception as error:  # a run that trained well is not failed by its picture
+        say(f"the report could not be drawn ({type(error).__name__}: {error}); weft report {run.path} tries again")
 
 
 def write_description(run: RunDir, job: Job, plan: Plan) -> None:

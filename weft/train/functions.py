@@ -19,7 +19,7 @@ def save(
 
 
 def load(folder: Path | str, tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Any] | None:
-    """Fill the tensors from the newest good checkpoint, whatever layout wrote it. Returns its step and meta, or None."""
+    """Fill the tensors from the newest good checkpoint, whatever layout wrote it. Gives its step and meta, or None."""
     found = _checkpoints(folder, mesh).load_newest(tensors)
     return None if found is None else {"step": found.step, **found.meta}
 

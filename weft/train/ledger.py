@@ -63,7 +63,7 @@ class _Open:
 
 
 class Ledger:
-    """Posts each step's figures and reads those of the step before. All ranks read the same sums, so they agree to stop."""
+    """Posts a step's figures and reads those of the step before. All ranks read the same sums and so agree to stop."""
 
     def __init__(
         self, job: Job, plan: Plan, mesh: Mesh, state: State, write: Callable[[dict[str, Any]], None], signals: Signals
@@ -100,7 +100,7 @@ class Ledger:
             entry.work.wait()
         loss_sum, *flags = entry.sums.tolist()
         self.stop = Signals.decide(flags)
-        count = int(round(entry.count.item()))
+        count = round(entry.count.item())
         loss, norm = loss_sum / max(1, count), entry.norm.item()
         self.state.tokens += count
         rate = count / entry.seconds if entry.seconds > 0 else None

@@ -93,10 +93,11 @@ def small(job: Job) -> Job:
 
 
 def with_layout(job: Job, section: dict[str, Any]) -> Job:
-    """The job on local CPU ranks under one layout."""
+    """The job on local ranks under one layout: CPU ranks, or sharing the GPUs where the job says cluster.device=cuda."""
     raw = job.model_dump(mode="json")
     raw["parallel"] = section
-    raw["cluster"] = {"device": "cpu", "devices_per_node": ranks(section)}
+    device = "cuda" if job.cluster.device == "cuda" else "cpu"
+    raw["cluster"] = {"device": device, "devices_per_node": ranks(section)}
     raw["optim"]["eps"] = max(raw["optim"]["eps"], ADAM_EPS)
     raw["data"]["record_ids"] = False
     return parse_job(raw)
@@ -136,7 +137,8 @@ def trace(job: Job, steps: int, folder: str) -> None:
 def whole(x: Tensor | None) -> Tensor:
     """A tensor's value over all ranks, as a copy."""
     assert x is not None
-    return (x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()).clone()
+    value = x.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
 def compare(layout: str, world: int, reference: Trace, other: Trace, tolerance: float) -> Verdict:

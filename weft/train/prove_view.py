@@ -44,11 +44,13 @@ def _show(v: Verdict) -> None:
 
 def _summary(verdicts: list[Verdict], differs: list[Verdict]) -> str:
     if differs:
-        return f"\n{len(differs)} of {len(verdicts)} layouts differ from one process: {', '.join(v.layout for v in differs)}"
+        names = ", ".join(v.layout for v in differs)
+        return f"\n{len(differs)} of {len(verdicts)} layouts differ from one process: {names}"
     proven = [v for v in verdicts if v.verdict == "same"]
     if not proven:
         return "\nno layout was proven"
-    return f"\n{len(proven)} of {len(verdicts)} layouts are the same run as one process (tolerance {proven[0].tolerance:g})"
+    count = f"{len(proven)} of {len(verdicts)}"
+    return f"\n{count} layouts are the same run as one process (tolerance {proven[0].tolerance:g})"
 
 
 def _row(cells: list[str] | tuple[str, ...]) -> str:

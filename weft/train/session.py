@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -128,7 +128,7 @@ def _resume(session: Session) -> None:
     newest = checkpoints.newest()
     if newest is None:
         return
-    tensors = {n: t for n, t in state.empty_like(saved_world=0).items()}
+    tensors = state.empty_like(saved_world=0)
     found = checkpoints.load_newest(tensors)
     if found is None:
         units = tuple(find_units(state.woven.module))
@@ -158,26 +158,23 @@ def _forget_samples_after(session: Session) -> None:
 
 def _write_slices(session: Session) -> None:
     """Which rank holds which slice of what, for the report."""
-    mine = {}
-    for name, master in session.state.woven.masters.items():
-        mine[name] = _slice_of(master)
-    everyone = session.mesh.all_gather_object((session.mesh.coords, mine))
+    mine = {name: _slice_of(master) for name, master in session.state.woven.masters.items()}
+    gathered = session.mesh.all_gather_object((session.mesh.coords, mine))
     if session.mesh.rank != 0:
         return
-    masters = session.state.woven.masters
+    everyone = cast(list[tuple[dict[str, int], dict[str, tuple[list[int], list[int]]]]], gathered)
     content = {
         "axes": {n: d for n, d in session.plan.axes.items() if d > 1},
-        "ranks": [{"rank": r, "coords": coords} for r, (coords, _) in enumerate(everyone)],  # type: ignore[misc]
+        "ranks": [{"rank": r, "coords": coords} for r, (coords, _) in enumerate(everyone)],
         "parameters": [
             {
                 "name": name,
-                "shape": list(masters[name].shape),
+                "shape": list(master.shape),
                 "ranks": [
-                    {"rank": r, "offset": held[name][0], "size": held[name][1]}
-                    for r, (_, held) in enumerate(everyone)  # type: ignore[misc]
+                    {"rank": r, "offset": held[name][0], "size": held[name][1]} for r, (_, held) in enumerate(everyone)
                 ],
             }
-            for name in masters
+            for name, master in session.state.woven.masters.items()
         ],
     }
     session.run.slices.write_text(json.dumps(content), encoding="utf-8")

@@ -21,7 +21,7 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Gradients:
-    """What the backward passes left behind. Gradients are those of loss_sum · `scale` / `nominal`, summed over all ranks."""
+    """What the backward passes left behind: the gradients of loss_sum · `scale` / `nominal`, summed over all ranks."""
 
     loss: Tensor
     """Sum over this rank's valid targets."""

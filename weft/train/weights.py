@@ -43,8 +43,6 @@ def load_model(found: Found, ema: bool = False) -> tuple[Job, nn.Module]:
     names = {id(p): n for n, p in model.named_parameters()}
     weights |= {n: weights[names[id(p)]] for n, p in tied.items()}
     model.load_state_dict(weights | buffers, strict=True, assign=True)
-    if tied and hasattr(model, "head"):
-        model.head.weight = model.embed.weight
     return job, model.eval()
 
 

@@ -1,0 +1,35 @@
+# Two commands: `make train` trains a small GPT here and now, `make test` proves everything.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Without an NVIDIA GPU, take the CPU build of torch instead of gigabytes of CUDA.
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
+
+.PHONY: train test lint system clean
+
+train: $(READY)
+	$(BIN)/weft train demo
+	@echo
+	$(BIN)/weft generate demo --prompt "The " --tokens 400
+
+test: $(READY) system
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+system:
+	@sh tests/system.sh
+
+$(READY): pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Weft needs Python 3.11 or newer; name one with make PYTHON=python3.12"; exit 4; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[dev]"
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

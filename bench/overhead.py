@@ -1,0 +1,132 @@
+"""What Weft costs over a bare loop: tokens/s of `weft train` beside hand-written PyTorch DDP, alternating in one run.
+
+    python bench/overhead.py [--rounds 3] [--steps 60] [--json]
+
+Same model, same data, same dtype and optimizer, two CPU ranks with one thread each. The bare loop is what a careful
+person would write: DDP with bucket views, fused AdamW, clipping, the batch sliced from one array in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SEQ, BATCH, WARM = 128, 32, 10
+MODEL = {"family": "llama", "dim": 256, "layers": 4, "heads": 8, "ffn": 704}
+
+
+def bare(rank: int, world: int, store: str, steps: int, out: str) -> None:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    sys.path.insert(0, str(ROOT))
+    from weft.data.dataset import open_dataset
+    from weft.job import parse_job
+    from weft.job.shapes import resolve
+    from weft.models import build_model
+    from weft.models.init import initialise
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    job = resolve(parse_job({"model": MODEL, "data": {"seq_len": SEQ}}))
+    data = open_dataset(job)
+    tokens = np.concatenate([data.train(i)["inputs"] for i in range(data.train_len)])
+    model = build_model(job.model).to_empty(device="cpu")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            initialise(name, p, model, 0)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    rng = np.random.default_rng(rank)
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        starts = rng.integers(0, len(tokens) - SEQ - 1, BATCH // world)
+        window = torch.from_numpy(np.stack([tokens[s : s + SEQ + 1] for s in starts]))
+        loss = ddp(window[:, :-1], targets=window[:, 1:].contiguous()) / (BATCH // world * SEQ)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        times.append(time.perf_counter() - began)
+    if rank == 0:
+        Path(out).write_text(json.dumps(times))
+    dist.destroy_process_group()
+
+
+def run_bare(steps: int) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = str(Path(folder) / "times.json")
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen([sys.executable, __file__, "--bare", str(r), f"{folder}/store", str(steps), out], env=env)
+            for r in range(2)
+        ]
+        if any(p.wait() for p in ranks):
+            raise SystemExit("the bare loop failed")
+        times: list[float] = json.loads(Path(out).read_text())
+        return times
+
+
+def run_weft(steps: int, layout: str) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        job = {
+            "name": "overhead", "model": MODEL, "data": {"source": "pydoc", "seq_len": SEQ},
+            "train": {"steps": steps, "global_batch": BATCH, "eval_every": 0}, "runs_dir": folder,
+            "optim": {"lr": 1e-3}, "parallel": {"dp_replicate": 2, "dp_shard": 1} if layout == "ddp" else {"dp_shard": 2, "zero": 3},
+            "checkpoint": {"every": 0},
+        }  # fmt: skip
+        path = Path(folder) / "job.yaml"
+        path.write_text(json.dumps(job))
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(
+            [sys.executable, "-m", "weft", "train", str(path)], env=env, check=True, stderr=subprocess.DEVNULL
+        )
+        lines = (Path(folder) / "overhead" / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["step_time_s"] for line in lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--layout", choices=["ddp", "zero3"], default="ddp")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--bare", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.bare:
+        rank, store, steps, out = args.bare
+        return bare(int(rank), 2, store, int(steps), out)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(args.rounds):  # alternating, so that a change in the machine's load meets both
+        theirs += run_bare(args.steps)[WARM:]
+        ours += run_weft(args.steps, args.layout)[WARM:]
+    tokens = BATCH * SEQ
+    result = {
+        "bare_tokens_per_s": tokens / statistics.median(theirs),
+        "weft_tokens_per_s": tokens / statistics.median(ours),
+        "ratio": statistics.median(theirs) / statistics.median(ours),
+        "steps_each": len(ours),
+    }
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print(f"bare DDP loop  {result['bare_tokens_per_s']:9,.0f} tokens/s (median of {len(theirs)} steps)")
+        print(f"weft train     {result['weft_tokens_per_s']:9,.0f} tokens/s (median of {len(ours)} steps)")
+        print(f"ratio          {result['ratio']:9.3f} (aim: at least 0.97)")
+
+
+if __name__ == "__main__":
+    main()
