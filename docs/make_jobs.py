@@ -21,7 +21,7 @@ from weft.plan.explain import human
 INTRO = """\
 # What can a job say?
 
-A job is one YAML file of sections, or the same in Python. Every field has a default, so a job says only what matters to it:
+A job is one YAML file of sections, or the same in Python. Every field has a default, so a job says only what matters:
 
 ```yaml
 name: my-run
@@ -32,12 +32,13 @@ optim: {lr: 3e-3}
 parallel: {dp_shard: -1, zero: 3}
 ```
 
-On the command line `section.field=value` changes one field and wins over the file: `weft train my-run.yaml optim.lr=1e-3
-parallel.tp=2`. Values are read as YAML, so `'parallel={tp: 2}'` replaces a whole section, and `3e-4` is a number.
-`model: llama-1b` is short for `model: {shape: llama-1b}`, and `model: package.module:Class` for `model: {module: …}`.
+On the command line `section.field=value` changes one field and wins over the file, as in
+`weft train my-run.yaml optim.lr=1e-3 parallel.tp=2`. Values are read as YAML, so `'parallel={tp: 2}'` replaces a whole
+section, and `3e-4` is a number. `model: llama-1b` is short for `model: {shape: llama-1b}`, and
+`model: package.module:Class` for `model: {module: package.module:Class}`.
 
-Unknown fields are errors with a suggestion. `weft schema` prints all of this as JSON Schema, for editors. The job as resolved,
-every default written out, lies in `runs/NAME/job.yaml`.
+Unknown fields are errors with a suggestion. `weft schema` prints all of this as JSON Schema, for editors. The job as
+resolved, every default written out, lies in `runs/NAME/job.yaml`.
 
 In the tables, – as a default means that the shape, the family or another field decides.
 
