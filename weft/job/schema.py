@@ -153,7 +153,7 @@ class Optim(Section):
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of sgd and muon."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled decay of matrices; norms, biases and other vectors are never decayed."""
+    """Decay of matrices, apart from the gradient (sgd adds it to the gradient, as torch does). Vectors never decay."""
     clip: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"

@@ -1,4 +1,4 @@
-"""torch's optimizers over the masters, grouped so that each group is one fused call."""
+"""The job's optimizer over the masters, grouped so that each group is one fused call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from weft.job.schema import Optim
+from weft.optim.adafactor import Adafactor
+from weft.optim.muon import Muon
 
 Names = dict[int, str]
 
@@ -40,11 +42,12 @@ class Optimizers:
 
     def allocate(self) -> None:
         """Make the state exist, so that a checkpoint can be read into it: a step of rate 0 on zero gradients."""
+        grads = {name: master.grad for name, master in self.masters.items()}  # they may be views of buckets
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)
         self.step(0.0)
-        for master in self.masters.values():
-            master.grad = None
+        for name, master in self.masters.items():
+            master.grad = grads[name]
 
 
 def build_optimizers(optim: Optim, masters: dict[str, Tensor], is_block: Callable[[str], bool]) -> Optimizers:
@@ -54,10 +57,7 @@ def build_optimizers(optim: Optim, masters: dict[str, Tensor], is_block: Callabl
         outer = {n: p for n, p in masters.items() if n not in inner}
         parts: list[torch.optim.Optimizer] = []
         if inner:
-            groups = list(_groups(inner, optim.weight_decay))
-            # match_rms_adamw makes AdamW's rate and decay carry over (Liu et al. 2025, §2.2)
-            parts.append(torch.optim.Muon(groups, lr=optim.lr, weight_decay=optim.weight_decay,
-                                          momentum=optim.momentum, adjust_lr_fn="match_rms_adamw"))  # fmt: skip
+            parts.append(Muon(_groups(inner, optim.weight_decay), optim.lr, optim.momentum, optim.weight_decay))
         if outer:
             parts.append(_adamw(optim, outer))
         return Optimizers(parts, masters)
@@ -71,11 +71,11 @@ def _adamw(optim: Optim, masters: dict[str, Tensor]) -> torch.optim.Optimizer:
 
 def _sgd(optim: Optim, masters: dict[str, Tensor]) -> torch.optim.Optimizer:
     groups = list(_groups(masters, optim.weight_decay))
-    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, foreach=True)
 
 
 def _adafactor(optim: Optim, masters: dict[str, Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(list(_groups(masters, optim.weight_decay)), lr=optim.lr)
+    return Adafactor(_groups(masters, optim.weight_decay), optim.lr)
 
 
 _SINGLE: dict[str, Callable[[Optim, dict[str, Tensor]], torch.optim.Optimizer]] = {

@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from weft.comm.pieces import local_of
 from weft.mesh import Mesh
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def cut_axes(x: Tensor) -> tuple[str, ...]:
@@ -28,7 +25,7 @@ def grad_norm(masters: Iterable[Tensor], mesh: Mesh) -> Tensor:
     groups: dict[tuple[str, ...], list[Tensor]] = {}
     for master in masters:
         if master.grad is not None:
-            groups.setdefault(cut_axes(master), []).append(_local(master.grad))
+            groups.setdefault(cut_axes(master), []).append(local_of(master.grad))
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for axes in sorted(groups):
         norms = torch.stack(torch._foreach_norm(groups[axes]))
@@ -43,6 +40,6 @@ def grad_norm(masters: Iterable[Tensor], mesh: Mesh) -> Tensor:
 
 def scale_grads(masters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply every gradient in place."""
-    grads = [_local(m.grad) for m in masters if m.grad is not None]
+    grads = [local_of(m.grad) for m in masters if m.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)

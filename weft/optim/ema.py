@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from weft.comm.pieces import local_of
 
 
 class Ema:
@@ -19,11 +20,7 @@ class Ema:
     def update(self) -> None:
         if self.averages:
             torch._foreach_lerp_(
-                [_local(a) for a in self.averages.values()],
-                [_local(self.masters[n].detach()) for n in self.averages],
+                [local_of(a) for a in self.averages.values()],
+                [local_of(self.masters[n].detach()) for n in self.averages],
                 1 - self.decay,
             )
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x

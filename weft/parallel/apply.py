@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm import Axis
+from weft.comm.pieces import local_of
 from weft.memory import recompute
 from weft.mesh import Mesh
 from weft.models.init import initialise
-from weft.parallel.data import Replicas, Shards, local_of, shard
+from weft.parallel.data import Replicas, Shards, shard
 from weft.parallel.tensor import TensorSplit, split_tensors
 from weft.plan.layout import Plan
 from weft.precision import COMPUTE
@@ -38,8 +39,11 @@ class Woven:
         self.data.microbatch(last)
 
     def finish(self) -> None:
-        """Complete the gradients after the last backward pass."""
+        """Complete the gradients after the last backward pass; a weight that was not used has one of zeros."""
         self.data.finish()
+        for master in self.masters.values():
+            if master.grad is None:  # else the optimizer would decay it in some layouts and pass over it in others
+                master.grad = torch.zeros_like(master)
         if self.tp is not None and self.partial:
             grads = [local_of(g) for n in self.partial if (g := self.masters[n].grad) is not None]
             flat = torch.cat([g.reshape(-1) for g in grads])

@@ -16,13 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from weft.comm import Axis
+from weft.comm.pieces import local_of
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
-
-
-def local_of(x: Any) -> Tensor:
-    """A tensor's piece on this rank."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def like(local: Tensor, model: Any) -> Tensor:
@@ -100,6 +96,7 @@ class Replicas:
 
     def _hook(self, bucket: Bucket, view: Tensor) -> Any:
         def arrived(weight: Tensor) -> None:
+            assert weight.grad is not None
             if self.mixed:  # an fp32 gradient is a view of the bucket, and autograd adds to it in place
                 view.add_(local_of(weight.grad))
                 weight.grad = None

@@ -56,6 +56,8 @@ def parse_layout(text: str) -> dict[str, Any]:
             key = next(iter(meaning))
             meaning[key] = int(number.group(1))
             rest = rest[number.end() :]
+        elif name.startswith("zero") and section["dp_shard"] > 1:  # the degree was said before: `dp_shard4 zero3`
+            meaning.pop("dp_shard", None)
         section |= meaning
         rest = _JOIN.sub("", rest, count=1)
     return section

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from weft.comm.pieces import piece_of
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import Batch, Loader, val_batches
 from weft.job.run import RunDir
@@ -158,7 +158,8 @@ def _forget_samples_after(session: Session) -> None:
 
 def _write_slices(session: Session) -> None:
     """Which rank holds which slice of what, for the report."""
-    mine = {name: _slice_of(master) for name, master in session.state.woven.masters.items()}
+    pieces = {name: piece_of(master) for name, master in session.state.woven.masters.items()}
+    mine = {name: (list(p.offset), list(p.size)) for name, p in pieces.items()}
     gathered = session.mesh.all_gather_object((session.mesh.coords, mine))
     if session.mesh.rank != 0:
         return
@@ -178,13 +179,3 @@ def _write_slices(session: Session) -> None:
         ],
     }
     session.run.slices.write_text(json.dumps(content), encoding="utf-8")
-
-
-def _slice_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Offset and size of this rank's piece of a whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return [0] * tensor.dim(), list(tensor.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return list(offset), list(size)

@@ -1,0 +1,41 @@
+"""What every test may ask for: ranks that are spawned once a session, and small corpora."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import on_ranks
+import pytest
+
+from weft.launch.pool import RankPool
+
+WORLD = 4
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Ranks over Gloo, one thread each, that stay alive for the whole session."""
+    with RankPool(timeout_s=120) as ranks:
+        ranks.run(on_ranks.ready, WORLD)
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def world(pool: RankPool) -> Callable[[int], Callable[..., list[Any]]]:
+    """world(4)(function, …) gives the function's result on each of 4 ranks."""
+    return lambda size: lambda function, *args: pool.run(function, size, *args)
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token store of many short documents of every length, so that samples have uneven counts of valid targets."""
+    from weft.data.build import build
+
+    folder = tmp_path_factory.mktemp("documents")
+    lines = [json.dumps({"text": "".join(chr(97 + (i * j) % 26) for j in range(i % 23))}) for i in range(400)]
+    (folder / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    build(folder / "text.jsonl", folder / "store", workers=1)
+    return folder / "store"

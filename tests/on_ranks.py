@@ -1,0 +1,131 @@
+"""What tests run on ranks. It stands in a module of its own because a spawned rank imports its work by name."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.data.dataset import open_dataset
+from weft.data.loader import Loader
+from weft.job.errors import WeftError
+from weft.job.schema import Job
+from weft.mesh import Mesh, connect
+from weft.optim.clip import cut_axes
+from weft.plan import RUNNABLE, Plan, check, make_plan
+from weft.train.prove import Trace, whole
+from weft.train.session import build_state, to_device
+from weft.train.step import Stepper
+
+
+def ready() -> str:
+    return torch.__version__
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a run."""
+
+    pieces: dict[str, tuple[tuple[tuple[str, int], ...], str]]
+    """For each weight, which piece of it this rank holds and a digest of its bits."""
+    collectives: list[Counter[str]]
+    """What the forward and backward passes of each step asked the process groups for."""
+    scales: list[float]
+    taken: list[bool]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run of a few steps, whole tensors, from rank 0."""
+
+    trace: Trace
+    start: dict[str, Tensor]
+    ema: dict[str, Tensor]
+
+
+def begin(job: Job) -> tuple[Job, Plan, Mesh, Stepper, Loader]:
+    """All that a rank needs to train, at step 0."""
+    # gathering a tensor that two axes cut takes two collectives; torch warns of it, and here it is what we want
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    job, plan = make_plan(job)
+    check(job, plan, RUNNABLE)
+    mesh = connect(plan, 60.0)
+    torch.manual_seed(mesh.rank)  # whatever a layout draws here must not reach the weights
+    stepper = Stepper(job, plan, mesh, build_state(job, plan, mesh))
+    loader = Loader(
+        open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
+        dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0,
+    )  # fmt: skip
+    return job, plan, mesh, stepper, loader
+
+
+def observe(job: Job, steps: int, file: str, scale: float | None = None, count: bool = False) -> Seen:
+    """Train a few steps and leave the Result in a file; `count` the collectives on the way, which is slow."""
+    job, plan, mesh, stepper, loader = begin(job)
+    state = stepper.state
+    masters = state.woven.masters
+    start = {n: whole(m) for n, m in masters.items()}
+    if scale is not None:
+        state.scale.value, state.scale.patience = scale, 2
+    losses, norms, gradients, collectives, scales, taken = [], [], [], [], [], []
+    for _, batches in zip(range(steps), loader, strict=False):
+        scales.append(state.scale.value)
+        counted = Collectives()
+        with counted if count else nullcontext():
+            grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
+        collectives.append(counted.seen)
+        gradients.append({n: whole(m.grad) * grads.factor for n, m in masters.items() if m.grad is not None})
+        norm, was_taken = stepper.update(grads, stepper.learning_rate())
+        taken.append(was_taken)
+        total = grads.loss.double() / plan.tp
+        if mesh.everyone is not None:
+            mesh.everyone.all_reduce(total)
+        losses.append(float(total / grads.count))
+        norms.append(float(norm))
+    trace = Trace(losses, norms, gradients, {n: whole(m) for n, m in masters.items()}, 0.0)
+    ema = {n: whole(t) for n, t in state.ema.averages.items()}
+    if mesh.rank == 0:
+        torch.save(Result(trace, start, ema), Path(file))
+    mesh.barrier()
+    return Seen({n: _piece(m, mesh) for n, m in masters.items()}, collectives, scales, taken)
+
+
+def refusal(job: Job) -> str:
+    """What a job is refused with, once the ranks know its model."""
+    try:
+        begin(job)
+    except WeftError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are asked for inside it, whoever asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        namespace, _, name = str(func).partition(".")
+        if "c10d" in namespace:
+            self.seen[name.partition(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _piece(master: Tensor, mesh: Mesh) -> tuple[tuple[tuple[str, int], ...], str]:
+    local = master.to_local() if isinstance(master, DTensor) else master
+    where = tuple((axis, mesh.coord(axis)) for axis in cut_axes(master))
+    return where, hashlib.sha256(local.detach().contiguous().numpy().tobytes()).hexdigest()

@@ -1,0 +1,106 @@
+"""Optimizers of our own take the same steps as torch's where both can run, and every schedule ends where it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.job import Job, Optim, Train
+from weft.optim import Ema, build_optimizers, peak_lr, rate
+
+SHAPES = {"blocks.0.tall": (24, 6), "blocks.0.wide": (5, 17), "blocks.0.vector": (7,), "embed": (9, 4)}
+
+
+def weights() -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {n: torch.nn.Parameter(torch.randn(s, generator=random) * 0.1) for n, s in SHAPES.items()}
+
+
+def torch_adafactor(masters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(masters, lr=0.01, weight_decay=0.1)
+
+
+def torch_muon(masters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(masters, lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+
+
+def torch_sgd(masters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(masters, lr=0.01, weight_decay=0.1, momentum=0.9)
+
+
+# torch's Muon multiplies in bf16 on every device, ours only on GPUs
+@pytest.mark.parametrize(
+    ("name", "make", "tolerance"),
+    [("adafactor", torch_adafactor, 1e-5), ("muon", torch_muon, 0.03), ("sgd", torch_sgd, 1e-6)],
+)
+def test_steps_are_those_of_torch(name: str, make: Any, tolerance: float) -> None:
+    """Held on the matrices, which all three treat alike; their vectors are not decayed by us."""
+    ours, theirs = weights(), weights()
+    matrices = [n for n in SHAPES if n.startswith("blocks") and len(SHAPES[n]) == 2]
+    optimizer = build_optimizers(Optim(name=name, lr=0.01), ours, lambda n: n.startswith("blocks"))
+    reference = make([theirs[n] for n in matrices])
+    random = torch.Generator().manual_seed(1)
+    start = weights()
+    for _ in range(4):
+        for n in SHAPES:
+            ours[n].grad = torch.randn(SHAPES[n], generator=random)
+            theirs[n].grad = ours[n].grad.clone()
+        optimizer.step(0.01)
+        reference.step()
+    for n in matrices:
+        way = (theirs[n] - start[n]).norm()
+        assert (ours[n] - theirs[n]).norm() < tolerance * way, n
+    for n in SHAPES:
+        assert not torch.equal(ours[n], start[n])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_vectors_are_never_decayed_and_allocating_changes_nothing(name: str) -> None:
+    masters = weights()
+    before = {n: m.detach().clone() for n, m in masters.items()}
+    optimizer = build_optimizers(Optim(name=name, lr=0.5), masters, lambda n: n.startswith("blocks"))
+    optimizer.allocate()
+    assert all(torch.equal(masters[n], before[n]) for n in masters)
+    assert {key.rsplit(".", 1)[0] for key in optimizer.state()} == set(masters)
+    for master in masters.values():
+        master.grad = torch.zeros_like(master)
+    optimizer.step(0.5)
+    for n in masters:
+        expected = before[n] * (0.95 if len(SHAPES[n]) == 2 else 1.0)
+        torch.testing.assert_close(masters[n].detach(), expected, msg=n)
+
+
+def test_schedules() -> None:
+    def rates(schedule: str, **optim: Any) -> list[float]:
+        job = Job(train=Train(steps=10), optim=Optim(lr=1.0, schedule=schedule, min_lr=0.1, **optim))
+        return [round(rate(job, step), 6) for step in range(1, 11)]
+
+    assert rates("constant", warmup=4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
+    assert rates("constant", warmup=0.2) == [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert rates("linear", warmup=1)[-2:] == [0.2, 0.1]
+    assert rates("wsd", warmup=0, decay=0.2) == [1, 1, 1, 1, 1, 1, 1, 1, 0.55, 0.1]
+    cosine = rates("cosine", warmup=0)
+    assert cosine == sorted(cosine, reverse=True)
+    assert cosine[-1] == 0.1
+    assert cosine[4] == 0.55
+
+
+def test_rates_that_follow_the_batch_say_so() -> None:
+    job = Job(train=Train(global_batch=1024), optim=Optim(lr=1e-3, scale_lr="sqrt", base_batch=256))
+    assert peak_lr(job) == (2e-3, "lr 0.001 × 2 = 0.002: sqrt scaling from batch 256 to 1024")
+    job = Job(train=Train(global_batch=64), optim=Optim(lr=1e-3, scale_lr="linear", base_batch=256))
+    assert peak_lr(job)[0] == 2.5e-4
+    assert peak_lr(Job())[1] is None
+
+
+def test_the_average_follows_slowly() -> None:
+    masters = {"w": torch.zeros(3)}
+    ema = Ema(masters, 0.75)
+    masters["w"] += 1
+    ema.update()
+    ema.update()
+    torch.testing.assert_close(ema.averages["w"], torch.full((3,), 0.4375))
+    assert Ema(masters, 0.0).averages == {}

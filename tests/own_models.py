@@ -1,0 +1,57 @@
+"""Models of one's own, as a person would write them: plain nn.Modules that know nothing of Weft."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Plain(nn.Module):
+    """Predicts the next token from this one; the embedding is also the head, and one matrix is never used."""
+
+    def __init__(self, vocab: int = 256, dim: int = 16, layers: int = 2):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.head = nn.Linear(dim, vocab, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Linear(dim, dim)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale
+
+
+class WithParts(Plain):
+    """The same with a table, so that tp can cut it."""
+
+    parts: ClassVar[dict[str, str]] = {"blocks.*.up": "column", "blocks.*.down": "row"}
+
+
+class WrongParts(Plain):
+    parts: ClassVar[dict[str, str]] = {"blocks.*.up": "colum"}
+
+
+class Frozen(Plain):
+    """A person's fine-tuning: the embedding, and so the head, stays as it was."""
+
+    def __init__(self, vocab: int = 256, dim: int = 16, layers: int = 2):
+        super().__init__(vocab, dim, layers)
+        self.embed.weight.requires_grad_(False)

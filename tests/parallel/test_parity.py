@@ -1,0 +1,76 @@
+"""Every layout is the same run as one process: loss, gradients, norm, weights, whatever the model and the recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity import differences, make_job, run
+
+from weft.launch.pool import RankPool
+
+ALL = (
+    "dp_replicate 2", "dp_replicate 4", "dp_shard 2 zero=1", "dp_shard 2 zero=2", "dp_shard 2 zero=3",
+    "dp_shard 4 zero=1", "dp_shard 4 zero=2", "dp_shard 4 zero=3", "tp 2", "tp 4", "tp 2 no-sequence", "tp 4 no-sequence",
+    "dp_shard 2 zero=1 × tp 2", "dp_shard 2 zero=2 × tp 2", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2",
+    "dp_replicate 2 × dp_shard 2 zero=1", "dp_replicate 2 × dp_shard 2 zero=2", "dp_replicate 2 × dp_shard 2 zero=3",
+)  # fmt: skip
+SOME = ("dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2 no-sequence", "tp 2", "dp_replicate 2 × dp_shard 2 zero=2")
+DATA = ("dp_replicate 2", "dp_shard 2 zero=1", "dp_shard 4 zero=3", "dp_replicate 2 × dp_shard 2 zero=2")
+
+
+def check(pool: RankPool, layouts: tuple[str, ...], *overrides: str, precision: str = "fp32", **sections: Any) -> None:
+    job = make_job(*overrides, **sections, precision=precision)
+    reference = run(pool, job, "1")
+    wrong = {}
+    for layout in layouts:
+        if found := differences(reference, run(pool, job, layout), precision):
+            wrong[layout] = found
+    assert not wrong
+
+
+def test_every_layout(pool: RankPool) -> None:
+    check(pool, ALL, "train.ema=0.5")
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped queries, tied, qk-norm, uneven vocabulary": {
+        "model": {"kv_heads": 2, "tied": True, "qk_norm": True, "vocab": 51},
+    },
+    "uneven vocabulary, odd sequence, recompute": {
+        "model": {"vocab": 51, "kv_heads": 2}, "data": {"seq_len": 7}, "memory": {"recompute": "full"},
+    },
+    "gpt2 with dropout and label smoothing, recomputed": {
+        "model": {"family": "gpt2", "dropout": 0.2}, "train": {"label_smoothing": 0.1}, "memory": {"recompute": "full"},
+    },
+    "wide heads, layer norm on rope": {"model": {"head_dim": 6, "norm": "layernorm", "bias": True, "dim": 20}},
+    "stretched rope": {"model": {"rope_scaling": {"kind": "llama3", "original_len": 8}}},
+    "vit": {"model": {"family": "vit", "vocab": 5, "kv_heads": 4}},
+    "mlp": {"model": {"family": "mlp", "dim": 12, "layers": 5, "heads": None, "kv_heads": None, "ffn": None, "vocab": None}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model(pool: RankPool, name: str) -> None:
+    check(pool, SOME, **MODELS[name])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_documents_that_do_not_see_each_other(pool: RankPool, documents: Path, family: str) -> None:
+    """Ranks hold different counts of valid targets, and one sequence in eight may hold none at all."""
+    data = {"source": str(documents), "mask_documents": True, "seq_len": 6}
+    check(pool, (*SOME, "dp_replicate 4", "dp_shard 4 zero=1"), data=data, model={"family": family, "vocab": 256})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision(pool: RankPool, precision: str) -> None:
+    check(pool, ALL[::2], precision=precision)
+
+
+def test_a_module_of_ones_own(pool: RankPool) -> None:
+    own = {"family": None, "dim": None, "layers": None, "heads": None, "kv_heads": None, "ffn": None, "vocab": None}
+    source = {"source": "pydoc", "seq_len": 8}
+    check(pool, DATA, model={**own, "module": "own_models:Plain"}, data=source)
+    check(pool, SOME, model={**own, "module": "own_models:WithParts"}, data=source)
+    check(pool, SOME, model={**own, "module": "own_models:WithParts"}, data=source, precision="bf16")

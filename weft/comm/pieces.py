@@ -1,0 +1,56 @@
+"""Which piece of a whole tensor this rank holds, and sums over the ranks that hold the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a whole tensor, and the groups of ranks whose boxes make up the rest of it."""
+
+    shape: torch.Size
+    """The whole tensor's."""
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    groups: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """What this rank holds, as an index into the whole."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.size, strict=True))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add up in place what each piece contributes."""
+        for group in self.groups:
+            dist.all_reduce(x, group=group)
+        return x
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The whole tensor on every rank: each adds its piece to zeros."""
+        if not self.groups:
+            return local
+        out = local.new_zeros(self.shape)
+        out[self.box] = local
+        return self.sum(out)
+
+
+def piece_of(tensor: Tensor) -> Piece:
+    """Where this rank's piece lies; a plain tensor is all of itself."""
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor.shape, (0,) * tensor.dim(), tuple(tensor.shape), ())
+    mesh, placements = tensor.device_mesh, tensor.placements
+    size, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    groups = tuple(mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate())
+    return Piece(tensor.shape, tuple(offset), tuple(size), groups)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """A tensor's piece on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

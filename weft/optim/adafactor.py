@@ -1,0 +1,114 @@
+"""Adafactor (Shazeer & Stern 2018) for weights that are cut: only rows', columns' and scalars' sums travel.
+
+The same steps as torch's, whose in-place norms DTensor refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm.pieces import Piece, local_of, piece_of
+
+BETA2_DECAY = -0.8
+LEAST_SCALE = 1e-3
+"""ε₂: the update of a weight that is still zero."""
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Second moments of a matrix as the product of its rows' and its columns' means."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float):
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr = group["lr"]
+            params = [p for p in group["params"] if p.grad is not None]
+            pieces = [piece_of(p) for p in params]
+            sums = [self._sums(p, piece) for p, piece in zip(params, pieces, strict=True)]
+            add_up(sums, pieces)
+            squares = [self._learn(p, piece, found) for p, piece, found in zip(params, pieces, sums, strict=True)]
+            add_up([[s] for s in squares], pieces)
+            for param, piece, found, square in zip(params, pieces, sums, squares, strict=True):
+                count = math.prod(piece.shape)
+                step = float(self.state[param]["step"])
+                scale = (found[0] / count).sqrt().clamp(min=LEAST_SCALE) * min(lr, step**-0.5)
+                clipped = (square / count).sqrt().clamp(min=1.0)
+                weight = local_of(param)
+                weight.mul_(1 - lr * group["weight_decay"])
+                weight.sub_(self._direction(param, piece) * (scale / clipped))
+
+    def _sums(self, param: Tensor, piece: Piece) -> list[Tensor]:
+        """This rank's part of the sums of squares: of the weight, and of the gradient's rows and columns."""
+        out = [local_of(param).square().sum()]
+        if param.dim() > 1:
+            square = local_of(_grad(param)).square()
+            for dim in (-1, -2):
+                whole = square.new_zeros(_without(piece.shape, dim))
+                whole[_without_box(piece.box, dim)] = square.sum(dim, keepdim=True)
+                out.append(whole)
+        return out
+
+    def _learn(self, param: Tensor, piece: Piece, sums: list[Tensor]) -> Tensor:
+        """Take the gradient into the second moments; returns this rank's part of the direction's square."""
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.zeros(())
+            if param.dim() > 1:
+                state["row_var"], state["col_var"] = torch.zeros_like(sums[1]), torch.zeros_like(sums[2])
+            else:
+                state["variance"] = torch.zeros_like(param)
+        state["step"] += 1
+        share = float(state["step"]) ** BETA2_DECAY
+        if param.dim() > 1:
+            state["row_var"].lerp_(sums[1] / piece.shape[-1], share)
+            state["col_var"].lerp_(sums[2] / piece.shape[-2], share)
+        else:
+            local_of(state["variance"]).lerp_(local_of(_grad(param)).square(), share)
+        return self._direction(param, piece).square().sum()
+
+    def _direction(self, param: Tensor, piece: Piece) -> Tensor:
+        """The gradient over its expected size, here; made twice a step rather than kept."""
+        state, eps = self.state[param], torch.finfo(param.dtype).eps
+        if param.dim() > 1:
+            mean = state["row_var"].mean(-2, keepdim=True).clamp(min=eps)
+            row = (state["row_var"] / mean)[_without_box(piece.box, -1)]
+            variance = row * state["col_var"][_without_box(piece.box, -2)]
+        else:
+            variance = local_of(state["variance"])
+        return local_of(_grad(param)) * variance.clamp(min=eps * eps).rsqrt()
+
+
+def add_up(parts: list[list[Tensor]], pieces: list[Piece]) -> None:
+    """Sum each list in place over the ranks that hold its tensor's other pieces: one message a kind of cut."""
+    kinds: dict[tuple[int, ...], tuple[Piece, list[Tensor]]] = {}
+    for tensors, piece in zip(parts, pieces, strict=True):
+        if piece.groups:
+            kinds.setdefault(tuple(map(id, piece.groups)), (piece, []))[1].extend(tensors)
+    for piece, tensors in kinds.values():
+        flat = piece.sum(torch.cat([t.reshape(-1) for t in tensors]))
+        for tensor, summed in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(summed.view_as(tensor))
+
+
+def _grad(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+def _without(shape: torch.Size, dim: int) -> list[int]:
+    out = list(shape)
+    out[dim] = 1
+    return out
+
+
+def _without_box(box: tuple[slice, ...], dim: int) -> tuple[slice, ...]:
+    out = list(box)
+    out[dim] = slice(0, 1)
+    return tuple(out)

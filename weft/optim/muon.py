@@ -1,0 +1,56 @@
+"""Muon for weights that are cut: the momentum stays cut, the update is made from the whole matrix.
+
+torch's own would run Newton–Schulz on DTensors, whose products are split differently in each layout; its bf16 rounding
+then makes each layout another run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm.pieces import local_of, piece_of
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic whose slope at zero is steepest (Jordan et al. 2024)."""
+ITERATIONS = 5
+TINY = 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised (Jordan et al. 2024), with AdamW's update size (Liu et al. 2025, §2.2)."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, momentum: float, weight_decay: float):
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for param in (p for p in group["params"] if p.grad is not None):
+                if "momentum_buffer" not in self.state[param]:
+                    self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+                weight, grad = local_of(param), local_of(param.grad)
+                mean = local_of(self.state[param]["momentum_buffer"])
+                mean.lerp_(grad, 1 - momentum)
+                piece = piece_of(param)
+                update = orthogonal(piece.whole(grad.lerp(mean, momentum)))[piece.box]
+                weight.mul_(1 - lr * group["weight_decay"])
+                weight.add_(update, alpha=-lr * 0.2 * math.sqrt(max(param.shape)))
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """About the nearest matrix whose singular values are all 1, by Newton–Schulz: in bf16 where that is fast."""
+    x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
+    tall = x.shape[0] > x.shape[1]
+    x = x.mT if tall else x
+    x = x / x.norm().clamp(min=TINY)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(matrix.dtype)
