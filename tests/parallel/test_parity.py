@@ -17,7 +17,6 @@ ALL = (
     "dp_replicate 2 × dp_shard 2 zero=1", "dp_replicate 2 × dp_shard 2 zero=2", "dp_replicate 2 × dp_shard 2 zero=3",
 )  # fmt: skip
 SOME = ("dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2 no-sequence", "tp 2", "dp_replicate 2 × dp_shard 2 zero=2")
-DATA = ("dp_replicate 2", "dp_shard 2 zero=1", "dp_shard 4 zero=3", "dp_replicate 2 × dp_shard 2 zero=2")
 
 
 def check(pool: RankPool, layouts: tuple[str, ...], *overrides: str, precision: str = "fp32", **sections: Any) -> None:
@@ -66,11 +65,3 @@ def test_documents_that_do_not_see_each_other(pool: RankPool, documents: Path, f
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision(pool: RankPool, precision: str) -> None:
     check(pool, ALL[::2], precision=precision)
-
-
-def test_a_module_of_ones_own(pool: RankPool) -> None:
-    own = {"family": None, "dim": None, "layers": None, "heads": None, "kv_heads": None, "ffn": None, "vocab": None}
-    source = {"source": "pydoc", "seq_len": 8}
-    check(pool, DATA, model={**own, "module": "own_models:Plain"}, data=source)
-    check(pool, SOME, model={**own, "module": "own_models:WithParts"}, data=source)
-    check(pool, SOME, model={**own, "module": "own_models:WithParts"}, data=source, precision="bf16")
