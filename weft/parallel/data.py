@@ -13,21 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from weft.comm import Axis
-from weft.comm.pieces import local_of
+from weft.comm.pieces import like, local_of
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
-
-
-def like(local: Tensor, model: Any) -> Tensor:
-    """A local tensor dressed as `model` is: a DTensor of the same placement, or plain."""
-    if not isinstance(model, DTensor):
-        return local
-    return DTensor.from_local(
-        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
-    )
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
