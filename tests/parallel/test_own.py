@@ -18,18 +18,27 @@ NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "k
 
 
 def own(name: str, **sections: Any) -> Job:
-    return make_job(model={**NOT_OURS, "module": f"own_models:{name}"}, data={"source": "pydoc", "seq_len": 8}, **sections)
+    return make_job(
+        model={**NOT_OURS, "module": f"own_models:{name}"}, data={"source": "pydoc", "seq_len": 8}, **sections
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "precision", "layouts"),
-    [("Plain", "fp32", DATA), ("WithParts", "fp32", TENSOR), ("Odd", "fp32", TENSOR), ("WithParts", "bf16", (*DATA[:2], *TENSOR[:2])),
-     ("Frozen", "fp32", (*DATA[1:3], "dp_replicate 2"))],
-)  # fmt: skip
+    [
+        ("Plain", "fp32", DATA),
+        ("WithParts", "fp32", TENSOR),
+        ("Odd", "fp32", TENSOR),
+        ("WithParts", "bf16", (*DATA[:2], *TENSOR[:2])),
+        ("Frozen", "fp32", (*DATA[1:3], "dp_replicate 2")),
+    ],
+)
 def test_same_run(pool: RankPool, name: str, precision: str, layouts: tuple[str, ...]) -> None:
     job = own(name, precision=precision)
     reference = run(pool, job, "1")
-    wrong = {layout: found for layout in layouts if (found := differences(reference, run(pool, job, layout), precision))}
+    wrong = {
+        layout: found for layout in layouts if (found := differences(reference, run(pool, job, layout), precision))
+    }
     assert not wrong
     assert ("embed.weight" in reference.result.trace.parameters) == (name != "Frozen")
 
@@ -53,5 +62,3 @@ def test_what_cannot_work_is_said(pool: RankPool, name: str, layout: str, says: 
     job = with_layout(own(name), section(layout))
     answers = pool.run(on_ranks.refusal, 2 if layout == "tp 2" else 1, job)
     assert answers == [says] * len(answers)
-
-

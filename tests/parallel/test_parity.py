@@ -12,7 +12,8 @@ from weft.launch.pool import RankPool
 
 ALL = (
     "dp_replicate 2", "dp_replicate 4", "dp_shard 2 zero=1", "dp_shard 2 zero=2", "dp_shard 2 zero=3",
-    "dp_shard 4 zero=1", "dp_shard 4 zero=2", "dp_shard 4 zero=3", "tp 2", "tp 4", "tp 2 no-sequence", "tp 4 no-sequence",
+    "dp_shard 4 zero=1", "dp_shard 4 zero=2", "dp_shard 4 zero=3",
+    "tp 2", "tp 4", "tp 2 no-sequence", "tp 4 no-sequence",
     "dp_shard 2 zero=1 × tp 2", "dp_shard 2 zero=2 × tp 2", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2",
     "dp_replicate 2 × dp_shard 2 zero=1", "dp_replicate 2 × dp_shard 2 zero=2", "dp_replicate 2 × dp_shard 2 zero=3",
 )  # fmt: skip
@@ -46,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "wide heads, layer norm on rope": {"model": {"head_dim": 6, "norm": "layernorm", "bias": True, "dim": 20}},
     "stretched rope": {"model": {"rope_scaling": {"kind": "llama3", "original_len": 8}}},
     "vit": {"model": {"family": "vit", "vocab": 5, "kv_heads": 4}},
-    "mlp": {"model": {"family": "mlp", "dim": 12, "layers": 5, "heads": None, "kv_heads": None, "ffn": None, "vocab": None}},
+    "mlp": {"model": {"family": "mlp", "dim": 12, "layers": 5, **dict.fromkeys(("heads", "kv_heads", "ffn", "vocab"))}},
 }  # fmt: skip
 
 
