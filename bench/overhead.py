@@ -80,11 +80,12 @@ def run_bare(steps: int) -> list[float]:
 
 
 def run_weft(steps: int, layout: str) -> list[float]:
+    layouts = {"ddp": {"dp_replicate": 2, "dp_shard": 1}, "zero3": {"dp_shard": 2, "zero": 3}}
     with tempfile.TemporaryDirectory() as folder:
         job = {
             "name": "overhead", "model": MODEL, "data": {"source": "pydoc", "seq_len": SEQ},
             "train": {"steps": steps, "global_batch": BATCH, "eval_every": 0}, "runs_dir": folder,
-            "optim": {"lr": 1e-3}, "parallel": {"dp_replicate": 2, "dp_shard": 1} if layout == "ddp" else {"dp_shard": 2, "zero": 3},
+            "optim": {"lr": 1e-3}, "parallel": layouts[layout],
             "checkpoint": {"every": 0},
         }  # fmt: skip
         path = Path(folder) / "job.yaml"

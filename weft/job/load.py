@@ -110,11 +110,16 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
 
 
 def parse_job(raw: dict[str, Any]) -> Job:
-    """A Job from plain data, or a JobError that names every mistake."""
+    """A Job from plain data, or a JobError that names every mistake, one line each."""
     try:
         return Job.model_validate(raw)
     except ValidationError as error:
-        raise JobError("\n".join(dict.fromkeys(_sentence(e) for e in _relevant(error)))) from None
+        by_key: dict[str, list[Any]] = {}
+        for e in error.errors():
+            by_key.setdefault(".".join(str(p) for p in e["loc"] if not _BRANCHES.match(str(p))), []).append(e)
+        # a union fails once for each branch; what is said of a deeper key is what was meant
+        keys = [k for k in by_key if not any(other.startswith(k + ".") for other in by_key)]
+        raise JobError("\n".join(_sentence(k, by_key[k]) for k in keys)) from None
 
 
 def dump_yaml(job: Job) -> str:
@@ -137,35 +142,41 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 
 # pydantic marks the branch of a union in the location; a person did not write it
-_BRANCHES = re.compile(r"^(Parallel|RopeScaling|int|str|float|literal\[.*\]|function-.*)$")
+_BRANCHES = re.compile(r"^(Parallel|RopeScaling|int|str|float|bool|literal\[.*\]|function-.*|constrained-.*)$")
+
+_EXPECTED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "key: value lines",
+    "model_type": "key: value lines",
+    "tuple_type": "a list",
+    "string_pattern_mismatch": "letters, digits, dots, dashes and underscores",
+}
+"""Pydantic's kinds of mismatch in the words of a person."""
 
 
-def _relevant(error: ValidationError) -> list[Any]:
-    """Of a union's failures keep those of the branch that was meant: the section if a mapping was given."""
-    errors: list[Any] = error.errors()
-    meant_section = {
-        e["loc"][0] for e in errors if len(e["loc"]) > 2 and e["loc"][1] in {"Parallel"} and e["type"] != "model_type"
-    }
-    kept = []
-    for e in errors:
-        loc = e["loc"]
-        if loc[0] in meant_section and (len(loc) == 2 and str(loc[1]).startswith("literal")):
-            continue
-        kept.append(e)
-    return kept
-
-
-def _sentence(error: Any) -> str:
-    loc = [str(p) for p in error["loc"] if not _BRANCHES.match(str(p))]
-    key = ".".join(loc)
-    if error["type"] == "extra_forbidden":
+def _sentence(key: str, errors: list[Any]) -> str:
+    if any(e["type"] == "extra_forbidden" for e in errors):
         return f"{key}: unknown key{_suggest(key)}"
-    value = error.get("input")
-    shown = f" (given {value!r})" if not isinstance(value, dict) else ""
-    message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "model_type":
-        message = "should be a section of key: value lines"
-    return f"{key}: {message[0].lower()}{message[1:]}{shown}"
+    value = errors[0].get("input")
+    shown = f"{value!r}" if not isinstance(value, dict) else "a mapping"
+    expected = [_EXPECTED.get(e["type"]) or _choices(e) for e in errors]
+    if all(expected):
+        return f"{key}={shown}: must be {' or '.join(dict.fromkeys(str(x) for x in expected))}"
+    message = next(str(e["msg"]) for e, known in zip(errors, expected, strict=True) if not known)
+    message = message.removeprefix("Value error, ").removeprefix("Input should be ")
+    return f"{key}={shown}: {message if message.startswith(('must', 'no ')) else 'must be ' + message}"
+
+
+def _choices(error: Any) -> str | None:
+    return str(error["ctx"]["expected"]).replace("'", "") if error["type"] == "literal_error" else None
 
 
 def _suggest(key: str) -> str:

@@ -54,11 +54,12 @@ class Optimizers:
 
     def allocate(self) -> None:
         """Make the state exist, so that a checkpoint can be read into it: a step of rate 0 on zero gradients."""
+        grads = {name: master.grad for name, master in self.masters.items()}  # they may be views of buckets
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)
         self.step(0.0)
-        for master in self.masters.values():
-            master.grad = None
+        for name, master in self.masters.items():
+            master.grad = grads[name]
 
 
 def build_optimizers(optim: Optim, masters: Params, is_block: Callable[[str], bool]) -> Optimizers:

@@ -33,7 +33,7 @@ def explain(job: Job, plan: Plan) -> str:
         rows.append(("memory", f"{p['memory_gib']:.2f} GiB a rank ({parts})"))
         rows.append(("traffic", f"{p['communication_mib']:.1f} MiB a rank and step"))
         if "step_time_s" in p:
-            rows.append(("step", f"{p['step_time_s']:.3f} s if 40 % of the peak is reached"))
+            rows.append(("step", f"{p['step_time_s']:.3g} s if 40 % of the peak is reached"))
     lines = [f"{name:10} {text}" for name, text in rows]
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
 

@@ -7,8 +7,8 @@ from weft.plan.counts import count_parameters
 from weft.plan.layout import Plan
 
 GIB = 2**30
-RUNTIME_GIB = {"cpu": 0.35, "cuda": 0.6}
-"""torch itself, before a single weight: resident libraries on a CPU rank, the CUDA context on a GPU."""
+RUNTIME_GIB = {"cpu": 0.35, "cuda": 0.0}
+"""torch itself before a single weight: resident on a CPU rank; a GPU's context is not in what its allocator counts."""
 LOGITS_BYTES = 3 * (1 << 24) * 4
 """The chunk of logits that the loss holds, its exponentials, and their gradient (models/loss.py)."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import time
 from collections.abc import Callable
@@ -12,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from weft.comm.pieces import local_of, piece_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
 from weft.job.errors import JobError, WeftError
@@ -93,7 +92,7 @@ def small(job: Job) -> Job:
 
 
 def with_layout(job: Job, section: dict[str, Any]) -> Job:
-    """The job on local ranks under one layout: CPU ranks, or sharing the GPUs where the job says cluster.device=cuda."""
+    """The job on local ranks under one layout: CPU ranks, or sharing the GPUs where the job says device=cuda."""
     raw = job.model_dump(mode="json")
     raw["parallel"] = section
     device = "cuda" if job.cluster.device == "cuda" else "cpu"
@@ -106,8 +105,6 @@ def with_layout(job: Job, section: dict[str, Any]) -> Job:
 def trace(job: Job, steps: int, folder: str) -> None:
     """Run a few steps on the ranks of this call and leave the Trace, whole tensors, in folder/trace.pt."""
     began = time.perf_counter()
-    # gathering a tensor that two axes cut takes two collectives; torch warns of it, and here it is what we want
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     job, plan = make_plan(job)
     mesh = connect(plan, job.comm.timeout_s)
     state = build_state(job, plan, mesh)
@@ -119,9 +116,9 @@ def trace(job: Job, steps: int, folder: str) -> None:
     )  # fmt: skip
     for _, batches in zip(range(steps), loader, strict=False):
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
-        gradients.append(
-            {n: whole(m.grad) * grads.factor for n, m in state.woven.masters.items() if m.grad is not None}
-        )
+        factor = grads.factor.cpu()
+        masters = {n: m for n, m in state.woven.masters.items() if m.grad is not None}
+        gradients.append({n: whole(m.grad) * factor for n, m in masters.items()})
         norm, _ = stepper.update(grads, stepper.learning_rate())
         total = grads.loss.double() / plan.tp
         if mesh.everyone is not None:
@@ -135,10 +132,9 @@ def trace(job: Job, steps: int, folder: str) -> None:
 
 
 def whole(x: Tensor | None) -> Tensor:
-    """A tensor's value over all ranks, as a copy."""
+    """A tensor's value over all ranks, as a copy on the host."""
     assert x is not None
-    value = x.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return piece_of(x).whole(local_of(x.detach())).cpu().clone()
 
 
 def compare(layout: str, world: int, reference: Trace, other: Trace, tolerance: float) -> Verdict:

@@ -42,7 +42,7 @@ def _promises(end: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
         pairs.append(f"memory {_beside(predicted.get('memory_gib'), peak, '{:.2f} GiB')}")
     times = sorted(r["step_time_s"] for r in records if r.get("step_time_s"))
     if times:
-        pairs.append(f"step {_beside(predicted.get('step_time_s'), times[len(times) // 2], '{:.3f} s')}")
+        pairs.append(f"step {_beside(predicted.get('step_time_s'), times[len(times) // 2], '{:.3g} s')}")
     if "communication_mib" in predicted:
         pairs.append(f"traffic {predicted['communication_mib']:.1f} MiB a rank and step predicted")
     rates = sorted(r["tokens_per_s"] for r in records if r.get("tokens_per_s"))
