@@ -56,6 +56,12 @@ def flops_per_token(model: Model, seq_len: int) -> float | None:
     return 6.0 * matmuls + (attention / 2 if model.causal else attention)
 
 
+def flops_per_sample(model: Model, seq_len: int) -> float | None:
+    """Training FLOPs a sample: a sequence, an image of patches, or the one vector of an MLP."""
+    flops = flops_per_token(model, seq_len)
+    return None if flops is None else flops * (1 if model.family == "mlp" else seq_len)
+
+
 def _int(value: int | None) -> int:
     assert value is not None, "the model is resolved before it is counted"
     return value
