@@ -31,10 +31,11 @@ def count_parameters(model: Model) -> Counts | None:
         return Counts(0, dim * dim + (dim if model.bias else 0), layers, 0)
     heads, kv, hd, ffn = _int(model.heads), _int(model.kv_heads), _int(model.head_dim), _int(model.ffn)
     vocab, bias = _int(model.vocab), bool(model.bias)
-    norm = 2 * dim if model.norm == "layernorm" and bias else dim
+    norm_rows = 2 if model.norm == "layernorm" and bias else 1
+    norm = norm_rows * dim
     attention = 2 * dim * heads * hd + 2 * dim * kv * hd
     attention += ((heads + 2 * kv) * hd + dim) if bias else 0
-    attention += 2 * hd if model.qk_norm else 0
+    attention += 2 * norm_rows * hd if model.qk_norm else 0
     gates = 2 if model.activation == "swiglu" else 1
     mlp = (gates + 1) * dim * ffn + (gates * ffn + dim if bias else 0)
     embedding = PATCH_DIM * dim + dim if model.family == "vit" else vocab * dim
