@@ -21,13 +21,13 @@ ALIGN = 64  # elements between gradients in a bucket, so that each begins on a c
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace every floating parameter by a copy in dtype; ties between modules stay tied."""
+    """Replace every trained parameter by a copy in dtype; ties between modules stay tied, frozen ones as they were."""
     cast: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for key, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if p.is_floating_point():
+            if p.is_floating_point() and p.requires_grad:
                 if id(p) not in cast:
-                    cast[id(p)] = nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad)
+                    cast[id(p)] = nn.Parameter(p.detach().to(dtype))
                 owner.register_parameter(key, cast[id(p)])
 
 
