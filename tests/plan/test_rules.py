@@ -13,10 +13,13 @@ from weft.plan import RUNNABLE, check, check_fits, make_plan
 SMALL = {"dim": 64, "heads": 8, "kv_heads": 2, "layers": 2, "ffn": 96}
 
 
+def prepare(world: int | None, job: dict[str, Any]) -> None:
+    check(*make_plan(parse_job({"data": {"source": "synthetic"}, **job}), world), RUNNABLE)
+
+
 def refused(world: int | None = None, **job: Any) -> str:
     with pytest.raises(JobError) as caught:
-        described, plan = make_plan(parse_job({"data": {"source": "synthetic"}, **job}), world)
-        check(described, plan, RUNNABLE)
+        prepare(world, job)
     assert caught.value.exit_code == Exit.JOB
     return str(caught.value)
 
@@ -27,7 +30,7 @@ def refused(world: int | None = None, **job: Any) -> str:
         (4, {"model": SMALL, "parallel": {"tp": 4}},
          "parallel.tp=4 does not divide model.kv_heads=2: each rank needs a whole key and value head; "
          "tp=1 or 2 would work"),
-        (4, {"model": {**SMALL, "kv_heads": 8, "heads": 6, "dim": 48, "kv_heads": 6}, "parallel": {"tp": 4}},
+        (4, {"model": {**SMALL, "heads": 6, "dim": 48, "kv_heads": 6}, "parallel": {"tp": 4}},
          "parallel.tp=4 does not divide model.heads=6; tp=1, 2, 3 or 6 would work"),
         (2, {"model": {**SMALL, "ffn": 33}, "parallel": {"tp": 2}},
          "model.ffn=33 is not a multiple of parallel.tp=2; model.ffn=34 would work"),
