@@ -21,7 +21,8 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float, site: int):
         super().__init__()
-        self.p, self.site = p, site
+        self.p = p
+        self.salt = ((site * _A + 2**63) % 2**64) - 2**63  # as int64 wraps around
 
     def first_row(self, x: Tensor) -> int:
         """Where x begins along the sequence; a layout that cuts the sequence says otherwise."""
@@ -31,7 +32,7 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0 or keys is None:
             return x
         rows = torch.arange(x.shape[1], device=x.device) + self.first_row(x)
-        row_keys = mix(mix(keys + self.site * _A).unsqueeze(1) + rows)  # [batch, seq]
+        row_keys = mix(mix(keys + self.salt).unsqueeze(1) + rows)  # [batch, seq]
         noise = mix(row_keys.unsqueeze(2) + torch.arange(x.shape[2], device=x.device) * _A)
         keep = (noise >> 40) & 0xFFFFFF >= int(self.p * (1 << 24))
         return x * keep * (1 / (1 - self.p))
