@@ -34,6 +34,7 @@ class Signals:
         self.received: set[int] = set()
         for number, _ in self.CODES:
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number for number, _ in self.CODES})  # the launcher held them back
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.received.add(number)
