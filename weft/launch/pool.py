@@ -94,7 +94,7 @@ def _serve(pipe: Connection) -> None:
     while True:
         try:
             fn, args, rank, world, store = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):  # the pool was closed
             return
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), WEFT_STORE=store)
         try:

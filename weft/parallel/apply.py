@@ -28,6 +28,8 @@ class Woven:
     data: Replicas | Shards
     tp: Axis | None
     partial: tuple[str, ...]
+    frozen: dict[str, Tensor]
+    """Weights that are not trained, by name: a checkpoint holds them, the optimizer never sees them."""
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -86,7 +88,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0) -> Wove
     else:
         data = Replicas(model, mesh.axis("dp_replicate"), dtype, plan.bucket_mb)
     partial = tuple(n for n in data.masters if split and n in split.partial)
-    return Woven(model, data, tp, partial)
+    frozen: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    return Woven(model, data, tp, partial, frozen)
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:

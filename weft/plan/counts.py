@@ -31,10 +31,11 @@ def count_parameters(model: Model) -> Counts | None:
         return Counts(0, dim * dim + (dim if model.bias else 0), layers, 0)
     heads, kv, hd, ffn = _int(model.heads), _int(model.kv_heads), _int(model.head_dim), _int(model.ffn)
     vocab, bias = _int(model.vocab), bool(model.bias)
-    norm = 2 * dim if model.norm == "layernorm" and bias else dim
+    norm_rows = 2 if model.norm == "layernorm" and bias else 1
+    norm = norm_rows * dim
     attention = 2 * dim * heads * hd + 2 * dim * kv * hd
     attention += ((heads + 2 * kv) * hd + dim) if bias else 0
-    attention += 2 * hd if model.qk_norm else 0
+    attention += 2 * norm_rows * hd if model.qk_norm else 0
     gates = 2 if model.activation == "swiglu" else 1
     mlp = (gates + 1) * dim * ffn + (gates * ffn + dim if bias else 0)
     embedding = PATCH_DIM * dim + dim if model.family == "vit" else vocab * dim
@@ -54,6 +55,12 @@ def flops_per_token(model: Model, seq_len: int) -> float | None:
     matmuls = counts.block * layers + vocab * dim
     attention = 12 * layers * _int(model.heads) * _int(model.head_dim) * seq_len
     return 6.0 * matmuls + (attention / 2 if model.causal else attention)
+
+
+def flops_per_sample(model: Model, seq_len: int) -> float | None:
+    """Training FLOPs a sample: a sequence, an image of patches, or the one vector of an MLP."""
+    flops = flops_per_token(model, seq_len)
+    return None if flops is None else flops * (1 if model.family == "mlp" else seq_len)
 
 
 def _int(value: int | None) -> int:

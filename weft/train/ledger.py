@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.job.errors import DivergedError, Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.plan.counts import flops_per_token
+from weft.plan.counts import flops_per_sample
 from weft.plan.layout import Plan
 from weft.plan.make import peak_flops
 from weft.train.state import State
@@ -34,6 +34,7 @@ class Signals:
         self.received: set[int] = set()
         for number, _ in self.CODES:
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number for number, _ in self.CODES})  # the launcher held them back
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.received.add(number)
@@ -70,7 +71,8 @@ class Ledger:
     ):
         self.job, self.plan, self.mesh, self.state, self.write, self.signals = job, plan, mesh, state, write, signals
         self.stop: Exit | None = None
-        self.flops = flops_per_token(job.model, job.data.seq_len)
+        sample = flops_per_sample(job.model, job.data.seq_len)
+        self.flops = sample * job.train.global_batch if sample else None
         self.peak = peak_flops(plan)
         self.open: _Open | None = None
         self.last: dict[str, Any] = {}
@@ -104,7 +106,7 @@ class Ledger:
         loss, norm = loss_sum / max(1, count), entry.norm.item()
         self.state.tokens += count
         rate = count / entry.seconds if entry.seconds > 0 else None
-        mfu = rate * self.flops / (self.peak * self.plan.world) if rate and self.flops and self.peak else None
+        mfu = self.flops / (entry.seconds * self.peak * self.plan.world) if rate and self.flops and self.peak else None
         record = {
             "step": entry.step,
             "loss": loss,

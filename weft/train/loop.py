@@ -42,11 +42,9 @@ def fit(session: Session, signals: Signals) -> Exit:
             evaluate()
         ledger.start_clock()
         with closing(session.loader()) as loader:
-            for batches in loader:
-                if state.step >= steps or ledger.stop:
-                    break
+            while state.step < steps and not ledger.stop:
                 lr = stepper.learning_rate()
-                grads = stepper.gradients([to_device(b, device) for b in batches])
+                grads = stepper.gradients([to_device(b, device) for b in next(loader)])
                 norm, taken = stepper.update(grads, lr)
                 ledger.post(grads, norm, lr, taken)
                 if _due(state.step, job.train.eval_every, steps):
