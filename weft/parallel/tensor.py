@@ -257,8 +257,8 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
     if not any(_role(table, name) in CUTTING for name, _ in model.named_modules()):
         example = next((n for n, m in model.named_modules() if isinstance(m, nn.Linear)), "layers.0.up")
         raise JobError(
-            f"the table of parts of {type(model).__name__} cuts none of its modules ({', '.join(table)}); write patterns "
-            f"that fit their paths, such as {example!r}"
+            f"the table of parts of {type(model).__name__} cuts none of its modules ({', '.join(table)}); write "
+            f"patterns that fit their paths, such as {example!r}"
         )
     for name, module in modules:
         if role := _role(table, name):
