@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh, connect
 from weft.optim.clip import cut_axes
 from weft.plan import RUNNABLE, Plan, check, make_plan
+from weft.train.checkpoint import Checkpoints
 from weft.train.prove import Trace, whole
 from weft.train.session import build_state, to_device
 from weft.train.step import Stepper
@@ -55,8 +55,6 @@ class Result:
 
 def begin(job: Job) -> tuple[Job, Plan, Mesh, Stepper, Loader]:
     """All that a rank needs to train, at step 0."""
-    # gathering a tensor that two axes cut takes two collectives; torch warns of it, and here it is what we want
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     job, plan = make_plan(job)
     check(job, plan, RUNNABLE)
     mesh = connect(plan, 60.0)
@@ -98,6 +96,34 @@ def observe(job: Job, steps: int, file: str, scale: float | None = None, count: 
         torch.save(Result(trace, start, ema), Path(file))
     mesh.barrier()
     return Seen({n: _piece(m, mesh) for n, m in masters.items()}, collectives, scales, taken)
+
+
+def move(job: Job, folder: str, train: int, file: str) -> int | None:
+    """Open the newest checkpoint of a folder, if it has one; train; save. Leaves (state as opened, state as saved)."""
+    job, plan, mesh, stepper, _ = begin(job)
+    state = stepper.state
+    checkpoints = Checkpoints(Path(folder), group=mesh.host_group, keep=9, keep_every=0, background=False)
+    tensors = state.empty_like(saved_world=0)
+    found = checkpoints.load_newest(tensors)
+    if found is not None:
+        state.adopt(tensors, found.meta)
+    opened = _whole_state(stepper)
+    loader = Loader(
+        open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
+        dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, start_step=state.step,
+    )  # fmt: skip
+    for _, batches in zip(range(train), loader, strict=False):
+        stepper.update(stepper.gradients(batches), stepper.learning_rate())
+    saved = _whole_state(stepper)
+    checkpoints.save(state.step, state.tensors(), state.meta(job, plan), wait=True)
+    if mesh.rank == 0:
+        torch.save((opened, saved), Path(file))
+    mesh.barrier()
+    return None if found is None else found.step
+
+
+def _whole_state(stepper: Stepper) -> dict[str, Tensor]:
+    return {n: whole(t) for n, t in stepper.state.tensors().items() if not n.startswith("random")}
 
 
 def refusal(job: Job) -> str:

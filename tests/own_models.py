@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, hidden: int):
         super().__init__()
         self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 2 * dim)
-        self.down = nn.Linear(2 * dim, dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -23,10 +23,10 @@ class Block(nn.Module):
 class Plain(nn.Module):
     """Predicts the next token from this one; the embedding is also the head, and one matrix is never used."""
 
-    def __init__(self, vocab: int = 256, dim: int = 16, layers: int = 2):
+    def __init__(self, vocab: int = 256, dim: int = 16, layers: int = 2, hidden: int = 32):
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(layers))
         self.head = nn.Linear(dim, vocab, bias=False)
         self.head.weight = self.embed.weight
         self.unused = nn.Linear(dim, dim)
@@ -45,6 +45,13 @@ class WithParts(Plain):
     parts: ClassVar[dict[str, str]] = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
 
+class Odd(WithParts):
+    """Does not divide by 2."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=33)
+
+
 class WrongParts(Plain):
     parts: ClassVar[dict[str, str]] = {"blocks.*.up": "colum"}
 
@@ -52,6 +59,6 @@ class WrongParts(Plain):
 class Frozen(Plain):
     """A person's fine-tuning: the embedding, and so the head, stays as it was."""
 
-    def __init__(self, vocab: int = 256, dim: int = 16, layers: int = 2):
-        super().__init__(vocab, dim, layers)
+    def __init__(self) -> None:
+        super().__init__()
         self.embed.weight.requires_grad_(False)

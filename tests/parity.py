@@ -21,7 +21,7 @@ UPDATE_TOLERANCE: dict[str, float] = {"fp32": 2e-4, "bf16": 0.5, "fp16": 0.1}
 own size, so this is looser than what gradients are held to; a step of half the size would still be 0.5."""
 
 NOISE = 1e-8
-"""What a weight may differ by in any case: a key's bias has no gradient but rounding, and goes nowhere in particular."""
+"""What a weight may differ by in any case: a key's bias has no gradient but rounding, and goes anywhere."""
 
 BASE: dict[str, Any] = {
     "model": {"family": "llama", "dim": 16, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 32, "vocab": 48},

@@ -12,12 +12,12 @@ from weft.launch.pool import RankPool
 
 ALL = (
     "dp_replicate 2", "dp_replicate 4", "dp_shard 2 zero=1", "dp_shard 2 zero=2", "dp_shard 2 zero=3",
-    "dp_shard 4 zero=1", "dp_shard 4 zero=2", "dp_shard 4 zero=3", "tp 2", "tp 4", "tp 2 no-sequence", "tp 4 no-sequence",
+    "dp_shard 4 zero=1", "dp_shard 4 zero=2", "dp_shard 4 zero=3",
+    "tp 2", "tp 4", "tp 2 no-sequence", "tp 4 no-sequence",
     "dp_shard 2 zero=1 × tp 2", "dp_shard 2 zero=2 × tp 2", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2",
     "dp_replicate 2 × dp_shard 2 zero=1", "dp_replicate 2 × dp_shard 2 zero=2", "dp_replicate 2 × dp_shard 2 zero=3",
 )  # fmt: skip
 SOME = ("dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2 no-sequence", "tp 2", "dp_replicate 2 × dp_shard 2 zero=2")
-DATA = ("dp_replicate 2", "dp_shard 2 zero=1", "dp_shard 4 zero=3", "dp_replicate 2 × dp_shard 2 zero=2")
 
 
 def check(pool: RankPool, layouts: tuple[str, ...], *overrides: str, precision: str = "fp32", **sections: Any) -> None:
@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "wide heads, layer norm on rope": {"model": {"head_dim": 6, "norm": "layernorm", "bias": True, "dim": 20}},
     "stretched rope": {"model": {"rope_scaling": {"kind": "llama3", "original_len": 8}}},
     "vit": {"model": {"family": "vit", "vocab": 5, "kv_heads": 4}},
-    "mlp": {"model": {"family": "mlp", "dim": 12, "layers": 5, "heads": None, "kv_heads": None, "ffn": None, "vocab": None}},
+    "mlp": {"model": {"family": "mlp", "dim": 12, "layers": 5, **dict.fromkeys(("heads", "kv_heads", "ffn", "vocab"))}},
 }  # fmt: skip
 
 
@@ -66,11 +66,3 @@ def test_documents_that_do_not_see_each_other(pool: RankPool, documents: Path, f
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision(pool: RankPool, precision: str) -> None:
     check(pool, ALL[::2], precision=precision)
-
-
-def test_a_module_of_ones_own(pool: RankPool) -> None:
-    own = {"family": None, "dim": None, "layers": None, "heads": None, "kv_heads": None, "ffn": None, "vocab": None}
-    source = {"source": "pydoc", "seq_len": 8}
-    check(pool, DATA, model={**own, "module": "own_models:Plain"}, data=source)
-    check(pool, SOME, model={**own, "module": "own_models:WithParts"}, data=source)
-    check(pool, SOME, model={**own, "module": "own_models:WithParts"}, data=source, precision="bf16")

@@ -54,3 +54,12 @@ def piece_of(tensor: Tensor) -> Piece:
 def local_of(tensor: Tensor) -> Tensor:
     """A tensor's piece on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(local: Tensor, model: Tensor) -> Tensor:
+    """A local tensor dressed as `model` is: a DTensor of the same placement, or plain."""
+    if not isinstance(model, DTensor):
+        return local
+    return DTensor.from_local(
+        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
+    )

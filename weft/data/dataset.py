@@ -71,6 +71,15 @@ def open_dataset(job: Job) -> Dataset:
     )
 
 
+def check_dataset(job: Job) -> None:
+    """Refuse what open_dataset would refuse, as far as that can be known without reading a corpus or running code."""
+    data = job.data
+    if data.source in CORPORA and job.model.family not in ("mlp", "vit"):
+        _check_vocab(job, load_tokenizer(data.tokenizer).vocab)
+    elif not _is_own(data.source):
+        open_dataset(job)
+
+
 def open_tokenizer(data: Data) -> Tokenizer:
     """The tokenizer of data.source: a store brings its own, everything else uses data.tokenizer."""
     if data.source in _NAMES or _is_own(data.source):

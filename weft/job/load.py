@@ -81,6 +81,7 @@ def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
         raw = {}
     if not isinstance(raw, dict):
         raise JobError(f"{path} must hold sections such as `model:` and `train:`, not a {type(raw).__name__}")
+    raw = {key: value for key, value in raw.items() if value is not None}  # a section's heading with nothing under it
     raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem))
     return parse_job(apply_overrides(raw, overrides))
 

@@ -289,7 +289,7 @@ class Job(Section):
     model: Model = Model()
     """What is trained."""
     data: Data = Data()
-    """Where samples come from."""
+    """What it is trained on."""
     train: Train = Train()
     """The recipe."""
     optim: Optim = Optim()

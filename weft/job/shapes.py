@@ -85,7 +85,10 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
     dim, heads = fields["dim"], fields["heads"]
     fields.setdefault("kv_heads", heads)
     if heads % fields["kv_heads"]:
-        raise JobError(f"model.heads={heads} is not a multiple of model.kv_heads={fields['kv_heads']}")
+        near = max(k for k in range(1, min(heads, fields["kv_heads"]) + 1) if heads % k == 0)
+        raise JobError(
+            f"model.heads={heads} is not a multiple of model.kv_heads={fields['kv_heads']}; kv_heads={near} would work"
+        )
     if "head_dim" not in fields:
         if dim % heads:
             near = max(h for h in range(1, heads + 1) if dim % h == 0)

@@ -23,6 +23,8 @@ from weft.job.run import RunDir
 GRACE_S = 10.0
 """How long the other ranks may take to say what they saw after one has failed."""
 
+WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask a run to save and stop."""
 
 QUIET = (int(Exit.DONE), int(Exit.PREEMPTED), int(Exit.INTERRUPTED))
 """Codes that are no failure: done, or stopped as asked."""
@@ -64,6 +66,8 @@ def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None]) -> in
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+        # a rank inherits the mask and lifts it when it can answer: no Ctrl-C is lost or shot at torch's import
+        signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
         ranks = [_start(run, rank, world, Path(folder) / "store", lock) for rank in range(world)]
         with _forwarding(ranks):
             return _watch(run, ranks, say)
@@ -98,7 +102,8 @@ def _forwarding(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
             with contextlib.suppress(ProcessLookupError):
                 rank.send_signal(signal.SIGKILL if interrupts > 2 else number)
 
-    before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = {n: signal.signal(n, forward) for n in WISHES}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
     try:
         yield
     finally:
@@ -144,7 +149,7 @@ def _say_why(run: RunDir, codes: list[int], first: int, say: Callable[[str], Non
         return int(Exit.DIFFERS)
     cause = known[0]
     if cause["expected"]:
-        say(cause["message"])
+        say(f"weft: {cause['message']}")
         return int(cause["code"])
     position = f" ({cause['position']})" if cause["position"] else ""
     say(f"rank {cause['rank']}{position} failed in {cause['where']}: {cause['kind']}: {cause['message']}")

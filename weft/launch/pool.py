@@ -19,6 +19,7 @@ class RankFailed(RuntimeError):
     def __init__(self, rank: int, text: str, error: BaseException | None):
         super().__init__(f"rank {rank} failed:\n{text}")
         self.rank, self.error = rank, error
+        self.last_line = f"rank {rank}: {text.strip().splitlines()[-1]}"
 
 
 class RankPool:
@@ -94,7 +95,7 @@ def _serve(pipe: Connection) -> None:
     while True:
         try:
             fn, args, rank, world, store = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):  # the pool was closed
             return
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), WEFT_STORE=store)
         try:

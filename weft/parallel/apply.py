@@ -60,7 +60,8 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int) -> Woven:
     partial = tuple(n for n in data.masters if split and n in split.partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
-    return Woven(model, data, tp, partial, aliases)
+    frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
+    return Woven(model, data, tp, partial, frozen, aliases)
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:

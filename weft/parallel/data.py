@@ -13,31 +13,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from weft.comm import Axis
-from weft.comm.pieces import local_of
+from weft.comm.pieces import like, local_of
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
 
 
-def like(local: Tensor, model: Any) -> Tensor:
-    """A local tensor dressed as `model` is: a DTensor of the same placement, or plain."""
-    if not isinstance(model, DTensor):
-        return local
-    return DTensor.from_local(
-        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
-    )
-
-
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace every floating parameter by a copy in dtype; ties between modules stay tied."""
+    """Replace every trained parameter by a copy in dtype; ties between modules stay tied, frozen ones as they were."""
     cast: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for key, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if p.is_floating_point():
+            if p.is_floating_point() and p.requires_grad:
                 if id(p) not in cast:
-                    cast[id(p)] = nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad)
+                    cast[id(p)] = nn.Parameter(p.detach().to(dtype))
                 owner.register_parameter(key, cast[id(p)])
 
 

@@ -161,6 +161,10 @@ class Pipelined:
                     self.counted.append(master)
         self.splits = any(a.kind in "IW" for a in schedule.actions[axis.rank])
 
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        return {n: p for stage in self.stages.values() for n, p in stage.frozen.items()}
+
     def buffers(self) -> dict[str, Tensor]:
         return {n: b for stage in self.stages.values() for n, b in stage.buffers().items()}
 

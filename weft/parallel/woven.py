@@ -29,6 +29,8 @@ class Woven:
     data: Replicas | Shards
     tp: Axis | None
     partial: tuple[str, ...]
+    frozen: dict[str, Tensor] = field(default_factory=dict)
+    """Weights that are not trained, by name: a checkpoint holds them, the optimizer never sees them."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Names of weights that stand here for another stage's: a tied head is the embedding."""
 

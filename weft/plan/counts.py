@@ -31,10 +31,11 @@ def count_parameters(model: Model) -> Counts | None:
         return Counts(0, dim * dim + (dim if model.bias else 0), layers, 0)
     heads, kv, hd, ffn = _int(model.heads), _int(model.kv_heads), _int(model.head_dim), _int(model.ffn)
     vocab, bias = _int(model.vocab), bool(model.bias)
-    norm = 2 * dim if model.norm == "layernorm" and bias else dim
+    norm_rows = 2 if model.norm == "layernorm" and bias else 1
+    norm = norm_rows * dim
     attention = 2 * dim * heads * hd + 2 * dim * kv * hd
     attention += ((heads + 2 * kv) * hd + dim) if bias else 0
-    attention += 2 * hd if model.qk_norm else 0
+    attention += 2 * norm_rows * hd if model.qk_norm else 0
     gates = 2 if model.activation == "swiglu" else 1
     mlp = (gates + 1) * dim * ffn + (gates * ffn + dim if bias else 0)
     embedding = PATCH_DIM * dim + dim if model.family == "vit" else vocab * dim
@@ -67,6 +68,12 @@ def part_costs(model: Model, seq_len: int) -> list[float]:
     lookup = 6.0 * PATCH_DIM * dim if model.family == "vit" else 6.0 * dim  # rows are read and added to, not multiplied
     head = 6.0 * _int(model.vocab) * dim / (seq_len if model.family == "vit" else 1)
     return [lookup, *[6.0 * counts.block + attention] * counts.blocks, head]
+
+
+def flops_per_sample(model: Model, seq_len: int) -> float | None:
+    """Training FLOPs a sample: a sequence, an image of patches, or the one vector of an MLP."""
+    flops = flops_per_token(model, seq_len)
+    return None if flops is None else flops * (1 if model.family == "mlp" else seq_len)
 
 
 def _int(value: int | None) -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.hardware.catalog import Device, device_by_product, find_device
+from weft.hardware.catalog import Device, device_by_product, find_device, find_network
 from weft.hardware.probe import Machine, probe
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
-from weft.plan.counts import count_parameters, flops_per_token, part_costs
+from weft.plan.counts import count_parameters, flops_per_sample, part_costs
 from weft.plan.layout import AXES, Plan
 from weft.plan.memory import communication_bytes, predict_memory
-from weft.plan.rules import check, divisors, nearest
+from weft.plan.rules import TP_RULES, check, divisors, nearest
 from weft.plan.schedule import SCHEDULES, check_schedule
 from weft.plan.split import split_stages
 
@@ -31,6 +31,8 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
     job = resolve(job)
     machine = probe()
     device = _device(job, machine)
+    if job.cluster.network != "auto":
+        find_network(job.cluster.network)
     world, reasons = _world(job, machine, device, world)
     kind = "cpu" if device.kind == "cpu" else "cuda"
     memory = device_memory(job, device, machine, world)
@@ -161,6 +163,8 @@ def _choose(job: Job, plan: Plan, world: int, memory: float, reasons: list[str])
     dp = max(d for d in divisors(world) if batch % d == 0)
     tp = world // dp
     counts = count_parameters(job.model)
+    if tp > 1 and (job.model.module or any(rule(job, replace(plan, tp=tp)) for rule in TP_RULES)):
+        return replace(plan, dp_replicate=world)  # refused for its batch: the person wrote that, and no tp
     plan = replace(plan, tp=tp, sequence=True)
     if tp > 1:
         reasons.append(f"tp {tp}: global_batch {batch} splits over {dp} ranks only")
@@ -237,10 +241,9 @@ def _predict(job: Job, plan: Plan, device: Device) -> dict[str, float]:
     moved = sum(communication_bytes(job, plan).values())
     if predicted:
         predicted["communication_mib"] = moved / 2**20
-    peak, flops = peak_flops(plan), flops_per_token(job.model, job.data.seq_len)
+    peak, flops = peak_flops(plan), flops_per_sample(job.model, job.data.seq_len)
     if peak and flops:
-        tokens = job.train.global_batch * job.data.seq_len
-        predicted["step_time_s"] = tokens * flops / (peak * TYPICAL_MFU * plan.world)
+        predicted["step_time_s"] = job.train.global_batch * flops / (peak * TYPICAL_MFU * plan.world)
     return predicted
 
 

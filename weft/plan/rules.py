@@ -97,7 +97,9 @@ def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], 
     return rule
 
 
-RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn, _batch, _microbatch, _own)
+TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
+
+RULES: tuple[Rule, ...] = (*TP_RULES, _batch, _microbatch, _own)
 """Whatever breaks one of these can be neither planned nor run."""
 
 RUNNABLE: tuple[Rule, ...] = (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from weft.data.dataset import check_dataset
 from weft.job.errors import Exit
 from weft.job.load import dump_yaml
 from weft.job.run import RunDir
@@ -22,6 +24,7 @@ def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
     job, plan = make_plan(job, nproc)
     check(job, plan, RUNNABLE)
     check_fits(job, plan)
+    check_dataset(job)
     return job, plan
 
 
@@ -31,8 +34,11 @@ def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], Non
     with locked(run) as lock:
         if fresh:
             _set_aside(run, say)
+        new = not run.job.exists()
         write_description(run, job, plan)
         code = launch(run, plan.world, lock, say)
+        if code == Exit.JOB and new:  # only the ranks could tell; a run that never was leaves no folder
+            shutil.rmtree(run.path)
         if code in QUIET:
             close(run, say)
         return code

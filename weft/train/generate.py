@@ -8,6 +8,7 @@ import torch
 
 from weft.data.dataset import open_tokenizer
 from weft.job.errors import JobError
+from weft.job.load import parse_job
 from weft.train.manifest import Found
 from weft.train.weights import load_model
 
@@ -24,11 +25,12 @@ def generate(
     ema: bool = False,
 ) -> Iterator[str]:
     """Pieces of text as they are made, the prompt not among them. Temperature 0 always takes the likeliest token."""
-    job, model = load_model(found, ema)
+    job = parse_job(found.meta["job"])
     if job.model.family not in ("gpt2", "llama"):
         raise JobError(f"only a language model can generate; this run trains {job.model.module or job.model.family}")
+    _, model = load_model(found, ema)
     tokenizer = open_tokenizer(job.data)
-    ids = list(tokenizer.encode(prompt)) or [tokenizer.eos]
+    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eos]
     window = job.model.max_len or job.data.seq_len
     random = torch.Generator().manual_seed(seed)
     shown = ""

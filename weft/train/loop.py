@@ -8,8 +8,9 @@ from typing import Any
 
 from weft.job.errors import DivergedError, Exit
 from weft.train.gantt import recorded
-from weft.train.ledger import Ledger, Signals, peak_memory_gib
+from weft.train.ledger import Ledger, peak_memory_gib
 from weft.train.session import Session, to_device
+from weft.train.signals import Signals
 from weft.watch.progress import Progress
 
 
@@ -39,16 +40,16 @@ def fit(session: Session, signals: Signals) -> Exit:
             return {"val_loss": val}
 
         ledger = Ledger(job, session.plan, session.mesh, state, write, signals)
-        if state.step == 0:
+        ledger.agree()
+        if state.step == 0 and not ledger.stop:
             evaluate()
         ledger.start_clock()
         with closing(session.loader()) as loader:
-            for batches in loader:
-                if state.step >= steps or ledger.stop:
-                    break
+            while state.step < steps and not ledger.stop:
                 lr = stepper.learning_rate()
+                batches = [to_device(b, device) for b in next(loader)]
                 with recorded(session, state.step + 1):
-                    grads = stepper.gradients([to_device(b, device) for b in batches])
+                    grads = stepper.gradients(batches)
                 norm, taken = stepper.update(grads, lr)
                 ledger.post(grads, norm, lr, taken)
                 if _due(state.step, job.train.eval_every, steps):
@@ -58,7 +59,7 @@ def fit(session: Session, signals: Signals) -> Exit:
                     ledger.settle()
                     session.save()
         ledger.settle()
-        if ledger.stop:
+        if ledger.stop and state.step > first_step:
             session.save()
         session.checkpoints.wait()
 

@@ -34,7 +34,7 @@ class State:
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, whatever the layout. The random state is each rank's own."""
-        out = {f"model.{n}": m.detach() for n, m in self.woven.masters.items()}
+        out = {f"model.{n}": m.detach() for n, m in (self.woven.masters | self.woven.frozen).items()}
         out |= {f"buffer.{n}": b for n, b in self.woven.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
         out |= {f"ema.{n}": t for n, t in self.ema.averages.items()}

@@ -1,0 +1,200 @@
+"""Jobs as people write them: what is read, what is refused, and what the refusal says to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.job import Data, Job, JobError, Model, Optim, Parallel, Train, apply_overrides, dump_yaml, load_job, parse_job
+from weft.job.errors import Exit
+from weft.job.load import find_job, known_keys
+from weft.job.shapes import resolve
+
+WHOLE = """
+name: my-run
+model: {shape: llama-1b, rope_scaling: {factor: 4}}
+data: {source: pydoc, seq_len: 1024, tokenizer: bytes}
+train: {steps: 600, global_batch: 64, microbatch: auto, seed: 0, eval_every: 100}
+optim: {name: adamw, lr: 3e-4, schedule: cosine, warmup: 0.02, clip: 1.0, weight_decay: 0.1, betas: [0.9, 0.99]}
+cluster: {device: h100-sxm, nodes: 4, devices_per_node: 8, network: ib-ndr}
+parallel: {dp_replicate: 1, dp_shard: -1, zero: 3, tp: 2, cp: 1, pp: 1, ep: 1, schedule: 1f1b}
+precision: bf16
+memory: {recompute: auto, offload: none}
+comm: {backend: auto, compression: none}
+checkpoint: {every: 200, keep: 3}
+watch: {every: 10, trackers: []}
+"""
+
+
+def written(folder: Path, text: str, name: str = "job.yaml") -> str:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def refused(raw: dict[str, Any]) -> str:
+    with pytest.raises(JobError) as caught:
+        parse_job(raw)
+    assert caught.value.exit_code == Exit.JOB
+    return str(caught.value)
+
+
+def test_the_design_s_job(tmp_path: Path) -> None:
+    """Every line of the contract is read, and its numbers are numbers."""
+    job = load_job(written(tmp_path, WHOLE))
+    assert (job.name, job.optim.lr, job.optim.betas, job.train.microbatch) == ("my-run", 3e-4, (0.9, 0.99), "auto")
+    assert job.parallel == Parallel(dp_replicate=1, dp_shard=-1, zero=3, tp=2)
+    assert job.model.rope_scaling is not None
+    assert job.model.rope_scaling.factor == 4
+
+
+def test_yaml_and_back(tmp_path: Path) -> None:
+    job = load_job(written(tmp_path, WHOLE))
+    assert load_job(written(tmp_path, dump_yaml(job), "again.yaml")) == job
+    resolved = resolve(job)
+    assert load_job(written(tmp_path, dump_yaml(resolved), "resolved.yaml")) == resolved
+    assert resolve(resolved) == resolved
+
+
+def test_python_and_yaml_are_the_same_job(tmp_path: Path) -> None:
+    text = "name: x\nmodel: {dim: 32, layers: 2, heads: 4}\ndata: {seq_len: 8}\noptim: {lr: 1e-3}\nparallel: {tp: 2}\n"
+    made = Job(
+        name="x", model=Model(dim=32, layers=2, heads=4), data=Data(seq_len=8), optim=Optim(lr=1e-3),
+        parallel=Parallel(tp=2),
+    )  # fmt: skip
+    assert load_job(written(tmp_path, text)) == made
+    with pytest.raises(ValueError, match="frozen"):
+        made.name = "y"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("3e-4", 3e-4), ("3E-4", 3e-4), ("1e3", 1000.0), (".5e-1", 0.05), ("1_000e-6", 1e-3), ("0.01", 0.01), ("2", 2.0)],
+)
+def test_numbers_as_people_write_them(tmp_path: Path, text: str, number: float) -> None:
+    assert load_job(written(tmp_path, f"optim: {{lr: {text}}}")).optim.lr == number
+    assert load_job(written(tmp_path, ""), [f"optim.lr={text}"]).optim.lr == number
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ({"modle": {}}, "modle: unknown key; did you mean model?"),
+        ({"train": {"step": 3}}, "train.step: unknown key; did you mean train.steps?"),
+        ({"model": {"rope_scaling": {"fctor": 2}}},
+         "model.rope_scaling.fctor: unknown key; did you mean model.rope_scaling.factor?"),
+        ({"parallel": {"tensor_parallel": 2}},
+         "parallel.tensor_parallel: unknown key; parallel has dp_replicate, dp_shard, zero, tp, sequence, cp, pp, ep, "
+         "schedule"),
+        ({"parallel": {"tpp": 2}}, "parallel.tpp: unknown key; did you mean parallel.tp?"),
+        ({"model": {"lr": 1}}, "model.lr: unknown key; did you mean optim.lr?"),
+        ({"global_batch": 1}, "global_batch: unknown key; did you mean train.global_batch?"),
+        ({"train": {"steps": "many"}}, "train.steps='many': must be a whole number"),
+        ({"train": {"steps": 1.5}}, "train.steps=1.5: must be a whole number"),
+        ({"train": {"steps": -1}}, "train.steps=-1: must be greater than or equal to 0"),
+        ({"train": {"microbatch": 0}}, "train.microbatch=0: must be at least 1, or auto"),
+        ({"train": {"microbatch": "all"}}, "train.microbatch='all': must be a whole number or auto"),
+        ({"train": "fast"}, "train='fast': must be key: value lines"),
+        ({"optim": {"lr": "high"}}, "optim.lr='high': must be a number"),
+        ({"optim": {"name": "adam"}}, "optim.name='adam': must be adamw, sgd, adafactor or muon"),
+        ({"parallel": "autoo"}, "parallel='autoo': must be key: value lines or auto"),
+        ({"parallel": {"dp_shard": 0}},
+         "parallel.dp_shard=0: must be at least 1, or -1 for the rest of the ranks"),
+        ({"parallel": {"zero": 4}}, "parallel.zero=4: must be 1, 2 or 3"),
+        ({"model": {"tied": "maybe"}}, "model.tied='maybe': must be true or false"),
+        ({"name": "a/b"}, "name='a/b': must be letters, digits, dots, dashes and underscores"),
+        ({"name": "../up"}, "name='../up': must be letters, digits, dots, dashes and underscores"),
+        ({"watch": {"trackers": ["wandb"]}},
+         "watch.trackers=['wandb']: no tracker is named 'wandb'; metrics.jsonl is always written, so leave this empty"),
+    ],
+)  # fmt: skip
+def test_mistakes(raw: dict[str, Any], says: str) -> None:
+    assert refused(raw) == says
+
+
+def test_every_mistake_is_named() -> None:
+    assert len(refused({"modle": {}, "train": {"stepz": 1, "seed": -1}, "precision": "fp4"}).splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("train: {steps: 1}\ntrain: {steps: 2}\n", "the key 'train' stands twice (line 2); keep one of them"),
+        ("train: {steps: 1, steps: 2}\n", "the key 'steps' stands twice (line 1); keep one of them"),
+        ("- train\n- model\n", "must hold sections such as `model:` and `train:`, not a list"),
+        ("just words", "must hold sections such as `model:` and `train:`, not a str"),
+        ("train: {steps: [1}", "line 1 is not YAML"),
+        ("train:\n\tsteps: 1", "line 2 is not YAML"),
+    ],
+)
+def test_files_that_are_no_jobs(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(JobError) as caught:
+        load_job(written(tmp_path, text))
+    assert says in str(caught.value)
+
+
+def test_files_with_little_or_nothing(tmp_path: Path) -> None:
+    assert load_job(written(tmp_path, "", "my first run.yaml")) == Job(name="my-first-run")
+    assert load_job(written(tmp_path, "# only a thought\n")) == Job(name="job")
+    assert load_job(written(tmp_path, "train:\nmodel: tiny\nparallel:\n")).train == Train()
+    assert load_job(written(tmp_path, "", "_odd.yaml"), ["name=fine"]).name == "fine"
+
+
+def test_short_forms() -> None:
+    assert parse_job({"model": "llama-1b"}).model == Model(shape="llama-1b")
+    assert parse_job({"model": "pkg.mod:Net"}).model == Model(module="pkg.mod:Net")
+    assert resolve(parse_job({"model": "8B"})).model.dim == 4096
+    assert resolve(parse_job({})).model.dim == 64
+    assert resolve(parse_job({"model": {"shape": "tiny", "layers": 9}})).model.layers == 9
+    changed = resolve(parse_job({"model": {"shape": "tiny", "family": "gpt2"}})).model
+    assert (changed.kv_heads, changed.positions, changed.vocab) == (4, "learned", 256)
+
+
+def test_overrides() -> None:
+    def changed(raw: dict[str, Any], *overrides: str) -> Job:
+        return parse_job(apply_overrides(raw, overrides))
+
+    assert changed({}, "train.steps=5", "train.steps=7").train.steps == 7
+    assert changed({"model": "tiny"}, "model.layers=2").model == Model(shape="tiny", layers=2)
+    assert changed({"model": "a:B"}, "model.args.width=3").model == Model(module="a:B", args={"width": 3})
+    assert changed({}, "model.rope_scaling.factor=2").model.rope_scaling is not None
+    assert changed({"parallel": "auto"}, "parallel.tp=2").parallel == Parallel(tp=2)
+    assert changed({"parallel": {"tp": 2}}, "parallel=auto").parallel == "auto"
+    assert changed({}, "optim.betas=[0.8, 0.9]").optim.betas == (0.8, 0.9)
+    assert changed({}, "model={dim: 8, layers: 1, heads: 2}").model.dim == 8
+    assert changed({}, "data.source=a=b").data.source == "a=b"
+    assert changed({"data": {"seq_len": 4}}, "data.mask_documents=true").data == Data(seq_len=4, mask_documents=True)
+    for item in ("train.steps", "=3", "steps 3"):
+        with pytest.raises(JobError, match="is not key=value; write for example"):
+            changed({}, item)
+    with pytest.raises(JobError, match=r"name\.first: name is 'x', which has no parts"):
+        changed({"name": "x"}, "name.first=y")
+    with pytest.raises(JobError, match=r"train\.stps: unknown key; did you mean train\.steps\?"):
+        changed({}, "train.stps=1")
+    raw = {"train": {"steps": 1}}
+    changed(raw, "train.steps=2")
+    assert raw == {"train": {"steps": 1}}
+
+
+def test_recipes_and_files_are_found(tmp_path: Path) -> None:
+    assert find_job("demo").name == "demo.yaml"
+    written(tmp_path, dump_yaml(Job(name="x")))
+    assert find_job(str(tmp_path)) == tmp_path / "job.yaml"
+    with pytest.raises(JobError, match="no recipe and no file is named 'demoo'; did you mean demo"):
+        find_job("demoo")
+    with pytest.raises(JobError, match=r"there is no job file no/such\.yaml"):
+        find_job("no/such.yaml")
+
+
+def test_the_schema_tells_every_field() -> None:
+    schema = Job.model_json_schema()
+    fields = {
+        f"{name}.{key}": field
+        for name, section in {"Job": schema, **schema["$defs"]}.items()
+        for key, field in section["properties"].items()
+    }
+    assert len(fields) > 80
+    assert [key for key, field in fields.items() if not field.get("description")] == []
+    assert len(set(known_keys())) == len(fields)

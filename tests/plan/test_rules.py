@@ -1,0 +1,107 @@
+"""What cannot work is refused with the setting, its value, and what would work; nothing of it needs torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.job import JobError, parse_job
+from weft.job.errors import Exit, FitError
+from weft.plan import RUNNABLE, check, check_fits, make_plan
+
+SMALL = {"dim": 64, "heads": 8, "kv_heads": 2, "layers": 2, "ffn": 96}
+
+
+def prepare(world: int | None, job: dict[str, Any]) -> None:
+    check(*make_plan(parse_job({"data": {"source": "synthetic"}, **job}), world), RUNNABLE)
+
+
+def refused(world: int | None = None, **job: Any) -> str:
+    with pytest.raises(JobError) as caught:
+        prepare(world, job)
+    assert caught.value.exit_code == Exit.JOB
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("world", "job", "says"),
+    [
+        (4, {"model": SMALL, "parallel": {"tp": 4}},
+         "parallel.tp=4 does not divide model.kv_heads=2: each rank needs a whole key and value head; "
+         "tp=1 or 2 would work"),
+        (4, {"model": {**SMALL, "heads": 6, "dim": 48, "kv_heads": 6}, "parallel": {"tp": 4}},
+         "parallel.tp=4 does not divide model.heads=6; tp=1, 2, 3 or 6 would work"),
+        (2, {"model": {**SMALL, "ffn": 33}, "parallel": {"tp": 2}},
+         "model.ffn=33 is not a multiple of parallel.tp=2; model.ffn=34 would work"),
+        (2, {"model": {"family": "mlp", "dim": 33, "layers": 2}, "parallel": {"tp": 2}},
+         "model.dim=33 is not a multiple of parallel.tp=2; model.dim=34 would work"),
+        (3, {"parallel": {"dp_shard": 3}},
+         "train.global_batch=32 is not a multiple of the 3 data-parallel ranks; 30 or 33 would work"),
+        (6, {"train": {"global_batch": 4}},
+         "train.global_batch=4 is not a multiple of the 6 data-parallel ranks; 6 would work"),
+        (2, {"train": {"global_batch": 8, "microbatch": 3}},
+         "train.microbatch=3 does not divide the 4 sequences of a rank (global_batch 8 / 2 ranks); "
+         "microbatch=2 would work"),
+        (2, {"train": {"global_batch": 8, "accumulation": 8}},
+         "train.accumulation=8 does not divide the 4 sequences of a rank (global_batch 8 / 2 ranks); "
+         "accumulation=4 would work"),
+        (2, {"train": {"global_batch": 8, "microbatch": 2, "accumulation": 4}},
+         "train.microbatch=2 × train.accumulation=4 is not the 4 sequences of a rank (global_batch 8 / 2 ranks); "
+         "leave one of them out"),
+        (4, {"parallel": {"dp_shard": 3}},
+         "parallel asks for dp_shard 3 = 3 ranks, but there are 4; set one axis to -1 for the rest, "
+         "or start 3 ranks (--nproc 3)"),
+        (4, {"parallel": {"dp_replicate": 2, "dp_shard": 2, "tp": 2}},
+         "parallel asks for dp_replicate 2 × dp_shard 2 × tp 2 = 8 ranks, but there are 4; set one axis to -1 for the "
+         "rest, or start 8 ranks (--nproc 8)"),
+        (4, {"parallel": {"dp_shard": 3, "tp": -1}},
+         "parallel asks for dp_shard 3 = 3 ranks, which does not divide the 4 there are; a product of 2 would work, "
+         "or 6 ranks (--nproc)"),
+        (4, {"parallel": {"dp_shard": -1, "tp": -1}},
+         "parallel.dp_shard and parallel.tp are both -1; only one axis can take the rest"),
+        (2, {"parallel": {"pp": 2}}, "parallel.pp=2 can be planned but not trained yet; pp=1 would work"),
+        (2, {"parallel": {"cp": 2}}, "parallel.cp=2 can be planned but not trained yet; cp=1 would work"),
+        (2, {"parallel": {"ep": 2}}, "parallel.ep=2 can be planned but not trained yet; ep=1 would work"),
+        (2, {"precision": "fp8"}, "precision=fp8 can be planned but not trained yet; precision=bf16 would work"),
+        (2, {"model": "own:Net", "parallel": {"pp": 2}},
+         "parallel.pp=2 needs one of Weft's models; for own:Net use dp_replicate or dp_shard"),
+        (2, {"comm": {"backend": "nccl"}, "cluster": {"device": "cpu"}},
+         "comm.backend=nccl needs GPUs, and the ranks compute on CPUs; gloo would work"),
+        (8, {"cluster": {"device": "h1000"}}, "cluster.device: no device is named 'h1000'; did you mean h100?"),
+        (8, {"cluster": {"device": "h100", "network": "ib-nrd"}},
+         "cluster.network: no network is named 'ib-nrd'; did you mean ib-ndr?"),
+        (1, {"model": {"dim": 30, "heads": 4, "layers": 2}},
+         "model.dim=30 is not a multiple of model.heads=4; heads=3 would work"),
+        (1, {"model": {"dim": 64, "heads": 4, "kv_heads": 3, "layers": 2}},
+         "model.heads=4 is not a multiple of model.kv_heads=3; kv_heads=2 would work"),
+        (1, {"model": {"dim": 20, "heads": 4, "layers": 2}},
+         "rotary positions need an even head size; model.head_dim is 5"),
+        (1, {"model": {"dim": 64}}, "model.layers is missing; give it, or name a model.shape such as tiny or llama-1b"),
+        (1, {"model": "llama-1bb"}, "model.shape='llama-1bb' is not known; did you mean llama-1b?"),
+        (1, {"model": {"family": "gpt2", "dim": 64, "heads": 4, "layers": 2, "max_len": 16}, "data": {"seq_len": 17}},
+         "data.seq_len=17 is longer than the learned positions, model.max_len=16; shorten it, raise max_len, or use "
+         "model.positions=rope"),
+    ],
+)  # fmt: skip
+def test_what_clashes_and_what_would_work(world: int, job: dict[str, Any], says: str) -> None:
+    assert refused(world, **job) == says
+
+
+def test_several_mistakes_are_told_at_once() -> None:
+    said = refused(4, model={**SMALL, "ffn": 97}, parallel={"tp": 4}, train={"global_batch": 5, "microbatch": 2})
+    assert [line.split()[0] for line in said.splitlines()] == ["parallel.tp=4", "model.ffn=97", "train.microbatch=2"]
+
+
+def test_what_will_not_fit_has_its_own_exit_code() -> None:
+    job, plan = make_plan(
+        parse_job(
+            {"model": "8b", "data": {"source": "synthetic"}, "cluster": {"device": "h100", "devices_per_node": 1}}
+        )
+    )
+    with pytest.raises(FitError, match=r"need 134.6 GiB a rank, but h100-sxm has 79.1; use more ranks") as caught:
+        check_fits(job, plan)
+    assert caught.value.exit_code == Exit.FIT
+    job, plan = make_plan(job, 8)
+    check_fits(job, plan)
+    assert plan.layout() == "dp_shard 8 (zero 3)"
