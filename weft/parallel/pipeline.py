@@ -306,25 +306,35 @@ class _Step:
         began = p.spans.now()
         hidden, out = self.held.pop((stage, m))
         p.stages[stage].data.microbatch(False)
-        if hidden is None:  # nobody wants the gradient of tokens: the weights' action does the whole
-            self.later[stage, m] = (out, grad)
-        else:
-            weights = list(p.stages[stage].module.parameters())
-            grads = None if grad is None else [grad]
-            (wanted,), groups = stage_backward_input([out], grads, [hidden], iter(weights))
+        weights = list(p.stages[stage].module.parameters())
+        # nobody wants the gradient of tokens: in the first stage the way back ends at its first weight
+        ends_at = hidden if hidden is not None else first_used(weights, out)
+        rest = iter([w for w in weights if w is not ends_at])
+        grads = None if grad is None else [grad]
+        (wanted,), self.later[stage, m] = stage_backward_input([out], grads, [ends_at], rest)
+        if hidden is not None:
             assert wanted is not None
             self._send(action, wanted)
-            self.later[stage, m] = groups
         p.spans.add("I", stage, m, began)
 
     def _weights(self, action: Action, last: bool) -> None:
         p, (_, stage, m) = self.p, action
         began = p.spans.now()
-        later = self.later.pop((stage, m))
-        module: nn.Module = p.stages[stage].module
-        if isinstance(later, tuple):
-            torch.autograd.backward(later[0], later[1])
-        else:
-            stage_backward_weight(iter(list(module.parameters())), later)
+        weights = list(p.stages[stage].module.parameters())
+        stage_backward_weight(iter(weights), self.later.pop((stage, m)))
         p.stages[stage].data.collect()
         p.spans.add("W", stage, m, began)
+
+
+def first_used(weights: list[nn.Parameter], out: Tensor) -> nn.Parameter:
+    """The first weight, in the order of the model, that an output was made from."""
+    leaves: set[int] = set()
+    seen = {out.grad_fn}
+    todo: list[Any] = [out.grad_fn]
+    while todo:
+        node = todo.pop()
+        leaves.add(id(getattr(node, "variable", None)))
+        new = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= new
+        todo += new
+    return next(w for w in weights if id(w) in leaves)
