@@ -1,0 +1,179 @@
+"""How long a pipeline's step takes beside what the simulator says, for every schedule, in one run.
+
+    python bench/pipeline.py [--ranks 4] [--microbatches 16] [--forward-ms 50] [--steps 3] [--json]
+
+The ranks are real processes that run Weft's own executor and send real messages over Gloo; only the work is made up: a
+stage sleeps instead of computing, so that more ranks than cores are as honest as one rank a core. A model's share of a
+rank takes the same time under every schedule: with two stages a rank, each sleeps half as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from weft.launch.pool import RankPool  # noqa: E402
+from weft.mesh import connect  # noqa: E402
+from weft.parallel.data import Replicas  # noqa: E402
+from weft.parallel.pipeline import Pipelined  # noqa: E402
+from weft.parallel.woven import Batch, Woven  # noqa: E402
+from weft.plan.layout import Plan  # noqa: E402
+from weft.plan.schedule import Schedule, make_schedule  # noqa: E402
+from weft.plan.simulate import Costs, simulate  # noqa: E402
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v")
+AIM_RATIO, AIM_SPEEDUP = 0.10, 3.0
+
+
+class SleepBackward(torch.autograd.Function):
+    """The identity, whose gradient takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class SleepyStage(nn.Module):
+    """x + weight. Forward, the gradient of the input and the gradient of the weight each take their time, once."""
+
+    def __init__(self, first: bool, last: bool, costs: Costs, stage: int):
+        super().__init__()
+        self.last = last
+        if first:
+            self.embed = nn.Parameter(torch.ones(4))
+        self.weight = nn.Parameter(torch.ones(4))
+        self.forward_s = costs.forward[stage]
+        self.input_s = costs.backward[stage] * costs.input_share
+        self.weight_s = costs.backward[stage] - self.input_s
+
+    def forward(self, inputs: Tensor, hidden: Tensor | None) -> Tensor:
+        time.sleep(self.forward_s)
+        x = inputs * self.embed if hidden is None else hidden
+        out = SleepBackward.apply(x, self.input_s) + SleepBackward.apply(self.weight, self.weight_s)
+        return out.sum() if self.last else out
+
+    def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
+        return tuple(inputs.shape)
+
+
+def loss_of(module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+    loss: Tensor = module(batch["inputs"], hidden)
+    return loss
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule: seconds of a step, the share of the ranks' time that is waiting, and how many times naive takes."""
+
+    schedule: str
+    simulated_s: float
+    measured_s: float
+    ratio: float
+    simulated_bubble: float
+    measured_bubble: float
+    speedup: float
+
+
+def run_rank(schedule: Schedule, costs: Costs, steps: int) -> list[tuple[float, float, float]]:
+    """On one rank, for each step: when it began, when it ended, and how many seconds of it were work."""
+    mesh = connect(Plan(device="cpu", device_name="cpu", backend="gloo", pp=schedule.ranks), 60.0)
+    axis = mesh.axis("pp")
+    assert axis is not None
+    stages = {}
+    for index in schedule.stages_of(axis.rank):
+        module = SleepyStage(index == 0, index == schedule.stages - 1, costs, index)
+        stages[index] = Woven(module, Replicas(module, None, torch.float32, 25.0), None, ())
+    pipeline = Pipelined(stages, schedule, axis, mesh.device, torch.float32, 1)
+    pipeline.spans.wanted = True
+    batches = [{"inputs": torch.ones(1, 4)} for _ in range(schedule.microbatches)]
+    seen = []
+    for _ in range(steps):
+        pipeline.zero_grad()
+        pipeline.spans.spans.clear()
+        mesh.barrier()
+        began = time.monotonic()
+        pipeline.backward(batches, loss_of, 1.0)
+        ended = time.monotonic()
+        work = sum(end - start for kind, _, _, start, end in pipeline.spans.spans if kind != "recv")
+        seen.append((began, ended, work))
+    _check_gradients(pipeline, schedule.microbatches)
+    return seen
+
+
+def _check_gradients(pipeline: Pipelined, microbatches: int) -> None:
+    """A step that was not really done would be quick."""
+    for name, master in pipeline.masters.items():
+        if master.grad is None or not torch.equal(master.grad, torch.full_like(master, microbatches)):
+            raise RuntimeError(f"the gradient of {name} is {master.grad}, not {microbatches}")
+
+
+def measure(pool: RankPool, name: str, ranks: int, microbatches: int, forward_s: float, steps: int) -> Row:
+    schedule = make_schedule(name, ranks, microbatches)
+    share = forward_s * ranks / schedule.stages
+    costs = Costs(forward=(share,) * schedule.stages, backward=(2 * share,) * schedule.stages)
+    predicted = simulate(schedule, costs)
+    seen = pool.run(run_rank, ranks, schedule, costs, steps + 1)
+    lengths, bubbles = [], []
+    for step in list(zip(*seen, strict=True))[1:]:  # the first step makes the connections
+        length = max(end for _, end, _ in step) - min(start for start, _, _ in step)
+        lengths.append(length)
+        bubbles.append(1 - sum(work for _, _, work in step) / (ranks * length))
+    measured = statistics.median(lengths)
+    return Row(
+        name, predicted.length, measured, measured / predicted.length, predicted.bubble, statistics.median(bubbles), 1.0
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--forward-ms", type=float, default=50.0, help="a rank's; its backward takes twice that")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES, help="naive is always run")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    names = ["naive", *(n for n in args.schedules if n != "naive")]
+    with RankPool() as pool:
+        rows = [measure(pool, n, args.ranks, args.microbatches, args.forward_ms / 1000, args.steps) for n in names]
+    rows = [Row(**{**asdict(row), "speedup": rows[0].measured_s / row.measured_s}) for row in rows]
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    print(
+        f"{args.ranks} ranks, {args.microbatches} microbatches, a rank's forward {args.forward_ms:g} ms and backward "
+        f"{2 * args.forward_ms:g} ms, median of {args.steps} steps\n"
+    )
+    print("| schedule | simulated s | measured s | ratio | simulated bubble | measured bubble | speed-up over naive |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for r in rows:
+        print(
+            f"| {r.schedule} | {r.simulated_s:.3f} | {r.measured_s:.3f} | {r.ratio:.3f} | {r.simulated_bubble:.1%} "
+            f"| {r.measured_bubble:.1%} | {r.speedup:.2f} |"
+        )
+    worst = max(abs(r.ratio - 1) for r in rows)
+    slowest = min((r.speedup for r in rows[1:]), default=1.0)
+    print(f"\nfarthest from the simulator {worst:.1%} (aim: {AIM_RATIO:.0%}); ", end="")
+    print(f"least speed-up over naive {slowest:.2f}× (aim: {AIM_SPEEDUP:g}×)")
+
+
+if __name__ == "__main__":
+    main()
