@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -211,6 +212,22 @@ def recipes(as_json: AsJson = False) -> None:
     width = max(len(name) for name in lines)
     for name, text in lines.items():
         print(f"{name:{width}}  {text}")
+
+
+@app.command()
+def lesson(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Left out: list them.")] = None) -> None:
+    """Run a lesson: one parallelism by hand, in plain PyTorch, on ranks of this machine."""
+    from weft.job.errors import JobError
+    from weft.job.load import lessons
+
+    known = lessons()
+    if name is None:
+        for each, path in known.items():
+            print(f"{each:16} {path.read_text(encoding='utf-8').splitlines()[0].strip(chr(34))}")
+        return
+    if name not in known:
+        raise JobError(f"no lesson is named {name!r}; lessons: {', '.join(known) or 'none'}")
+    raise typer.Exit(subprocess.run([sys.executable, known[name]], check=False).returncode)
 
 
 @data_app.command("build")

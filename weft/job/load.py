@@ -45,15 +45,20 @@ def _yaml(text: str, where: str) -> Any:
         raise JobError(f"{where}{line} is not YAML: {getattr(error, 'problem', error)}") from None
 
 
-def recipe_dirs() -> list[Path]:
-    """Where recipes live: beside the package in a checkout, inside it once installed."""
+def _beside(folder: str, pattern: str) -> dict[str, Path]:
+    """Files by name: they lie beside the package in a checkout, inside it once installed."""
     package = Path(__file__).resolve().parent.parent
-    return [d for d in (package.parent / "recipes", package / "_recipes") if d.is_dir()]
+    return {p.stem: p for d in (package.parent / folder, package / f"_{folder}") for p in sorted(d.glob(pattern))}
 
 
 def recipes() -> dict[str, Path]:
     """Every recipe by name."""
-    return {p.stem: p for d in recipe_dirs() for p in sorted(d.glob("*.yaml"))}
+    return _beside("recipes", "*.yaml")
+
+
+def lessons() -> dict[str, Path]:
+    """Every lesson by name."""
+    return _beside("lessons", "*.py")
 
 
 def find_job(name: str) -> Path:

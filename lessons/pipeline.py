@@ -1,0 +1,166 @@
+"""A pipeline by hand: a deep MLP cut into four stages, one a process, with nothing but send and receive.
+
+    python lessons/pipeline.py
+
+What you learn, for p stages and m microbatches:
+
+1. Naive. Each stage computes, hands its output on, and waits. Only one rank ever works, so p ranks take as long as one:
+   (p - 1) / p of their time is lost. That lost time is called the bubble.
+2. GPipe. Cut the batch into microbatches: while stage 1 has the first, stage 0 takes the second. The bubble shrinks to
+   (p - 1) / (m + p - 1), but each stage keeps the activations of all m microbatches until their backwards come.
+3. 1F1B. Once the pipeline is full, do one backward before each new forward. The bubble is GPipe's, but a stage keeps
+   at most p microbatches however many there are.
+
+All three give the gradients of the single process, since those of the microbatches add up to those of the batch.
+"""
+
+import tempfile
+import time
+from collections import deque
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+RANKS, LAYERS, DIM, BATCH, MICROBATCHES = 4, 8, 32, 64, 16
+FORWARD_S = 0.005  # what a stage's forward of one sample pretends to take; the backward takes twice that
+
+
+def run_layers(layers: list[nn.Linear], x: Tensor, first: bool) -> Tensor:
+    """A GELU before every layer but the model's first."""
+    for i, layer in enumerate(layers):
+        x = layer(x if first and i == 0 else F.gelu(x))
+    return x
+
+
+def squared_error(out: Tensor, targets: Tensor, samples: int) -> Tensor:
+    """A microbatch's part of the mean: divided by the samples of the whole batch, so that the parts add up."""
+    return (out - targets).square().mean(-1).sum() / samples
+
+
+class Work(torch.autograd.Function):
+    """Sleeps as long as a big stage would compute: a laptop has fewer cores than this pipeline has ranks."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds * len(x)
+        time.sleep(ctx.seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+class Stage:
+    """One rank's layers, and what it does with a microbatch: a forward, and some time later its backward."""
+
+    def __init__(self, layers: list[nn.Linear], samples: int, work_s: float = 0.0):
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.first, self.last = self.rank == 0, self.rank == self.ranks - 1
+        self.layers, self.samples, self.work_s = layers, samples, work_s
+        self.kept: deque[tuple[Tensor, Tensor]] = deque()  # inputs and outputs that wait for their backward
+        self.sent: list[tuple[dist.Work, Tensor]] = []
+        self.loss, self.most_kept = 0.0, 0
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> None:
+        x = inputs if self.first else self.receive(inputs, self.rank - 1).requires_grad_()
+        out = Work.apply(run_layers(self.layers, x, self.first), self.work_s)
+        if self.last:
+            out = squared_error(out, targets, self.samples)
+            self.loss += out.item()
+        else:
+            self.send(out.detach(), self.rank + 1)
+        self.kept.append((x, out))
+        self.most_kept = max(self.most_kept, len(self.kept))
+
+    def backward(self) -> None:
+        """Of the microbatch that has waited longest."""
+        x, out = self.kept.popleft()
+        out.backward(None if self.last else self.receive(out, self.rank + 1))
+        if not self.first:
+            self.send(x.grad, self.rank - 1)
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        # Not dist.send, which may wait until the other side receives: in 1F1B neighbours send to each other at the same
+        # time, an activation down and a gradient up, and both would wait for ever.
+        self.sent.append((dist.isend(tensor, to), tensor))
+
+    def receive(self, like: Tensor, source: int) -> Tensor:
+        buffer = torch.empty_like(like, requires_grad=False)  # square layers: all activations have the same shape
+        dist.recv(buffer, source)
+        return buffer
+
+    def finish(self) -> None:
+        for work, _ in self.sent:
+            work.wait()
+
+
+def naive(stage: Stage, microbatches: list[tuple[Tensor, Tensor]]) -> None:
+    for inputs, targets in microbatches:
+        stage.forward(inputs, targets)
+        stage.backward()
+
+
+def gpipe(stage: Stage, microbatches: list[tuple[Tensor, Tensor]]) -> None:
+    for inputs, targets in microbatches:
+        stage.forward(inputs, targets)
+    while stage.kept:
+        stage.backward()
+
+
+def one_forward_one_backward(stage: Stage, microbatches: list[tuple[Tensor, Tensor]]) -> None:
+    ahead = stage.ranks - stage.rank  # the last stage turns back at once; the first fills the whole pipeline before
+    for inputs, targets in microbatches:
+        if len(stage.kept) == ahead:
+            stage.backward()
+        stage.forward(inputs, targets)
+    while stage.kept:
+        stage.backward()
+
+
+VARIANTS = {"naive": (naive, 1), "gpipe": (gpipe, MICROBATCHES), "1f1b": (one_forward_one_backward, MICROBATCHES)}
+
+
+def lesson(rank: int, store: str) -> None:
+    """What each of the four processes does."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = [nn.Linear(DIM, DIM) for _ in range(LAYERS)]
+    inputs, targets = torch.randn(BATCH, DIM), torch.randn(BATCH, DIM)
+    truth = squared_error(run_layers(model, inputs, first=True), targets, BATCH)
+    mine = model[rank * LAYERS // RANKS : (rank + 1) * LAYERS // RANKS]
+    weights = [p for layer in mine for p in layer.parameters()]
+    true_grads = torch.autograd.grad(truth, weights)
+    if rank == 0:
+        print(f"one process: loss {truth.item():.6f}\n\n{'':10}step    bubble  should be  stage 0 kept  loss")
+
+    for name, (variant, m) in VARIANTS.items():
+        microbatches = list(zip(inputs.chunk(m), targets.chunk(m), strict=True))
+        for work_s in (0.0, FORWARD_S):  # once to warm up
+            stage = Stage(mine, BATCH, work_s)
+            for weight in weights:
+                weight.grad = None
+            dist.barrier()
+            began = time.perf_counter()
+            variant(stage, microbatches)
+            stage.finish()
+            dist.barrier()
+        took = time.perf_counter() - began
+        torch.testing.assert_close([w.grad for w in weights], list(true_grads))
+        dist.broadcast(loss := torch.tensor(stage.loss), RANKS - 1)
+        bubble, should = 1 - 3 * FORWARD_S * BATCH / took, (RANKS - 1) / (m + RANKS - 1)
+        if rank == 0:
+            print(f"{name:7}{took:5.2f} s{bubble:9.1%}{should:11.1%}{stage.most_kept:8} of {m:<4}{loss.item():.6f}")
+    if rank == 0:
+        print("\nThe gradients of all three equal the single process's.")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(lesson, args=(f"{folder}/store",), nprocs=RANKS)
