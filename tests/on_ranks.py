@@ -23,7 +23,7 @@ from weft.mesh import Mesh, connect
 from weft.optim.clip import cut_axes
 from weft.plan import RUNNABLE, Plan, check, make_plan
 from weft.train.checkpoint import Checkpoints
-from weft.train.prove import Trace, whole
+from weft.train.prove import Trace, join_stages, whole
 from weft.train.session import build_state, to_device
 from weft.train.step import Stepper
 
@@ -90,8 +90,11 @@ def observe(job: Job, steps: int, file: str, scale: float | None = None, count: 
             mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
-    trace = Trace(losses, norms, gradients, {n: whole(m) for n, m in masters.items()}, 0.0)
+    end = {n: whole(m) for n, m in masters.items()}
     ema = {n: whole(t) for n, t in state.ema.averages.items()}
+    for held in (start, end, ema, *gradients):
+        join_stages(held, mesh)
+    trace = Trace(losses, norms, gradients, end, 0.0)
     if mesh.rank == 0:
         torch.save(Result(trace, start, ema), Path(file))
     mesh.barrier()
@@ -123,7 +126,9 @@ def move(job: Job, folder: str, train: int, file: str) -> int | None:
 
 
 def _whole_state(stepper: Stepper) -> dict[str, Tensor]:
-    return {n: whole(t) for n, t in stepper.state.tensors().items() if not n.startswith("random")}
+    held = {n: whole(t) for n, t in stepper.state.tensors().items() if not n.startswith("random")}
+    join_stages(held, stepper.mesh)
+    return held
 
 
 def refusal(job: Job) -> str:
