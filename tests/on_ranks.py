@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.comm.pieces import local_of, piece_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
 from weft.job.errors import WeftError
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
+from weft.optim.adafactor import add_up
 from weft.optim.clip import cut_axes
 from weft.plan import RUNNABLE, Plan, check, make_plan
 from weft.train.checkpoint import Checkpoints
-from weft.train.prove import Trace, whole
+from weft.train.prove import Trace
 from weft.train.session import build_state, to_device
 from weft.train.step import Stepper
 
@@ -72,7 +74,7 @@ def observe(job: Job, steps: int, file: str, scale: float | None = None, count: 
     job, plan, mesh, stepper, loader = begin(job)
     state = stepper.state
     masters = state.woven.masters
-    start = {n: whole(m) for n, m in masters.items()}
+    start = wholes(masters)
     if scale is not None:
         state.scale.value, state.scale.patience = scale, 2
     losses, norms, gradients, collectives, scales, taken = [], [], [], [], [], []
@@ -82,7 +84,8 @@ def observe(job: Job, steps: int, file: str, scale: float | None = None, count: 
         with counted if count else nullcontext():
             grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
         collectives.append(counted.seen)
-        gradients.append({n: whole(m.grad) * grads.factor for n, m in masters.items() if m.grad is not None})
+        found = wholes({n: m.grad for n, m in masters.items() if m.grad is not None})
+        gradients.append({n: g * grads.factor for n, g in found.items()})
         norm, was_taken = stepper.update(grads, stepper.learning_rate())
         taken.append(was_taken)
         total = grads.loss.double() / plan.tp
@@ -90,8 +93,8 @@ def observe(job: Job, steps: int, file: str, scale: float | None = None, count: 
             mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
-    trace = Trace(losses, norms, gradients, {n: whole(m) for n, m in masters.items()}, 0.0)
-    ema = {n: whole(t) for n, t in state.ema.averages.items()}
+    trace = Trace(losses, norms, gradients, wholes(masters), 0.0)
+    ema = wholes(state.ema.averages)
     if mesh.rank == 0:
         torch.save(Result(trace, start, ema), Path(file))
     mesh.barrier()
@@ -123,7 +126,19 @@ def move(job: Job, folder: str, train: int, file: str) -> int | None:
 
 
 def _whole_state(stepper: Stepper) -> dict[str, Tensor]:
-    return {n: whole(t) for n, t in stepper.state.tensors().items() if not n.startswith("random")}
+    return wholes({n: t for n, t in stepper.state.tensors().items() if not n.startswith("random")})
+
+
+def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of whole tensors on every rank, gathered in few messages."""
+    pieces = {n: piece_of(t) for n, t in tensors.items()}
+    out = {n: local_of(t.detach()).new_zeros(t.shape) for n, t in tensors.items()}
+    for n, whole in out.items():
+        whole[pieces[n].box] = local_of(tensors[n].detach())
+    for kind in {t.dtype for t in out.values()}:
+        names = [n for n in out if out[n].dtype == kind]
+        add_up([[out[n]] for n in names], [pieces[n] for n in names])
+    return out
 
 
 def refusal(job: Job) -> str:
