@@ -36,6 +36,21 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"weft {version('weft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Weft weaves one training run across any number of devices."""
+
+
 @app.command()
 def train(
     job: JobArg,
@@ -57,7 +72,7 @@ def train(
 def plan(job: JobArg, overrides: Overrides = None, nproc: Nproc = None, as_json: AsJson = False) -> None:
     """Show how a job would be spread, why, and what it is expected to take."""
     from weft.job.load import load_job
-    from weft.plan import make_plan
+    from weft.plan import check_fits, make_plan
     from weft.plan.explain import explain
 
     described, made = make_plan(load_job(job, overrides or ()), nproc)
@@ -65,6 +80,7 @@ def plan(job: JobArg, overrides: Overrides = None, nproc: Nproc = None, as_json:
         _print_json({"job": described.model_dump(mode="json"), **made.to_json()})
     else:
         print(explain(described, made))
+    check_fits(described, made)
 
 
 @app.command()
@@ -107,7 +123,8 @@ def generate(
     if as_json:
         _print_json({"step": found.step, "prompt": prompt, "text": "".join(made)})
         return
-    print(prompt, end="", flush=True)
+    first = next(made, "")  # what cannot be generated is refused before anything is printed
+    print(prompt + first, end="", flush=True)
     for piece in made:
         print(piece, end="", flush=True)
     print()
@@ -182,9 +199,10 @@ def recipes(as_json: AsJson = False) -> None:
     lines = {name: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for name, path in known().items()}
     if as_json:
         _print_json(lines)
-    else:
-        for name, text in lines.items():
-            print(f"{name:16} {text}")
+        return
+    width = max(len(name) for name in lines)
+    for name, text in lines.items():
+        print(f"{name:{width}}  {text}")
 
 
 @data_app.command("build")

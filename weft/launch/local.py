@@ -149,7 +149,7 @@ def _say_why(run: RunDir, codes: list[int], first: int, say: Callable[[str], Non
         return int(Exit.DIFFERS)
     cause = known[0]
     if cause["expected"]:
-        say(cause["message"])
+        say(f"weft: {cause['message']}")
         return int(cause["code"])
     position = f" ({cause['position']})" if cause["position"] else ""
     say(f"rank {cause['rank']}{position} failed in {cause['where']}: {cause['kind']}: {cause['message']}")

@@ -19,6 +19,7 @@ class RankFailed(RuntimeError):
     def __init__(self, rank: int, text: str, error: BaseException | None):
         super().__init__(f"rank {rank} failed:\n{text}")
         self.rank, self.error = rank, error
+        self.last_line = f"rank {rank}: {text.strip().splitlines()[-1]}"
 
 
 class RankPool:

@@ -22,7 +22,7 @@ def initialise(name: str, tensor: Tensor, model: nn.Module, seed: int) -> None:
     else:
         layers = len(getattr(model, "blocks", [])) or 1
         if not hasattr(model, "blocks"):
-            std = math.sqrt(1.0 / tensor.shape[1])
+            std = math.sqrt(2.0 / tensor.shape[1])  # half of what enters is lost in each GELU (He et al. 2015)
         elif owner.endswith((".o", ".down")):  # two additions a block to the residual stream (GPT-2 §2.3)
             std = STD / math.sqrt(2 * layers)
         else:

@@ -106,11 +106,11 @@ class Transformer(nn.Module):
         "embed": "vocab",
         "positions": "scatter",
         "drop": "sequence",
-        "blocks.*.*_norm": "sequence",
-        "blocks.*.*_drop": "sequence",
+        "blocks.*.attn.[qk]_norm": "heads",
+        "blocks.*_norm": "sequence",
+        "blocks.*_drop": "sequence",
         "blocks.*.attn": "region",
         "blocks.*.attn.[qkv]": "column",
-        "blocks.*.attn.[qk]_norm": "heads",
         "blocks.*.attn.o": "row",
         "blocks.*.mlp": "region",
         "blocks.*.mlp.gate": "column",
@@ -119,7 +119,8 @@ class Transformer(nn.Module):
         "norm": "sequence",
         "head": "vocab_head",
     }
-    """Which module plays which part under tensor parallelism (parallel/tensor.py says what each part does)."""
+    """Which module plays which part under tensor parallelism; the first pattern that fits its path decides.
+    parallel/tensor.py says what each part does."""
 
     def __init__(self, m: Model):
         super().__init__()

@@ -241,6 +241,10 @@ ROLES: dict[str, Role] = {
 }
 
 
+CUTTING = ("column", "row", "vocab", "vocab_head")
+"""Parts whose weights are cut; a table without one of them would do nothing."""
+
+
 def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
     """Cut these modules of a model as its table says."""
     table = getattr(model, "parts", None)
@@ -250,6 +254,12 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
             "attribute `parts` such as {'*.up': 'column', '*.down': 'row'}"
         )
     regions = {name for name, _ in model.named_modules() if _role(table, name) == "region"}
+    if not any(_role(table, name) in CUTTING for name, _ in model.named_modules()):
+        example = next((n for n, m in model.named_modules() if isinstance(m, nn.Linear)), "layers.0.up")
+        raise JobError(
+            f"the table of parts of {type(model).__name__} cuts none of its modules ({', '.join(table)}); write "
+            f"patterns that fit their paths, such as {example!r}"
+        )
     for name, module in modules:
         if role := _role(table, name):
             ROLES[role](split, Place(model, name, module, regions))
@@ -261,6 +271,6 @@ def _role(table: dict[str, str], name: str) -> str | None:
             near = difflib.get_close_matches(role, ROLES, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"parts: {', '.join(ROLES)}"
             raise JobError(f"the table of parts says {pattern!r}: {role!r}, which is no part; {hint}")
-        if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):
+        if fnmatchcase(name, pattern):
             return role
     return None

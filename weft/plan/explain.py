@@ -28,10 +28,12 @@ def explain(job: Job, plan: Plan) -> str:
     if plan.predicted:
         p = plan.predicted
         parts = ", ".join(
-            f"{k.removesuffix('_gib')} {v:.2f}" for k, v in p.items() if k.endswith("_gib") and k != "memory_gib"
+            f"{k.removesuffix('_gib')} {v:.2f}" for k, v in p.items() if k.endswith("_gib") and k != "memory_gib" and v
         )
         rows.append(("memory", f"{p['memory_gib']:.2f} GiB a rank ({parts})"))
-        rows.append(("traffic", f"{p['communication_mib']:.1f} MiB a rank and step"))
+        mib = p["communication_mib"]
+        amount = f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
+        rows.append(("traffic", f"{amount} a rank and step"))
         if "step_time_s" in p:
             rows.append(("step", f"{p['step_time_s']:.3g} s if 40 % of the peak is reached"))
     lines = [f"{name:10} {text}" for name, text in rows]

@@ -83,5 +83,6 @@ def communication_bytes(job: Job, plan: Plan) -> dict[str, float]:
         out["dp_replicate"] = 4 * parameters / plan.dp_shard
     if plan.tp > 1 and job.model.family != "mlp":
         tokens = plan.microbatch * plan.accumulation * job.data.seq_len
-        out["tp"] = 8 * (job.model.layers or 0) / plan.pp * tokens * (job.model.dim or 0) * compute
+        times = 12 if plan.recompute == "full" else 8  # two gathers and two sums a block: forward, backward, again
+        out["tp"] = times * (job.model.layers or 0) / plan.pp * tokens * (job.model.dim or 0) * compute
     return out

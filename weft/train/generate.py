@@ -30,7 +30,7 @@ def generate(
         raise JobError(f"only a language model can generate; this run trains {job.model.module or job.model.family}")
     _, model = load_model(found, ema)
     tokenizer = open_tokenizer(job.data)
-    ids = list(tokenizer.encode(prompt)) or [tokenizer.eos]
+    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eos]
     window = job.model.max_len or job.data.seq_len
     random = torch.Generator().manual_seed(seed)
     shown = ""

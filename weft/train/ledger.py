@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import resource
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,31 +19,9 @@ from weft.mesh import Mesh
 from weft.plan.counts import flops_per_sample
 from weft.plan.layout import Plan
 from weft.plan.make import peak_flops
+from weft.train.signals import Signals
 from weft.train.state import State
 from weft.train.step import Gradients
-
-
-class Signals:
-    """Wishes to stop, as they arrive: Ctrl-C, or the notice of a scheduler."""
-
-    CODES = ((signal.SIGTERM, Exit.PREEMPTED), (signal.SIGUSR1, Exit.PREEMPTED), (signal.SIGINT, Exit.INTERRUPTED))
-
-    def __init__(self) -> None:
-        self.received: set[int] = set()
-        for number, _ in self.CODES:
-            signal.signal(number, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number for number, _ in self.CODES})  # the launcher held them back
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.received.add(number)
-
-    def flags(self) -> list[float]:
-        return [float(number in self.received) for number, _ in self.CODES]
-
-    @classmethod
-    def decide(cls, flags: list[float]) -> Exit | None:
-        """One answer from the flags of all ranks."""
-        return next((code for flag, (_, code) in zip(flags, cls.CODES, strict=True) if flag), None)
 
 
 @dataclass
@@ -77,6 +53,13 @@ class Ledger:
         self.open: _Open | None = None
         self.last: dict[str, Any] = {}
         self.began = time.perf_counter()
+
+    def agree(self) -> None:
+        """Ask all ranks at once whether anyone was told to stop, before the first step."""
+        flags = torch.tensor(self.signals.flags(), device=self.mesh.device)
+        if self.mesh.everyone is not None:
+            self.mesh.everyone.all_reduce(flags)
+        self.stop = Signals.decide(flags.tolist())
 
     def start_clock(self) -> None:
         """Leave out of the next step's time what was not training: evaluation, start-up."""

@@ -7,8 +7,9 @@ from contextlib import closing
 from typing import Any
 
 from weft.job.errors import DivergedError, Exit
-from weft.train.ledger import Ledger, Signals, peak_memory_gib
+from weft.train.ledger import Ledger, peak_memory_gib
 from weft.train.session import Session, to_device
+from weft.train.signals import Signals
 from weft.watch.progress import Progress
 
 
@@ -38,7 +39,8 @@ def fit(session: Session, signals: Signals) -> Exit:
             return {"val_loss": val}
 
         ledger = Ledger(job, session.plan, session.mesh, state, write, signals)
-        if state.step == 0:
+        ledger.agree()
+        if state.step == 0 and not ledger.stop:
             evaluate()
         ledger.start_clock()
         with closing(session.loader()) as loader:
@@ -54,7 +56,7 @@ def fit(session: Session, signals: Signals) -> Exit:
                     ledger.settle()
                     session.save()
         ledger.settle()
-        if ledger.stop:
+        if ledger.stop and state.step > first_step:
             session.save()
         session.checkpoints.wait()
 

@@ -8,7 +8,9 @@ from dataclasses import asdict
 
 from weft.job.errors import Exit
 from weft.job.schema import Job
-from weft.train.prove import Verdict, prove
+from weft.launch.pool import RankFailed
+from weft.plan.parse import parse_layouts
+from weft.train.prove import DEFAULT_LAYOUTS, Verdict, prove
 
 COLUMNS = ("layout", "ranks", "|Δloss|", "|Δgradient|", "Δgrad norm", "|Δparameters|", "verdict")
 WIDTHS = (34, 5, 9, 11, 10, 13, 8)
@@ -16,12 +18,17 @@ WIDTHS = (34, 5, 9, 11, 10, 13, 8)
 
 def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json: bool) -> int:
     """Prove, print, and give the exit code: 0 the same, 1 something differs, 2 a layout was refused."""
+    parse_layouts(layouts or DEFAULT_LAYOUTS)  # a name that is none is refused before anything is run
     if not as_json:
         what = "a small model of the same kind" if shrink else "the job's model"
         print(f"{what}, {steps} steps in one process and in each layout on local CPU ranks", file=sys.stderr)
         print(_row(COLUMNS))
         print(_row(["─" * w for w in WIDTHS]), flush=True)
-    verdicts = prove(job, layouts, steps, shrink, on_verdict=(lambda v: None) if as_json else _show)
+    try:
+        verdicts = prove(job, layouts, steps, shrink, on_verdict=(lambda v: None) if as_json else _show)
+    except RankFailed as failure:
+        print(f"weft: the proof could not be run: {failure.last_line}", file=sys.stderr)
+        return int(Exit.DIFFERS)
     differs = [v for v in verdicts if v.verdict == "differs"]
     refused = [v for v in verdicts if v.verdict == "refused"]
     if as_json:

@@ -9,23 +9,23 @@ import time
 import traceback
 from pathlib import Path
 
-import torch
-
 from weft.hardware.probe import probe
 from weft.job.errors import Exit, HangError, WeftError
 from weft.job.load import load_job
 from weft.job.run import RunDir
 from weft.job.schema import Job
 from weft.plan.layout import Plan
+from weft.train.signals import Signals
 
 
 def run_rank(run: RunDir, job: Job, plan: Plan) -> int:
     """Train as the rank that the environment names. Returns the exit code."""
-    from weft.train.ledger import Signals
+    signals = Signals()
+    import torch  # seconds, in which a signal may already come
+
     from weft.train.loop import fit_or_explain
     from weft.train.session import open_session
 
-    signals = Signals()
     rank, position = int(os.environ.get("RANK", 0)), ""
     if plan.device == "cpu":
         torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))

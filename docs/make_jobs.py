@@ -1,0 +1,140 @@
+"""Write docs/jobs.md from the schema of a job: every field, its default, what it takes and what it does.
+
+python docs/make_jobs.py
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from weft.hardware.catalog import DEVICES, NETWORKS
+from weft.job.schema import Data, Job, Model, RopeScaling
+from weft.job.shapes import ALIASES, SHAPES, resolve
+from weft.plan.counts import count_parameters
+from weft.plan.explain import human
+
+INTRO = """\
+# What can a job say?
+
+A job is one YAML file of sections, or the same in Python. Every field has a default, so a job says only what matters:
+
+```yaml
+name: my-run
+model: {shape: tiny}
+data: {source: pydoc, seq_len: 128}
+train: {steps: 200, global_batch: 16}
+optim: {lr: 3e-3}
+parallel: {dp_shard: -1, zero: 3}
+```
+
+On the command line `section.field=value` changes one field and wins over the file, as in
+`weft train my-run.yaml optim.lr=1e-3 parallel.tp=2`. Values are read as YAML, so `'parallel={tp: 2}'` replaces a whole
+section, and `3e-4` is a number. `model: llama-1b` is short for `model: {shape: llama-1b}`, and
+`model: package.module:Class` for `model: {module: package.module:Class}`.
+
+Unknown fields are errors with a suggestion. `weft schema` prints all of this as JSON Schema, for editors. The job as
+resolved, every default written out, lies in `runs/NAME/job.yaml`.
+
+In the tables, – as a default means that the shape, the family or another field decides.
+
+<!-- Written by docs/make_jobs.py from weft/job/schema.py: change the text there. -->
+"""
+
+WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+
+
+def kind(annotation: Any) -> str:
+    """What a field takes, in words."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(kind(a) for a in inner if a is not type(None))
+    if origin is tuple:
+        return f"{len(inner)} {kind(inner[0])}s"
+    if origin is list:
+        return f"list of {kind(inner[0])}"
+    if origin is dict:
+        return "fields of your own"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a section, below"
+    return WORDS[annotation]
+
+
+def shown(value: Any) -> str:
+    """A default as a person would write it."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, float):
+        return f"`{value:g}`"
+    return f"`{list(value)}`" if isinstance(value, tuple) else f"`{value}`"
+
+
+def table(section: type[BaseModel]) -> str:
+    rows = ["| field | default | takes | what it is |", "|---|---|---|---|"]
+    for name, field in section.model_fields.items():
+        default = field.get_default(call_default_factory=True, validated_data={})
+        cells = [f"`{name}`", shown(default), kind(field.annotation), " ".join((field.description or "").split())]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def is_section(annotation: Any) -> type[BaseModel] | None:
+    """The section behind a field of a job, if it is one."""
+    for option in (annotation, *typing.get_args(annotation)):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRO, "## The job itself\n"]
+    plain = ["| field | default | takes | what it is |", "|---|---|---|---|"]
+    sections = []
+    for name, field in Job.model_fields.items():
+        section = is_section(field.annotation)
+        if section is not None:
+            sections.append((name, section))
+        default = f"[see below](#{name})" if section is not None and name != "parallel" else shown(field.default)
+        takes = "a section" if section is not None else kind(field.annotation)
+        takes = "`auto` or a section" if name == "parallel" else takes
+        plain.append(f"| `{name}` | {default} | {takes} | {field.description} |")
+    parts.append("\n".join(plain) + "\n")
+    sections.insert(1, ("model.rope_scaling", RopeScaling))
+    for name, section in sections:
+        parts.append(f"## {name}\n\n{' '.join((section.__doc__ or '').split())}\n\n{table(section)}\n")
+    parts += [shapes(), catalog()]
+    return "\n".join(parts)
+
+
+def shapes() -> str:
+    """The named shapes and how large they are."""
+    rows = ["## Shapes\n", "| `model.shape` | short | family | parameters |", "|---|---|---|---|"]
+    short = {name: alias for alias, name in ALIASES.items()}
+    for name, fields in SHAPES.items():
+        data = Data(source="synthetic", seq_len=128)
+        counts = count_parameters(resolve(Job(model=Model(shape=name), data=data)).model)
+        size = human(counts.total) if counts else "–"
+        rows.append(f"| `{name}` | {f'`{short[name]}`' if name in short else ''} | {fields['family']} | {size} |")
+    note = "A shape without a vocabulary of its own takes the tokenizer's; here it is counted with 256 tokens."
+    return "\n".join([*rows, f"\n{note}\n"])
+
+
+def catalog() -> str:
+    """The names a cluster may use."""
+    return (
+        f"## Devices and networks\n\n`cluster.device`: {', '.join(f'`{n}`' for n in DEVICES)}.\n\n"
+        f"`cluster.network`: {', '.join(f'`{n}`' for n in NETWORKS)}.\n"
+    )
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("jobs.md").write_text(page(), encoding="utf-8")
