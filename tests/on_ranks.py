@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import weft
 from weft.comm.pieces import local_of, piece_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
@@ -170,3 +172,28 @@ def _piece(master: Tensor, mesh: Mesh) -> tuple[tuple[tuple[str, int], ...], str
     local = master.to_local() if isinstance(master, DTensor) else master
     where = tuple((axis, mesh.coord(axis)) for axis in cut_axes(master))
     return where, hashlib.sha256(local.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def own_loop(folder: str, steps: int) -> tuple[int, list[float]]:
+    """What a person writes who keeps the loop: any module, any optimizer, Weft's mesh, spread and checkpoints."""
+    world = int(os.environ["WORLD_SIZE"])
+    job = weft.Job.model_validate({"cluster": {"device": "cpu"}, "parallel": {"dp_shard": -1, "zero": 2}})
+    plan = weft.plan(job, world)
+    mesh = weft.connect(plan)
+    torch.manual_seed(mesh.rank)  # every rank keeps rank 0's values
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    woven = weft.parallelize(model, mesh, plan)
+    optimizer = torch.optim.SGD(woven.masters.values(), lr=0.01, foreach=False)
+    done = weft.load(folder, woven.masters, mesh) or {"step": 0}
+    data = torch.arange(8 * 6.0).view(8, 6).sin()
+    mine = data.chunk(world)[mesh.rank]
+    for _ in range(steps):
+        woven.zero_grad()
+        woven.microbatch(last=True)
+        (woven.module(mine) - mine.sum(1, keepdim=True)).square().sum().backward()
+        woven.finish()
+        optimizer.step()
+        woven.refresh()
+    weft.save(folder, woven.masters, mesh, step=done["step"] + steps)
+    flat = torch.cat([t.reshape(-1) for t in wholes(woven.masters).values()])
+    return done["step"], flat.tolist()
