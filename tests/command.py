@@ -82,7 +82,7 @@ def until(what: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not what():
         assert time.monotonic() < deadline, "nothing came of it within the deadline"
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def write_job(folder: Path, **sections: Any) -> None:

@@ -27,7 +27,7 @@ from weft.optim.adafactor import add_up
 from weft.optim.clip import cut_axes
 from weft.plan import RUNNABLE, Plan, check, make_plan
 from weft.train.checkpoint import Checkpoints
-from weft.train.prove import Trace
+from weft.train.prove import Trace, join_stages
 from weft.train.session import build_state, to_device
 from weft.train.step import Stepper
 
@@ -95,8 +95,10 @@ def observe(job: Job, steps: int, file: str, scale: float | None = None, count: 
             mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
-    trace = Trace(losses, norms, gradients, wholes(masters), 0.0)
-    ema = wholes(state.ema.averages)
+    end, ema = wholes(masters), wholes(state.ema.averages)
+    for held in (start, end, ema, *gradients):
+        join_stages(held, mesh)
+    trace = Trace(losses, norms, gradients, end, 0.0)
     if mesh.rank == 0:
         torch.save(Result(trace, start, ema), Path(file))
     mesh.barrier()
@@ -128,7 +130,9 @@ def move(job: Job, folder: str, train: int, file: str) -> int | None:
 
 
 def _whole_state(stepper: Stepper) -> dict[str, Tensor]:
-    return wholes({n: t for n, t in stepper.state.tensors().items() if not n.startswith("random")})
+    held = wholes({n: t for n, t in stepper.state.tensors().items() if not n.startswith("random")})
+    join_stages(held, stepper.mesh)
+    return held
 
 
 def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -69,17 +69,25 @@ def train(
 
 
 @app.command()
-def plan(job: JobArg, overrides: Overrides = None, nproc: Nproc = None, as_json: AsJson = False) -> None:
+def plan(
+    job: JobArg,
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    gantt: Annotated[bool, typer.Option("--gantt", help="Draw the simulated time line of a pipelined step.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Show how a job would be spread, why, and what it is expected to take."""
     from weft.job.load import load_job
     from weft.plan import check_fits, make_plan
-    from weft.plan.explain import explain
+    from weft.plan.explain import draw, explain
 
     described, made = make_plan(load_job(job, overrides or ()), nproc)
     if as_json:
         _print_json({"job": described.model_dump(mode="json"), **made.to_json()})
     else:
         print(explain(described, made))
+    if gantt and not as_json:
+        print("\n" + draw(described, made))
     check_fits(described, made)
 
 

@@ -178,7 +178,7 @@ def own(folder: Path, name: str, model: str, *overrides: str) -> Said:
 def test_a_run_that_diverges_says_when(folder: Path) -> None:
     said = own(folder, "diverged", "TurnsNaN", ALONE)
     assert said.code == Exit.DIVERGED
-    assert said.last.startswith("the loss is nan at step 3; try a lower optim.lr (now 0.003)")
+    assert said.last.startswith("weft: the loss is nan at step 3; try a lower optim.lr (now 0.003)")
     assert "Traceback" not in said.err
     events = read_jsonl(run_of(folder, "diverged").events)
     assert next(e for e in events if e["event"] == "diverged")["why"] in said.err
@@ -214,6 +214,6 @@ def test_what_is_wrong_with_a_job_leaves_no_run(folder: Path) -> None:
         assert not run_of(folder, "wrong").path.exists()
     said = own(folder, "wrong", "Missing", ALONE)
     assert (said.code, said.err.strip()) == (
-        Exit.JOB, "model.module='own_models:Missing': own_models has no 'Missing'",
+        Exit.JOB, "weft: model.module='own_models:Missing': own_models has no 'Missing'",
     )  # fmt: skip
     assert not run_of(folder, "wrong").path.exists()

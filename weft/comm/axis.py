@@ -25,19 +25,20 @@ class Axis:
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
 
-    def _count(self, what: str, tensor: Tensor) -> None:
+    def count(self, what: str, tensor: Tensor) -> None:
+        """Note a message that this rank hands over."""
         self.calls[what] += 1
         self.bytes[what] += tensor.numel() * tensor.element_size()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce in place and return the tensor."""
-        self._count("all_reduce", tensor)
+        self.count("all_reduce", tensor)
         dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
     def start_all_reduce(self, tensor: Tensor) -> dist.Work:
         """Begin a sum in place; wait() on what is returned."""
-        self._count("all_reduce", tensor)
+        self.count("all_reduce", tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         return work
@@ -45,7 +46,7 @@ class Axis:
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The pieces of all ranks, joined along dim."""
         tensor = tensor.contiguous()
-        self._count("all_gather", tensor)
+        self.count("all_gather", tensor)
         out = tensor.new_empty((self.size, *tensor.shape))
         _ALL_GATHER(out.view(-1), tensor.view(-1), group=self.group)
         return _join(out, dim)
@@ -53,7 +54,7 @@ class Axis:
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """The sum over all ranks, of which each keeps its piece along dim."""
         pieces = torch.stack(tensor.chunk(self.size, dim))
-        self._count("reduce_scatter", pieces)
+        self.count("reduce_scatter", pieces)
         out = torch.empty_like(pieces[0])
         _REDUCE_SCATTER(out.view(-1), pieces.view(-1), group=self.group)
         return out

@@ -29,6 +29,11 @@ class RunDir:
         return self.path / "slices.json"
 
     @property
+    def pipeline(self) -> Path:
+        """When each stage worked in one step, simulated and measured."""
+        return self.path / "pipeline.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

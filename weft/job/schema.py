@@ -212,7 +212,13 @@ class Parallel(Section):
     ep: int = 1
     """Ranks among which the experts are cut, laid over dp_shard × cp × tp."""
     schedule: str = "1f1b"
-    """The order of a pipeline's microbatches."""
+    """The order of a pipeline's work: naive, gpipe, 1f1b, interleaved-1f1b, zero-bubble (zb-h1, zbv) or dualpipe-v."""
+    virtual_stages: int | None = Field(None, ge=1)
+    """Stages on each rank of a pipeline. Left out: what the schedule wants, 1 or 2."""
+    microbatches: int | Literal["auto"] = "auto"
+    """Microbatches of a rank's share of the global batch; the same thing as train.accumulation."""
+    split: list[int] | None = None
+    """Blocks in each stage, in order. Left out: split by cost, so that no stage is slower than it must be."""
 
     @field_validator("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
     @classmethod
@@ -262,6 +268,8 @@ class Watch(Section):
 
     every: int = Field(10, ge=1)
     """Steps between plain progress lines."""
+    gantt_step: int = Field(5, ge=0)
+    """The step of a pipelined run whose time line the report shows; 0 records none."""
     trackers: list[str] = Field(default_factory=list)
     """Other programs that are told the metrics; metrics.jsonl is always written."""
 

@@ -66,14 +66,19 @@ def _own(model: Model, seed: int) -> nn.Module:
 
 def loss_sum(
     module: nn.Module, batch: dict[str, Tensor], model: Model, *, seed: int = 0, smoothing: float = 0.0,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, hidden: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Loss of a batch, summed over its valid targets. `dtype` is what the module computes in."""
+    """Loss of a batch, summed over its valid targets. `dtype` is what the module computes in.
+
+    A stage of a pipeline takes `hidden` from the stage before, and gives what the next one takes unless it is the last.
+    """
     if model.module:
         return _own_loss(module, batch, model, smoothing, dtype)
     inputs = batch["inputs"]
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-    extras = {k: batch[k] for k in ("docs", "positions") if k in batch}
+    extras: dict[str, Tensor] = {k: batch[k] for k in ("docs", "positions") if k in batch}
+    if hidden is not None:
+        extras["hidden"] = hidden
     keys = batch["ids"] * 0x5851F42D4C957F2D + seed
     loss: Tensor = module(
         inputs, targets=batch["targets"], valid=batch["valid"], keys=keys, smoothing=smoothing, **extras

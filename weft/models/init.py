@@ -20,7 +20,7 @@ def initialise(name: str, tensor: Tensor, model: nn.Module, seed: int) -> None:
     elif tensor.dim() == 1:
         tensor.fill_(1.0)
     else:
-        layers = len(getattr(model, "blocks", [])) or 1
+        layers = int(getattr(model, "depth", 1))
         if not hasattr(model, "blocks"):
             std = math.sqrt(2.0 / tensor.shape[1])  # half of what enters is lost in each GELU (He et al. 2015)
         elif owner.endswith((".o", ".down")):  # two additions a block to the residual stream (GPT-2 §2.3)

@@ -66,8 +66,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         scale = grads[0]
         return (
-            None if dx is None else dx.mul_(scale.to(dx.dtype)),
-            None if dw is None else dw.mul_(scale.to(dw.dtype)),
+            None if dx is None else dx * scale.to(dx.dtype),
+            None if dw is None else dw * scale.to(dw.dtype),
             None, None, None, None,
         )  # fmt: skip
 

@@ -16,22 +16,34 @@ class DeepMLP(nn.Module):
     def __init__(self, m: Model):
         super().__init__()
         assert m.dim and m.layers
+        self.dim, self.depth, self.ends = m.dim, m.layers, True
         self.layers = nn.ModuleList(nn.Linear(m.dim, m.dim, bias=bool(m.bias)) for _ in range(m.layers))
 
     @property
     def parts(self) -> dict[str, str]:
         """Layers in pairs, cut by column then by row; the last of an odd number stays whole."""
-        pairs = len(self.layers) // 2
+        pairs = self.depth // 2
         return {f"layers.{i}": ("column", "row")[i % 2] for i in range(2 * pairs)}
 
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, valid: Tensor | None = None, keys: Tensor | None = None,
-        smoothing: float = 0.0,
+        smoothing: float = 0.0, hidden: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        x = inputs  # [batch, dim]
-        for i, layer in enumerate(self.layers):
-            x = layer(F.gelu(x) if i else x)
-        if targets is None:
+        x = inputs if hidden is None else hidden  # [batch, dim]
+        for name, layer in self.layers.named_children():
+            x = layer(F.gelu(x) if name != "0" else x)
+        if targets is None or not self.ends:
             return x
         error = (x.float() - targets.float()).square().mean(-1)
         return error.sum() if valid is None else (error * valid).sum()
+
+    def keep(self, first: int, last: int, begins: bool, ends: bool) -> None:
+        """Keep the layers first … last - 1 alone, and the loss if the stage ends; names stay."""
+        for i in range(self.depth):
+            if not first <= i < last:
+                del self.layers._modules[str(i)]
+        self.ends = ends
+
+    def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
+        """Shape of what one stage hands to the next."""
+        return inputs.shape[0], self.dim

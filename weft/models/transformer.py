@@ -126,34 +126,60 @@ class Transformer(nn.Module):
         super().__init__()
         assert m.dim and m.vocab and m.layers and m.max_len and m.head_dim
         self.head_dim, self.theta, self.scaling = m.head_dim, m.rope_theta or 10_000.0, m.rope_scaling
-        self.causal = bool(m.causal)
-        self.embed = nn.Linear(PATCH_DIM, m.dim) if m.family == "vit" else nn.Embedding(m.vocab, m.dim)
+        self.causal, self.rotary = bool(m.causal), m.positions == "rope"
+        self.dim, self.depth = m.dim, m.layers
+        self.embed: nn.Module | None = nn.Embedding(m.vocab, m.dim)
+        if m.family == "vit":
+            self.embed = nn.Linear(PATCH_DIM, m.dim)
         self.positions = nn.Embedding(m.max_len, m.dim) if m.positions == "learned" else None
         self.drop = Dropout(m.dropout or 0.0, site=0)
         self.blocks = nn.ModuleList(Block(m, i) for i in range(m.layers))
-        self.norm = _norm(m, m.dim)
-        self.head = Head(m)
+        self.norm: nn.Module | None = _norm(m, m.dim)
+        self.head: Head | None = Head(m)
+        self.aliases = {"head.weight": "embed.weight"} if m.tied else {}
         if m.tied:
             self.head.weight = cast(nn.Parameter, self.embed.weight)
 
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, valid: Tensor | None = None, docs: Tensor | None = None,
         positions: Tensor | None = None, keys: Tensor | None = None, smoothing: float = 0.0,
+        hidden: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        # inputs [batch, seq] tokens, or [batch, patches, PATCH_DIM]
+        # inputs [batch, seq] tokens, or [batch, patches, PATCH_DIM]; hidden [batch, seq, dim] if another stage began
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device)
-        x = self.embed(inputs)
+        x = self.begin(inputs, positions, keys) if hidden is None else hidden
         turn = None
-        if self.positions is not None:
-            x = x + self.positions(positions)
-        else:
+        if self.rotary:
             turn = rotation(positions, frequencies(self.head_dim, self.theta, self.scaling, inputs.device))
-        x = self.drop(x, keys)
         mask = None if docs is None else document_mask(docs, self.causal)
         for block in self.blocks:
             x = block(x, turn, mask, keys)
+        if self.norm is None or self.head is None:
+            return x
         return self.head(self.norm(x), targets, valid, smoothing)
+
+    def begin(self, inputs: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
+        """What comes before the blocks."""
+        assert self.embed is not None
+        x = self.embed(inputs)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        return self.drop(x, keys)
+
+    def keep(self, first: int, last: int, begins: bool, ends: bool) -> None:
+        """Keep the blocks first … last - 1, the embedding if the stage begins, the head if it ends; names stay."""
+        for i in range(self.depth):
+            if not first <= i < last:
+                del self.blocks._modules[str(i)]
+        if not begins:
+            self.embed = self.positions = None
+        if not ends:
+            self.norm = self.head = None
+
+    def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
+        """Shape of what one stage hands to the next."""
+        return inputs.shape[0], inputs.shape[1] // sequence_cut, self.dim
 
 
 def document_mask(docs: Tensor, causal: bool) -> Tensor:

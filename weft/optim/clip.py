@@ -35,6 +35,9 @@ def grad_norm(masters: Iterable[Tensor], mesh: Mesh) -> Tensor:
             if axis is not None:
                 axis.all_reduce(square)
         total += square
+    stages = mesh.axis("pp")
+    if stages is not None:  # every stage has weights of its own
+        stages.all_reduce(total)
     return total.sqrt().float()
 
 

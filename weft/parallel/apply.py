@@ -2,74 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
 from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm import Axis
-from weft.comm.pieces import local_of
 from weft.memory import recompute
 from weft.mesh import Mesh
 from weft.models.init import initialise
 from weft.parallel.data import Replicas, Shards, shard
+from weft.parallel.pipeline import Pipelined
 from weft.parallel.tensor import TensorSplit, split_tensors
+from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
+from weft.plan.schedule import make_schedule
 from weft.precision import COMPUTE
 
 
-@dataclass
-class Woven:
-    """A model spread over the mesh. The optimizer, clipping and checkpoints see `masters`, and nothing else of it."""
-
-    module: nn.Module
-    data: Replicas | Shards
-    tp: Axis | None
-    partial: tuple[str, ...]
-    frozen: dict[str, Tensor]
-    """Weights that are not trained, by name: a checkpoint holds them, the optimizer never sees them."""
-
-    @property
-    def masters(self) -> dict[str, Tensor]:
-        """fp32 weights by name, plain or DTensor; after finish() each holds the gradient of the whole batch."""
-        return self.data.masters
-
-    def microbatch(self, last: bool) -> None:
-        """Say before each backward pass whether it is the step's last."""
-        self.data.microbatch(last)
-
-    def finish(self) -> None:
-        """Complete the gradients after the last backward pass; a weight that was not used has one of zeros."""
-        self.data.finish()
-        for master in self.masters.values():
-            if master.grad is None:  # else the optimizer would decay it in some layouts and pass over it in others
-                master.grad = torch.zeros_like(master)
-        if self.tp is not None and self.partial:
-            grads = [local_of(g) for n in self.partial if (g := self.masters[n].grad) is not None]
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            self.tp.all_reduce(flat)
-            for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(summed.view_as(grad))
-
-    def zero_grad(self) -> None:
-        self.data.zero_grad()
-
-    def refresh(self) -> None:
-        """After the optimizer changed the masters."""
-        self.data.refresh()
-
-    def settle(self) -> None:
-        """After an evaluation."""
-        self.data.settle()
-
-
-def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0) -> Woven:
-    """Spread a model over a mesh as a plan says, unit by unit, so that no rank ever holds more than one unit whole.
+def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0) -> Woven | Pipelined:
+    """Spread a model over a mesh as a plan says: first into stages, then each stage over the other axes.
 
     A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's.
     """
+    pp = mesh.axis("pp")
+    if pp is None:
+        return weave(model, mesh, plan, seed)
+    schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
+    stages = {}
+    for index in schedule.stages_of(pp.rank):
+        stage = copy.deepcopy(model)
+        first, end = plan.split[index]
+        stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
+        stages[index] = weave(stage, mesh, plan, seed)
+    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], plan.tp if plan.sequence else 1)
+
+
+def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int) -> Woven:
+    """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole."""
     dtype = COMPUTE[plan.precision]
     tp, sharded = mesh.axis("tp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
@@ -88,8 +59,10 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0) -> Wove
     else:
         data = Replicas(model, mesh.axis("dp_replicate"), dtype, plan.bucket_mb)
     partial = tuple(n for n in data.masters if split and n in split.partial)
-    frozen: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-    return Woven(model, data, tp, partial, frozen)
+    names = dict(model.named_parameters())
+    aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
+    frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
+    return Woven(model, data, tp, partial, frozen, aliases)
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
@@ -138,7 +111,8 @@ def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Me
                 value = param.detach()
                 if param.is_meta:
                     value = torch.empty(param.shape, dtype=torch.float32, device=mesh.device)
-                    initialise(f"{path}.{key}", value, model, seed)
+                    name = f"{path}.{key}"
+                    initialise(getattr(model, "aliases", {}).get(name, name), value, model, seed)
                 else:
                     value = _same_everywhere(value.to(mesh.device), mesh)
                 made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)

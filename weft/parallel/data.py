@@ -109,6 +109,19 @@ class Replicas:
         """Only the last microbatch of a step talks to the other replicas."""
         self.last = last
 
+    def hold(self, split_backward: bool) -> None:
+        """A pipeline is about to run: gradients of weights may come without their hooks."""
+
+    def collect(self) -> None:
+        """Take in gradients that were set by hand instead of arriving through the hooks."""
+        if self.mixed:
+            for bucket in self.buckets:
+                for name, view in bucket.views.items():
+                    weight = self.weights[name]
+                    if weight.grad is not None:
+                        view.add_(local_of(weight.grad))
+                        weight.grad = None
+
     def finish(self) -> None:
         """Every master's gradient is the sum over the replicas when this returns."""
         self._send_ready(all_of_them=True)
@@ -149,7 +162,7 @@ class Shards:
 
     def __init__(self, module: nn.Module, zero: int, replicated: bool):
         assert isinstance(module, FSDPModule)
-        self.module, self.zero, self.replicated = module, zero, replicated
+        self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
         self.fsdp_modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for m in self.fsdp_modules:
             m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
@@ -157,6 +170,8 @@ class Shards:
         self.masters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
 
     def microbatch(self, last: bool) -> None:
+        if self.held:
+            return
         self.module.set_is_last_backward(last)
         if self.zero == 1:
             self.module.set_requires_gradient_sync(last)
@@ -165,8 +180,25 @@ class Shards:
         if self.zero < 3:
             self.module.set_reshard_after_backward(last)
 
+    def hold(self, split_backward: bool) -> None:
+        """Under a split backward gradients stay whole and weights gathered until finish(): no hook of FSDP2 sees it."""
+        self.held = split_backward
+        if split_backward:
+            self.module.set_is_last_backward(False)
+            self.module.set_requires_gradient_sync(False)
+            self.module.set_reshard_after_backward(False)
+            self.module.set_reshard_after_forward(False)
+
+    def collect(self) -> None:
+        """Gradients set by hand are where finish() looks for them."""
+
     def finish(self) -> None:
-        """FSDP2 waits for its own collectives at the end of the backward pass."""
+        """FSDP2 waits for its own collectives at the end of a backward pass; after a split one it is told to begin."""
+        if self.held:
+            self.module.set_is_last_backward(True)
+            self.module.set_requires_gradient_sync(True)
+            self.module.set_reshard_after_backward(True)
+            reduce_now(self.module)
 
     def zero_grad(self) -> None:
         for master in self.masters.values():
@@ -179,6 +211,22 @@ class Shards:
         """Drop weights gathered by an evaluation: they would be stale after the next update."""
         for m in self.fsdp_modules:
             m.reshard()
+
+
+def reduce_now(module: nn.Module) -> None:
+    """Reduce the gradients that FSDP2 holds whole, as its hooks would at the end of a backward pass."""
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    for each in state._state_ctx.all_states:
+        for group in fsdp_groups(each):
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """An FSDP2 state's groups of parameters: one until torch 2.12, a list since."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, zero: int, dtype: torch.dtype) -> None:

@@ -57,6 +57,19 @@ def flops_per_token(model: Model, seq_len: int) -> float | None:
     return 6.0 * matmuls + (attention / 2 if model.causal else attention)
 
 
+def part_costs(model: Model, seq_len: int) -> list[float]:
+    """FLOPs a token of the embedding, each block and the head: what a pipeline's stages are split by."""
+    counts = count_parameters(model)
+    assert counts is not None, "a model of a person's own has no parts to split"
+    if model.family == "mlp":
+        return [0.0, *[6.0 * counts.block] * counts.blocks, 0.0]
+    dim = _int(model.dim)
+    attention = 12.0 * _int(model.heads) * _int(model.head_dim) * seq_len / (2 if model.causal else 1)
+    lookup = 6.0 * PATCH_DIM * dim if model.family == "vit" else 6.0 * dim  # rows are read and added to, not multiplied
+    head = 6.0 * _int(model.vocab) * dim / (seq_len if model.family == "vit" else 1)
+    return [lookup, *[6.0 * counts.block + attention] * counts.blocks, head]
+
+
 def flops_per_sample(model: Model, seq_len: int) -> float | None:
     """Training FLOPs a sample: a sequence, an image of patches, or the one vector of an MLP."""
     flops = flops_per_token(model, seq_len)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 from weft.job.schema import Job
 from weft.plan.counts import count_parameters
+from weft.plan.gantt import gantt_text
 from weft.plan.layout import Plan
+from weft.plan.stages import simulated
 
 
 def explain(job: Job, plan: Plan) -> str:
@@ -23,6 +27,7 @@ def explain(job: Job, plan: Plan) -> str:
             f"{job.train.global_batch} sequences = {plan.dp} × {share}, in microbatches of {plan.microbatch}"
             f" ({plan.accumulation} a step)",
         ),
+        *_stage_rows(plan),
         ("recompute", plan.recompute),
     ]
     if plan.predicted:
@@ -38,6 +43,18 @@ def explain(job: Job, plan: Plan) -> str:
             rows.append(("step", f"{p['step_time_s']:.3g} s if 40 % of the peak is reached"))
     lines = [f"{name:10} {text}" for name, text in rows]
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
+
+
+def _stage_rows(plan: Plan) -> list[tuple[str, str]]:
+    if plan.pp == 1:
+        return []
+    blocks = ", ".join(f"{a}–{b - 1}" if b > a + 1 else str(a) if b > a else "none" for a, b in plan.split)
+    return [("stages", f"blocks {blocks}; {plan.schedule}, {plan.accumulation} microbatches")]
+
+
+def draw(job: Job, plan: Plan) -> str:
+    """The pipeline's simulated time line for the terminal."""
+    return gantt_text(simulated(job, plan), width=min(shutil.get_terminal_size().columns, 140))
 
 
 def human(n: float) -> str:

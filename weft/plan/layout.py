@@ -29,6 +29,9 @@ class Plan:
     zero: int = 3
     sequence: bool = False
     schedule: str = "1f1b"
+    virtual_stages: int = 1
+    split: tuple[tuple[int, int], ...] = ()
+    """The blocks of each stage, from … up to but not including; empty without a pipeline."""
     microbatch: int = 1
     accumulation: int = 1
     precision: str = "fp32"
@@ -58,7 +61,8 @@ class Plan:
         words = []
         for axis, degree in self.axes.items():
             if degree > 1:
-                words.append(f"{axis} {degree}" + (f" (zero {self.zero})" if axis == "dp_shard" else ""))
+                note = {"dp_shard": f" (zero {self.zero})", "pp": f" ({self.schedule})"}.get(axis, "")
+                words.append(f"{axis} {degree}{note}")
         return " × ".join(words) or "1 rank"
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +71,8 @@ class Plan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
-        return cls(**{**known, "reasons": tuple(known.get("reasons", ()))})
+        split = tuple((a, b) for a, b in known.get("split", ()))
+        return cls(**{**known, "reasons": tuple(known.get("reasons", ())), "split": split})
 
     def dumps(self) -> str:
         return json.dumps(self.to_json(), indent=2) + "\n"

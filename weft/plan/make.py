@@ -9,10 +9,12 @@ from weft.hardware.probe import Machine, probe
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
-from weft.plan.counts import count_parameters, flops_per_sample
+from weft.plan.counts import count_parameters, flops_per_sample, part_costs
 from weft.plan.layout import AXES, Plan
 from weft.plan.memory import communication_bytes, predict_memory
-from weft.plan.rules import TP_RULES, check, divisors
+from weft.plan.rules import TP_RULES, check, divisors, nearest
+from weft.plan.schedule import SCHEDULES, check_schedule
+from weft.plan.split import split_stages
 
 USABLE = 0.9
 """Share of a device's memory a plan may fill."""
@@ -46,7 +48,9 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
         plan = _pin(job.parallel, plan, world)
     plan = _sequence(job, plan, reasons)
     check(job, plan)
-    plan = _microbatch(job, plan, memory, reasons)
+    plan = _stages(job, _microbatch(job, plan, memory, reasons), reasons)
+    if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
+        raise JobError(problem)
     predicted = _predict(job, plan, device)
     return job, replace(plan, reasons=tuple(reasons), predicted=predicted)
 
@@ -143,7 +147,12 @@ def _pin(given: Parallel, plan: Plan, world: int) -> Plan:
             f"parallel asks for {words} = {product} ranks, but there are {world}; "
             f"set one axis to -1 for the rest, or start {product} ranks (--nproc {product})"
         )
-    return replace(plan, **degrees, ep=given.ep, zero=given.zero, sequence=given.sequence, schedule=given.schedule)
+    plan = replace(plan, **degrees, ep=given.ep, zero=given.zero, sequence=given.sequence, schedule=given.schedule)
+    if plan.pp == 1:
+        return plan
+    if problem := check_schedule(given.schedule, plan.pp, 1, given.virtual_stages):
+        raise JobError(problem)
+    return replace(plan, virtual_stages=given.virtual_stages or SCHEDULES[given.schedule].usual)
 
 
 def _choose(job: Job, plan: Plan, world: int, memory: float, reasons: list[str]) -> Plan:
@@ -183,8 +192,35 @@ def _sequence(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     return plan
 
 
+def _stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
+    """Which blocks go to which stage: the person's split, or the one whose slowest stage is fastest."""
+    if plan.pp == 1:
+        return plan
+    pinned = job.parallel.split if job.parallel != "auto" else None
+    parts = part_costs(job.model, job.data.seq_len)
+    ranges = split_stages(parts, plan.pp * plan.virtual_stages, pinned)
+    layers = len(parts) - 2
+    split = tuple((max(0, a - 1), min(layers, b - 1)) for a, b in ranges)
+    if len({b - a for a, b in split}) > 1 and not pinned:
+        reasons.append(f"stages of {', '.join(str(b - a) for a, b in split)} blocks: embedding and head weigh too")
+    return replace(plan, split=split)
+
+
+def _pipeline_microbatches(job: Job, plan: Plan) -> int:
+    """Enough microbatches to keep the pipeline full, of a number that the schedule takes."""
+    given = job.parallel.microbatches if job.parallel != "auto" else "auto"
+    if given != "auto":
+        return given
+    share = job.train.global_batch // plan.dp
+    fits = [d for d in divisors(share) if not check_schedule(plan.schedule, plan.pp, d, plan.virtual_stages)]
+    return nearest(4 * plan.pp, fits) if fits else share
+
+
 def _microbatch(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
     share = job.train.global_batch // plan.dp
+    if plan.pp > 1 and job.train.microbatch == "auto" and job.train.accumulation == "auto":
+        count = _pipeline_microbatches(job, plan)
+        return replace(plan, microbatch=share // count, accumulation=count)
     if job.train.microbatch != "auto":
         return replace(plan, microbatch=job.train.microbatch, accumulation=share // job.train.microbatch)
     if job.train.accumulation != "auto":

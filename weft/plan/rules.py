@@ -63,6 +63,13 @@ def _microbatch(job: Job, plan: Plan) -> str | None:
         return None
     share = job.train.global_batch // plan.dp
     given, accumulation = job.train.microbatch, job.train.accumulation
+    if job.parallel != "auto" and job.parallel.microbatches != "auto":
+        if accumulation not in ("auto", job.parallel.microbatches):
+            return (
+                f"parallel.microbatches={job.parallel.microbatches} and train.accumulation={accumulation} are the same "
+                "thing; leave one of them out"
+            )
+        accumulation = job.parallel.microbatches
     if isinstance(given, int) and isinstance(accumulation, int) and given * accumulation != share:
         return (
             f"train.microbatch={given} × train.accumulation={accumulation} is not the {share} sequences of a rank "
@@ -98,7 +105,6 @@ RULES: tuple[Rule, ...] = (*TP_RULES, _batch, _microbatch, _own)
 """Whatever breaks one of these can be neither planned nor run."""
 
 RUNNABLE: tuple[Rule, ...] = (
-    _not_yet("parallel.pp", lambda p: p.pp == 1, lambda p: p.pp, "pp=1"),
     _not_yet("parallel.cp", lambda p: p.cp == 1, lambda p: p.cp, "cp=1"),
     _not_yet("parallel.ep", lambda p: p.ep == 1, lambda p: p.ep, "ep=1"),
     _not_yet("precision", lambda p: p.precision != "fp8", lambda p: p.precision, "precision=bf16"),

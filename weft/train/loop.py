@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from weft.job.errors import DivergedError, Exit
+from weft.train.gantt import recorded
 from weft.train.ledger import Ledger, peak_memory_gib
 from weft.train.session import Session, to_device
 from weft.train.signals import Signals
@@ -46,7 +47,9 @@ def fit(session: Session, signals: Signals) -> Exit:
         with closing(session.loader()) as loader:
             while state.step < steps and not ledger.stop:
                 lr = stepper.learning_rate()
-                grads = stepper.gradients([to_device(b, device) for b in next(loader)])
+                batches = [to_device(b, device) for b in next(loader)]
+                with recorded(session, state.step + 1):
+                    grads = stepper.gradients(batches)
                 norm, taken = stepper.update(grads, lr)
                 ledger.post(grads, norm, lr, taken)
                 if _due(state.step, job.train.eval_every, steps):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from weft.job.errors import JobError, WeftError
 from weft.job.load import parse_job
 from weft.job.schema import Job
 from weft.launch.pool import RankFailed, RankPool
-from weft.mesh import connect
+from weft.mesh import Mesh, connect
+from weft.parallel.pipeline import TWIN
 from weft.plan import RUNNABLE, check, make_plan
 from weft.plan.parse import parse_layouts, ranks
 from weft.train.session import build_state, to_device
@@ -28,7 +29,10 @@ from weft.train.step import Stepper
 TOLERANCE: dict[str, float] = {"fp32": 1e-5, "bf16": 6e-2, "fp16": 1e-2}
 """Largest relative difference that rounding explains, by dtype."""
 
-DEFAULT_LAYOUTS = ("ddp2", "zero1", "zero2", "zero3", "tp2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "hsdp")
+DEFAULT_LAYOUTS = (
+    "ddp2", "zero1", "zero2", "zero3", "tp2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "hsdp", "pp2", "pp2 zbv",
+    "pp2 dp_shard=2", "pp2 tp2",
+)  # fmt: skip
 
 ADAM_EPS = 1e-6
 """Adam divides a gradient by its own size, so one that is zero but for rounding (a key's bias) would become a full step
@@ -126,9 +130,20 @@ def trace(job: Job, steps: int, folder: str) -> None:
         losses.append(float(total / grads.count))
         norms.append(float(norm))
     parameters = {n: whole(m) for n, m in state.woven.masters.items()}
+    for held in (*gradients, parameters):
+        join_stages(held, mesh)
     if mesh.rank == 0:
         torch.save(Trace(losses, norms, gradients, parameters, time.perf_counter() - began), Path(folder) / "trace.pt")
     mesh.barrier()
+
+
+def join_stages(held: dict[str, Tensor], mesh: Mesh) -> None:
+    """Bring the weights of every stage of a pipeline together."""
+    if mesh.axis("pp") is not None:
+        for other in mesh.all_gather_object(held):
+            held.update({n: t for n, t in cast(dict[str, Tensor], other).items() if TWIN not in n})
+        for twin in [n for n in held if TWIN in n]:
+            del held[twin]
 
 
 def whole(x: Tensor | None) -> Tensor:

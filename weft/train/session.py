@@ -17,8 +17,10 @@ from weft.job.run import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
 from weft.models import build_model
-from weft.optim import Ema, build_optimizers, peak_lr
+from weft.optim import Ema, Optimizers, build_optimizers, peak_lr
 from weft.parallel.apply import find_units, parallelize
+from weft.parallel.pipeline import TWIN, Pipelined
+from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
 from weft.train.checkpoint import Checkpoints
@@ -52,8 +54,8 @@ class Session:
     def loader(self) -> Loader:
         """Batches from the next unread sample on."""
         job, mesh = self.job, self.mesh
-        first_of_tp = mesh.coord("tp") == 0
-        record = self.run.samples / f"rank-{mesh.rank}.jsonl" if job.data.record_ids and first_of_tp else None
+        first = mesh.coord("tp") == 0 and mesh.coord("pp") == 0  # the others read the same samples
+        record = self.run.samples / f"rank-{mesh.rank}.jsonl" if job.data.record_ids and first else None
         return Loader(
             self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
             dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
@@ -116,11 +118,20 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
 
 def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
     """The model spread over the mesh, its optimizer, average and loss scale, at step 0."""
-    model = build_model(job.model, job.train.seed)
-    units = tuple(find_units(model))
-    woven = parallelize(model, mesh, plan, job.train.seed)
-    optimizers = build_optimizers(job.optim, woven.masters, lambda name: name.startswith(units))
-    return State(woven, optimizers, Ema(woven.masters, job.train.ema), LossScale.for_precision(plan.precision), mesh)
+    woven = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed)
+    return State(
+        woven,
+        make_optimizers(job, woven),
+        Ema(woven.masters, job.train.ema),
+        LossScale.for_precision(plan.precision),
+        mesh,
+    )
+
+
+def make_optimizers(job: Job, woven: Woven | Pipelined) -> Optimizers:
+    """The job's optimizer over the masters; muon asks which of them are in the blocks."""
+    units = tuple(find_units(build_model(job.model)))
+    return build_optimizers(job.optim, woven.masters, lambda name: name.startswith(units))
 
 
 def _resume(session: Session) -> None:
@@ -131,8 +142,7 @@ def _resume(session: Session) -> None:
     tensors = state.empty_like(saved_world=0)
     found = checkpoints.load_newest(tensors)
     if found is None:
-        units = tuple(find_units(state.woven.module))
-        state.optimizers = build_optimizers(session.job.optim, state.woven.masters, lambda name: name.startswith(units))
+        state.optimizers = make_optimizers(session.job, state.woven)
         return
     if found.meta["plan"]["world"] == session.mesh.world:
         own = {n: t for n, t in state.tensors().items() if n.startswith("random")}
@@ -158,24 +168,27 @@ def _forget_samples_after(session: Session) -> None:
 
 def _write_slices(session: Session) -> None:
     """Which rank holds which slice of what, for the report."""
-    pieces = {name: piece_of(master) for name, master in session.state.woven.masters.items()}
-    mine = {name: (list(p.offset), list(p.size)) for name, p in pieces.items()}
+    pieces = {n: piece_of(m) for n, m in session.state.woven.masters.items() if TWIN not in n}
+    mine = {n: (list(p.shape), list(p.offset), list(p.size)) for n, p in pieces.items()}
     gathered = session.mesh.all_gather_object((session.mesh.coords, mine))
     if session.mesh.rank != 0:
         return
-    everyone = cast(list[tuple[dict[str, int], dict[str, tuple[list[int], list[int]]]]], gathered)
+    everyone = cast(list[tuple[dict[str, int], dict[str, tuple[list[int], list[int], list[int]]]]], gathered)
+    shapes = {name: shape for _, held in everyone for name, (shape, _, _) in held.items()}
     content = {
         "axes": {n: d for n, d in session.plan.axes.items() if d > 1},
         "ranks": [{"rank": r, "coords": coords} for r, (coords, _) in enumerate(everyone)],
         "parameters": [
             {
                 "name": name,
-                "shape": list(master.shape),
+                "shape": shape,
                 "ranks": [
-                    {"rank": r, "offset": held[name][0], "size": held[name][1]} for r, (_, held) in enumerate(everyone)
+                    {"rank": r, "offset": held[name][1], "size": held[name][2]}
+                    for r, (_, held) in enumerate(everyone)
+                    if name in held
                 ],
             }
-            for name, master in session.state.woven.masters.items()
+            for name, shape in shapes.items()
         ],
     }
     session.run.slices.write_text(json.dumps(content), encoding="utf-8")

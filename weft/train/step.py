@@ -6,17 +6,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.models import loss_sum
 from weft.optim import grad_norm, rate, scale_grads
+from weft.parallel.woven import Batch, LossOf
 from weft.plan.layout import Plan
 from weft.precision import COMPUTE
 from weft.train.state import State
-
-Batch = dict[str, Tensor]
 
 
 @dataclass
@@ -51,16 +50,7 @@ class Stepper:
         woven.zero_grad()
         count, counting = self._global_count(batches)
         nominal = job.train.global_batch * batches[0]["valid"][0].numel()
-        total = torch.zeros((), device=self.mesh.device)
-        for i, batch in enumerate(batches):
-            woven.microbatch(last=i == len(batches) - 1)
-            loss = loss_sum(
-                woven.module, batch, job.model, seed=job.train.seed, smoothing=job.train.label_smoothing,
-                dtype=COMPUTE[self.plan.precision],
-            )  # fmt: skip
-            (loss * (state.scale.value / nominal)).backward()
-            total += loss.detach()
-        woven.finish()
+        total = woven.backward(batches, self.loss_of(job.train.label_smoothing), state.scale.value / nominal)
         if counting is not None:
             counting.wait()
         return Gradients(total, count, nominal, state.scale.value)
@@ -69,7 +59,7 @@ class Stepper:
         """Clip and apply. Returns the norm before clipping, and whether the step was taken (fp16 skips on overflow)."""
         state = self.state
         masters = state.woven.masters.values()
-        norm = grad_norm(masters, self.mesh) * grads.factor
+        norm = grad_norm(state.woven.counted, self.mesh) * grads.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
         taken = bool(torch.isfinite(norm)) if state.scale.dynamic else True
@@ -88,22 +78,27 @@ class Stepper:
     @torch.no_grad()
     def evaluate(self, steps: list[list[Batch]]) -> float:
         """Mean loss over the valid targets of some batches, the same on every rank."""
-        woven = self.state.woven
-        woven.module.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for batch in (b for batches in steps for b in batches):
-            loss = loss_sum(woven.module, batch, self.job.model, dtype=COMPUTE[self.plan.precision])
-            sums += torch.stack([loss.double(), batch["valid"].sum().double()])
-        woven.settle()
-        woven.module.train()
+        batches = [b for step in steps for b in step]
+        loss = self.state.woven.evaluate(batches, self.loss_of(0.0)).double()
+        count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
+        sums = torch.stack([loss, count / self.plan.pp])
         if self.mesh.everyone is not None:
             self.mesh.everyone.all_reduce(sums)  # every rank of a tp group adds the same: the ratio stays
         return float(sums[0] / sums[1].clamp(min=1))
+
+    def loss_of(self, smoothing: float) -> LossOf:
+        """The job's loss, as the woven model asks for it."""
+        seed, dtype = self.job.train.seed, COMPUTE[self.plan.precision]
+
+        def loss(module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+            return loss_sum(module, batch, self.job.model, seed=seed, smoothing=smoothing, dtype=dtype, hidden=hidden)
+
+        return loss
 
     def _global_count(self, batches: list[Batch]) -> tuple[Tensor, dist.Work | None]:
         """Valid targets of all ranks; the sum travels while the first microbatch computes."""
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
         if self.mesh.everyone is None:
             return count, None
-        count = count / self.plan.tp  # the ranks of a tp group read the same samples
+        count = count / (self.plan.tp * self.plan.pp)  # the ranks of a tp group and of a pipeline read the same samples
         return count, self.mesh.everyone.start_all_reduce(count)

@@ -48,7 +48,7 @@
 
   function download(id) {
     const figure = JSON.parse(document.getElementById(id + "-data").textContent);
-    const series = figure.data.map((t) => ({ name: t.name, x: t.x, y: t.y, z: t.z, text: t.text }));
+    const series = figure.data.map((t) => ({ name: t.name, base: t.base, x: t.x, y: t.y, z: t.z, text: t.text }));
     const blob = new Blob([JSON.stringify({ figure: figure.title, series }, null, 1)], { type: "application/json" });
     const link = document.createElement("a");
     link.href = URL.createObjectURL(blob);

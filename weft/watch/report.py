@@ -14,6 +14,7 @@ import yaml
 from weft.job.run import RunDir
 from weft.watch.figures import Figure, Record, figures, number, predictions
 from weft.watch.journal import read_jsonl, read_metrics, to_plain
+from weft.watch.pipeline_figure import pipeline_figure
 from weft.watch.slices import mesh_picture, parse_slices, slice_map
 from weft.watch.summary import Status, key_figures, layout_in_words, measured, started, status_of
 
@@ -50,6 +51,7 @@ def _page(run: RunDir, plotly: str) -> str:
             _header(name, status_of(events, records), plan, events),
             _keys(records, events, plan),
             *(_figure(f) for f in figures(records, events, plan)),
+            _pipeline(_text(run.path / "pipeline.json")),
             _predicted(records, plan),
             _slices(_json(run.slices)),
             _events(events),
@@ -110,6 +112,11 @@ aria-label="{_esc(figure.title)}"></div>
 <script type="application/json" id="{figure.id}-data">{_embed(data)}</script>
 <button type="button" data-figure="{figure.id}">Download the data (JSON)</button>"""
     return f'<section class="card"><h2>{_esc(figure.title)}</h2>{above}{inner}</section>'
+
+
+def _pipeline(text: str) -> str:
+    figure = pipeline_figure(text)
+    return _figure(figure) if figure else ""
 
 
 def _predicted(records: Sequence[Record], plan: Record) -> str:

@@ -1,0 +1,88 @@
+"""A model, or one stage of it, after it was spread: what the loop, the optimizer and checkpoints see of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Axis
+from weft.comm.pieces import local_of
+from weft.parallel.data import Replicas, Shards
+
+Batch = dict[str, Tensor]
+
+
+class LossOf(Protocol):
+    """The summed loss of a batch; of a stage that is not the last, what the next one takes."""
+
+    def __call__(self, module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor: ...
+
+
+@dataclass
+class Woven:
+    """A model or a stage of it, spread over the mesh. The optimizer and checkpoints see `masters` and no more of it."""
+
+    module: nn.Module
+    data: Replicas | Shards
+    tp: Axis | None
+    partial: tuple[str, ...]
+    frozen: dict[str, Tensor] = field(default_factory=dict)
+    """Weights that are not trained, by name: a checkpoint holds them, the optimizer never sees them."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Names of weights that stand here for another stage's: a tied head is the embedding."""
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """fp32 weights by name, plain or DTensor; after finish() each holds the gradient of the whole batch."""
+        return {self.aliases.get(n, n): m for n, m in self.data.masters.items()}
+
+    @property
+    def counted(self) -> list[Tensor]:
+        """The masters whose gradients this rank adds to the norm."""
+        return list(self.data.masters.values())
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {n: b for n, b in self.module.named_buffers() if b.numel()}
+
+    def backward(self, batches: list[Batch], loss_of: LossOf, scale: float) -> Tensor:
+        """Forward and backward over a step's microbatches: the gradients of loss · scale. Returns the summed loss."""
+        total = torch.zeros((), device=batches[0]["inputs"].device)
+        for i, batch in enumerate(batches):
+            self.data.microbatch(last=i == len(batches) - 1)
+            loss = loss_of(self.module, batch)
+            (loss * scale).backward()
+            total += loss.detach()
+        self.finish()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Batch], loss_of: LossOf) -> Tensor:
+        """The summed loss of some batches, without dropout and without a trace left behind."""
+        self.module.eval()
+        losses = [loss_of(self.module, batch) for batch in batches]
+        self.data.settle()
+        self.module.train()
+        return torch.stack(losses).sum()
+
+    def finish(self) -> None:
+        """Complete the gradients after the last backward pass; a weight that was not used has one of zeros."""
+        self.data.finish()
+        for master in self.data.masters.values():
+            if master.grad is None:  # else the optimizer would decay it in some layouts and pass over it in others
+                master.grad = torch.zeros_like(master)
+        if self.tp is not None and self.partial:
+            grads = [local_of(g) for n in self.partial if (g := self.data.masters[n].grad) is not None]
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            self.tp.all_reduce(flat)
+            for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(summed.view_as(grad))
+
+    def zero_grad(self) -> None:
+        self.data.zero_grad()
+
+    def refresh(self) -> None:
+        """After the optimizer changed the masters."""
+        self.data.refresh()

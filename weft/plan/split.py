@@ -1,0 +1,104 @@
+"""Which parts of a model go to which pipeline stage: the split whose slowest stage is fastest, or a pinned one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from weft.job.errors import JobError
+
+
+def split_stages(costs: Sequence[float], stages: int, pinned: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """The parts [start, stop) of each stage; parts are the embedding, the blocks and the head, with their costs.
+
+    Of all contiguous splits the largest stage is smallest, exactly; among those the stages are as even as can be, and
+    the lighter ones come first, where most activations wait. A pinned split gives the number of blocks of each stage.
+    """
+    if pinned is not None:
+        return _pinned(len(costs), stages, pinned)
+    if stages < 1 or stages > len(costs):
+        raise JobError(
+            f"a model of {max(0, len(costs) - 2)} blocks, an embedding and a head cannot be cut into {stages} stages "
+            f"(parallel.pp × parallel.virtual_stages); {min(max(1, stages), len(costs))} would work"
+        )
+    whole = _exact(costs)
+    sums = [0, *accumulate(whole)]
+    largest = _smallest_largest(whole, stages)
+    return _most_even(sums, stages, largest)
+
+
+def _exact(costs: Sequence[float]) -> list[int]:
+    """The costs as whole numbers of one small unit, so that sums that are equal compare as equal."""
+    for cost in costs:
+        if not 0 <= cost < float("inf"):
+            raise ValueError(f"a part's cost must be a number from 0 up, not {cost}")
+    ratios = [float(cost).as_integer_ratio() for cost in costs]
+    # Every float is a whole number over a power of two, so the largest power serves all
+    unit = max(below for _, below in ratios)
+    return [above * (unit // below) for above, below in ratios]
+
+
+def _smallest_largest(whole: Sequence[int], stages: int) -> int:
+    """By bisection: the least limit under which filling one stage after the other needs no more than `stages`."""
+
+    def fits(limit: int) -> bool:
+        used, filled = 1, 0
+        for cost in whole:
+            if filled + cost > limit:
+                used, filled = used + 1, 0
+            filled += cost
+        return used <= stages
+
+    low, high = max(whole), sum(whole)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
+
+
+def _most_even(sums: Sequence[int], stages: int, largest: int) -> list[tuple[int, int]]:
+    """The least sum of squares with no stage above `largest` and none empty."""
+    parts = len(sums) - 1
+    # rest[k][i]: the best sum of squares of parts i.. in k stages, and where the first of these stages stops
+    rest: list[dict[int, tuple[int, int]]] = [{parts: (0, parts)}]
+    for k in range(1, stages + 1):
+        best: dict[int, tuple[int, int]] = {}
+        for start in range(parts - k, -1, -1):
+            for stop in range(start + 1, parts + 1):
+                load = sums[stop] - sums[start]
+                if load > largest:
+                    break
+                if stop in rest[-1]:
+                    total = load * load + rest[-1][stop][0]
+                    if start not in best or total < best[start][0]:
+                        best[start] = (total, stop)
+        rest.append(best)
+    cuts = [0]
+    for k in range(stages, 0, -1):
+        cuts.append(rest[k][cuts[-1]][1])
+    return list(pairwise(cuts))
+
+
+def _pinned(parts: int, stages: int, pinned: Sequence[int]) -> list[tuple[int, int]]:
+    said = f"parallel.split={list(pinned)}"
+    blocks = parts - 2
+    if len(pinned) != stages:
+        raise JobError(
+            f"{said} names {len(pinned)} stages, but parallel.pp × parallel.virtual_stages makes {stages}; "
+            f"give {stages} numbers"
+        )
+    if min(pinned) < 0:
+        raise JobError(f"{said} has a stage of {min(pinned)} blocks; a number of blocks is 0 or more")
+    if sum(pinned) != blocks:
+        gap = blocks - sum(pinned)
+        mend = f"{gap} more" if gap > 0 else f"{-gap} fewer"
+        raise JobError(f"{said} adds up to {sum(pinned)} blocks, but model.layers={blocks}; {mend} would work")
+    empty = [s for s in range(1, stages - 1) if pinned[s] == 0]
+    if empty:
+        raise JobError(
+            f"{said} leaves stage {empty[0]} with nothing to do; only the first stage (with the embedding) and the "
+            "last (with the head) may have 0 blocks"
+        )
+    cuts = [0, *(1 + total for total in accumulate(pinned))]
+    cuts[-1] = parts
+    return list(pairwise(cuts))
