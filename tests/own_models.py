@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar
 
 import torch
@@ -62,3 +63,23 @@ class Frozen(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.embed.weight.requires_grad_(False)
+
+
+class TurnsNaN(Plain):
+    """Well for two steps."""
+
+    calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(tokens) * (float("nan") if self.calls > 2 else 1.0)
+
+
+class RaisesOnRankOne(Plain):
+    calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 2 and os.environ["RANK"] == "1":
+            raise ValueError("the third step is too much for me")
+        return super().forward(tokens)

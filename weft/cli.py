@@ -258,7 +258,7 @@ def main() -> None:
     from weft.job.errors import Exit, WeftError
 
     try:
-        app()
+        app(prog_name="weft")
     except WeftError as error:
         _say(f"weft: {error}")
         sys.exit(int(error.exit_code))

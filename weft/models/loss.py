@@ -34,42 +34,48 @@ class WholeVocab:
         return x
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss is linear in its upstream gradient, so both gradients are made in the forward pass, chunk by chunk."""
+class _Attach(torch.autograd.Function):
+    """A value whose gradient by `x` is already known. Two of them, added, keep the paths of input and weights apart."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit
-    ) -> Tensor:
-        # x [tokens, dim], weight [local vocab, dim], targets and valid [tokens]
-        rows = max(1, CHUNK_ELEMENTS // max(1, weight.shape[0]))
-        want_x, want_w = ctx.needs_input_grad[:2]
-        dx = torch.empty_like(x) if want_x else None
-        dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_w else None
-        total = torch.zeros((), dtype=torch.float32, device=x.device)
-        for i in range(0, x.shape[0], rows):
-            part = slice(i, i + rows)
-            loss, dlogits = _chunk(x[part], weight, targets[part], valid[part], smoothing, split, want_x or want_w)
-            total += loss
-            if dx is not None and dlogits is not None:
-                torch.mm(dlogits, weight, out=dx[part])
-            if dw is not None and dlogits is not None:
-                if dlogits.dtype == torch.float32:
-                    dw.addmm_(dlogits.t(), x[part])
-                else:
-                    dw += dlogits.t() @ x[part]
-        ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
-        return total
+    def forward(ctx: Any, x: Tensor, grad: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.saved_tensors
-        scale = grads[0]
-        return (
-            None if dx is None else dx * scale.to(dx.dtype),
-            None if dw is None else dw * scale.to(dw.dtype),
-            None, None, None, None,
-        )  # fmt: skip
+        (known,) = ctx.saved_tensors
+        return known.mul_(grads[0].to(known.dtype)), None, None
+
+
+@torch.no_grad()
+def _loss_and_gradients(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    valid: Tensor,
+    smoothing: float,
+    split: VocabSplit,
+    want: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss is linear in its upstream gradient, so both gradients are made with it, chunk by chunk."""
+    # x [tokens, dim], weight [local vocab, dim], targets and valid [tokens]
+    rows = max(1, CHUNK_ELEMENTS // max(1, weight.shape[0]))
+    dx = torch.empty_like(x) if want[0] else None
+    dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want[1] else None
+    total = torch.zeros((), dtype=torch.float32, device=x.device)
+    for i in range(0, x.shape[0], rows):
+        part = slice(i, i + rows)
+        loss, dlogits = _chunk(x[part], weight, targets[part], valid[part], smoothing, split, any(want))
+        total += loss
+        if dx is not None and dlogits is not None:
+            torch.mm(dlogits, weight, out=dx[part])
+        if dw is not None and dlogits is not None:
+            if dlogits.dtype == torch.float32:
+                dw.addmm_(dlogits.t(), x[part])
+            else:
+                dw += dlogits.t() @ x[part]
+    return total, dx, None if dw is None else dw.to(weight.dtype)
 
 
 def _chunk(
@@ -115,5 +121,11 @@ def linear_cross_entropy(
     valid = torch.ones_like(targets, dtype=torch.bool) if valid is None else valid.reshape(-1)
     flat = x.reshape(-1, x.shape[-1])
     split = split or WholeVocab(weight.shape[0])
-    loss: Tensor = _LinearCrossEntropy.apply(flat, weight, targets, valid, smoothing, split)
+    grad = torch.is_grad_enabled()
+    want = (grad and flat.requires_grad, grad and weight.requires_grad)
+    loss, dx, dw = _loss_and_gradients(flat, weight, targets, valid, smoothing, split, want)
+    if dx is not None:
+        loss = _Attach.apply(flat, dx, loss)
+    if dw is not None:
+        loss = loss + _Attach.apply(weight, dw, torch.zeros_like(loss))
     return loss

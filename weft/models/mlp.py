@@ -37,12 +37,12 @@ class DeepMLP(nn.Module):
         error = (x.float() - targets.float()).square().mean(-1)
         return error.sum() if valid is None else (error * valid).sum()
 
-    def keep(self, first: int, last: int) -> None:
-        """Keep the layers first … last - 1 alone; names stay."""
+    def keep(self, first: int, last: int, begins: bool, ends: bool) -> None:
+        """Keep the layers first … last - 1 alone, and the loss if the stage ends; names stay."""
         for i in range(self.depth):
             if not first <= i < last:
                 del self.layers._modules[str(i)]
-        self.ends = last == self.depth
+        self.ends = ends
 
     def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
         """Shape of what one stage hands to the next."""

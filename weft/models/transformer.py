@@ -167,14 +167,14 @@ class Transformer(nn.Module):
             x = x + self.positions(positions)
         return self.drop(x, keys)
 
-    def keep(self, first: int, last: int) -> None:
-        """Keep the blocks first … last - 1 alone, with the embedding or the head where they belong; names stay."""
+    def keep(self, first: int, last: int, begins: bool, ends: bool) -> None:
+        """Keep the blocks first … last - 1, the embedding if the stage begins, the head if it ends; names stay."""
         for i in range(self.depth):
             if not first <= i < last:
                 del self.blocks._modules[str(i)]
-        if first > 0:
+        if not begins:
             self.embed = self.positions = None
-        if last < self.depth:
+        if not ends:
             self.norm = self.head = None
 
     def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:

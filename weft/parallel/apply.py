@@ -33,7 +33,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0) -> Wove
     stages = {}
     for index in schedule.stages_of(pp.rank):
         stage = copy.deepcopy(model)
-        stage.keep(*plan.split[index])  # type: ignore[operator]
+        first, end = plan.split[index]
+        stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
         stages[index] = weave(stage, mesh, plan, seed)
     return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], plan.tp if plan.sequence else 1)
 

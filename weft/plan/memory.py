@@ -85,4 +85,8 @@ def communication_bytes(job: Job, plan: Plan) -> dict[str, float]:
         tokens = plan.microbatch * plan.accumulation * job.data.seq_len
         times = 12 if plan.recompute == "full" else 8  # two gathers and two sums a block: forward, backward, again
         out["tp"] = times * (job.model.layers or 0) / plan.pp * tokens * (job.model.dim or 0) * compute
+    if plan.pp > 1:
+        width = 1 if job.model.family == "mlp" else job.data.seq_len / (plan.tp if plan.sequence else 1)
+        sent = plan.microbatch * plan.accumulation * width * (job.model.dim or 0) * compute
+        out["pp"] = 2 * plan.virtual_stages * sent  # activations on, gradients back
     return out

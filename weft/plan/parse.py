@@ -1,4 +1,4 @@
-"""Layouts as people say them: `ddp2`, `zero3`, `dp_shard=2 tp=2`, `pp 2 × tp 2`."""
+"""Layouts as people say them: `ddp2`, `zero3`, `dp_shard=2 tp=2`, `pp 2 zbv × tp 2`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from weft.job.errors import JobError
+from weft.plan.schedule import SCHEDULES
 
 ALIASES: dict[str, dict[str, Any]] = {
     "ddp": {"dp_replicate": 2},
@@ -29,6 +30,12 @@ ALIASES: dict[str, dict[str, Any]] = {
 """What a name stands for; a number after it replaces the degree 2."""
 
 _WORD = re.compile(r"(dp_replicate|dp_shard|replicate|shard|hsdp|fsdp|ddp|dp|zero[-_]?[123](?![0-9])|zero|tp|cp|pp|ep)")
+_PIPELINE = {
+    "schedule": re.compile(rf"(?:schedule\s*=\s*)?\b({'|'.join(sorted(SCHEDULES, key=len, reverse=True))})\b"),
+    "virtual_stages": re.compile(r"virtual_stages\s*=?\s*(\d+)"),
+    "microbatches": re.compile(r"microbatches\s*=?\s*(\d+)"),
+}
+"""A pipeline's other settings, in any place of a layout: `pp2 zbv microbatches=8`."""
 _NUMBER = re.compile(r"\s*[=:]?\s*(\d+)")
 _JOIN = re.compile(r"[\s×x*+&]*")
 
@@ -44,7 +51,12 @@ def parse_layouts(texts: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
 def parse_layout(text: str) -> dict[str, Any]:
     """One layout as a `parallel` section, every axis it leaves out being 1."""
     section: dict[str, Any] = {"dp_replicate": 1, "dp_shard": 1}
-    rest = _JOIN.sub("", text.lower(), count=1)
+    rest = text.lower()
+    for key, pattern in _PIPELINE.items():
+        if found := pattern.search(rest):
+            section[key] = found.group(1) if key == "schedule" else int(found.group(1))
+            rest = rest[: found.start()] + " " + rest[found.end() :]
+    rest = _JOIN.sub("", rest, count=1)
     while rest:
         word = _WORD.match(rest)
         if not word:

@@ -59,6 +59,8 @@ def _batch(job: Job, plan: Plan) -> str | None:
 
 
 def _microbatch(job: Job, plan: Plan) -> str | None:
+    if _batch(job, plan):
+        return None
     share = job.train.global_batch // plan.dp
     given, accumulation = job.train.microbatch, job.train.accumulation
     if job.parallel != "auto" and job.parallel.microbatches != "auto":

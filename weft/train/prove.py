@@ -29,7 +29,10 @@ from weft.train.step import Stepper
 TOLERANCE: dict[str, float] = {"fp32": 1e-5, "bf16": 6e-2, "fp16": 1e-2}
 """Largest relative difference that rounding explains, by dtype."""
 
-DEFAULT_LAYOUTS = ("ddp2", "zero1", "zero2", "zero3", "tp2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "hsdp")
+DEFAULT_LAYOUTS = (
+    "ddp2", "zero1", "zero2", "zero3", "tp2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "hsdp", "pp2", "pp2 zbv",
+    "pp2 dp_shard=2", "pp2 tp2",
+)  # fmt: skip
 
 ADAM_EPS = 1e-6
 """Adam divides a gradient by its own size, so one that is zero but for rounding (a key's bias) would become a full step
@@ -128,13 +131,13 @@ def trace(job: Job, steps: int, folder: str) -> None:
         norms.append(float(norm))
     parameters = {n: whole(m) for n, m in state.woven.masters.items()}
     for held in (*gradients, parameters):
-        _join_stages(held, mesh)
+        join_stages(held, mesh)
     if mesh.rank == 0:
         torch.save(Trace(losses, norms, gradients, parameters, time.perf_counter() - began), Path(folder) / "trace.pt")
     mesh.barrier()
 
 
-def _join_stages(held: dict[str, Tensor], mesh: Mesh) -> None:
+def join_stages(held: dict[str, Tensor], mesh: Mesh) -> None:
     """Bring the weights of every stage of a pipeline together."""
     if mesh.axis("pp") is not None:
         for other in mesh.all_gather_object(held):

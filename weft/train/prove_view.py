@@ -20,8 +20,9 @@ def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json
     """Prove, print, and give the exit code: 0 the same, 1 something differs, 2 a layout was refused."""
     parse_layouts(layouts or DEFAULT_LAYOUTS)  # a name that is none is refused before anything is run
     if not as_json:
+        device = "GPU" if job.cluster.device == "cuda" else "CPU"
         what = "a small model of the same kind" if shrink else "the job's model"
-        print(f"{what}, {steps} steps in one process and in each layout on local CPU ranks", file=sys.stderr)
+        print(f"{what}, {steps} steps in one process and in each layout on local {device} ranks", file=sys.stderr)
         print(_row(COLUMNS))
         print(_row(["─" * w for w in WIDTHS]), flush=True)
     try:

@@ -1,0 +1,128 @@
+"""A pipeline is the same run as one process: every schedule, any split, any number of microbatches, any other axis."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import on_ranks
+import pytest
+import torch
+from parity import Run, differences, make_job, run, section
+from torch import Tensor
+
+from weft.job import parse_job
+from weft.job.errors import JobError
+from weft.launch.pool import RankPool
+from weft.plan import make_plan
+from weft.plan.parse import ranks
+from weft.plan.schedule import SCHEDULES
+from weft.train.prove import with_layout
+
+# tied weights on the first and last stage, dropout, and layers that no number of stages divides
+GPT2: dict[str, Any] = {"family": "gpt2", "layers": 7, "dropout": 0.2}
+
+
+def check(pool: RankPool, layouts: list[str], precision: str = "fp32", **sections: Any) -> None:
+    job = make_job("train.accumulation=auto", **{"model": GPT2, **sections}, precision=precision)
+    reference = run(pool, job, "1")
+    wrong = {}
+    for layout in layouts:
+        if found := differences(reference, run(pool, job, layout), precision):
+            wrong[layout] = found
+    assert not wrong
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_every_schedule(pool: RankPool, degree: int) -> None:
+    check(pool, [f"pp {degree} {name} microbatches=8" for name in SCHEDULES], train={"ema": 0.5})
+
+
+def test_any_number_of_microbatches(pool: RankPool) -> None:
+    names = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v", "gpipe", "naive")
+    check(pool, [f"pp 2 {name} microbatches={m}" for name, m in zip(names, (1, 2, 4, 1, 2, 4, 1), strict=True)])
+
+
+def test_with_every_other_axis(pool: RankPool) -> None:
+    check(pool, [
+        "pp 2 1f1b × tp 2", "pp 2 zbv × tp 2", "pp 2 1f1b × tp 2 no-sequence", "pp 2 gpipe × dp_replicate 2",
+        "pp 2 zb-h1 × dp_replicate 2", "pp 2 1f1b × dp_shard 2 zero=1", "pp 2 1f1b × dp_shard 2 zero=2",
+        "pp 2 1f1b × dp_shard 2 zero=3", "pp 2 interleaved-1f1b × dp_shard 2 zero=3", "pp 2 zb-h1 × dp_shard 2 zero=3",
+        "pp 2 dualpipe-v × dp_shard 2 zero=2", "pp 2 zbv × dp_shard 2 zero=1",
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_three_dimensions(pool: RankPool, precision: str) -> None:
+    check(
+        pool,
+        [
+            "pp 2 1f1b × dp_shard 2 zero=3 × tp 2 microbatches=4",
+            "pp 2 1f1b × dp_replicate 2 × dp_shard 2 zero=3 microbatches=2",
+            "pp 2 zbv × dp_replicate 2 × dp_shard 2 zero=2 microbatches=2",
+        ],
+        precision,
+        model={**GPT2, "bias": False},  # a key's bias has no gradient but rounding, which bf16 makes large
+    )
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama, grouped queries, qk-norm, recomputed": {
+        "model": {"layers": 3, "kv_heads": 2, "qk_norm": True, "vocab": 51}, "memory": {"recompute": "full"},
+    },
+    "vit": {"model": {"family": "vit", "vocab": 5, "kv_heads": 4}},
+    "mlp": {"model": {"family": "mlp", "dim": 12, "layers": 8, **dict.fromkeys(("heads", "kv_heads", "ffn", "vocab"))}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model(pool: RankPool, name: str) -> None:
+    check(pool, ["pp 2 1f1b", "pp 2 zb-h1", "pp 2 1f1b × tp 2"], **MODELS[name])
+
+
+def test_a_split_of_ones_own(pool: RankPool) -> None:
+    job = make_job("train.accumulation=auto", model=GPT2)
+    reference = run(pool, job, "1")
+    spread = {"dp_shard": 1, "pp": 2, "split": [5, 2]}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.pt"
+        pool.run(on_ranks.observe, 2, with_layout(job, spread), 2, str(file))
+        assert not differences(reference, Run(torch.load(file, weights_only=False), []))
+    _, plan = make_plan(with_layout(job, spread))
+    assert plan.split == ((0, 5), (5, 7))
+
+
+def test_a_checkpoint_moves_between_pipelines(pool: RankPool, tmp_path: Path) -> None:
+    """pp 4 → pp 2 × tp 2 → 1 rank → zbv on pp 2, tied weights and optimizer state included, to the bit."""
+    job = make_job("train.accumulation=auto", model=GPT2, train={"ema": 0.5})
+    before: dict[str, Tensor] | None = None
+    for layout in ("pp 4 1f1b", "pp 2 1f1b × tp 2", "1", "pp 2 zbv", "pp 4 dualpipe-v × dp_shard 1"):
+        spread = section(layout)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "states.pt"
+            pool.run(on_ranks.move, ranks(spread), with_layout(job, spread), str(tmp_path), 1, str(file))
+            opened, saved = torch.load(file)
+        if before is not None:
+            assert opened.keys() == before.keys()
+            assert not [n for n in before if not torch.equal(opened[n], before[n])]
+        before = saved
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"pp": 2, "schedule": "1f1"}, "parallel.schedule=1f1 is not a pipeline schedule; did you mean 1f1b?"),
+        ({"pp": 2, "virtual_stages": 2}, "virtual_stages=1 would work, or schedule=interleaved-1f1b"),
+        ({"pp": 2, "schedule": "zbv", "virtual_stages": 1}, "virtual_stages=2 would work"),
+        ({"pp": 2, "microbatches": 3}, "does not divide the 8 sequences of a rank"),
+        ({"pp": 2, "split": [1, 2, 4]}, "split"),
+        ({"pp": 2, "split": [1, 2]}, "split"),
+        ({"pp": 12}, "12"),
+    ],
+)
+def test_what_a_pipeline_cannot_do(parallel: dict[str, Any], words: str) -> None:
+    raw = {"model": {"shape": "gpt2-tiny", "layers": 7}, "train": {"global_batch": 8}}
+    with pytest.raises(JobError) as error:
+        make_plan(parse_job({**raw, "parallel": {"dp_shard": 1, **parallel}}))
+    assert words in str(error.value), error.value
