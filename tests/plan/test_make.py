@@ -37,7 +37,7 @@ THEORY: dict[str, dict[str, Any]] = {
 EXPECTED = {
     "three nodes of four GPUs, data parallel": ("dp_replicate 12", 12, "nccl", "fp16", 2, 4),
     "a ViT on 64 GPUs with tp 4": ("dp_shard 16 (zero 3) × tp 4", 64, "nccl", "bf16", 64, 1),
-    "175B with tp 8 × pp 16 × dp": ("pp 16 × dp_shard 8 (zero 1) × tp 8", 1024, "nccl", "bf16", 1, 192),
+    "175B with tp 8 × pp 16 × dp": ("pp 16 (1f1b) × dp_shard 8 (zero 1) × tp 8", 1024, "nccl", "bf16", 1, 192),
 }
 
 

@@ -60,7 +60,6 @@ def refused(world: int | None = None, **job: Any) -> str:
          "or 6 ranks (--nproc)"),
         (4, {"parallel": {"dp_shard": -1, "tp": -1}},
          "parallel.dp_shard and parallel.tp are both -1; only one axis can take the rest"),
-        (2, {"parallel": {"pp": 2}}, "parallel.pp=2 can be planned but not trained yet; pp=1 would work"),
         (2, {"parallel": {"cp": 2}}, "parallel.cp=2 can be planned but not trained yet; cp=1 would work"),
         (2, {"parallel": {"ep": 2}}, "parallel.ep=2 can be planned but not trained yet; ep=1 would work"),
         (2, {"precision": "fp8"}, "precision=fp8 can be planned but not trained yet; precision=bf16 would work"),

@@ -15,7 +15,7 @@ from command import Said, Started, ids_by_step, losses, python, run_of, step_of,
 from weft.job.errors import Exit
 from weft.watch.journal import read_jsonl
 
-STEPS = 48
+STEPS = 80
 JOB: dict[str, Any] = {
     "name": "run",
     "model": {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 32, "dropout": 0.1, "tied": True},
@@ -102,6 +102,7 @@ ALONE = "parallel={dp_shard: 1}"
 STAGES: list[tuple[tuple[str, ...], signal.Signals | None, Exit]] = [
     (("parallel={dp_shard: 2, tp: 2, zero: 3}", "train.microbatch=1"), signal.SIGINT, Exit.INTERRUPTED),
     (("parallel={tp: 2}",), signal.SIGTERM, Exit.PREEMPTED),
+    ((ALONE,), signal.SIGINT, Exit.INTERRUPTED),
     ((ALONE,), None, Exit.DONE),
 ]
 
@@ -112,12 +113,16 @@ def test_a_run_moves_through_layouts_and_reads_every_sample_once(folder: Path, u
     for stage, (overrides, stop, code) in enumerate(STAGES):
         before = step_of(run)
         started = Started(folder, "train", "job.yaml", "name=moved", *overrides)
-        if stop is not None:
+        if stop is not None and overrides == (ALONE,):
+            started.wait_for(lambda: len(started.ranks()) == 1)  # noqa: B023  # Ctrl-C while torch is being imported
+            started.process.send_signal(stop)
+        elif stop is not None:
             moment = before + chance.randint(2, 6)
-            started.wait_for(lambda seen=moment: step_of(run) >= seen)  # type: ignore[misc]
+            started.wait_for(lambda: step_of(run) >= moment)  # noqa: B023
             started.process.send_signal(stop)
         said = started.end()
         assert said.code == code, said.err
+        assert "Traceback" not in said.err
         if stage:
             assert f"resumed from step {before}," in said.err
     told = losses(run)
@@ -176,8 +181,14 @@ def own(folder: Path, name: str, model: str, *overrides: str) -> Said:
 
 
 def test_a_run_that_diverges_says_when(folder: Path) -> None:
-    said = own(folder, "diverged", "TurnsNaN", ALONE)
+    """And --fresh keeps an earlier run of its name beside it."""
+    earlier = run_of(folder, "diverged")
+    earlier.path.mkdir(parents=True)
+    earlier.job.write_text("name: diverged\n", encoding="utf-8")
+    said = own(folder, "diverged", "TurnsNaN", ALONE, "--fresh")
     assert said.code == Exit.DIVERGED
+    assert "the earlier run is kept in runs/diverged.old-1" in said.err
+    assert (folder / "runs/diverged.old-1/job.yaml").read_text(encoding="utf-8") == "name: diverged\n"
     assert said.last.startswith("weft: the loss is nan at step 3; try a lower optim.lr (now 0.003)")
     assert "Traceback" not in said.err
     events = read_jsonl(run_of(folder, "diverged").events)
