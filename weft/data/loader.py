@@ -32,8 +32,8 @@ class _Step(NamedTuple):
 class Loader:
     """Endless steps of training data, from start_step on; each is the list of this rank's microbatches.
 
-    Step s holds the samples k in [s × G, (s + 1) × G), and rank r of R the r-th of R equal shares of them. Nothing
-    depends on what was read before, so the step is the whole state.
+    Step s holds the G samples from k = s × G on, and rank r of R the r-th of R equal shares of them. Nothing depends on
+    what was read before. `start_sample` is the k of start_step where earlier steps had another G.
     """
 
     def __init__(
@@ -47,11 +47,13 @@ class Loader:
         dp_size: int,
         prefetch: int = 2,
         start_step: int = 0,
+        start_sample: int | None = None,
         record: Path | None = None,
     ) -> None:
         self._dataset, self._seed, self._global_batch, self._microbatch = dataset, seed, global_batch, microbatch
         self._share = _share(global_batch, microbatch, dp_rank, dp_size)
-        self._offset = dp_rank * self._share
+        shifted = 0 if start_sample is None else start_sample - start_step * global_batch
+        self._offset = shifted + dp_rank * self._share
         self._prefetch = prefetch
         self._next_read = start_step
         self._record_path = record

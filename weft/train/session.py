@@ -59,7 +59,7 @@ class Session:
         return Loader(
             self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
             dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
-            start_step=self.state.step, record=record,
+            start_step=self.state.step, start_sample=self.state.samples, record=record,
         )  # fmt: skip
 
     def held_out(self) -> list[list[Batch]]:
@@ -78,6 +78,13 @@ class Session:
 
     def close(self) -> None:
         self.mesh.close()
+
+
+SAMPLES = (
+    ("train", "seed"), ("data", "source"), ("data", "seq_len"), ("data", "tokenizer"), ("data", "val_fraction"),
+    ("data", "mask_documents"),
+)  # fmt: skip
+"""What decides which sample is the k-th."""
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -149,11 +156,23 @@ def _resume(session: Session) -> None:
         checkpoints.load(found, own)
         tensors |= own
     state.adopt(tensors, found.meta)
+    _warn_of_changes(session, found.meta["job"])
     _forget_samples_after(session)
     before = Plan.from_json(found.meta["plan"])
     session.event("resume", step=state.step, path=str(found.path), layout=session.plan.layout(), was=before.layout())
     moved = "" if before.layout() == session.plan.layout() else f" (written as {before.layout()})"
     session.log.info("%s", f"resumed from step {state.step}, {found.path}{moved}")
+
+
+def _warn_of_changes(session: Session, before: dict[str, Any]) -> None:
+    """Say what makes the rest of the run read other samples than the run that wrote the checkpoint would have."""
+    now = session.job.model_dump(mode="json")
+    for section, key in SAMPLES:
+        was, value = before[section].get(key), now[section][key]
+        if was != value:
+            session.log.warning(
+                "%s", f"{section}.{key} was {was!r} until here and is {value!r} now: other samples follow"
+            )
 
 
 def _forget_samples_after(session: Session) -> None:

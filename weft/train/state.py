@@ -28,7 +28,9 @@ class State:
     scale: LossScale
     mesh: Mesh
     step: int = 0
-    """Optimizer steps done; step · global_batch is the next sample, so this is the whole data state too."""
+    """Optimizer steps done."""
+    samples: int = 0
+    """Samples read, and so the number of the next one: the whole state of the data."""
     tokens: int = 0
     """Valid targets learned from."""
 
@@ -48,7 +50,7 @@ class State:
         return {
             "step": self.step,
             "tokens": self.tokens,
-            "samples": self.step * job.train.global_batch,
+            "samples": self.samples,
             "scale": self.scale.state(),
             "job": job.model_dump(mode="json"),
             "plan": plan.to_json(),
@@ -64,7 +66,7 @@ class State:
 
     def adopt(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Continue from tensors that were just read in place."""
-        self.step, self.tokens = meta["step"], meta["tokens"]
+        self.step, self.tokens, self.samples = meta["step"], meta["tokens"], meta["samples"]
         self.scale.restore(meta["scale"])
         if (cpu := tensors.get(f"random.{self.mesh.rank}")) is not None:
             torch.set_rng_state(cpu)

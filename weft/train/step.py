@@ -70,6 +70,7 @@ class Stepper:
             state.ema.update()
         state.scale.update(taken)
         state.step += 1
+        state.samples += self.job.train.global_batch
         return norm, taken
 
     def learning_rate(self) -> float:
