@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from command import weft
 from torch import Tensor, nn
 
 from weft.data.dataset import open_dataset
@@ -91,10 +90,10 @@ def test_the_lesson_has_the_gradients_of_the_engine(pool: RankPool, schedule: st
     assert seen[0]["kept"] == {"naive": 1, "gpipe": m, "1f1b": min(m, RANKS)}[schedule]
 
 
-def test_the_lesson_runs_and_says_what_it_shows() -> None:
-    done = subprocess.run([sys.executable, "-m", "weft", "lesson", "pipeline"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_the_lesson_runs_and_says_what_it_shows(tmp_path: Path) -> None:
+    said = weft(tmp_path, "lesson", "pipeline")
+    assert said.code == 0, said.err
+    lines = said.out.splitlines()
     rows = {line.split()[0]: line for line in lines if line.split() and line.split()[0] in SCHEDULES}
     truth = lines[0].split()[-1]
     assert set(rows) == set(SCHEDULES)
@@ -102,11 +101,10 @@ def test_the_lesson_runs_and_says_what_it_shows() -> None:
     assert lines[-1] == "The gradients of all three equal the single process's."
 
 
-def test_lessons_are_listed_and_a_wrong_name_is_refused() -> None:
-    weft = [sys.executable, "-m", "weft", "lesson"]
-    listed = subprocess.run(weft, capture_output=True, text=True)
-    assert listed.returncode == 0
-    assert listed.stdout.startswith("pipeline         A pipeline by hand")
-    wrong = subprocess.run([*weft, "pipelin"], capture_output=True, text=True)
-    assert wrong.returncode == 2
-    assert wrong.stderr.strip() == "weft: no lesson is named 'pipelin'; lessons: pipeline"
+def test_lessons_are_listed_and_a_wrong_name_is_refused(tmp_path: Path) -> None:
+    listed = weft(tmp_path, "lesson")
+    assert listed.code == 0
+    assert listed.out.startswith("pipeline         A pipeline by hand")
+    wrong = weft(tmp_path, "lesson", "pipelin")
+    assert wrong.code == 2
+    assert wrong.last == "weft: no lesson is named 'pipelin'; lessons: pipeline"

@@ -114,28 +114,35 @@ def _forwarding(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
 def _watch(run: RunDir, ranks: list[subprocess.Popen[bytes]], say: Callable[[str], None]) -> int:
     failed_at: float | None = None
     first: int | None = None
+    silent: list[int] = []
     while any(p.poll() is None for p in ranks):
         bad = [i for i, p in enumerate(ranks) if p.poll() not in (None, *QUIET)]
         if bad and failed_at is None:
             failed_at, first = time.monotonic(), bad[0]
-        if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
-            for p in ranks:
-                if p.poll() is None:
-                    p.kill()
+        if failed_at is not None and time.monotonic() - failed_at > GRACE_S and not silent:
+            silent = [i for i, p in enumerate(ranks) if p.poll() is None]
+            for i in silent:
+                ranks[i].kill()
         time.sleep(0.05)
     codes = [p.returncode for p in ranks]
     bad = [i for i, c in enumerate(codes) if c not in QUIET]
     if not bad:
         return max(codes)
-    return _say_why(run, codes, first if first is not None else bad[0], say)
+    return _say_why(run, codes, first if first is not None else bad[0], silent, say)
 
 
-def _say_why(run: RunDir, codes: list[int], first: int, say: Callable[[str], None]) -> int:
-    """The last lines of a failed run: which rank, where it stands, what it was doing, what to try."""
+def _say_why(run: RunDir, codes: list[int], first: int, silent: list[int], say: Callable[[str], None]) -> int:
+    """The last lines of a failed run: which rank, where it stands, what it was doing, what to try.
+
+    `silent` are the ranks that we ended ourselves since they did nothing more.
+    """
     causes: list[dict[str, Any]] = [json.loads(p.read_text()) for p in run.logs.glob("failure-*.json")]
-    killed = [i for i, c in enumerate(codes) if c < 0 and not (run.logs / f"failure-{i}.json").exists()]
+    silent = [i for i in silent if not _left_reason(run, i)]
+    killed = [i for i, c in enumerate(codes) if c < 0 and not _left_reason(run, i)]
     told = sorted((c for c in causes if not c["echo"]), key=lambda c: c["time"])
     timeouts_only = told and all(c["code"] == Exit.HANG for c in told)
+    if timeouts_only and silent and set(killed) <= set(silent):
+        return _say_silent(run, told[0], silent, say)
     if killed and (not told or timeouts_only or first in killed):
         rank = first if first in killed else killed[0]
         name = signal.Signals(-codes[rank]).name
@@ -151,8 +158,23 @@ def _say_why(run: RunDir, codes: list[int], first: int, say: Callable[[str], Non
     if cause["expected"]:
         say(f"weft: {cause['message']}")
         return int(cause["code"])
-    position = f" ({cause['position']})" if cause["position"] else ""
-    say(f"rank {cause['rank']}{position} failed in {cause['where']}: {cause['kind']}: {cause['message']}")
+    say(f"{_who(cause)} failed in {cause['where']}: {cause['kind']}: {cause['message']}")
     log = run.logs / f"rank-{cause['rank']}.log"
     say(f"traceback: {log}; start the same command again to resume")
     return int(cause["code"])
+
+
+def _say_silent(run: RunDir, waiter: dict[str, Any], silent: list[int], say: Callable[[str], None]) -> int:
+    names = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+    say(f"{names} did not answer; {_who(waiter)} waited in {waiter['where']}: {waiter['kind']}: {waiter['message']}")
+    log = run.logs / f"rank-{silent[0]}.log"
+    say(f"log: {log}; start the same command again to resume, with a longer comm.timeout_s if it was only slow")
+    return int(Exit.HANG)
+
+
+def _who(cause: dict[str, Any]) -> str:
+    return f"rank {cause['rank']} ({cause['position']})" if cause["position"] else f"rank {cause['rank']}"
+
+
+def _left_reason(run: RunDir, rank: int) -> bool:
+    return (run.logs / f"failure-{rank}.json").exists()
