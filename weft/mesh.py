@@ -27,7 +27,9 @@ class Mesh:
     """Only the axes with more than one rank."""
     everyone: Axis | None
     host_group: dist.ProcessGroup | None
-    """A Gloo group for work beside the training: checkpoints in the background."""
+    """A Gloo group for small values between steps."""
+    disk_group: dist.ProcessGroup | None
+    """A Gloo group for checkpoints alone: they talk from a thread of their own, while training goes on."""
     coords: dict[str, int] = field(default_factory=dict)
 
     def axis(self, name: str) -> Axis | None:
@@ -92,7 +94,7 @@ def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world == 1:
-        return Mesh(0, 1, device, None, {}, None, None)
+        return Mesh(0, 1, device, None, {}, None, None, None)
     file = os.environ.get("WEFT_STORE")
     store = dist.FileStore(file, world) if file else None
     backend = "cpu:gloo,cuda:nccl" if plan.backend == "nccl" else "gloo"
@@ -110,5 +112,5 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta) -> Me
     coords = dict(zip(wide, device_mesh.get_coordinate() or (), strict=True))
     axes = {n: Axis(n, device_mesh.get_group(n), degree, coords[n]) for n, degree in wide.items()}
     everyone = Axis("everyone", dist.group.WORLD, world, rank)  # type: ignore[arg-type]
-    host_group = dist.new_group(backend="gloo", timeout=timeout)
-    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, coords)
+    host_group, disk_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords)

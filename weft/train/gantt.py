@@ -21,7 +21,7 @@ def recorded(session: Session, step: int) -> Iterator[None]:
     if step != session.job.watch.gantt_step or not isinstance(pipeline, Pipelined):
         yield
         return
-    session.checkpoints.wait()  # one being written talks over the same group, and would disturb the picture
+    session.checkpoints.wait()  # one being written would disturb the picture
     session.mesh.barrier()  # or the wait for a late rank would look like a bubble
     pipeline.spans.wanted = True
     yield

@@ -110,7 +110,7 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
 
     c = job.checkpoint
     checkpoints = Checkpoints(
-        run.checkpoints, group=mesh.host_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
+        run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
     )  # fmt: skip
     session = Session(job, plan, run, mesh, state, Stepper(job, plan, mesh, state), dataset, checkpoints, journal, log)
