@@ -47,11 +47,15 @@ class Woven:
     def buffers(self) -> dict[str, Tensor]:
         return {n: b for n, b in self.module.named_buffers() if b.numel()}
 
+    def microbatch(self, last: bool) -> None:
+        """For a loop of one's own: say before each backward pass whether it is the step's last."""
+        self.data.microbatch(last)
+
     def backward(self, batches: list[Batch], loss_of: LossOf, scale: float) -> Tensor:
         """Forward and backward over a step's microbatches: the gradients of loss · scale. Returns the summed loss."""
         total = torch.zeros((), device=batches[0]["inputs"].device)
         for i, batch in enumerate(batches):
-            self.data.microbatch(last=i == len(batches) - 1)
+            self.microbatch(last=i == len(batches) - 1)
             loss = loss_of(self.module, batch)
             (loss * scale).backward()
             total += loss.detach()
