@@ -12,8 +12,9 @@ from command import Started, losses, run_of, step_of, weft, write_job
 
 from weft.job.errors import Exit
 from weft.launch.local import GRACE_S
+from weft.train.worker import exit_code, is_echo
 
-STEPS, TIMEOUT_S = 60, 20
+STEPS, TIMEOUT_S = 40, 20
 JOB: dict[str, Any] = {
     "name": "run",
     "model": {"family": "llama", "dim": 16, "layers": 4, "heads": 2, "ffn": 32, "vocab": 64},
@@ -49,7 +50,7 @@ def test_a_rank_that_dies_in_a_schedule_ends_the_run_which_then_resumes(tmp_path
 
 
 def test_a_rank_that_stands_still_is_named_once_the_others_have_waited_long_enough(tmp_path: Path) -> None:
-    write_job(tmp_path, **{**JOB, "comm": {"timeout_s": 2}})
+    write_job(tmp_path, **{**JOB, "comm": {"timeout_s": 5}})
     run = run_of(tmp_path, "run")
     started = Started(tmp_path, "train", "job.yaml")
     started.wait_for(lambda: step_of(run) >= 2)
@@ -61,3 +62,9 @@ def test_a_rank_that_stands_still_is_named_once_the_others_have_waited_long_enou
         "log: runs/run/logs/rank-0.log; start the same command again to resume, with a longer comm.timeout_s if it was "
         "only slow"
     )
+
+
+def test_a_pair_that_a_timeout_closed_is_no_echo_of_another_rank() -> None:
+    """Gloo closes a pair when a wait on it has timed out here; whoever waits on it next gets these words."""
+    error = RuntimeError("Application timeout caused pair closure")
+    assert exit_code(error) == Exit.HANG and not is_echo(error)

@@ -83,7 +83,7 @@ def _explain(run: RunDir, rank: int, position: str, error: BaseException) -> Non
 def is_echo(error: BaseException) -> bool:
     """Whether the error only says that another rank went away."""
     text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset", "connection refused", "broken pipe", "pair closure",
+    signs = ("connection closed by peer", "connection reset", "connection refused", "broken pipe",
              "remote process exited", "socket closed")  # fmt: skip
     return not isinstance(error, WeftError) and any(s in text for s in signs)
 
