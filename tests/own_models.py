@@ -83,3 +83,10 @@ class RaisesOnRankOne(Plain):
         if self.calls > 2 and os.environ["RANK"] == "1":
             raise ValueError("the third step is too much for me")
         return super().forward(tokens)
+
+
+class KnowsItsRank(Plain):
+    """What no model may do: its maths depends on which rank computes it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * (1 + float(os.environ["RANK"]))

@@ -10,6 +10,10 @@ COMPUTE: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16
 """Dtype of weights and activations in the forward and backward pass; masters and gradients' sums stay fp32."""
 
 
+FLOOR = 2.0**-14
+"""The smallest loss scale: what overflows even here is no matter of range."""
+
+
 @dataclass
 class LossScale:
     """Dynamic loss scale (Micikevicius et al. 2018, §3.2): halved when a step overflows, doubled after a while.
@@ -32,7 +36,7 @@ class LossScale:
         if not self.dynamic:
             return
         if not finite:
-            self.value, self.quiet, self.skipped = max(self.value / 2, 2.0**-14), 0, self.skipped + 1
+            self.value, self.quiet, self.skipped = max(self.value / 2, FLOOR), 0, self.skipped + 1
             return
         self.quiet += 1
         if self.quiet >= self.patience:

@@ -33,6 +33,13 @@ def test_layouts_are_proven_and_refused(pool: RankPool) -> None:
     ]
 
 
+def test_a_run_that_depends_on_the_layout_is_told(pool: RankPool) -> None:
+    """A real one, through real ranks: the second half of the batch is computed by other maths."""
+    (verdict,) = prove(make_job(model="own_models:KnowsItsRank", data={"source": "pydoc"}), ["ddp2"], 2, pool=pool)
+    assert verdict.verdict == "differs"
+    assert verdict.max_grad_diff is not None and verdict.max_grad_diff > 0.01
+
+
 def a_trace() -> Trace:
     random = torch.Generator().manual_seed(0)
     weights = {n: torch.randn(4, 3, generator=random) for n in ("first", "second")}

@@ -19,6 +19,7 @@ from weft.mesh import Mesh
 from weft.plan.counts import flops_per_sample
 from weft.plan.layout import Plan
 from weft.plan.make import peak_flops
+from weft.precision import FLOOR
 from weft.train.signals import Signals
 from weft.train.state import State
 from weft.train.step import Gradients
@@ -105,7 +106,10 @@ class Ledger:
         }
         self.last = record
         self.write(record)
-        if not math.isfinite(loss) or (not math.isfinite(norm) and entry.taken):
+        hopeless = (
+            entry.taken or entry.loss_scale <= FLOOR
+        )  # a skipped step is mended by a smaller scale, if there is one
+        if not math.isfinite(loss) or (not math.isfinite(norm) and hopeless):
             what = "loss" if not math.isfinite(loss) else "gradient norm"
             raise DivergedError(
                 f"the {what} is {loss if what == 'loss' else norm} at step {entry.step}; try a lower optim.lr "
