@@ -18,7 +18,7 @@ WORLD = 4
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Ranks over Gloo, one thread each, that stay alive for the whole session."""
-    with RankPool(timeout_s=120) as ranks:
+    with RankPool(timeout_s=600) as ranks:
         ranks.run(on_ranks.ready, WORLD)
         yield ranks
 

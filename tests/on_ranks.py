@@ -61,7 +61,7 @@ def begin(job: Job) -> tuple[Job, Plan, Mesh, Stepper, Loader]:
     """All that a rank needs to train, at step 0."""
     job, plan = make_plan(job)
     check(job, plan, RUNNABLE)
-    mesh = connect(plan, 60.0)
+    mesh = connect(plan, 300.0)
     torch.manual_seed(mesh.rank)  # whatever a layout draws here must not reach the weights
     stepper = Stepper(job, plan, mesh, build_state(job, plan, mesh))
     loader = Loader(

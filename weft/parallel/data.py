@@ -190,7 +190,12 @@ class Shards:
             self.module.set_reshard_after_forward(False)
 
     def collect(self) -> None:
-        """Gradients set by hand are where finish() looks for them."""
+        """Take gradients that were set by hand into the fp32 sums."""
+        for each in fsdp_states(self.module):
+            for group in fsdp_groups(each):
+                for param in group.fsdp_params:
+                    param.accumulate_unsharded_grad_if_needed()
+                    param.to_accumulated_grad_if_needed()
 
     def finish(self) -> None:
         """FSDP2 waits for its own collectives at the end of a backward pass; after a split one it is told to begin."""
@@ -215,11 +220,15 @@ class Shards:
 
 def reduce_now(module: nn.Module) -> None:
     """Reduce the gradients that FSDP2 holds whole, as its hooks would at the end of a backward pass."""
-    state = fully_shard.state(module)  # type: ignore[attr-defined]
-    for each in state._state_ctx.all_states:
+    for each in fsdp_states(module):
         for group in fsdp_groups(each):
             group.post_backward()
-    state._root_post_backward_final_callback()
+    fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def fsdp_states(module: nn.Module) -> list[Any]:
+    """What FSDP2 keeps of a root and of every module below it."""
+    return list(fully_shard.state(module)._state_ctx.all_states)  # type: ignore[attr-defined]
 
 
 def fsdp_groups(state: Any) -> list[Any]:
