@@ -9,10 +9,13 @@ from typing import Any
 
 import on_ranks
 import pytest
+import torch
 
 from weft.launch.pool import RankPool
 
 WORLD = 4
+
+torch.set_num_threads(1)  # tests fork, and a forked process waits for ever for the threads of a parent's OpenMP
 
 
 @pytest.fixture(scope="session")
