@@ -267,6 +267,9 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(int(Exit.DONE))
+    except OSError as error:
+        _say(f"weft: {error.strerror or error}: {error.filename or 'the machine refused'}")
+        sys.exit(int(Exit.MACHINE))
 
 
 if __name__ == "__main__":

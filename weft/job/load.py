@@ -19,6 +19,7 @@ class _Loader(yaml.SafeLoader):
     """YAML as people write it: 3e-4 is a number, and a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        self.flatten_mapping(node)  # merge keys, << *anchor
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -81,7 +82,10 @@ def find_job(name: str) -> Path:
 def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
     """Read JOB, apply the overrides, and check it."""
     path = find_job(name)
-    raw = _yaml(path.read_text(encoding="utf-8"), str(path))
+    try:
+        raw = _yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise JobError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):

@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 class Section(BaseModel):
     """A part of a job: frozen, and closed to keys it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class RopeScaling(Section):
@@ -120,7 +122,7 @@ class Train(Section):
     """Sequences one rank computes at once."""
     accumulation: int | Literal["auto"] = "auto"
     """Microbatches one rank computes in a step. Follows from microbatch, or the other way round."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**62)
     """Fixes the initial weights, the order of samples and the dropout masks, whatever the layout."""
     eval_every: int = Field(100, ge=0)
     """Steps between evaluations on the held-out part; 0 evaluates never."""
@@ -168,6 +170,13 @@ class Optim(Section):
     """Scale lr with train.global_batch / base_batch."""
     base_batch: int = Field(256, ge=1)
     """The global batch for which lr was chosen (scale_lr)."""
+
+    @field_validator("betas")
+    @classmethod
+    def _decays(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("must be two numbers from 0 to below 1, such as [0.9, 0.95]")
+        return value
 
 
 class Cluster(Section):
@@ -219,6 +228,13 @@ class Parallel(Section):
     """Microbatches of a rank's share of the global batch; the same thing as train.accumulation."""
     split: list[int] | None = None
     """Blocks in each stage, in order. Left out: split by cost, so that no stage is slower than it must be."""
+
+    @field_validator("microbatches")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be at least 1, or auto")
+        return value
 
     @field_validator("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
     @classmethod

@@ -136,7 +136,7 @@ def _say_why(run: RunDir, codes: list[int], first: int, silent: list[int], say: 
 
     `silent` are the ranks that we ended ourselves since they did nothing more.
     """
-    causes: list[dict[str, Any]] = [json.loads(p.read_text()) for p in run.logs.glob("failure-*.json")]
+    causes = [cause for p in run.logs.glob("failure-*.json") if (cause := _read_cause(p))]
     silent = [i for i in silent if not _left_reason(run, i)]
     killed = [i for i, c in enumerate(codes) if c < 0 and not _left_reason(run, i)]
     told = sorted((c for c in causes if not c["echo"]), key=lambda c: c["time"])
@@ -170,6 +170,15 @@ def _say_silent(run: RunDir, waiter: dict[str, Any], silent: list[int], say: Cal
     log = run.logs / f"rank-{silent[0]}.log"
     say(f"log: {log}; start the same command again to resume, with a longer comm.timeout_s if it was only slow")
     return int(Exit.HANG)
+
+
+def _read_cause(path: Path) -> dict[str, Any] | None:
+    """What a rank left behind; nothing if even that could not be written."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    except (OSError, ValueError):
+        return None
 
 
 def _who(cause: dict[str, Any]) -> str:

@@ -61,7 +61,22 @@ def _own(model: Model, seed: int) -> nn.Module:
         module = cls(**model.args)
     if not isinstance(module, nn.Module):
         raise JobError(f"model.module={model.module!r} makes a {type(module).__name__}, not a torch.nn.Module")
+    module.register_forward_hook(lambda _, __, outputs: _plain(outputs))  # before FSDP2's, which looks for tensors
     return module
+
+
+def _plain(outputs: Any) -> Any:
+    """The tensor in what a module returns: itself, the first of a tuple, or what is named logits."""
+    if isinstance(outputs, dict):
+        if "logits" not in outputs:
+            raise JobError(f"your module returns a dict of {', '.join(map(str, outputs))}; name its output logits")
+        return outputs["logits"]
+    if isinstance(outputs, tuple):
+        outputs = outputs[0]
+    found = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(found, Tensor):
+        raise JobError(f"your module returns a {type(outputs).__name__}; return a tensor, or name one logits")
+    return found
 
 
 def loss_sum(
@@ -93,9 +108,7 @@ def _own_loss(
     mixed = dtype != torch.float32  # a module of your own may mix dtypes; autocast brings them together
     with torch.autocast(inputs.device.type, dtype=dtype if mixed else torch.bfloat16, enabled=mixed):
         outputs = module(inputs)
-    if isinstance(outputs, tuple):
-        outputs = outputs[0]
-    outputs = getattr(outputs, "logits", outputs).float()
+    outputs = outputs.float()
     if model.loss != "auto":
         losses = find_object(model.loss, "model.loss")(outputs, targets)
     elif targets.is_floating_point():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.job.errors import JobError
 from weft.memory import recompute
 from weft.mesh import Mesh
 from weft.models.init import initialise
@@ -53,6 +54,7 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int) -> Woven:
         if prefix and plan.recompute == "full":
             recompute(unit)
         if sharded:
+            _refuse_scalars(unit)
             shard(unit, mesh.submesh("dp_replicate", "dp_shard"), plan.zero, dtype)
     if sharded:
         data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None)
@@ -63,6 +65,12 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int) -> Woven:
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
     frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
     return Woven(model, data, tp, partial, frozen, aliases)
+
+
+def _refuse_scalars(unit: nn.Module) -> None:
+    for name, param in unit.named_parameters():
+        if param.dim() == 0:
+            raise JobError(f"the parameter {name} has no dimension to cut; give it the shape [1], or use dp_replicate")
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
@@ -77,7 +85,8 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
         inside = any(name.startswith(f"{n}.") for n in found)
         if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
             for key, child in module.named_children():
-                if any(True for _ in child.parameters()) and not _shares_parameters(model, child):
+                callable_ = not isinstance(child, nn.ModuleList | nn.ModuleDict)  # FSDP2 needs a forward to hook
+                if callable_ and any(True for _ in child.parameters()) and not _shares_parameters(model, child):
                     found[f"{name}.{key}" if name else key] = child
     return found
 

@@ -148,10 +148,10 @@ def _pin(given: Parallel, plan: Plan, world: int) -> Plan:
             f"set one axis to -1 for the rest, or start {product} ranks (--nproc {product})"
         )
     plan = replace(plan, **degrees, ep=given.ep, zero=given.zero, sequence=given.sequence, schedule=given.schedule)
-    if plan.pp == 1:
-        return plan
     if problem := check_schedule(given.schedule, plan.pp, 1, given.virtual_stages):
         raise JobError(problem)
+    if plan.pp == 1:
+        return plan
     return replace(plan, virtual_stages=given.virtual_stages or SCHEDULES[given.schedule].usual)
 
 

@@ -6,10 +6,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from weft.data.dataset import check_dataset
-from weft.job.errors import Exit
+from weft.hardware.probe import probe
+from weft.job.errors import Exit, MachineError
 from weft.job.load import dump_yaml
 from weft.job.run import RunDir
 from weft.job.schema import Job
@@ -23,6 +25,11 @@ def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
     """Plan a job and refuse, before a process starts, what cannot run."""
     job, plan = make_plan(job, nproc)
     check(job, plan, RUNNABLE)
+    if plan.device == "cuda" and not probe().gpus:
+        raise MachineError(
+            f"the job wants {plan.device_name}, but this machine has no NVIDIA GPU; weft plan works here, and training "
+            "with cluster.device=cpu"
+        )
     check_fits(job, plan)
     check_dataset(job)
     return job, plan
@@ -34,11 +41,16 @@ def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], Non
     with locked(run) as lock:
         if fresh:
             _set_aside(run, say)
-        new = not run.job.exists()
+        before = {path: path.read_bytes() for path in (run.job, run.plan) if path.exists()}
         write_description(run, job, plan)
         code = launch(run, plan.world, lock, say)
-        if code == Exit.JOB and new:  # only the ranks could tell; a run that never was leaves no folder
+        if (
+            code == Exit.JOB and run.job not in before
+        ):  # only the ranks could tell; a run that never was leaves no folder
             shutil.rmtree(run.path)
+        elif code == Exit.JOB:  # what the run holds was made by the job it had
+            for path, content in before.items():
+                path.write_bytes(content)
         if code in QUIET:
             close(run, say)
         return code
@@ -51,9 +63,10 @@ def join(job: Job, say: Callable[[str], None] = print) -> int:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job, plan = prepare(job, world)
     run = RunDir(Path(job.runs_dir) / job.name)
-    if rank == 0:
-        write_description(run, job, plan)
-    code = run_rank(run, job, plan)
+    with locked(run) if rank == 0 else nullcontext():
+        if rank == 0:
+            write_description(run, job, plan)
+        code = run_rank(run, job, plan)
     if (failure := run.logs / f"failure-{rank}.json").is_file() and code not in QUIET:
         cause = json.loads(failure.read_text(encoding="utf-8"))
         say(f"rank {rank} {cause['position']}: {cause['kind']}: {cause['message']}")

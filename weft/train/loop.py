@@ -6,7 +6,7 @@ import time
 from contextlib import closing
 from typing import Any
 
-from weft.job.errors import DivergedError, Exit
+from weft.job.errors import DivergedError, Exit, MachineError
 from weft.train.gantt import recorded
 from weft.train.ledger import Ledger, peak_memory_gib
 from weft.train.session import Session, to_device
@@ -62,6 +62,11 @@ def fit(session: Session, signals: Signals) -> Exit:
         if ledger.stop and state.step > first_step:
             session.save()
         session.checkpoints.wait()
+        if state.step > first_step and session.checkpoints.durable != state.step:
+            raise MachineError(
+                f"step {state.step} was reached, but its checkpoint could not be written to {session.run.checkpoints}; "
+                f"events.jsonl says why, and the last good one is of step {session.checkpoints.durable}"
+            )
 
     stopped = ledger.stop if state.step < steps else None
     done = state.step - first_step

@@ -92,7 +92,10 @@ def small(job: Job) -> Job:
         seq = min(job.data.seq_len, 64)
         updates["max_len"] = seq
         job = job.model_copy(update={"data": job.data.model_copy(update={"seq_len": seq})})
-    return job.model_copy(update={"model": m.model_copy(update=updates)})
+    train = job.train.model_copy(
+        update={"global_batch": min(job.train.global_batch, 16), "microbatch": "auto", "accumulation": "auto"}
+    )
+    return job.model_copy(update={"model": m.model_copy(update=updates), "train": train})
 
 
 def with_layout(job: Job, section: dict[str, Any]) -> Job:

@@ -21,6 +21,8 @@ def closing_words(run: RunDir) -> list[str]:
     if end["event"] == "done" and not end.get("steps_done"):
         return [f"already done at step {end['step']}; raise train.steps to go on, or use --fresh to start again"]
     records = read_metrics(run.metrics)
+    if end["event"] == "stop" and not end.get("steps_done"):
+        return [f"stopped at step {end['step']} before another was done; the same command goes on from here"]
     words = "done" if end["event"] == "done" else "stopped and saved; the same command goes on from here"
     lines = [f"{words}: step {end['step']}, {duration(end.get('seconds'))}{_losses(events, records)}"]
     return lines + _promises(end, records)
