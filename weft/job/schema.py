@@ -130,6 +130,8 @@ class Train(Section):
     """Global batches in one evaluation, at most what the held-out part has."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Probability spread evenly over the vocabulary in the training target."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each block with torch.compile. auto does so on GPUs, for Weft's own models."""
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights; 0 keeps none. 0.999 is usual."""
 

@@ -16,13 +16,18 @@ def mix(h: Tensor) -> Tensor:
     return h ^ ((h >> 31) & _LOW[31])
 
 
+def salt(site: int) -> int:
+    """What a site adds to the keys, as int64 wraps around."""
+    return ((site * _A + 2**63) % 2**64) - 2**63
+
+
 class Dropout(nn.Module):
     """Drop a share of x [batch, seq, dim]; `keys` [batch] stand for the samples."""
 
     def __init__(self, p: float, site: int):
         super().__init__()
         self.p = p
-        self.salt = ((site * _A + 2**63) % 2**64) - 2**63  # as int64 wraps around
+        self.salt = salt(site)
 
     def first_row(self, x: Tensor) -> int:
         """Where x begins along the sequence; a layout that cuts the sequence says otherwise."""

@@ -22,14 +22,17 @@ from weft.plan.schedule import make_schedule
 from weft.precision import COMPUTE
 
 
-def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0) -> Woven | Pipelined:
+def parallelize(
+    model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0, bare_gradients: bool = False
+) -> Woven | Pipelined:
     """Spread a model over a mesh as a plan says: first into stages, then each stage over the other axes.
 
-    A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's.
+    A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's. `bare_gradients`
+    says that the optimizer reads `leaves`, so gradients need not be brought to the masters where nothing is summed.
     """
     pp = mesh.axis("pp")
     if pp is None:
-        return weave(model, mesh, plan, seed)
+        return weave(model, mesh, plan, seed, summed=plan.accumulation > 1 or not bare_gradients)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
@@ -40,7 +43,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0) -> Wove
     return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], plan.tp if plan.sequence else 1)
 
 
-def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int) -> Woven:
+def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: bool = True) -> Woven:
     """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole."""
     dtype = COMPUTE[plan.precision]
     tp, sharded = mesh.axis("tp"), mesh.axis("dp_shard") is not None
@@ -53,18 +56,25 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int) -> Woven:
             split_tensors(split, model, modules)
         if prefix and plan.recompute == "full":
             recompute(unit)
+        if prefix and plan.compile:
+            compile_unit(unit)
         if sharded:
             _refuse_scalars(unit)
             shard(unit, mesh.submesh("dp_replicate", "dp_shard"), plan.zero, dtype)
     if sharded:
         data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None)
     else:
-        data = Replicas(model, mesh.axis("dp_replicate"), dtype, plan.bucket_mb)
+        data = Replicas(model, mesh.axis("dp_replicate"), dtype, plan.bucket_mb, summed)
     partial = tuple(n for n in data.masters if split and n in split.partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
     frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
     return Woven(model, data, tp, partial, frozen, aliases)
+
+
+def compile_unit(unit: nn.Module) -> None:
+    """Compile a unit's maths; its hooks stay outside. Units of one class share what was compiled."""
+    unit.forward = torch.compile(unit.forward, dynamic=False)
 
 
 def _refuse_scalars(unit: nn.Module) -> None:

@@ -55,14 +55,23 @@ class Pipelined:
         self.spans = Spans(device)
         self.last = schedule.stages - 1
         self.masters: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}
         self.counted: list[Tensor] = []
         for index in sorted(stages):
             for name, master in stages[index].masters.items():
                 copy_of_another = name in stages[index].aliases.values()
-                self.masters[name + TWIN if name in self.masters else name] = master
+                held = name + TWIN if name in self.masters else name
+                self.masters[held] = master
+                if name in stages[index].copies:
+                    self.copies[held] = stages[index].copies[name]
                 if not copy_of_another:
                     self.counted.append(master)
         self.splits = any(a.kind in "IW" for a in schedule.actions[axis.rank])
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The masters themselves: a pipeline sums over microbatches."""
+        return self.masters
 
     @property
     def frozen(self) -> dict[str, Tensor]:

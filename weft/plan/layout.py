@@ -36,6 +36,8 @@ class Plan:
     accumulation: int = 1
     precision: str = "fp32"
     recompute: str = "none"
+    compile: bool = False
+    """Blocks are compiled, one after the other."""
     offload: str = "none"
     compression: str = "none"
     bucket_mb: float = 25.0

@@ -48,6 +48,7 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
         plan = _pin(job.parallel, plan, world)
     plan = _sequence(job, plan, reasons)
     check(job, plan)
+    plan = replace(plan, compile=_compile(job, plan))
     plan = _stages(job, _microbatch(job, plan, memory, reasons), reasons)
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
@@ -179,6 +180,13 @@ def _choose(job: Job, plan: Plan, world: int, memory: float, reasons: list[str])
         return whole
     reasons.append(f"dp_shard {dp} (zero 3): a whole copy would take {states:.1f} of {memory:.1f} GiB")
     return replace(plan, dp_shard=dp, zero=3)
+
+
+def _compile(job: Job, plan: Plan) -> bool:
+    """By default on GPUs, where no collective stands inside a block and Weft knows the model."""
+    if job.train.compile != "auto":
+        return job.train.compile
+    return plan.device == "cuda" and not job.model.module and job.model.family != "mlp" and plan.tp == plan.cp == 1
 
 
 def _sequence(job: Job, plan: Plan, reasons: list[str]) -> Plan:

@@ -124,8 +124,8 @@ def trace(job: Job, steps: int, folder: str) -> None:
     for _, batches in zip(range(steps), loader, strict=False):
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
         factor = grads.factor.cpu()
-        masters = {n: m for n, m in state.woven.masters.items() if m.grad is not None}
-        gradients.append({n: whole(m.grad) * factor for n, m in masters.items()})
+        leaves = {n: x for n, x in state.woven.leaves.items() if x.grad is not None}
+        gradients.append({n: whole(x.grad).float() * factor for n, x in leaves.items()})
         norm, _ = stepper.update(grads, stepper.learning_rate())
         total = grads.loss.double() / plan.tp
         if mesh.everyone is not None:

@@ -60,6 +60,7 @@ class Session:
             self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
             dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
             start_step=self.state.step, start_sample=self.state.samples, record=record,
+            pin=mesh.device.type == "cuda",
         )  # fmt: skip
 
     def held_out(self) -> list[list[Batch]]:
@@ -125,7 +126,7 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
 
 def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
     """The model spread over the mesh, its optimizer, average and loss scale, at step 0."""
-    woven = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed)
+    woven = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
     return State(
         woven,
         make_optimizers(job, woven),
@@ -138,7 +139,7 @@ def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
 def make_optimizers(job: Job, woven: Woven | Pipelined) -> Optimizers:
     """The job's optimizer over the masters; muon asks which of them are in the blocks."""
     units = tuple(find_units(build_model(job.model)))
-    return build_optimizers(job.optim, woven.masters, lambda name: name.startswith(units))
+    return build_optimizers(job.optim, woven.masters, lambda name: name.startswith(units), woven.leaves, woven.copies)
 
 
 def _resume(session: Session) -> None:
