@@ -50,6 +50,11 @@ class RunDir:
         return self.path / "samples"
 
     @property
+    def compiled(self) -> Path:
+        """What torch.compile made, so that a run that is started again starts at once."""
+        return self.path / "compiled"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

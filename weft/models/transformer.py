@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from weft.job.schema import Model
 from weft.job.shapes import PATCH_DIM
+from weft.models.attention import attend
 from weft.models.dropout import Dropout, salt
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import frequencies, rotate, rotation
@@ -40,10 +41,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-            attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
-        )  # fmt: skip
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.causal)
         return self.o(y.transpose(1, 2).reshape(batch, seq, -1))
 
 

@@ -72,9 +72,9 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: bool = Tr
     return Woven(model, data, tp, partial, frozen, aliases)
 
 
-def compile_unit(unit: nn.Module) -> None:
+def compile_unit(unit: nn.Module, backend: str = "inductor") -> None:
     """Compile a unit's maths; its hooks stay outside. Units of one class share what was compiled."""
-    unit.forward = torch.compile(unit.forward, dynamic=False)
+    unit.forward = torch.compile(unit.forward, dynamic=False, backend=backend)
 
 
 def _refuse_scalars(unit: nn.Module) -> None:

@@ -21,6 +21,7 @@ from weft.train.signals import Signals
 def run_rank(run: RunDir, job: Job, plan: Plan) -> int:
     """Train as the rank that the environment names. Returns the exit code."""
     signals = Signals()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read when torch is imported
     import torch  # seconds, in which a signal may already come
 
     from weft.train.loop import fit_or_explain
