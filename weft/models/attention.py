@@ -41,7 +41,7 @@ class Where(NamedTuple):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, where: Where) -> Tensor:
-    """All tokens on this device. q [batch, seq, heads, head_dim], k and v of as many heads or fewer; gives q's shape."""
+    """All tokens on this device. q [batch, seq, heads, head_dim], k and v of as many heads or fewer."""
     mask = None if where.docs is None else document_mask(where.docs, where.docs, causal)
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
