@@ -14,6 +14,20 @@ from weft.comm import Axis
 from weft.job.errors import MachineError
 from weft.plan.layout import Plan
 
+JOINT: dict[str, tuple[str, str]] = {
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_replicate_cp": ("dp_replicate", "cp"),
+}
+"""The ranks of a cp group hold the same weights and see other tokens: their gradients are summed, as the data's are."""
+
+
+def joint_axis(plan: Plan) -> str:
+    """The axis over which gradients are summed; under shards the one over which weights are cut."""
+    data = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
+    if plan.cp == 1:
+        return data
+    return "cp" if plan.dp == 1 else f"{data}_cp"
+
 
 @dataclass
 class Mesh:
@@ -24,7 +38,7 @@ class Mesh:
     device: torch.device
     device_mesh: DeviceMesh | None
     axes: dict[str, Axis]
-    """Only the axes with more than one rank."""
+    """Only the axes with more than one rank, and the joint axis of cp and the data's (JOINT)."""
     everyone: Axis | None
     host_group: dist.ProcessGroup | None
     """A Gloo group for small values between steps."""
@@ -42,7 +56,8 @@ class Mesh:
         return self.device_mesh[tuple(n for n in names if n in self.axes)]
 
     def coord(self, name: str) -> int:
-        return self.coords.get(name, 0)
+        axis = self.axes.get(name)
+        return 0 if axis is None else axis.rank
 
     def dp_rank(self, plan: Plan) -> int:
         """Which share of the global batch this rank reads."""
@@ -112,5 +127,8 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta) -> Me
     coords = dict(zip(wide, device_mesh.get_coordinate() or (), strict=True))
     axes = {n: Axis(n, device_mesh.get_group(n), degree, coords[n]) for n, degree in wide.items()}
     everyone = Axis("everyone", dist.group.WORLD, world, rank)  # type: ignore[arg-type]
+    if (joint := joint_axis(plan)) in JOINT:
+        flat = device_mesh[JOINT[joint]]._flatten(joint)
+        axes[joint] = Axis(joint, flat.get_group(), flat.size(), flat.get_local_rank())
     host_group, disk_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords)

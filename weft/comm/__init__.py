@@ -1,6 +1,6 @@
 """Collectives along one axis of the mesh, counted, and their autograd forms."""
 
-from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along
+from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along, sum_up
 from weft.comm.axis import Axis
 
-__all__ = ["Axis", "copy_in", "gather_along", "reduce_out", "scatter_along"]
+__all__ = ["Axis", "copy_in", "gather_along", "reduce_out", "scatter_along", "sum_up"]

@@ -53,6 +53,17 @@ class _ReduceOut(torch.autograd.Function):
         return grads[0], None
 
 
+class _SumUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.all_reduce(x.contiguous().clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.axis.all_reduce(grads[0].contiguous().clone()), None
+
+
 def gather_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Join the ranks' pieces along dim; the gradient is summed and cut again."""
     out: Tensor = _Gather.apply(x, axis, dim)
@@ -74,4 +85,10 @@ def copy_in(x: Tensor, axis: Axis) -> Tensor:
 def reduce_out(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the ranks going out; the gradient passes unchanged."""
     out: Tensor = _ReduceOut.apply(x, axis)
+    return out
+
+
+def sum_up(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over the ranks, each of which goes on in its own way: their gradients are summed too."""
+    out: Tensor = _SumUp.apply(x, axis)
     return out

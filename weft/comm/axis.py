@@ -15,6 +15,26 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @dataclass
+class Exchange:
+    """Messages on their way."""
+
+    works: list[dist.Work]
+    sent: list[Tensor]
+    arrived: list[Tensor]
+    wanted: list[Tensor]
+    """Where they are wanted, if that is not where they arrive."""
+
+    def wait(self) -> list[Tensor]:
+        """What was received, in the order in which it was asked for."""
+        for work in self.works:
+            work.wait()
+        for arrived, wanted in zip(self.arrived, self.wanted, strict=True):
+            if arrived is not wanted:
+                wanted.copy_(arrived)
+        return self.wanted
+
+
+@dataclass
 class Axis:
     """A named group of ranks. `calls` and `bytes` count what this rank asked for, by collective."""
 
@@ -58,6 +78,35 @@ class Axis:
         out = torch.empty_like(pieces[0])
         _REDUCE_SCATTER(out.view(-1), pieces.view(-1), group=self.group)
         return out
+
+    def all_to_all(self, pieces: Tensor, peers: range) -> Tensor:
+        """Hand pieces[i] to the i-th of `peers`, of which this rank is one, and get its piece for us: [peers, ...]."""
+        pieces = pieces.contiguous()
+        self.calls["all_to_all"] += 1
+        self.bytes["all_to_all"] += pieces[1:].numel() * pieces.element_size()  # its own piece stays
+        splits = [int(r in peers) for r in range(self.size)]
+        out = torch.empty_like(pieces)
+        dist.all_to_all_single(out, pieces, splits, splits, group=self.group)
+        return out
+
+    def start_exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
+        """Begin to send to and receive from some ranks of the axis; messages between two ranks keep their order."""
+        # Gloo cannot send from GPU memory: there messages pass through the host
+        host = any(t.is_cuda for _, t in (*sends, *receives)) and dist.get_backend(self.group) == "gloo"
+        outgoing = [(to, (t.cpu() if host else t).contiguous()) for to, t in sends]
+        incoming = [(of, torch.empty_like(t, device="cpu") if host else t) for of, t in receives]
+        for _, tensor in outgoing:
+            self.count("send", tensor)
+        ops = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for to, t in outgoing]
+        ops += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=of) for of, t in incoming]
+        works = dist.batch_isend_irecv(ops) if ops else []
+        return Exchange(works, [t for _, t in outgoing], [t for _, t in incoming], [t for _, t in receives])
+
+    def open(self) -> None:
+        """Connect all ranks now: NCCL wants every rank in a group's first call, and an exchange may be of a few."""
+        dist.all_reduce(
+            torch.zeros(1, device="cuda" if "nccl" in dist.get_backend(self.group) else "cpu"), group=self.group
+        )
 
     def narrow(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's piece along dim."""

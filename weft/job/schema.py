@@ -218,6 +218,9 @@ class Parallel(Section):
     """With tp: norms and residuals are cut along the sequence."""
     cp: int = 1
     """Ranks among which the sequence is cut."""
+    cp_style: Literal["auto", "ring", "ulysses", "hybrid"] = "auto"
+    """How the ranks of cp attend to each other's tokens: ring sends keys and values around, ulysses deals out the
+    heads, hybrid does the second inside groups and the first between them."""
     pp: int = 1
     """Stages among which the layers are cut."""
     ep: int = 1
@@ -251,8 +254,22 @@ class Memory(Section):
 
     recompute: Literal["auto", "none", "full"] = "auto"
     """Keep every activation (none) or compute each block's again in the backward pass (full)."""
-    offload: Literal["none"] = "none"
-    """Nothing leaves the device."""
+    offload: Literal["none", "activations"] = "none"
+    """none keeps everything on the device; activations parks what each block must remember in host memory until its
+    backward pass, and computes the rest of the block again but for its attention."""
+    chunk: int | Literal["auto"] = "auto"
+    """Tokens of a sequence that pass at once through the linear parts of a block (norms, projections, feed-forward),
+    which are then computed again chunk by chunk; 0 takes all at once. auto is 0 up to 65,536 tokens a rank."""
+    host_gib: float | None = Field(None, ge=0)
+    """Host memory that parked activations may take on each rank; what exceeds it stays on the device. Left out: 70 %
+    of this machine's, shared by its ranks."""
+
+    @field_validator("chunk")
+    @classmethod
+    def _tokens(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 0:
+            raise ValueError("must be a number of tokens, 0 for all at once, or auto")
+        return value
 
 
 class Comm(Section):

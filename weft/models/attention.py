@@ -1,29 +1,268 @@
-"""The core of attention: the fastest kernel at hand for the device and the mask."""
+"""Attention itself, behind one function, and its kernels for one block of queries and keys, which return a log-sum-exp.
+
+Ring attention (parallel/context.py) and long sequences (memory/long.py) put results together block by block, and so
+need the log-sum-exp that torch's public function does not give. KERNELS says which kernel serves which device.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Mask = Any
-"""None, a dense tensor that is True where a token may look, or FlexAttention's BlockMask."""
+Docs = tuple[Tensor, Tensor]
+"""Documents of the queries [batch, queries] and of the keys [batch, keys]; a token sees its own alone."""
+Grads = tuple[Tensor, Tensor, Tensor]
+
+TILE = 1 << 24
+"""Scores that the plain kernel holds at once."""
+INDEXABLE = 1 << 30
+"""Elements of the queries given to a kernel of a GPU at once: some count offsets in 32 bits."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, causal: bool) -> Tensor:
-    """Attention of q [batch, heads, seq, head_dim] over k and v, which may have fewer heads."""
-    if q.is_cuda and mask is None and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128:
+class Where(NamedTuple):
+    """What a block knows of its tokens besides their values."""
+
+    turn: tuple[Tensor, Tensor] | None
+    """Cosine and sine of their rotary positions."""
+    docs: Tensor | None
+    """The document of every token of the whole sequence, [batch, length], where documents are packed."""
+    keys: Tensor | None
+    """What stands for each sample in dropout, [batch]."""
+    rows: Tensor
+    """Their places in the whole sequence, [seq]."""
+    length: int
+    """Tokens of the whole sequence; a place from here on is padding."""
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, where: Where) -> Tensor:
+    """All tokens on this device. q [batch, seq, heads, head_dim], k and v of as many heads or fewer."""
+    if where.docs is None and _suits_cudnn(q):
         return _cudnn(q, k, v, causal)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    mask = None if where.docs is None else document_mask(where.docs, where.docs, causal)
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+        attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
+    )  # fmt: skip
+    return y.transpose(1, 2)
+
+
+def _suits_cudnn(q: Tensor) -> bool:
+    width = q.shape[-1]
+    return q.is_cuda and q.dtype in HALF and width % 8 == 0 and width <= 128 and q.numel() <= INDEXABLE
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """cuDNN's kernel by its own name: torch's dispatcher prefers flash, which is slower on Hopper."""
-    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, torch.is_grad_enabled(), 0.0, causal, False
-    )[0]
-    return out
+    """cuDNN's kernel by its own name: torch's dispatcher prefers flash, which took 1.6 times as long on an H200."""
+    op: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+    turned = (t.transpose(1, 2) for t in (q, k, v))
+    out: Tensor = op(*turned, None, torch.is_grad_enabled(), 0.0, causal, False)[0]
+    return out.transpose(1, 2)
+
+
+def document_mask(of_queries: Tensor, of_keys: Tensor, causal: bool) -> Tensor:
+    """True where a token may look: inside its own document, and back if causal. [batch, 1, queries, keys]"""
+    same = of_queries.unsqueeze(2) == of_keys.unsqueeze(1)
+    return (same.tril() if causal else same).unsqueeze(1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, docs: Docs | None) -> tuple[Tensor, Tensor]:
+    """One block: its output [batch, queries, heads, head_dim] and log-sum-exp in fp32 [batch, heads, queries].
+
+    `causal` blocks are square: query i sees keys 0 … i. A query that sees no key gives 0 and -inf.
+    """
+    kernel = find_kernel(q, k, docs is not None)
+    parts = [kernel.forward(a, b, c, causal, docs) for a, b, c in _by_heads(q, k, v, device=q.device.type)]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 1)
+
+
+def attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, docs: Docs | None
+) -> Grads:
+    """Gradients of one block; `out` and `lse` may be those of all blocks that the queries see together."""
+    kernel = find_kernel(q, k, docs is not None)
+    heads = _by_heads(q, k, v, device=q.device.type)
+    if len(heads) == 1:
+        return kernel.backward(dout, q, k, v, out, lse, causal, docs)
+    n = len(heads)
+    grads = tuple(torch.empty_like(t) for t in (q, k, v))
+    pieces = zip(*(t.chunk(n, 2) for t in (dout, out)), lse.chunk(n, 1), *(g.chunk(n, 2) for g in grads), strict=True)
+    for (a, b, c), (d, o, log, *places) in zip(heads, pieces, strict=True):
+        found = kernel.backward(_packed(d), a, b, c, _packed(o), log.contiguous(), causal, docs)
+        for place, value in zip(places, found, strict=True):
+            place.copy_(value)
+    return grads[0], grads[1], grads[2]
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results over different keys as one, in fp32 (Dao et al. 2022, §3.1). The first is written over."""
+    total = torch.logaddexp(lse, other_lse)
+    share = torch.where(total == float("-inf"), 0.0, (other_lse - total).exp())  # nothing seen yet by either
+    weight = share.transpose(1, 2).unsqueeze(-1)
+    return out.mul_(1 - weight).add_(other.float() * weight), total
+
+
+def _by_heads(*tensors: Tensor, device: str) -> list[tuple[Tensor, ...]]:
+    """Whole groups of heads, so few at a time that a GPU's kernel can count their elements."""
+    heads = tensors[1].shape[2]
+    n = 1
+    while device == "cuda" and n < heads and tensors[0].numel() // n > INDEXABLE:
+        n = next(d for d in range(n + 1, heads + 1) if heads % d == 0)
+    if n == 1:
+        return [tensors]
+    return [tuple(map(_packed, each)) for each in zip(*(t.chunk(n, 2) for t in tensors), strict=True)]
+
+
+def _packed(x: Tensor) -> Tensor:
+    """[batch, seq, heads, head_dim] with each head's values in one piece."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How one block is computed. `masked` says whether it can tell documents apart."""
+
+    name: str
+    forward: Callable[[Tensor, Tensor, Tensor, bool, Docs | None], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Docs | None], Grads]
+    dtypes: tuple[torch.dtype, ...]
+    masked: bool = False
+
+
+def _tiles(q: Tensor, k: Tensor) -> range:
+    rows = max(1, TILE // max(1, q.shape[0] * q.shape[2] * k.shape[1]))
+    return range(0, q.shape[1], rows)
+
+
+def _scores(q: Tensor, k: Tensor, first: int, rows: int, causal: bool, docs: Docs | None) -> Tensor:
+    """Scaled scores in fp32 of the queries from `first` on, -inf where they may not look: [b, kv, group, rows, keys]"""
+    kv = k.shape[2]
+    part = q[:, first : first + rows].unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).float()
+    scores = part @ k.float().permute(0, 2, 3, 1).unsqueeze(2) * q.shape[-1] ** -0.5
+    if causal:
+        row = torch.arange(first, first + part.shape[3], device=q.device)
+        scores.masked_fill_(torch.arange(k.shape[1], device=q.device) > row.unsqueeze(1), float("-inf"))
+    if docs is not None:
+        same = docs[0][:, first : first + rows].unsqueeze(2) == docs[1].unsqueeze(1)
+        scores.masked_fill_(~same[:, None, None], float("-inf"))
+    return scores
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, docs: Docs | None) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    values = v.float().transpose(1, 2).unsqueeze(2)
+    tiles = _tiles(q, k)
+    for first in tiles:
+        scores = _scores(q, k, first, tiles.step, causal, docs)
+        log = scores.logsumexp(-1)
+        shares = torch.where(log == float("-inf"), 0.0, log).unsqueeze(-1)
+        y = (scores - shares).exp_() @ values
+        out[:, first : first + tiles.step] = y.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+        lse[:, :, first : first + tiles.step] = log.flatten(1, 2)
+    return out, lse
+
+
+def _plain_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, docs: Docs | None
+) -> Grads:
+    kv, scale = k.shape[2], q.shape[-1] ** -0.5
+    dq = torch.empty_like(q)
+    keys, values = (t.float().transpose(1, 2) for t in (k, v))  # [b, kv, keys, d]
+    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+    tiles = _tiles(q, k)
+    for first in tiles:
+        part = slice(first, first + tiles.step)
+        rows, dy, y = (t[:, part].unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).float() for t in (q, dout, out))
+        log = lse[:, :, part].unflatten(1, (kv, -1)).unsqueeze(-1)
+        p = (_scores(q, k, first, tiles.step, causal, docs) - torch.where(log == float("-inf"), 0.0, log)).exp_()
+        dv += (p.transpose(-1, -2) @ dy).sum(2)
+        ds = (dy @ values.unsqueeze(2).transpose(-1, -2)).sub_((dy * y).sum(-1, keepdim=True)).mul_(p).mul_(scale)
+        dq[:, part] = (ds @ keys.unsqueeze(2)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+        dk += (ds.transpose(-1, -2) @ rows).sum(2)
+    return dq, dk.transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, docs: Docs | None) -> tuple[Tensor, Tensor]:
+    op: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+    found = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, False)
+    return found[0].transpose(1, 2), found[1].reshape(q.shape[0], q.shape[2], q.shape[1])
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, docs: Docs | None
+) -> Grads:
+    op: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of a dropout that is off
+    turned = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    found = op(*turned, lse.unsqueeze(-1), unused, unused, None, None, None, q.shape[1], k.shape[1], 0.0, causal)
+    return tuple(t.transpose(1, 2) for t in found)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, docs: Docs | None) -> tuple[Tensor, Tensor]:
+    op: Any = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse, *_ = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, False)
+    return out.transpose(1, 2), lse
+
+
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, docs: Docs | None
+) -> Grads:
+    op: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    turned = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    found = op(*turned, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused)
+    return tuple(t.transpose(1, 2) for t in found)
+
+
+HALF = (torch.bfloat16, torch.float16)
+PLAIN = Kernel("plain", _plain_forward, _plain_backward, (torch.float32, torch.float64, *HALF), masked=True)
+KERNELS: dict[str, tuple[Kernel, ...]] = {
+    "cuda": (
+        Kernel("cudnn", _cudnn_forward, _cudnn_backward, HALF),
+        Kernel("flash", _flash_forward, _flash_backward, HALF),
+        PLAIN,
+    ),
+    "cpu": (PLAIN,),
+}
+"""Kernels by device, the fastest first."""
+
+
+def find_kernel(q: Tensor, k: Tensor, masked: bool) -> Kernel:
+    """The fastest kernel for such a block."""
+    return _find(q.device.type, q.dtype, q.shape[-1], q.shape[2] // k.shape[2], masked)
+
+
+@lru_cache
+def _find(device: str, dtype: torch.dtype, head_dim: int, group: int, masked: bool) -> Kernel:
+    able = [k for k in KERNELS.get(device, ()) if dtype in k.dtypes and (k.masked or not masked)]
+    return next((k for k in able if k is PLAIN or _agrees(k, device, dtype, head_dim, group)), PLAIN)
+
+
+@torch.no_grad()
+def _agrees(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, group: int) -> bool:
+    """Whether a kernel behind private names runs here, forward and backward, and gives what the plain one does."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        return torch.randn((1, 256, heads, head_dim), generator=random).to(device, dtype)
+
+    q, k, v, dout = draw(2 * group), draw(2), draw(2), draw(2 * group)
+    try:
+        for causal in (True, False):
+            out, lse = kernel.forward(q, k, v, causal, None)
+            mine = (out, lse, *kernel.backward(dout, q, k, v, out, lse, causal, None))
+            out, lse = PLAIN.forward(q, k, v, causal, None)
+            right = (out, lse, *PLAIN.backward(dout, q, k, v, out, lse, causal, None))
+            if any((a.float() - b.float()).norm() > 0.02 * b.float().norm() for a, b in zip(mine, right, strict=True)):
+                return False
+    except (RuntimeError, TypeError, AttributeError):
+        return False
+    return True

@@ -91,7 +91,9 @@ def loss_sum(
         return _own_loss(module, batch, model, smoothing, dtype)
     inputs = batch["inputs"]
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-    extras: dict[str, Tensor] = {k: batch[k] for k in ("docs", "positions") if k in batch}
+    extras: dict[str, Any] = {k: batch[k] for k in ("docs", "positions", "rows") if k in batch}
+    if "length" in batch:
+        extras["length"] = int(batch["length"])
     if hidden is not None:
         extras["hidden"] = hidden
     keys = batch["ids"] * 0x5851F42D4C957F2D + seed

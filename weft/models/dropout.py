@@ -22,21 +22,16 @@ def salt(site: int) -> int:
 
 
 class Dropout(nn.Module):
-    """Drop a share of x [batch, seq, dim]; `keys` [batch] stand for the samples."""
+    """Drop a share of x [batch, seq, dim]; `keys` [batch] stand for samples, `rows` [seq] are the tokens' places."""
 
     def __init__(self, p: float, site: int):
         super().__init__()
         self.p = p
         self.salt = salt(site)
 
-    def first_row(self, x: Tensor) -> int:
-        """Where x begins along the sequence; a layout that cuts the sequence says otherwise."""
-        return 0
-
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None, rows: Tensor) -> Tensor:
         if not self.training or self.p == 0 or keys is None:
             return x
-        rows = torch.arange(x.shape[1], device=x.device) + self.first_row(x)
         row_keys = mix(mix(keys + self.salt).unsqueeze(1) + rows)  # [batch, seq]
         noise = mix(row_keys.unsqueeze(2) + torch.arange(x.shape[2], device=x.device) * _A)
         keep = (noise >> 40) & 0xFFFFFF >= int(self.p * (1 << 24))

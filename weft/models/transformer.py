@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, cast
 
 import torch
@@ -10,16 +11,27 @@ from torch import Tensor, nn
 
 from weft.job.schema import Model
 from weft.job.shapes import PATCH_DIM
-from weft.models.attention import attend
+from weft.models.attention import Where, attention
 from weft.models.dropout import Dropout, salt
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import frequencies, rotate, rotation
 
-Turn = tuple[Tensor, Tensor]
+Core = Callable[[Tensor, Tensor, Tensor, bool, Where], Tensor]
+"""Queries, keys and values [batch, seq, heads, head_dim], causal or not, and what is known of the tokens."""
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. Heads are counted from the width of q, k and v, so any share of them works."""
+    """Grouped-query attention. Heads are counted from the width of q, k and v, so any share of them works.
+
+    `enter` brings in what a layout keeps elsewhere; `core` may be another layout's attention.
+    """
+
+    core: Core = staticmethod(attention)
+    enter: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
 
     def __init__(self, m: Model):
         super().__init__()
@@ -32,17 +44,22 @@ class Attention(nn.Module):
         self.q_norm = _norm(m, m.head_dim) if m.qk_norm else None
         self.k_norm = _norm(m, m.head_dim) if m.qk_norm else None
 
-    def forward(self, x: Tensor, turn: Turn | None, mask: Tensor | None) -> Tensor:
+    def project(self, x: Tensor, where: Where) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, turned to their places."""
+        x = self.enter(x)
         batch, seq, _ = x.shape
         q = self.q(x).view(batch, seq, -1, self.head_dim)
         k = self.k(x).view(batch, seq, -1, self.head_dim)
         v = self.v(x).view(batch, seq, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.causal)
-        return self.o(y.transpose(1, 2).reshape(batch, seq, -1))
+        if where.turn is not None:
+            q, k = rotate(q, where.turn), rotate(k, where.turn)
+        return q, k, v
+
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        y = self.core(*self.project(x, where), self.causal, where)
+        return self.o(y.flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -73,13 +90,28 @@ class Block(nn.Module):
         self.mlp = FeedForward(m)
         self.mlp_drop = Dropout(m.dropout or 0.0, site=2)
 
-    def forward(self, x: Tensor, turn: Turn | None, mask: Tensor | None, keys: Tensor | None) -> Tensor:
-        x = x + self.attn_drop(self.attn(self.attn_norm(x), turn, mask), keys)
-        return x + self.mlp_drop(self.mlp(self.mlp_norm(x)), keys)
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        x = x + self.attn_drop(self.attn(self.attn_norm(x), where), where.keys, where.rows)
+        return x + self.mlp_drop(self.mlp(self.mlp_norm(x)), where.keys, where.rows)
+
+    def before(self, x: Tensor, where: Where) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes before the attention's core. With after() it is the whole block, and token by token."""
+        return self.attn.project(self.attn_norm(x), where)
+
+    def after(self, x: Tensor, y: Tensor, where: Where) -> Tensor:
+        """What comes after the core, which gave y [batch, seq, heads, head_dim]."""
+        x = x + self.attn_drop(self.attn.o(y.flatten(2)), where.keys, where.rows)
+        return x + self.mlp_drop(self.mlp(self.mlp_norm(x)), where.keys, where.rows)
+
+
+def _mean(x: Tensor, where: Where | None) -> Tensor:
+    return x.mean(1)
 
 
 class Head(nn.Module):
     """Logits, or their summed cross-entropy without ever holding them all. ViT averages over the patches first."""
+
+    mean: Callable[[Tensor, Where | None], Tensor] = staticmethod(_mean)
 
     def __init__(self, m: Model):
         super().__init__()
@@ -87,8 +119,10 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(m.vocab, m.dim))
         self.pool = m.family == "vit"
 
-    def forward(self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float) -> Tensor:
-        x = x.mean(1) if self.pool else x
+    def forward(
+        self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float, where: Where | None = None
+    ) -> Tensor:
+        x = self.mean(x, where) if self.pool else x
         if targets is None:
             return F.linear(x, self.weight)
         return linear_cross_entropy(x, self.weight, targets, valid, smoothing)
@@ -141,30 +175,33 @@ class Transformer(nn.Module):
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, valid: Tensor | None = None, docs: Tensor | None = None,
         positions: Tensor | None = None, keys: Tensor | None = None, smoothing: float = 0.0,
-        hidden: Tensor | None = None,
+        hidden: Tensor | None = None, rows: Tensor | None = None, length: int | None = None,
     ) -> Tensor:  # fmt: skip
-        # inputs [batch, seq] tokens, or [batch, patches, PATCH_DIM]; hidden [batch, seq, dim] if another stage began
-        if positions is None:
-            positions = torch.arange(inputs.shape[1], device=inputs.device)
-        x = self.begin(inputs, positions, keys) if hidden is None else hidden
+        # inputs [batch, seq] tokens, or [batch, patches, PATCH_DIM]; hidden [batch, seq, dim] if another stage began;
+        # rows and length: which tokens of how many these are, if they are not all
+        if rows is None:
+            rows = torch.arange(inputs.shape[1], device=inputs.device)
+        positions = rows if positions is None else positions
         turn = None
         if self.rotary:
             turn = rotation(positions, frequencies(self.head_dim, self.theta, self.scaling, inputs.device))
-        mask = None if docs is None else document_mask(docs, self.causal)
+        where = Where(turn, docs, keys, rows, inputs.shape[1] if length is None else length)
+        x = self.begin(inputs, positions, where) if hidden is None else hidden
         for index, block in self.blocks.named_children():
             # every block drops by sites of its own, yet runs the same code: what is compiled for one fits all
-            x = block(x, turn, mask, None if keys is None or not self.drop.p else keys + salt(2 * int(index)))
+            own = None if keys is None or not self.drop.p else keys + salt(2 * int(index))
+            x = block(x, where._replace(keys=own))
         if self.norm is None or self.head is None:
             return x
-        return self.head(self.norm(x), targets, valid, smoothing)
+        return self.head(self.norm(x), targets, valid, smoothing, where)
 
-    def begin(self, inputs: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
+    def begin(self, inputs: Tensor, positions: Tensor, where: Where) -> Tensor:
         """What comes before the blocks."""
         assert self.embed is not None
         x = self.embed(inputs)
         if self.positions is not None:
             x = x + self.positions(positions)
-        return self.drop(x, keys)
+        return self.drop(x, where.keys, where.rows)
 
     def keep(self, first: int, last: int, begins: bool, ends: bool) -> None:
         """Keep the blocks first … last - 1, the embedding if the stage begins, the head if it ends; names stay."""
@@ -179,12 +216,6 @@ class Transformer(nn.Module):
     def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
         """Shape of what one stage hands to the next."""
         return inputs.shape[0], inputs.shape[1] // sequence_cut, self.dim
-
-
-def document_mask(docs: Tensor, causal: bool) -> Tensor:
-    """True where a token may look: inside its own document, and back if causal. [batch, 1, seq, seq]"""
-    same = docs.unsqueeze(2) == docs.unsqueeze(1)
-    return (same.tril() if causal else same).unsqueeze(1)
 
 
 def _norm(m: Model, width: int) -> nn.Module:

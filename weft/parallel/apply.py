@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from weft.job.errors import JobError
 from weft.memory import recompute
-from weft.mesh import Mesh
+from weft.mesh import Mesh, joint_axis
 from weft.models.init import initialise
+from weft.parallel.context import Context, Cut, split_context
 from weft.parallel.data import Replicas, Shards, shard
 from weft.parallel.pipeline import Pipelined
 from weft.parallel.tensor import TensorSplit, split_tensors
@@ -46,7 +47,7 @@ def parallelize(
 def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: bool = True) -> Woven:
     """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole."""
     dtype = COMPUTE[plan.precision]
-    tp, sharded = mesh.axis("tp"), mesh.axis("dp_shard") is not None
+    tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
     units = find_units(model)
     for prefix, unit in [*units.items(), ("", model)]:
@@ -54,17 +55,19 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: bool = Tr
         materialise(model, modules, mesh, seed)
         if split:
             split_tensors(split, model, modules)
+        if cp:
+            split_context(Context(cp, Cut.of(plan, cp.rank)), modules)
         if prefix and plan.recompute == "full":
             recompute(unit)
         if prefix and plan.compile:
             compile_unit(unit)
         if sharded:
             _refuse_scalars(unit)
-            shard(unit, mesh.submesh("dp_replicate", "dp_shard"), plan.zero, dtype)
+            shard(unit, mesh.submesh("dp_replicate", joint_axis(plan)), plan.zero, dtype)
     if sharded:
         data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None)
     else:
-        data = Replicas(model, mesh.axis("dp_replicate"), dtype, plan.bucket_mb, summed)
+        data = Replicas(model, mesh.axis(joint_axis(plan)), dtype, plan.bucket_mb, summed)
     partial = tuple(n for n in data.masters if split and n in split.partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}

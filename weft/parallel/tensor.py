@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft.comm import Axis, copy_in, gather_along, reduce_out, scatter_along
 from weft.job.errors import JobError
+from weft.models.attention import Where
 from weft.models.dropout import Dropout
 from weft.models.loss import linear_cross_entropy
-from weft.models.transformer import Head
+from weft.models.transformer import Attention, Head
 
 SEQ = 1  # activations are [batch, seq, dim]
 
@@ -121,9 +122,11 @@ class VocabHead(Head):
 
     split: TensorSplit
 
-    def forward(self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float, where: Where | None = None
+    ) -> Tensor:
         x = self.split.enter(x)
-        x = x.mean(1) if self.pool else x
+        x = self.mean(x, where) if self.pool else x
         weight = local(self.weight)
         if targets is None:
             return gather_along(F.linear(x, weight), self.split.axis, -1)
@@ -150,8 +153,8 @@ class SequenceDropout(Dropout):
 
     split: TensorSplit
 
-    def first_row(self, x: Tensor) -> int:
-        return self.split.axis.rank * x.shape[SEQ]
+    def forward(self, x: Tensor, keys: Tensor | None, rows: Tensor) -> Tensor:
+        return super().forward(x, keys, self.split.axis.narrow(rows, 0))
 
 
 @dataclass
@@ -209,7 +212,10 @@ def _vocab_head(split: TensorSplit, place: Place) -> None:
 
 
 def _region(split: TensorSplit, place: Place) -> None:
-    place.module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
+    if isinstance(place.module, Attention):
+        place.module.enter = split.enter
+    else:
+        place.module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
 
 
 def _sequence(split: TensorSplit, place: Place) -> None:

@@ -30,6 +30,11 @@ class Plan:
     sequence: bool = False
     schedule: str = "1f1b"
     virtual_stages: int = 1
+    cp_style: str = "ring"
+    cp_group: int = 1
+    """Ranks of cp that exchange heads by Ulysses; the groups form a ring."""
+    zigzag: bool = False
+    """Each group of the ring holds a chunk from the front of the sequence and one from its end."""
     split: tuple[tuple[int, int], ...] = ()
     """The blocks of each stage, from … up to but not including; empty without a pipeline."""
     microbatch: int = 1
@@ -39,6 +44,10 @@ class Plan:
     compile: bool = False
     """Blocks are compiled, one after the other."""
     offload: str = "none"
+    chunk: int = 0
+    """Tokens of a sequence that pass through a block's linear parts at once; 0 takes them all."""
+    host_gib: float = 0.0
+    """Host memory for parked activations."""
     compression: str = "none"
     bucket_mb: float = 25.0
     reasons: tuple[str, ...] = ()
@@ -54,6 +63,16 @@ class Plan:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def rings(self) -> tuple[int, int]:
+        """Groups in the ring of cp, and ranks in each."""
+        return self.cp // self.cp_group, self.cp_group
+
+    @property
+    def long(self) -> bool:
+        """Whether blocks run in the way of memory/long.py: in chunks, or with their inputs parked."""
+        return self.chunk > 0 or self.offload == "activations"
+
+    @property
     def axes(self) -> dict[str, int]:
         """Degrees by axis, in mesh order."""
         return {axis: getattr(self, axis) for axis in AXES}
@@ -63,7 +82,9 @@ class Plan:
         words = []
         for axis, degree in self.axes.items():
             if degree > 1:
-                note = {"dp_shard": f" (zero {self.zero})", "pp": f" ({self.schedule})"}.get(axis, "")
+                note = {
+                    "dp_shard": f" (zero {self.zero})", "pp": f" ({self.schedule})", "cp": f" ({self.cp_style})"
+                }.get(axis, "")  # fmt: skip
                 words.append(f"{axis} {degree}{note}")
         return " × ".join(words) or "1 rank"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.hardware.catalog import Device, device_by_product, find_device, find_network
+from weft.hardware.catalog import Device, Network, device_by_product, find_device, find_network
 from weft.hardware.probe import Machine, probe
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
+from weft.plan.context import choose_style, rings
 from weft.plan.counts import count_parameters, flops_per_sample, part_costs
 from weft.plan.layout import AXES, Plan
 from weft.plan.memory import communication_bytes, predict_memory
@@ -22,6 +23,8 @@ TYPICAL_MFU = 0.4
 """Utilisation assumed for the predicted step time where nothing has been measured (Megatron-LM reports 0.41–0.52)."""
 CPU_RANKS = 4
 """Ranks started on a CPU unless the job or --nproc says otherwise; they share all cores as threads."""
+LONG_CHUNK = 16_384
+"""Tokens of a long sequence in one chunk: enough for the matrix units, and little beside the sequence."""
 MAX_TOKENS = 65_536
 """Tokens in one microbatch beyond which a larger one gains nothing."""
 
@@ -46,7 +49,7 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
         plan = _choose(job, plan, world, memory, reasons)
     else:
         plan = _pin(job.parallel, plan, world)
-    plan = _sequence(job, plan, reasons)
+    plan = _long(job, _context(job, _sequence(job, plan, reasons), device, reasons), machine, reasons)
     check(job, plan)
     plan = replace(plan, compile=_compile(job, plan))
     plan = _stages(job, _microbatch(job, plan, memory, reasons), reasons)
@@ -85,6 +88,10 @@ def _device(job: Job, machine: Machine) -> Device:
             return find_device("cpu")
         raise JobError("cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto")
     return find_device(name)
+
+
+def _network(job: Job) -> Network:
+    return find_network("ib-ndr" if job.cluster.network == "auto" else job.cluster.network)
 
 
 def _world(job: Job, machine: Machine, device: Device, given: int | None) -> tuple[int, list[str]]:
@@ -192,12 +199,45 @@ def _compile(job: Job, plan: Plan) -> bool:
 def _sequence(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     if plan.tp == 1:
         return replace(plan, sequence=False)
-    if plan.sequence and job.model.family != "mlp" and job.data.seq_len % plan.tp:
+    if plan.sequence and plan.cp == 1 and job.model.family != "mlp" and job.data.seq_len % plan.tp:
         reasons.append(
             f"norms keep the whole sequence: data.seq_len {job.data.seq_len} does not divide by tp {plan.tp}"
         )
         return replace(plan, sequence=False)
     return plan
+
+
+def _context(job: Job, plan: Plan, device: Device, reasons: list[str]) -> Plan:
+    """How the ranks of cp attend to each other's tokens: as the person says, or as heads, links and length suggest."""
+    if plan.cp == 1 or not job.model.heads or not job.model.kv_heads:
+        return plan
+    heads, kv = max(1, job.model.heads // plan.tp), max(1, job.model.kv_heads // plan.tp)
+    style: str = job.parallel.cp_style if job.parallel != "auto" else "auto"
+    if style == "auto":
+        in_node = max(1, plan.world // plan.nodes // plan.tp)
+        link = device.link_gb_s if plan.cp <= in_node else min(device.link_gb_s, _network(job).gb_s)
+        flops = (device.peak_tflops.get(plan.precision) or device.peak_tflops.get("fp32") or 1.0) * 1e12
+        width = 4 if plan.precision == "fp32" else 2
+        tokens = job.data.seq_len / plan.cp
+        style, group, why = choose_style(plan.cp, in_node, heads, kv, tokens, width, flops, link * 1e9)
+        reasons.append(f"cp by {style}: {why}")
+    else:
+        group = rings(style, plan.cp, heads, kv)[1]
+    return replace(plan, cp_style=style, cp_group=group, zigzag=bool(job.model.causal) and plan.cp > group)
+
+
+def _long(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Plan:
+    """Whether the linear parts of a block run in chunks, and how much the host may hold."""
+    chunk = job.memory.chunk
+    if chunk == "auto":
+        most = job.data.seq_len / plan.cp
+        chunk = LONG_CHUNK if most > MAX_TOKENS and job.model.heads and not job.model.module else 0
+        if chunk:
+            reasons.append(f"blocks in chunks of {chunk} tokens: {most:.0f} on a rank make large activations")
+    host = job.memory.host_gib
+    if host is None:
+        host = 0.7 * machine.memory_gib * plan.nodes / plan.world
+    return replace(plan, chunk=chunk, host_gib=host if plan.offload == "activations" else 0.0)
 
 
 def _stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
@@ -234,7 +274,7 @@ def _microbatch(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan
     if job.train.accumulation != "auto":
         return replace(plan, microbatch=share // job.train.accumulation, accumulation=job.train.accumulation)
     seq = 1 if job.model.family == "mlp" else job.data.seq_len
-    candidates = [d for d in reversed(divisors(share)) if d * seq <= MAX_TOKENS] or [1]
+    candidates = [d for d in reversed(divisors(share)) if d * seq <= MAX_TOKENS * plan.cp] or [1]
     for size in candidates:
         tried = replace(plan, microbatch=size, accumulation=share // size)
         if predict_memory(job, tried).get("memory_gib", 0.0) <= USABLE * memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.job.schema import Job, Model
+from weft.plan.context import context_bytes
 from weft.plan.counts import count_parameters
 from weft.plan.layout import Plan
 
@@ -21,7 +22,7 @@ def predict_memory(job: Job, plan: Plan) -> dict[str, float]:
     parameters = counts.total / plan.tp / plan.pp
     unit = max(counts.block, counts.embedding + counts.head) / plan.tp
     compute = 4 if plan.precision == "fp32" else 2
-    shard = plan.dp_shard
+    shard = plan.dp_shard * plan.cp if plan.dp_shard > 1 else 1
     states = parameters * (4 + 4 + optimizer_bytes(job.optim.name)) / shard
     if plan.dp_shard == 1:
         gathered = parameters * (compute if plan.precision != "fp32" else 0)
@@ -53,6 +54,10 @@ def activation_bytes(model: Model, compute: int, plan: Plan) -> float:
     dim = model.dim or 0
     if model.family == "mlp":
         return layers * 2 * dim * compute / plan.tp
+    if plan.long:  # each block's input and attention output, and one block's pieces whole
+        heads, kv = ((n or 0) * (model.head_dim or 0) for n in (model.heads, model.kv_heads))
+        kept = 0 if plan.offload == "activations" else layers * (dim + heads)
+        return (kept + 6 * dim + 4 * heads + 4 * kv) * compute / plan.tp
     if plan.recompute == "full":
         one = _block_elements(model)
         return (layers * dim + one) * compute / plan.tp
@@ -75,18 +80,23 @@ def communication_bytes(job: Job, plan: Plan) -> dict[str, float]:
     parameters = counts.total / plan.tp / plan.pp
     compute = 4 if plan.precision == "fp32" else 2
     out: dict[str, float] = {}
+    if plan.cp > 1:
+        share = plan.microbatch * plan.accumulation * job.data.seq_len
+        out["cp"] = sum(context_bytes(job.model, plan, share, compute).values())
+        if plan.dp_shard == 1:
+            out["cp"] += 4 * parameters
     if plan.dp_shard > 1:
         gathers = {1: 1, 2: 1, 3: 2 * plan.accumulation}[plan.zero]
         scatters = 1 if plan.zero == 1 else plan.accumulation
         out["dp_shard"] = parameters * (gathers * compute + scatters * 4)
-    if plan.dp_replicate > 1:
-        out["dp_replicate"] = 4 * parameters / plan.dp_shard
+    if plan.dp_replicate > 1 and (plan.dp_shard > 1 or plan.cp == 1):
+        out["dp_replicate"] = 4 * parameters / (plan.dp_shard * plan.cp)
     if plan.tp > 1 and job.model.family != "mlp":
-        tokens = plan.microbatch * plan.accumulation * job.data.seq_len
+        tokens = plan.microbatch * plan.accumulation * job.data.seq_len / plan.cp
         times = 12 if plan.recompute == "full" else 8  # two gathers and two sums a block: forward, backward, again
         out["tp"] = times * (job.model.layers or 0) / plan.pp * tokens * (job.model.dim or 0) * compute
     if plan.pp > 1:
-        width = 1 if job.model.family == "mlp" else job.data.seq_len / (plan.tp if plan.sequence else 1)
+        width = 1 if job.model.family == "mlp" else job.data.seq_len / plan.cp / (plan.tp if plan.sequence else 1)
         sent = plan.microbatch * plan.accumulation * width * (job.model.dim or 0) * compute
         out["pp"] = 2 * plan.virtual_stages * sent  # activations on, gradients back
     return out

@@ -30,12 +30,13 @@ ALIASES: dict[str, dict[str, Any]] = {
 """What a name stands for; a number after it replaces the degree 2."""
 
 _WORD = re.compile(r"(dp_replicate|dp_shard|replicate|shard|hsdp|fsdp|ddp|dp|zero[-_]?[123](?![0-9])|zero|tp|cp|pp|ep)")
-_PIPELINE = {
+_SETTINGS = {
     "schedule": re.compile(rf"(?:schedule\s*=\s*)?\b({'|'.join(sorted(SCHEDULES, key=len, reverse=True))})\b"),
+    "cp_style": re.compile(r"(?:cp_style\s*=\s*)?\b(ring|ulysses|hybrid)\b"),
     "virtual_stages": re.compile(r"virtual_stages\s*=?\s*(\d+)"),
     "microbatches": re.compile(r"microbatches\s*=?\s*(\d+)"),
 }
-"""A pipeline's other settings, in any place of a layout: `pp2 zbv microbatches=8`."""
+"""Settings that are no degree, in any place of a layout: `pp2 zbv microbatches=8`, `cp4 hybrid`."""
 _NUMBER = re.compile(r"\s*[=:]?\s*(\d+)")
 _JOIN = re.compile(r"[\s×x*+&]*")
 
@@ -52,9 +53,9 @@ def parse_layout(text: str) -> dict[str, Any]:
     """One layout as a `parallel` section, every axis it leaves out being 1."""
     section: dict[str, Any] = {"dp_replicate": 1, "dp_shard": 1}
     rest = text.lower()
-    for key, pattern in _PIPELINE.items():
+    for key, pattern in _SETTINGS.items():
         if found := pattern.search(rest):
-            section[key] = found.group(1) if key == "schedule" else int(found.group(1))
+            section[key] = int(found.group(1)) if found.group(1).isdigit() else found.group(1)
             rest = rest[: found.start()] + " " + rest[found.end() :]
     rest = _JOIN.sub("", rest, count=1)
     while rest:

@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 from weft.job.errors import JobError
 from weft.job.schema import Job
+from weft.plan.context import ulysses_fits
 from weft.plan.layout import Plan
+
+SPLITTING = ("zero-bubble", "zb-h1", "zbv", "dualpipe-v")
+"""Schedules whose backward passes make the gradients of inputs and of weights apart."""
 
 Rule = Callable[[Job, Plan], str | None]
 
@@ -91,6 +95,48 @@ def _own(job: Job, plan: Plan) -> str | None:
     return None
 
 
+def _cp_family(job: Job, plan: Plan) -> str | None:
+    if plan.cp == 1 or (job.model.heads and not job.model.module):
+        return None
+    what = job.model.module or f"model.family={job.model.family}"
+    return f"parallel.cp={plan.cp} cuts a sequence, and {what} has none that Weft knows; use dp_replicate or dp_shard"
+
+
+def _cp_heads(job: Job, plan: Plan) -> str | None:
+    heads, kv = job.model.heads, job.model.kv_heads
+    if plan.cp == 1 or not heads or not kv or plan.cp_style not in ("ulysses", "hybrid"):
+        return None
+    mine, mine_kv = max(1, heads // plan.tp), max(1, kv // plan.tp)
+    of_rank = f"model.heads={heads} and model.kv_heads={kv}" + (f" over tp={plan.tp}" if plan.tp > 1 else "")
+    if plan.cp_style == "hybrid" and plan.cp_group == 1:
+        return (
+            f"parallel.cp_style=hybrid with cp={plan.cp} and {of_rank} leaves no group between one rank and all of "
+            "them; cp_style=ring would work"
+        )
+    if plan.cp_style == "ulysses" and not ulysses_fits(plan.cp, mine, mine_kv):
+        fit = [d for d in divisors(mine) if ulysses_fits(d, mine, mine_kv)]
+        return (
+            f"parallel.cp_style=ulysses cannot deal out {of_rank} to cp={plan.cp} ranks; cp={_or(fit)} would work, "
+            "or cp_style=ring"
+        )
+    return None
+
+
+def _long(job: Job, plan: Plan) -> str | None:
+    if not plan.long:
+        return None
+    setting = "memory.offload=activations" if plan.offload == "activations" else f"memory.chunk={plan.chunk}"
+    if job.model.module or not job.model.heads:
+        what = job.model.module or f"model.family={job.model.family}"
+        return f"{setting} works on a transformer's blocks, and {what} is none; memory.recompute=full would work"
+    if plan.pp > 1 and plan.schedule in SPLITTING:
+        return (
+            f"{setting} makes a block's gradients all at once, and parallel.schedule={plan.schedule} splits them; "
+            "schedule=1f1b would work"
+        )
+    return None
+
+
 def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], object], works: str) -> Rule:
     def rule(job: Job, plan: Plan) -> str | None:
         text = f"{setting}={value(plan)} can be planned but not trained yet; {works} would work"
@@ -101,11 +147,10 @@ def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], 
 
 TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
-RULES: tuple[Rule, ...] = (*TP_RULES, _batch, _microbatch, _own)
+RULES: tuple[Rule, ...] = (*TP_RULES, _batch, _microbatch, _own, _cp_family, _cp_heads, _long)
 """Whatever breaks one of these can be neither planned nor run."""
 
 RUNNABLE: tuple[Rule, ...] = (
-    _not_yet("parallel.cp", lambda p: p.cp == 1, lambda p: p.cp, "cp=1"),
     _not_yet("parallel.ep", lambda p: p.ep == 1, lambda p: p.ep, "ep=1"),
     _not_yet("precision", lambda p: p.precision != "fp8", lambda p: p.precision, "precision=bf16"),
 )

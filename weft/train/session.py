@@ -54,7 +54,7 @@ class Session:
     def loader(self) -> Loader:
         """Batches from the next unread sample on."""
         job, mesh = self.job, self.mesh
-        first = mesh.coord("tp") == 0 and mesh.coord("pp") == 0  # the others read the same samples
+        first = not any(mesh.coord(axis) for axis in ("tp", "cp", "pp"))  # the others read the same samples
         record = self.run.samples / f"rank-{mesh.rank}.jsonl" if job.data.record_ids and first else None
         return Loader(
             self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,

@@ -12,6 +12,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.models import loss_sum
 from weft.optim import grad_norm, rate
+from weft.parallel.context import Cut
 from weft.parallel.woven import Batch, LossOf
 from weft.plan.layout import Plan
 from weft.precision import COMPUTE
@@ -50,7 +51,9 @@ class Stepper:
         woven.zero_grad()
         count, counting = self._global_count(batches)
         nominal = job.train.global_batch * batches[0]["valid"][0].numel()
-        total = woven.backward(batches, self.loss_of(job.train.label_smoothing), state.scale.value / nominal)
+        total = woven.backward(
+            self.local(batches), self.loss_of(job.train.label_smoothing), state.scale.value / nominal
+        )
         if counting is not None:
             counting.wait()
         return Gradients(total, count, nominal, state.scale.value)
@@ -77,9 +80,9 @@ class Stepper:
     def evaluate(self, steps: list[list[Batch]]) -> float:
         """Mean loss over the valid targets of some batches, the same on every rank."""
         batches = [b for step in steps for b in step]
-        loss = self.state.woven.evaluate(batches, self.loss_of(0.0)).double()
+        loss = self.state.woven.evaluate(self.local(batches), self.loss_of(0.0)).double()
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
-        sums = torch.stack([loss, count / self.plan.pp])
+        sums = torch.stack([loss, count / (self.plan.pp * self.plan.cp)])
         if self.mesh.everyone is not None:
             self.mesh.everyone.all_reduce(sums)  # every rank of a tp group adds the same: the ratio stays
         return float(sums[0] / sums[1].clamp(min=1))
@@ -93,10 +96,18 @@ class Stepper:
 
         return loss
 
+    def local(self, batches: list[Batch]) -> list[Batch]:
+        """This rank's tokens of some batches."""
+        if self.plan.cp == 1:
+            return batches
+        cut = Cut.of(self.plan, self.mesh.coord("cp"))
+        return [cut.batch(b) for b in batches]
+
     def _global_count(self, batches: list[Batch]) -> tuple[Tensor, dist.Work | None]:
         """Valid targets of all ranks; the sum travels while the first microbatch computes."""
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
         if self.mesh.everyone is None:
             return count, None
-        count = count / (self.plan.tp * self.plan.pp)  # the ranks of a tp group and of a pipeline read the same samples
+        same = self.plan.tp * self.plan.pp * self.plan.cp  # ranks that read the same samples
+        count = count / same
         return count, self.mesh.everyone.start_all_reduce(count)
