@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.job.errors import JobError
-from weft.memory import recompute
+from weft.memory import chosen, recompute
 from weft.mesh import Mesh
 from weft.models.init import initialise
 from weft.parallel.data import Replicas, Shards, shard
+from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8
 from weft.parallel.pipeline import Pipelined
 from weft.parallel.tensor import TensorSplit, split_tensors
 from weft.parallel.woven import Woven
@@ -28,21 +29,26 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0) -> Wove
     A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's.
     """
     pp = mesh.axis("pp")
+    again = chosen(list(find_units(model)), plan.recompute)
+    check_skip(model, plan)
     if pp is None:
-        return weave(model, mesh, plan, seed)
+        return weave(model, mesh, plan, seed, again)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
         stage = copy.deepcopy(model)
         first, end = plan.split[index]
         stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
-        stages[index] = weave(stage, mesh, plan, seed)
+        stages[index] = weave(stage, mesh, plan, seed, again)
     return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], plan.tp if plan.sequence else 1)
 
 
-def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int) -> Woven:
-    """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole."""
-    dtype = COMPUTE[plan.precision]
+def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, str]) -> Woven:
+    """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole.
+
+    `again` says which units are recomputed, and how.
+    """
+    dtype, fp8 = COMPUTE[plan.precision], recipe_of(plan)
     tp, sharded = mesh.axis("tp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
     units = find_units(model)
@@ -51,8 +57,10 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int) -> Woven:
         materialise(model, modules, mesh, seed)
         if split:
             split_tensors(split, model, modules)
-        if prefix and plan.recompute == "full":
-            recompute(unit)
+        if prefix and fp8:
+            use_fp8(modules, fp8)
+        if prefix in again:
+            recompute(unit, again[prefix])
         if sharded:
             _refuse_scalars(unit)
             shard(unit, mesh.submesh("dp_replicate", "dp_shard"), plan.zero, dtype)
@@ -64,7 +72,7 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int) -> Woven:
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
     frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
-    return Woven(model, data, tp, partial, frozen, aliases)
+    return Woven(model, data, tp, partial, frozen, aliases, DelayedScales(model, mesh))
 
 
 def _refuse_scalars(unit: nn.Module) -> None:

@@ -10,8 +10,10 @@ from weft.job.errors import FitError, JobError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
 from weft.plan.counts import count_parameters, flops_per_sample, part_costs
+from weft.plan.fp8 import blended_peak, fp8_share
 from weft.plan.layout import AXES, Plan
 from weft.plan.memory import communication_bytes, predict_memory
+from weft.plan.recompute import least_recompute
 from weft.plan.rules import TP_RULES, check, divisors, nearest
 from weft.plan.schedule import SCHEDULES, check_schedule
 from weft.plan.split import split_stages
@@ -40,7 +42,8 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
     plan = Plan(
         device=kind, device_name=device.name, backend=_backend(job, machine, kind, world), nodes=job.cluster.nodes,
         precision=precision, offload=job.memory.offload, compression=job.comm.compression, bucket_mb=job.comm.bucket_mb,
-        recompute="none" if job.memory.recompute == "auto" else job.memory.recompute,
+        recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
+        fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {},
     )  # fmt: skip
     if job.parallel == "auto":
         plan = _choose(job, plan, world, memory, reasons)
@@ -51,6 +54,8 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
     plan = _stages(job, _microbatch(job, plan, memory, reasons), reasons)
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
+    if job.memory.recompute == "auto":
+        plan = least_recompute(job, plan, lambda p: predict_memory(job, p).get("memory_gib"), USABLE * memory, reasons)
     predicted = _predict(job, plan, device)
     return job, replace(plan, reasons=tuple(reasons), predicted=predicted)
 
@@ -241,18 +246,22 @@ def _predict(job: Job, plan: Plan, device: Device) -> dict[str, float]:
     moved = sum(communication_bytes(job, plan).values())
     if predicted:
         predicted["communication_mib"] = moved / 2**20
-    peak, flops = peak_flops(plan), flops_per_sample(job.model, job.data.seq_len)
+    peak, flops = peak_flops(plan, job), flops_per_sample(job.model, job.data.seq_len)
     if peak and flops:
         predicted["step_time_s"] = job.train.global_batch * flops / (peak * TYPICAL_MFU * plan.world)
     return predicted
 
 
-def peak_flops(plan: Plan) -> float | None:
-    """The device's dense peak in the plan's precision, FLOP/s, where it is known."""
+def peak_flops(plan: Plan, job: Job) -> float | None:
+    """The device's dense peak in the plan's precision, FLOP/s, where it is known; in fp8 a blend of both peaks."""
     try:
-        tflops = find_device(plan.device_name).peak_tflops.get(plan.precision)
+        peaks = find_device(plan.device_name).peak_tflops
     except JobError:
         return None
+    tflops = peaks.get(plan.precision)
+    share = fp8_share(job, plan) if plan.precision == "fp8" else None
+    if tflops and share is not None and (bf16 := peaks.get("bf16")):
+        tflops = blended_peak(tflops, bf16, share)
     return tflops * 1e12 if tflops else None
 
 

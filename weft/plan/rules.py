@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from weft.hardware.catalog import DEVICES
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.layout import Plan
@@ -91,6 +92,28 @@ def _own(job: Job, plan: Plan) -> str | None:
     return None
 
 
+def _fp8(job: Job, plan: Plan) -> str | None:
+    if plan.precision != "fp8" or plan.device_name not in DEVICES or plan.device == "cpu":
+        return None
+    if DEVICES[plan.device_name].peak_tflops.get("fp8"):
+        return None
+    return f"precision=fp8 needs fp8 products, which {plan.device_name} does not have; precision=bf16 would work"
+
+
+def _recompute(job: Job, plan: Plan) -> str | None:
+    asked, layers = job.memory.recompute, job.model.layers
+    if isinstance(asked, int) and layers and asked > layers:
+        return f"memory.recompute={asked}, but the model has {layers} blocks; recompute=full recomputes them all"
+    if job.memory.budget_gib and asked != "auto":
+        return (
+            f"memory.budget_gib={job.memory.budget_gib:g} chooses the recompute, but memory.recompute={asked} has "
+            "chosen already; leave one of them out"
+        )
+    if job.memory.budget_gib and job.model.module:
+        return "memory.budget_gib needs one of Weft's models, whose memory is known; set memory.recompute instead"
+    return None
+
+
 def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], object], works: str) -> Rule:
     def rule(job: Job, plan: Plan) -> str | None:
         text = f"{setting}={value(plan)} can be planned but not trained yet; {works} would work"
@@ -101,13 +124,12 @@ def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], 
 
 TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
-RULES: tuple[Rule, ...] = (*TP_RULES, _batch, _microbatch, _own)
+RULES: tuple[Rule, ...] = (*TP_RULES, _batch, _microbatch, _own, _fp8, _recompute)
 """Whatever breaks one of these can be neither planned nor run."""
 
 RUNNABLE: tuple[Rule, ...] = (
     _not_yet("parallel.cp", lambda p: p.cp == 1, lambda p: p.cp, "cp=1"),
     _not_yet("parallel.ep", lambda p: p.ep == 1, lambda p: p.ep, "ep=1"),
-    _not_yet("precision", lambda p: p.precision != "fp8", lambda p: p.precision, "precision=bf16"),
 )
 """Whatever breaks one of these can be planned, but not trained by this version."""
 
