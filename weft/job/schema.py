@@ -280,12 +280,6 @@ class Fp8(Section):
     """Layers of the blocks that stay in bf16, as patterns of paths: [blocks.0.*, "*.down"]. Embedding, head, norms,
     attention and layers whose sizes are no multiples of 16 always do."""
 
-    @model_validator(mode="after")
-    def _delayed(self) -> Fp8:
-        if self.amax == "delayed" and self.scaling == "rowwise":
-            raise ValueError("amax=delayed needs scaling=tensorwise: rows of one step are not those of the next")
-        return self
-
 
 class Comm(Section):
     """How ranks talk."""

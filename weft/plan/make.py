@@ -51,11 +51,12 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
         plan = _pin(job.parallel, plan, world)
     plan = _sequence(job, plan, reasons)
     check(job, plan)
-    plan = _stages(job, _microbatch(job, plan, memory, reasons), reasons)
+    limit = job.memory.budget_gib or USABLE * memory
+    plan = _stages(job, _microbatch(job, plan, limit, reasons), reasons)
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
     if job.memory.recompute == "auto":
-        plan = least_recompute(job, plan, lambda p: predict_memory(job, p).get("memory_gib"), USABLE * memory, reasons)
+        plan = least_recompute(job, plan, lambda p: predict_memory(job, p).get("memory_gib"), limit, reasons)
     predicted = _predict(job, plan, device)
     return job, replace(plan, reasons=tuple(reasons), predicted=predicted)
 
@@ -221,7 +222,7 @@ def _pipeline_microbatches(job: Job, plan: Plan) -> int:
     return nearest(4 * plan.pp, fits) if fits else share
 
 
-def _microbatch(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
+def _microbatch(job: Job, plan: Plan, limit: float, reasons: list[str]) -> Plan:
     share = job.train.global_batch // plan.dp
     if plan.pp > 1 and job.train.microbatch == "auto" and job.train.accumulation == "auto":
         count = _pipeline_microbatches(job, plan)
@@ -234,10 +235,10 @@ def _microbatch(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan
     candidates = [d for d in reversed(divisors(share)) if d * seq <= MAX_TOKENS] or [1]
     for size in candidates:
         tried = replace(plan, microbatch=size, accumulation=share // size)
-        if predict_memory(job, tried).get("memory_gib", 0.0) <= USABLE * memory:
+        if predict_memory(job, tried).get("memory_gib", 0.0) <= limit:
             break
     if size < candidates[0]:
-        reasons.append(f"microbatch {size}: {candidates[0]} would not fit in {memory:.1f} GiB")
+        reasons.append(f"microbatch {size}: {candidates[0]} would not fit in {limit:.1f} GiB")
     return replace(plan, microbatch=size, accumulation=share // size)
 
 

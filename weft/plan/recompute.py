@@ -8,6 +8,7 @@ from dataclasses import replace
 from weft.job.errors import FitError
 from weft.job.schema import Job, Model
 from weft.plan.layout import Plan
+from weft.plan.schedule import SCHEDULES
 
 
 def kept_elements(model: Model, option: str | int, layers: float) -> float:
@@ -52,16 +53,12 @@ def recomputed_share(option: str | int, model: Model) -> float:
 def least_recompute(
     job: Job, plan: Plan, memory_of: Callable[[Plan], float | None], limit: float, reasons: list[str]
 ) -> Plan:
-    """The plan with the least recompute whose predicted memory is within the budget, or else within `limit`."""
-    budget = job.memory.budget_gib
+    """The plan with the least recompute whose predicted memory is within `limit` GiB, or with the most there is."""
     whole = memory_of(plan)
-    if whole is None:  # a module of a person's own
-        return plan
-    limit = budget or limit
-    if whole <= limit:
+    if whole is None or whole <= limit:  # None: a module of a person's own
         return plan
     options: list[str | int] = ["selective", *range(1, job.model.layers or 1), "full"]
-    if job.model.family == "mlp":
+    if job.model.family == "mlp" or (plan.pp > 1 and SCHEDULES[plan.schedule].splits):
         options.remove("selective")
     needed = whole
     for option in options:
@@ -69,9 +66,9 @@ def least_recompute(
         needed = memory_of(tried) or 0.0
         if needed <= limit:
             break
-    if needed > limit and budget:
+    if needed > limit and job.memory.budget_gib:
         raise FitError(
-            f"memory.budget_gib={budget:g} is less than the {needed:.2f} GiB a rank that even recompute=full needs; "
+            f"memory.budget_gib={limit:g} is less than the {needed:.2f} GiB a rank that even recompute=full needs; "
             "a smaller train.microbatch or more ranks would need less"
         )
     words = f"{option} blocks" if isinstance(option, int) else option

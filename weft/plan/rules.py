@@ -8,6 +8,7 @@ from weft.hardware.catalog import DEVICES
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.layout import Plan
+from weft.plan.schedule import SCHEDULES
 
 Rule = Callable[[Job, Plan], str | None]
 
@@ -93,6 +94,11 @@ def _own(job: Job, plan: Plan) -> str | None:
 
 
 def _fp8(job: Job, plan: Plan) -> str | None:
+    if job.fp8.amax == "delayed" and job.fp8.scaling == "rowwise":
+        return (
+            "fp8.amax=delayed and fp8.scaling=rowwise: the rows of one step are not those of the next; "
+            "scaling=tensorwise or amax=dynamic would work"
+        )
     if plan.precision != "fp8" or plan.device_name not in DEVICES or plan.device == "cpu":
         return None
     if DEVICES[plan.device_name].peak_tflops.get("fp8"):
@@ -111,6 +117,11 @@ def _recompute(job: Job, plan: Plan) -> str | None:
         )
     if job.memory.budget_gib and job.model.module:
         return "memory.budget_gib needs one of Weft's models, whose memory is known; set memory.recompute instead"
+    if plan.recompute == "selective" and plan.pp > 1 and SCHEDULES[plan.schedule].splits:
+        return (
+            f"parallel.schedule={plan.schedule} goes back through a block twice, for its input and for its weights, "
+            "and memory.recompute=selective keeps its outputs for once; recompute=full or schedule=1f1b would work"
+        )
     return None
 
 
