@@ -151,16 +151,16 @@ def export(
     """Write a run's weights as one consolidated file."""
     from weft.job.errors import JobError
     from weft.job.run import find_run
-    from weft.precision import COMPUTE
+    from weft.precision import EXPORT
     from weft.train.weights import export_safetensors, newest
 
     if to != "safetensors":
         raise JobError(f"--to {to!r} is not known; safetensors is")
-    if dtype not in COMPUTE:
-        raise JobError(f"--dtype {dtype!r} is not known; use {', '.join(COMPUTE)}")
+    if dtype not in EXPORT:
+        raise JobError(f"--dtype {dtype!r} is not known; use {', '.join(EXPORT)}")
     folder = find_run(run)
     found = newest(folder)
-    path = export_safetensors(found, out or folder.path / "model.safetensors", ema, COMPUTE[dtype])
+    path = export_safetensors(found, out or folder.path / "model.safetensors", ema, EXPORT[dtype])
     size = path.stat().st_size
     if as_json:
         _print_json({"path": str(path), "step": found.step, "bytes": size})

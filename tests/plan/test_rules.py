@@ -62,7 +62,19 @@ def refused(world: int | None = None, **job: Any) -> str:
          "parallel.dp_shard and parallel.tp are both -1; only one axis can take the rest"),
         (2, {"parallel": {"cp": 2}}, "parallel.cp=2 can be planned but not trained yet; cp=1 would work"),
         (2, {"parallel": {"ep": 2}}, "parallel.ep=2 can be planned but not trained yet; ep=1 would work"),
-        (2, {"precision": "fp8"}, "precision=fp8 can be planned but not trained yet; precision=bf16 would work"),
+        (2, {"precision": "fp8", "cluster": {"device": "a100", "devices_per_node": 2}},
+         "precision=fp8 needs fp8 products, which a100-sxm-80gb does not have; precision=bf16 would work"),
+        (2, {"fp8": {"amax": "delayed", "scaling": "rowwise"}},
+         "fp8.amax=delayed and fp8.scaling=rowwise: the rows of one step are not those of the next; scaling=tensorwise "
+         "or amax=dynamic would work"),
+        (2, {"memory": {"recompute": 99}, "model": "tiny"},
+         "memory.recompute=99, but the model has 4 blocks; recompute=full recomputes them all"),
+        (2, {"memory": {"recompute": "full", "budget_gib": 2}},
+         "memory.budget_gib=2 chooses the recompute, but memory.recompute=full has chosen already; leave one of them "
+         "out"),
+        (2, {"memory": {"recompute": "selective"}, "parallel": {"pp": 2, "schedule": "zbv"}},
+         "parallel.schedule=zbv goes back through a block twice, for its input and for its weights, and "
+         "memory.recompute=selective keeps its outputs for once; recompute=full or schedule=1f1b would work"),
         (2, {"model": "own:Net", "parallel": {"pp": 2}},
          "parallel.pp=2 needs one of Weft's models; for own:Net use dp_replicate or dp_shard"),
         (2, {"comm": {"backend": "nccl"}, "cluster": {"device": "cpu"}},

@@ -1,5 +1,5 @@
 """Where a tensor waits: kept, or computed again."""
 
-from weft.memory.recompute import recompute
+from weft.memory.recompute import chosen, recompute
 
-__all__ = ["recompute"]
+__all__ = ["chosen", "recompute"]

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.job.errors import JobError
-from weft.memory import recompute
+from weft.memory import chosen, recompute
 from weft.mesh import Mesh, joint_axis
 from weft.models.init import initialise
 from weft.parallel.context import Context, Cut, split_context
 from weft.parallel.data import Replicas, Shards, shard
+from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8
 from weft.parallel.pipeline import Pipelined
 from weft.parallel.tensor import TensorSplit, split_tensors
 from weft.parallel.woven import Woven
@@ -32,21 +33,26 @@ def parallelize(
     says that the optimizer reads `leaves`, so gradients need not be brought to the masters where nothing is summed.
     """
     pp = mesh.axis("pp")
+    again = chosen(list(find_units(model)), plan.recompute)
+    check_skip(model, plan)
     if pp is None:
-        return weave(model, mesh, plan, seed, summed=plan.accumulation > 1 or not bare_gradients)
+        return weave(model, mesh, plan, seed, again, summed=plan.accumulation > 1 or not bare_gradients)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
         stage = copy.deepcopy(model)
         first, end = plan.split[index]
         stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
-        stages[index] = weave(stage, mesh, plan, seed)
+        stages[index] = weave(stage, mesh, plan, seed, again)
     return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], plan.tp if plan.sequence else 1)
 
 
-def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: bool = True) -> Woven:
-    """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole."""
-    dtype = COMPUTE[plan.precision]
+def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, str], summed: bool = True) -> Woven:
+    """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole.
+
+    `again` says which units are recomputed, and how; `summed` that a step's gradients are added up in the masters'.
+    """
+    dtype, fp8 = COMPUTE[plan.precision], recipe_of(plan)
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
     units = find_units(model)
@@ -57,8 +63,10 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: bool = Tr
             split_tensors(split, model, modules)
         if cp:
             split_context(Context(cp, Cut.of(plan, cp.rank)), modules)
-        if prefix and plan.recompute == "full":
-            recompute(unit)
+        if prefix and fp8:
+            use_fp8(modules, fp8)
+        if prefix in again:
+            recompute(unit, again[prefix])
         if prefix and plan.compile:
             compile_unit(unit)
         if sharded:
@@ -72,7 +80,7 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: bool = Tr
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
     frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
-    return Woven(model, data, tp, partial, frozen, aliases)
+    return Woven(model, data, tp, partial, frozen, aliases, DelayedScales(model, mesh))
 
 
 def compile_unit(unit: nn.Module, backend: str = "inductor") -> None:

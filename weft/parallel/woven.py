@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from weft.comm import Axis
 from weft.comm.pieces import local_of
 from weft.parallel.data import Replicas, Shards
+from weft.parallel.fp8 import DelayedScales
 
 Batch = dict[str, Tensor]
 
@@ -33,6 +34,8 @@ class Woven:
     """Weights that are not trained, by name: a checkpoint holds them, the optimizer never sees them."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Names of weights that stand here for another stage's: a tied head is the embedding."""
+    scales: DelayedScales | None = None
+    """What fp8 layers remember of the steps before."""
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -106,3 +109,5 @@ class Woven:
     def refresh(self) -> None:
         """After the optimizer changed the masters."""
         self.data.refresh()
+        if self.scales is not None:
+            self.scales.step()

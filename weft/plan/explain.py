@@ -6,8 +6,10 @@ import shutil
 
 from weft.job.schema import Job
 from weft.plan.counts import count_parameters
+from weft.plan.fp8 import fp8_share
 from weft.plan.gantt import gantt_text
 from weft.plan.layout import Plan
+from weft.plan.make import peak_flops
 from weft.plan.stages import simulated
 
 
@@ -28,7 +30,11 @@ def explain(job: Job, plan: Plan) -> str:
             f" ({plan.accumulation} a step)",
         ),
         *_stage_rows(plan),
-        ("recompute", plan.recompute),
+        (
+            "recompute",
+            f"{plan.recompute} of {job.model.layers} blocks" if isinstance(plan.recompute, int) else plan.recompute,
+        ),
+        *_fp8_rows(job, plan),
     ]
     if plan.predicted:
         p = plan.predicted
@@ -50,6 +56,20 @@ def _stage_rows(plan: Plan) -> list[tuple[str, str]]:
         return []
     blocks = ", ".join(f"{a}–{b - 1}" if b > a + 1 else str(a) if b > a else "none" for a, b in plan.split)
     return [("stages", f"blocks {blocks}; {plan.schedule}, {plan.accumulation} microbatches")]
+
+
+def _fp8_rows(job: Job, plan: Plan) -> list[tuple[str, str]]:
+    share = fp8_share(job, plan)
+    if plan.precision != "fp8" or share is None:
+        return []
+    how = f"{share:.0%} of the FLOPs, {plan.fp8['scaling']}, {plan.fp8['amax']} scales; the rest in bf16"
+    peak = peak_flops(plan, job)
+    if peak is None:
+        return [("fp8", how)]
+    formula = (
+        f"FLOPs / (time × {peak / 1e12:.0f} TFLOP/s): {share:.0%} at the fp8 peak, {1 - share:.0%} at the bf16 peak"
+    )
+    return [("fp8", how), ("mfu", formula)]
 
 
 def draw(job: Job, plan: Plan) -> str:

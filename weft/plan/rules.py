@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from weft.hardware.catalog import DEVICES
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.context import ulysses_fits
 from weft.plan.layout import Plan
+from weft.plan.schedule import SCHEDULES
 
 SPLITTING = ("zero-bubble", "zb-h1", "zbv", "dualpipe-v")
 """Schedules whose backward passes make the gradients of inputs and of weights apart."""
@@ -137,6 +139,38 @@ def _long(job: Job, plan: Plan) -> str | None:
     return None
 
 
+def _fp8(job: Job, plan: Plan) -> str | None:
+    if job.fp8.amax == "delayed" and job.fp8.scaling == "rowwise":
+        return (
+            "fp8.amax=delayed and fp8.scaling=rowwise: the rows of one step are not those of the next; "
+            "scaling=tensorwise or amax=dynamic would work"
+        )
+    if plan.precision != "fp8" or plan.device_name not in DEVICES or plan.device == "cpu":
+        return None
+    if DEVICES[plan.device_name].peak_tflops.get("fp8"):
+        return None
+    return f"precision=fp8 needs fp8 products, which {plan.device_name} does not have; precision=bf16 would work"
+
+
+def _recompute(job: Job, plan: Plan) -> str | None:
+    asked, layers = job.memory.recompute, job.model.layers
+    if isinstance(asked, int) and layers and asked > layers:
+        return f"memory.recompute={asked}, but the model has {layers} blocks; recompute=full recomputes them all"
+    if job.memory.budget_gib and asked != "auto":
+        return (
+            f"memory.budget_gib={job.memory.budget_gib:g} chooses the recompute, but memory.recompute={asked} has "
+            "chosen already; leave one of them out"
+        )
+    if job.memory.budget_gib and job.model.module:
+        return "memory.budget_gib needs one of Weft's models, whose memory is known; set memory.recompute instead"
+    if plan.recompute == "selective" and plan.pp > 1 and SCHEDULES[plan.schedule].splits:
+        return (
+            f"parallel.schedule={plan.schedule} goes back through a block twice, for its input and for its weights, "
+            "and memory.recompute=selective keeps its outputs for once; recompute=full or schedule=1f1b would work"
+        )
+    return None
+
+
 def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], object], works: str) -> Rule:
     def rule(job: Job, plan: Plan) -> str | None:
         text = f"{setting}={value(plan)} can be planned but not trained yet; {works} would work"
@@ -147,13 +181,10 @@ def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], 
 
 TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
-RULES: tuple[Rule, ...] = (*TP_RULES, _batch, _microbatch, _own, _cp_family, _cp_heads, _long)
+RULES: tuple[Rule, ...] = (*TP_RULES, _batch, _microbatch, _own, _cp_family, _cp_heads, _long, _fp8, _recompute)
 """Whatever breaks one of these can be neither planned nor run."""
 
-RUNNABLE: tuple[Rule, ...] = (
-    _not_yet("parallel.ep", lambda p: p.ep == 1, lambda p: p.ep, "ep=1"),
-    _not_yet("precision", lambda p: p.precision != "fp8", lambda p: p.precision, "precision=bf16"),
-)
+RUNNABLE: tuple[Rule, ...] = (_not_yet("parallel.ep", lambda p: p.ep == 1, lambda p: p.ep, "ep=1"),)
 """Whatever breaks one of these can be planned, but not trained by this version."""
 
 

@@ -79,7 +79,7 @@ class Ledger:
         self.stop: Exit | None = None
         sample = flops_per_sample(job.model, job.data.seq_len)
         self.flops = sample * job.train.global_batch if sample else None
-        self.peak = peak_flops(plan)
+        self.peak = peak_flops(plan, job)
         self.open: _Open | None = None
         self.last: dict[str, Any] = {}
         self.began = time.perf_counter()
