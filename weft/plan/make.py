@@ -62,8 +62,17 @@ def check_fits(job: Job, plan: Plan) -> None:
     if needed > limit:
         raise FitError(
             f"weights, gradients and optimizer need {needed:.1f} GiB a rank, but {plan.device_name} has {limit:.1f}; "
-            f"use more ranks, or cut more with parallel.zero=3 or a larger parallel.tp"
+            f"{_relief(job, plan)}"
         )
+
+
+def _relief(job: Job, plan: Plan) -> str:
+    """What would make the states of a rank smaller and is not done already."""
+    if plan.dp_shard > 1 and plan.zero < 3:
+        return "cut more with parallel.zero=3, or use more ranks"
+    if plan.dp_replicate > 1:
+        return "cut them with parallel.dp_shard instead of dp_replicate, or use more ranks"
+    return f"use more ranks, in parallel.dp_shard{'' if job.model.module else ', parallel.tp or parallel.pp'}"
 
 
 def device_memory(job: Job, device: Device, machine: Machine, world: int) -> float:
@@ -223,8 +232,10 @@ def _microbatch(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan
         return replace(plan, microbatch=share // count, accumulation=count)
     if job.train.microbatch != "auto":
         return replace(plan, microbatch=job.train.microbatch, accumulation=share // job.train.microbatch)
-    if job.train.accumulation != "auto":
-        return replace(plan, microbatch=share // job.train.accumulation, accumulation=job.train.accumulation)
+    pinned = job.parallel.microbatches if job.parallel != "auto" else "auto"
+    count = job.train.accumulation if pinned == "auto" else pinned
+    if count != "auto":
+        return replace(plan, microbatch=share // count, accumulation=count)
     seq = 1 if job.model.family == "mlp" else job.data.seq_len
     candidates = [d for d in reversed(divisors(share)) if d * seq <= MAX_TOKENS] or [1]
     for size in candidates:

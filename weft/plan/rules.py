@@ -62,26 +62,42 @@ def _microbatch(job: Job, plan: Plan) -> str | None:
     if _batch(job, plan):
         return None
     share = job.train.global_batch // plan.dp
-    given, accumulation = job.train.microbatch, job.train.accumulation
+    given, accumulation, setting = job.train.microbatch, job.train.accumulation, "train.accumulation"
     if job.parallel != "auto" and job.parallel.microbatches != "auto":
         if accumulation not in ("auto", job.parallel.microbatches):
             return (
                 f"parallel.microbatches={job.parallel.microbatches} and train.accumulation={accumulation} are the same "
                 "thing; leave one of them out"
             )
-        accumulation = job.parallel.microbatches
+        accumulation, setting = job.parallel.microbatches, "parallel.microbatches"
     if isinstance(given, int) and isinstance(accumulation, int) and given * accumulation != share:
         return (
-            f"train.microbatch={given} × train.accumulation={accumulation} is not the {share} sequences of a rank "
+            f"train.microbatch={given} × {setting}={accumulation} is not the {share} sequences of a rank "
             f"(global_batch {job.train.global_batch} / {plan.dp} ranks); leave one of them out"
         )
-    for name, value in (("microbatch", given), ("accumulation", accumulation)):
+    for name, value in (("train.microbatch", given), (setting, accumulation)):
         if isinstance(value, int) and share % value:
             fit = nearest(value, divisors(share))
             return (
-                f"train.{name}={value} does not divide the {share} sequences of a rank (global_batch "
-                f"{job.train.global_batch} / {plan.dp} ranks); {name}={fit} would work"
+                f"{name}={value} does not divide the {share} sequences of a rank (global_batch "
+                f"{job.train.global_batch} / {plan.dp} ranks); {name.partition('.')[2]}={fit} would work"
             )
+    return None
+
+
+def _pipeline_only(job: Job, plan: Plan) -> str | None:
+    """What only a pipeline has would be passed over in silence without one."""
+    if job.parallel == "auto" or plan.pp > 1:
+        return None
+    stages = len(job.parallel.split or ())
+    if job.parallel.split is not None:
+        fit = f" or set parallel.pp={stages}" if stages > 1 else ""
+        return f"parallel.split={job.parallel.split} cuts a pipeline, but parallel.pp=1; leave split out{fit}"
+    if (job.parallel.virtual_stages or 1) > 1:
+        return (
+            f"parallel.virtual_stages={job.parallel.virtual_stages} needs a pipeline, but parallel.pp=1; leave "
+            "virtual_stages out, or set parallel.pp=2"
+        )
     return None
 
 
@@ -101,7 +117,7 @@ def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], 
 
 TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
-RULES: tuple[Rule, ...] = (*TP_RULES, _batch, _microbatch, _own)
+RULES: tuple[Rule, ...] = (*TP_RULES, _batch, _microbatch, _pipeline_only, _own)
 """Whatever breaks one of these can be neither planned nor run."""
 
 RUNNABLE: tuple[Rule, ...] = (
