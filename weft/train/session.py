@@ -19,7 +19,7 @@ from weft.mesh import Mesh, connect
 from weft.models import build_model
 from weft.optim import Ema, Optimizers, build_optimizers, peak_lr
 from weft.parallel.apply import find_units, parallelize
-from weft.parallel.pipeline import TWIN, Pipelined
+from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
@@ -187,7 +187,7 @@ def _forget_samples_after(session: Session) -> None:
 
 def _write_slices(session: Session) -> None:
     """Which rank holds which slice of what, for the report."""
-    pieces = {n: piece_of(m) for n, m in session.state.woven.masters.items() if TWIN not in n}
+    pieces = {n: piece_of(m) for n, m in session.state.woven.masters.items()}
     mine = {n: (list(p.shape), list(p.offset), list(p.size)) for n, p in pieces.items()}
     gathered = session.mesh.all_gather_object((session.mesh.coords, mine))
     if session.mesh.rank != 0:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.pieces import local_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.optim import Ema, Optimizers
-from weft.parallel.pipeline import TWIN, Pipelined
+from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
@@ -40,7 +39,6 @@ class State:
         out |= {f"buffer.{n}": b for n, b in self.woven.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
         out |= {f"ema.{n}": t for n, t in self.ema.averages.items()}
-        out = {n: t for n, t in out.items() if TWIN not in n}
         out[f"random.{self.mesh.rank}"] = torch.get_rng_state()
         if self.mesh.device.type == "cuda":
             out[f"random_cuda.{self.mesh.rank}"] = torch.cuda.get_rng_state(self.mesh.device)
@@ -72,14 +70,4 @@ class State:
             torch.set_rng_state(cpu)
         if (cuda := tensors.get(f"random_cuda.{self.mesh.rank}")) is not None:
             torch.cuda.set_rng_state(cuda.cpu(), self.mesh.device)
-        self._renew_twins()
         self.woven.refresh()
-
-    def _renew_twins(self) -> None:
-        """A tied weight that this rank holds twice is read once; its twin, and the twin's state, follow."""
-        everything = (
-            dict(self.woven.masters) | self.optimizers.state() | {f"ema.{n}": t for n, t in self.ema.averages.items()}
-        )
-        for name, tensor in everything.items():
-            if TWIN in name:
-                local_of(tensor.detach()).copy_(local_of(everything[name.replace(TWIN, "")].detach()))
