@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -55,6 +56,74 @@ class Odd(WithParts):
 
 class WrongParts(Plain):
     parts: ClassVar[dict[str, str]] = {"blocks.*.up": "colum"}
+
+
+class MisspeltParts(Plain):
+    """One pattern is right, so something would be cut."""
+
+    parts: ClassVar[dict[str, str]] = {"blocks.*.up": "column", "blocks.*.dwn": "row"}
+
+
+class GivesDict(Plain):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"logits": super().forward(tokens), "loss": torch.zeros(())}
+
+
+@dataclass
+class Output:
+    logits: Tensor
+
+
+class GivesObject(Plain):
+    def forward(self, tokens: Tensor) -> Output:  # type: ignore[override]
+        return Output(super().forward(tokens))
+
+
+class GivesNameless(Plain):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"out": super().forward(tokens)}
+
+
+class Scalar(Plain):
+    """A temperature that is learned, without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heat = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.heat
+
+
+class Containers(nn.Module):
+    """Layers in lists in lists, called by the model: the inner lists have no forward of their own."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, dim)
+        self.grid = nn.ModuleList(nn.ModuleList(Block(dim, 32) for _ in range(2)) for _ in range(2))
+        self.pairs = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(dim, dim), "b": nn.Linear(dim, dim)}) for _ in "xy")
+        self.head = nn.Linear(dim, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for row in self.grid:
+            for block in row:  # type: ignore[attr-defined]
+                x = block(x)
+        for pair in self.pairs:
+            x = x + pair["b"](pair["a"](x).tanh())  # type: ignore[index]
+        return self.head(x)
+
+
+class Normed(Plain):
+    """Keeps running statistics of what it has seen, and counts the times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batchnorm = nn.BatchNorm1d(256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.batchnorm(super().forward(tokens).transpose(1, 2)).transpose(1, 2)
 
 
 class Frozen(Plain):

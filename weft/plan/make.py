@@ -233,9 +233,8 @@ def _microbatch(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan
     if job.train.microbatch != "auto":
         return replace(plan, microbatch=job.train.microbatch, accumulation=share // job.train.microbatch)
     pinned = job.parallel.microbatches if job.parallel != "auto" else "auto"
-    count = job.train.accumulation if pinned == "auto" else pinned
-    if count != "auto":
-        return replace(plan, microbatch=share // count, accumulation=count)
+    if (given := job.train.accumulation if pinned == "auto" else pinned) != "auto":
+        return replace(plan, microbatch=share // given, accumulation=given)
     seq = 1 if job.model.family == "mlp" else job.data.seq_len
     candidates = [d for d in reversed(divisors(share)) if d * seq <= MAX_TOKENS] or [1]
     for size in candidates:

@@ -58,15 +58,20 @@ def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], Non
 
 def join(job: Job, say: Callable[[str], None] = print) -> int:
     """Train as one rank of a world that torchrun or a scheduler started."""
+    from weft.train.signals import Signals
     from weft.train.worker import run_rank
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job, plan = prepare(job, world)
     run = RunDir(Path(job.runs_dir) / job.name)
-    with locked(run) if rank == 0 else nullcontext():
-        if rank == 0:
-            write_description(run, job, plan)
-        code = run_rank(run, job, plan)
+    signals = Signals()
+    try:
+        with locked(run) if rank == 0 else nullcontext():
+            if rank == 0:
+                write_description(run, job, plan)
+            code = run_rank(run, job, plan, signals)
+    finally:
+        signals.restore()
     if (failure := run.logs / f"failure-{rank}.json").is_file() and code not in QUIET:
         cause = json.loads(failure.read_text(encoding="utf-8"))
         say(f"rank {rank} {cause['position']}: {cause['kind']}: {cause['message']}")

@@ -218,14 +218,15 @@ def _judge(
         return compare(words, world, reference, _run(pool, spread, world, steps), tolerance)
     except WeftError as error:
         return Verdict(words, world, "refused", why=str(error))
-    except RankFailed as failure:
-        if isinstance(failure.error, WeftError):
-            return Verdict(words, world, "refused", why=str(failure.error))
-        raise
 
 
 def _run(pool: RankPool, job: Job, world: int, steps: int) -> Trace:
     with tempfile.TemporaryDirectory(prefix="weft-prove-") as folder:
-        pool.run(trace, world, job, steps, folder)
+        try:
+            pool.run(trace, world, job, steps, folder)
+        except RankFailed as failure:
+            if isinstance(failure.error, WeftError):  # what only the ranks could tell, in its own words
+                raise failure.error from None
+            raise
         found: Trace = torch.load(Path(folder) / "trace.pt", weights_only=False)
         return found

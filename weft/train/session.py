@@ -74,6 +74,7 @@ class Session:
         ]  # fmt: skip
 
     def save(self, wait: bool = False) -> None:
+        self.state.agree()
         self.checkpoints.save(self.state.step, self.state.tensors(), self.state.meta(self.job, self.plan), wait=wait)
 
     def close(self) -> None:
@@ -145,11 +146,13 @@ def _resume(session: Session) -> None:
     state, checkpoints = session.state, session.checkpoints
     newest = checkpoints.newest()
     if newest is None:
+        _say_restart(session)
         return
     tensors = state.empty_like(saved_world=0)
     found = checkpoints.load_newest(tensors)
     if found is None:
         state.optimizers = make_optimizers(session.job, state.woven)
+        _say_restart(session)
         return
     if found.meta["plan"]["world"] == session.mesh.world:
         own = {n: t for n, t in state.tensors().items() if n.startswith("random")}
@@ -162,6 +165,15 @@ def _resume(session: Session) -> None:
     session.event("resume", step=state.step, path=str(found.path), layout=session.plan.layout(), was=before.layout())
     moved = "" if before.layout() == session.plan.layout() else f" (written as {before.layout()})"
     session.log.info("%s", f"resumed from step {state.step}, {found.path}{moved}")
+
+
+def _say_restart(session: Session) -> None:
+    """A run that had checkpoints and can use none of them begins anew, which nobody should find out from its loss."""
+    if damaged := len(session.checkpoints.damaged):
+        words = "its only checkpoint is damaged" if damaged == 1 else f"all its {damaged} checkpoints are damaged"
+        session.event("restart", step=0, why=words)
+        if session.mesh.rank == 0:
+            session.log.warning("%s", f"{words}: the run starts again from step 0")
 
 
 def _warn_of_changes(session: Session, before: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from weft.job.schema import Job
@@ -43,6 +44,24 @@ class State:
         if self.mesh.device.type == "cuda":
             out[f"random_cuda.{self.mesh.rank}"] = torch.cuda.get_rng_state(self.mesh.device)
         return out
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """Make the buffers of a person's own module the same on ranks that read different samples.
+
+        Numbers become their mean over those ranks, for running statistics are linear in the samples: the mean of the
+        ranks' averages is the average of their means, whenever it is taken. Counters and flags become the first rank's.
+        """
+        axes = [axis for name in ("dp_replicate", "dp_shard") if (axis := self.mesh.axis(name)) is not None]
+        for buffer in self.woven.buffers().values():
+            for axis in axes:
+                if buffer.is_floating_point():
+                    mean = axis.all_reduce(buffer.double()) / axis.size  # in doubles what is equal stays as it is
+                    buffer.copy_(mean)
+                else:
+                    first = buffer.contiguous()
+                    dist.broadcast(first, group_src=0, group=axis.group)
+                    buffer.copy_(first)
 
     def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
         return {
