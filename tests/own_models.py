@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -151,6 +153,15 @@ class RaisesOnRankOne(Plain):
         self.calls += 1
         if self.calls > 2 and os.environ["RANK"] == "1":
             raise ValueError("the third step is too much for me")
+        return super().forward(tokens)
+
+
+class Stuck(Plain):
+    """Never comes back from its first step, and says so."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        Path("stuck").touch()
+        threading.Event().wait()
         return super().forward(tokens)
 
 

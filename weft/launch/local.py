@@ -196,4 +196,4 @@ def _who(cause: dict[str, Any]) -> str:
 
 
 def _left_reason(run: RunDir, rank: int) -> bool:
-    return (run.logs / f"failure-{rank}.json").exists()
+    return _read_cause(run.logs / f"failure-{rank}.json") is not None
