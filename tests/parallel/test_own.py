@@ -14,8 +14,9 @@ from parity import check, differences, make_job, run, section
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.pool import RankPool
+from weft.models import build_model
 from weft.plan.parse import ranks
-from weft.train.prove import prove, with_layout
+from weft.train.prove import with_layout
 
 DATA = ("dp_replicate 2", "dp_shard 2 zero=1", "dp_shard 4 zero=3", "dp_replicate 2 × dp_shard 2 zero=2")
 TENSOR = ("tp 2", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2")
@@ -95,6 +96,7 @@ def test_what_cannot_work_is_said(pool: RankPool, name: str, layout: str, says: 
     assert answers == [says] * len(answers)
 
 
-def test_an_output_without_a_name_is_refused(pool: RankPool) -> None:
+def test_an_output_without_a_name_is_refused() -> None:
+    model = build_model(own("GivesNameless").model)
     with pytest.raises(JobError, match="your module returns a dict of out; name its output logits"):
-        prove(own("GivesNameless"), ["ddp2"], 1, pool=pool)
+        model(torch.zeros(1, 8, dtype=torch.long))

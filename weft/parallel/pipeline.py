@@ -58,8 +58,9 @@ class Pipelined:
         self.counted: list[Tensor] = []
         for index in sorted(stages):
             for name, master in stages[index].masters.items():
-                (self.twins if name in self.masters else self.masters)[name] = master
-                if name not in stages[index].aliases.values():
+                tied = name in stages[index].aliases.values()
+                (self.twins if tied and name in self.masters else self.masters)[name] = master
+                if not tied:
                     self.counted.append(master)
         self.splits = any(a.kind in "IW" for a in schedule.actions[axis.rank])
 
