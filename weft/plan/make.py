@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from weft.hardware.catalog import Device, device_by_product, find_device, find_network
 from weft.hardware.probe import Machine, probe
-from weft.job.errors import FitError, JobError
+from weft.job.errors import FitError, JobError, MachineError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
 from weft.plan.counts import count_parameters, flops_per_sample, part_costs
@@ -91,7 +91,7 @@ def _device(job: Job, machine: Machine) -> Device:
             )
         if name == "auto":
             return find_device("cpu")
-        raise JobError("cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto")
+        raise MachineError("cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto")
     return find_device(name)
 
 
