@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isqrt
 
 from weft.job.errors import JobError
 from weft.job.schema import Job
@@ -12,7 +13,8 @@ Rule = Callable[[Job, Plan], str | None]
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def nearest(value: int, options: list[int]) -> int:
