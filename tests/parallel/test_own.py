@@ -10,13 +10,16 @@ import on_ranks
 import pytest
 import torch
 from parity import check, differences, make_job, run, section
+from safetensors.torch import load_file
 
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.pool import RankPool
 from weft.models import build_model
 from weft.plan.parse import ranks
+from weft.train.manifest import newest_good
 from weft.train.prove import with_layout
+from weft.train.weights import export_safetensors
 
 DATA = ("dp_replicate 2", "dp_shard 2 zero=1", "dp_shard 4 zero=3", "dp_replicate 2 × dp_shard 2 zero=2")
 TENSOR = ("tp 2", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2")
@@ -62,6 +65,11 @@ def test_running_statistics_are_the_same_on_every_rank_once_saved(pool: RankPool
     for (_, saved), (opened, _) in pairwise(states.values()):
         assert torch.equal(saved[name], opened[name])
         assert int(opened["buffer.batchnorm.num_batches_tracked"]) == int(saved["buffer.batchnorm.num_batches_tracked"])
+    found = newest_good(tmp_path / "checkpoints")
+    assert found
+    exported = load_file(export_safetensors(found, tmp_path / "model.safetensors", dtype=torch.bfloat16))
+    assert torch.equal(exported[name[7:]], states["1"][1][name].bfloat16())
+    assert exported["batchnorm.num_batches_tracked"].dtype == torch.int64
     seen = pool.run(on_ranks.buffers_after, 2, with_layout(own("Normed"), section("dp_replicate 2")), 2)
     (before, after), (other_before, other_after) = seen
     means = (before[name[7:]].double() + other_before[name[7:]].double()) / 2

@@ -14,7 +14,7 @@ from weft.comm.pieces import piece_of
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import Batch, Loader, val_batches
 from weft.job.run import RunDir
-from weft.job.schema import Job
+from weft.job.schema import Job, Model
 from weft.mesh import Mesh, connect
 from weft.models import build_model
 from weft.optim import Ema, Optimizers, build_optimizers, peak_lr
@@ -86,6 +86,9 @@ SAMPLES = (
     ("data", "mask_documents"),
 )  # fmt: skip
 """What decides which sample is the k-th."""
+
+MATHS = tuple(key for key in Model.model_fields if key not in ("shape", "max_len"))
+"""What decides what the weights mean."""
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -177,14 +180,17 @@ def _say_restart(session: Session) -> None:
 
 
 def _warn_of_changes(session: Session, before: dict[str, Any]) -> None:
-    """Say what makes the rest of the run read other samples than the run that wrote the checkpoint would have."""
+    """Say what makes the rest another run than the one that wrote the checkpoint: other samples, or other maths."""
+    if session.mesh.rank != 0:
+        return
     now = session.job.model_dump(mode="json")
-    for section, key in SAMPLES:
+    what = [(section, key, "other samples follow") for section, key in SAMPLES]
+    # the same shapes may mean another model: heads cut a matrix without changing it
+    what += [("model", key, "the weights were learned with the former") for key in MATHS]
+    for section, key, follows in what:
         was, value = before[section].get(key), now[section][key]
         if was != value:
-            session.log.warning(
-                "%s", f"{section}.{key} was {was!r} until here and is {value!r} now: other samples follow"
-            )
+            session.log.warning("%s", f"{section}.{key} was {was!r} until here and is {value!r} now: {follows}")
 
 
 def _forget_samples_after(session: Session) -> None:
