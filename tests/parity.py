@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,16 @@ def differences(reference: Run, other: Run, precision: str = "fp32") -> list[str
             if not off <= UPDATE_TOLERANCE[precision] * way + NOISE * value.numel() ** 0.5:
                 found.append(f"{what} {name} is off by {off:.1e} after a way of {way:.1e}")
     return found + disagreements(other)
+
+
+def check(pool: RankPool, job: Job, layouts: Iterable[str]) -> None:
+    """Each of these layouts is the same run as one process."""
+    precision = "fp32" if job.precision == "auto" else job.precision
+    reference = run(pool, job, "1")
+    wrong = {
+        layout: found for layout in layouts if (found := differences(reference, run(pool, job, layout), precision))
+    }
+    assert not wrong
 
 
 def disagreements(run: Run) -> list[str]:

@@ -192,6 +192,36 @@ def test_wrong_use(command: Command, run: RunDir, args: tuple[str, ...], says: s
     assert "Traceback" not in said.err
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("export", "tiny", "--out", "text/model.safetensors"), "weft: File exists: text"),
+        (("train", "job.yaml", "runs_dir=text"), "weft: Not a directory: text/tiny"),
+        (("train", "job.yaml", "runs_dir=/proc/nowhere"), "weft: No such file or directory: /proc/nowhere"),
+        (("data", "build", "text", "--out", "text/store"), "weft: "),
+        (
+            ("train", "job.yaml", "cluster.device=h100", "train.global_batch=8"),
+            "weft: the job wants h100-sxm, but this machine has no NVIDIA GPU; weft plan works here, and training with "
+            "cluster.device=cpu",
+        ),
+        (
+            ("train", "job.yaml", "cluster.device=cuda"),
+            "weft: cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto",
+        ),
+    ],
+)
+def test_what_the_machine_refuses(
+    command: Command, run: RunDir, folder: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], says: str
+) -> None:
+    """A file where a folder should be, a place where nothing can be written, no GPU: one sentence and code 4."""
+    (folder / "text").write_text("words", encoding="utf-8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = command(*args)
+    assert (said.code, said.out) == (Exit.MACHINE, "")
+    assert said.err.startswith(says)
+    assert len(said.err.splitlines()) == 1
+
+
 def test_prove(folder: Path) -> None:
     """JSON alone on stdout, and a refused layout is the job's mistake."""
     said = weft(folder, "prove", "job.yaml", "--layouts", "ddp2, tp3", "--steps", "1", "--json")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -257,6 +259,8 @@ def main() -> None:
     """The entry point: a person's mistake is one sentence and an exit code, never a traceback."""
     from weft.job.errors import Exit, WeftError
 
+    # once the exit code is known, one Ctrl-C more shall not change it
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
         app(prog_name="weft")
     except WeftError as error:

@@ -26,6 +26,9 @@ GRACE_S = 10.0
 WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
 
+AT_ONCE = 3
+"""As many times Ctrl-C, and the ranks are killed instead of asked."""
+
 QUIET = (int(Exit.DONE), int(Exit.PREEMPTED), int(Exit.INTERRUPTED))
 """Codes that are no failure: done, or stopped as asked."""
 
@@ -68,9 +71,16 @@ def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None]) -> in
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         # a rank inherits the mask and lifts it when it can answer: no Ctrl-C is lost or shot at torch's import
         signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
-        ranks = [_start(run, rank, world, Path(folder) / "store", lock) for rank in range(world)]
-        with _forwarding(ranks):
-            return _watch(run, ranks, say)
+        ranks: list[subprocess.Popen[bytes]] = []
+        with _forwarding(ranks) as interrupts:
+            for rank in range(world):
+                ranks.append(_start(run, rank, world, Path(folder) / "store", lock))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
+            code = _watch(run, ranks, lambda text: None if len(interrupts) >= AT_ONCE else say(text))
+        if len(interrupts) < AT_ONCE:
+            return code
+        say("ended at once, without saving; start the same command again to resume from the last checkpoint")
+        return int(Exit.INTERRUPTED)
 
 
 def _start(run: RunDir, rank: int, world: int, store: Path, lock: int) -> subprocess.Popen[bytes]:
@@ -91,22 +101,22 @@ def _start(run: RunDir, rank: int, world: int, store: Path, lock: int) -> subpro
 
 
 @contextlib.contextmanager
-def _forwarding(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Pass signals on to every rank; a third Ctrl-C ends them at once."""
-    interrupts = 0
+def _forwarding(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Pass signals on to every rank, and kill them at the third Ctrl-C; yields the list of them."""
+    interrupts: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupts
-        interrupts += number == signal.SIGINT
+        if number == signal.SIGINT:
+            interrupts.append(number)
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                rank.send_signal(signal.SIGKILL if interrupts > 2 else number)
+                rank.send_signal(signal.SIGKILL if len(interrupts) >= AT_ONCE else number)
 
     before = {n: signal.signal(n, forward) for n in WISHES}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
     try:
-        yield
+        yield interrupts
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # also where a rank could not be started
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -186,4 +196,4 @@ def _who(cause: dict[str, Any]) -> str:
 
 
 def _left_reason(run: RunDir, rank: int) -> bool:
-    return (run.logs / f"failure-{rank}.json").exists()
+    return _read_cause(run.logs / f"failure-{rank}.json") is not None

@@ -268,9 +268,22 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
             f"the table of parts of {type(model).__name__} cuts none of its modules ({', '.join(table)}); write "
             f"patterns that fit their paths, such as {example!r}"
         )
+    if not hasattr(model, "keep"):  # a model that can be cut into stages has a table for all of them
+        _check_patterns(model, table)
     for name, module in modules:
         if role := _role(table, name):
             ROLES[role](split, Place(model, name, module, regions))
+
+
+def _check_patterns(model: nn.Module, table: dict[str, str]) -> None:
+    """A pattern that fits nothing was misspelt: what it meant would stay whole, and the sums would be wrong."""
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in table:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            last = pattern.rpartition(".")[2]
+            near = difflib.get_close_matches(last, {n.rpartition(".")[2] for n in names}, n=1)
+            hint = f"; did you mean {pattern.removesuffix(last) + near[0]!r}?" if near else ""
+            raise JobError(f"the table of parts of {type(model).__name__} has {pattern!r}, which fits no module{hint}")
 
 
 def _role(table: dict[str, str], name: str) -> str | None:

@@ -64,7 +64,13 @@ class Woven:
         return list(self.data.leaves.values())
 
     def buffers(self) -> dict[str, Tensor]:
-        return {n: b for n, b in self.module.named_buffers() if b.numel()}
+        """What the module keeps beside its weights and wants saved."""
+        passing = {
+            f"{path}.{key}" if path else key
+            for path, module in self.module.named_modules()
+            for key in module._non_persistent_buffers_set
+        }
+        return {n: b for n, b in self.module.named_buffers() if b.numel() and n not in passing}
 
     def microbatch(self, last: bool) -> None:
         """For a loop of one's own: say before each backward pass whether it is the step's last."""
@@ -105,6 +111,9 @@ class Woven:
 
     def zero_grad(self) -> None:
         self.data.zero_grad()
+
+    def follow(self) -> None:
+        """After an update, let what the optimizer does not see follow what it does; here it sees everything."""
 
     def refresh(self) -> None:
         """After the optimizer changed the masters."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from weft.hardware.catalog import Device, Network, device_by_product, find_device, find_network
 from weft.hardware.probe import Machine, probe
-from weft.job.errors import FitError, JobError
+from weft.job.errors import FitError, JobError, MachineError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
 from weft.plan.context import choose_style, rings
@@ -72,8 +72,17 @@ def check_fits(job: Job, plan: Plan) -> None:
     if needed > limit:
         raise FitError(
             f"weights, gradients and optimizer need {needed:.1f} GiB a rank, but {plan.device_name} has {limit:.1f}; "
-            f"use more ranks, or cut more with parallel.zero=3 or a larger parallel.tp"
+            f"{_relief(job, plan)}"
         )
+
+
+def _relief(job: Job, plan: Plan) -> str:
+    """What would make the states of a rank smaller and is not done already."""
+    if plan.dp_shard > 1 and plan.zero < 3:
+        return "cut more with parallel.zero=3, or use more ranks"
+    if plan.dp_replicate > 1:
+        return "cut them with parallel.dp_shard instead of dp_replicate, or use more ranks"
+    return f"use more ranks, in parallel.dp_shard{'' if job.model.module else ', parallel.tp or parallel.pp'}"
 
 
 def device_memory(job: Job, device: Device, machine: Machine, world: int) -> float:
@@ -92,7 +101,7 @@ def _device(job: Job, machine: Machine) -> Device:
             )
         if name == "auto":
             return find_device("cpu")
-        raise JobError("cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto")
+        raise MachineError("cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto")
     return find_device(name)
 
 
@@ -277,8 +286,9 @@ def _microbatch(job: Job, plan: Plan, limit: float, reasons: list[str]) -> Plan:
         return replace(plan, microbatch=share // count, accumulation=count)
     if job.train.microbatch != "auto":
         return replace(plan, microbatch=job.train.microbatch, accumulation=share // job.train.microbatch)
-    if job.train.accumulation != "auto":
-        return replace(plan, microbatch=share // job.train.accumulation, accumulation=job.train.accumulation)
+    pinned = job.parallel.microbatches if job.parallel != "auto" else "auto"
+    if (given := job.train.accumulation if pinned == "auto" else pinned) != "auto":
+        return replace(plan, microbatch=share // given, accumulation=given)
     seq = 1 if job.model.family == "mlp" else job.data.seq_len
     candidates = [d for d in reversed(divisors(share)) if d * seq <= MAX_TOKENS * plan.cp] or [1]
     for size in candidates:

@@ -35,6 +35,7 @@ def fit(session: Session, signals: Signals) -> Exit:
         def evaluate() -> dict[str, float]:
             if not held_out:
                 return {}
+            state.agree()
             val = stepper.evaluate(held_out)
             session.event("eval", step=state.step, val_loss=val)
             progress.note(f"step {state.step}: validation loss {val:.4f}")

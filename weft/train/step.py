@@ -67,6 +67,7 @@ class Stepper:
         taken = bool(torch.isfinite(norm)) if state.scale.dynamic else True
         if taken:
             state.optimizers.step(lr, clipped * grads.factor)
+            state.woven.follow()
             state.ema.update()
         state.scale.update(taken)
         state.step += 1

@@ -18,9 +18,8 @@ from weft.plan.layout import Plan
 from weft.train.signals import Signals
 
 
-def run_rank(run: RunDir, job: Job, plan: Plan) -> int:
+def run_rank(run: RunDir, job: Job, plan: Plan, signals: Signals) -> int:
     """Train as the rank that the environment names. Returns the exit code."""
-    signals = Signals()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read when torch is imported
     import torch  # seconds, in which a signal may already come
 
@@ -93,6 +92,9 @@ if __name__ == "__main__":
     from weft.launch.local import die_with_parent
 
     die_with_parent()
+    listening = Signals()
     folder = RunDir(Path(sys.argv[1]))
     description = json.loads(folder.plan.read_text(encoding="utf-8"))
-    sys.exit(run_rank(folder, load_job(str(folder.job)), Plan.from_json(description)))
+    code = run_rank(folder, load_job(str(folder.job)), Plan.from_json(description), listening)
+    listening.ignore()
+    sys.exit(code)
