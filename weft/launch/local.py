@@ -60,7 +60,13 @@ def locked(run: RunDir, patience_s: float = 15.0) -> Iterator[int]:
         os.close(handle)
 
 
-def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None]) -> int:
+WORKER = ("weft.train.worker",)
+"""The module that a rank runs; what follows it are arguments after the run's folder."""
+
+
+def launch(
+    run: RunDir, world: int, lock: int, say: Callable[[str], None], worker: tuple[str, ...] = WORKER
+) -> int:
     """Start the ranks of the run in this folder, wait for them, and say why if one failed. Returns the exit code."""
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
@@ -68,12 +74,14 @@ def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None]) -> in
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         # a rank inherits the mask and lifts it when it can answer: no Ctrl-C is lost or shot at torch's import
         signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
-        ranks = [_start(run, rank, world, Path(folder) / "store", lock) for rank in range(world)]
+        ranks = [_start(run, rank, world, Path(folder) / "store", lock, worker) for rank in range(world)]
         with _forwarding(ranks):
             return _watch(run, ranks, say)
 
 
-def _start(run: RunDir, rank: int, world: int, store: Path, lock: int) -> subprocess.Popen[bytes]:
+def _start(
+    run: RunDir, rank: int, world: int, store: Path, lock: int, worker: tuple[str, ...]
+) -> subprocess.Popen[bytes]:
     env = {
         **os.environ,
         "RANK": str(rank),
@@ -85,9 +93,8 @@ def _start(run: RunDir, rank: int, world: int, store: Path, lock: int) -> subpro
     }
     env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads once it knows its share
     # a session of its own: Ctrl-C reaches the launcher alone, which passes it on once
-    return subprocess.Popen(
-        [sys.executable, "-m", "weft.train.worker", str(run.path)], env=env, start_new_session=True, pass_fds=(lock,)
-    )
+    command = [sys.executable, "-m", worker[0], str(run.path), *worker[1:]]
+    return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(lock,))
 
 
 @contextlib.contextmanager
