@@ -64,9 +64,7 @@ WORKER = ("weft.train.worker",)
 """The module that a rank runs; what follows it are arguments after the run's folder."""
 
 
-def launch(
-    run: RunDir, world: int, lock: int, say: Callable[[str], None], worker: tuple[str, ...] = WORKER
-) -> int:
+def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None], worker: tuple[str, ...] = WORKER) -> int:
     """Start the ranks of the run in this folder, wait for them, and say why if one failed. Returns the exit code."""
     for old in run.logs.glob("failure-*.json"):
         old.unlink()

@@ -22,7 +22,6 @@ from weft.job.run import RunDir
 from weft.job.schema import Job
 from weft.launch.local import launch, locked
 from weft.parallel.pipeline import Pipelined
-from weft.plan import Plan
 from weft.plan.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.plan.make import peak_flops
 from weft.plan.memory import communication_bytes, optimizer_bytes

@@ -22,7 +22,11 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     ("attention", "stack", r"^aten::_?scaled_dot_product|ScaledDotProduct|^aten::_(flash|efficient|cudnn)_attention"),
     ("attention", "name", _OWN + r"(flash|fmha|sdpa|attention|attn|cudnn::fusion|compute_dot_do_o)"),
     ("matmul", "name", _OWN + r"(gemm|gemv|nvjet|cutlass|xmma|cublas|wgmma|splitKreduce|triton_tem|_mm_|Cijk)"),
-    ("matmul", "stack", r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm|_scaled_grouped_mm|mv|dot)$|mkl(dnn)?_lin"),
+    (
+        "matmul",
+        "stack",
+        r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm|_scaled_grouped_mm|mv|dot)$|mkl(dnn)?_lin",
+    ),
     ("loss", "name", r"weft_cross_entropy|cross_entropy|nll_loss|log_softmax"),
     ("loss", "stack", r"^weft\.loss$|cross_entropy|nll_loss|log_softmax|mse_loss|NllLoss|LogSoftmax|MseLoss"),
     ("optimizer", "name", r"^weft_(adam|clip|sgd|muon|cast)|fused_adam|FusedAdam|FusedSgd"),
@@ -38,7 +42,9 @@ launched from. A product inside attention is attention, and everything in the up
 
 RULES = tuple((label, where, re.compile(pattern)) for label, where, pattern in _RULES)
 
-HOST = re.compile(r"^autograd::|Backward\d*$|^weft\.|^Optimizer|^Pregraph|^TorchDynamo|^aten::(item|_local_scalar|empty)")
+HOST = re.compile(
+    r"^autograd::|Backward\d*$|^weft\.|^Optimizer|^Pregraph|^TorchDynamo|^aten::(item|_local_scalar|empty)"
+)
 """On a CPU, names whose own time is Python's and the engine's, not an operator's."""
 
 VIEWS = re.compile(

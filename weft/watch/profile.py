@@ -74,14 +74,14 @@ class _Sum:
     low_flops: float = 0.0
     bytes: float = 0.0
     kernels: Counter[str] = field(default_factory=Counter)
-    times: Counter[str] = field(default_factory=Counter)
+    times: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, exclusive: float, busy: float) -> None:
         self.exclusive += exclusive
         self.busy += busy
         self.calls += 1
         self.kernels[name] += 1
-        self.times[name] += busy  # type: ignore[assignment]
+        self.times[name] = self.times.get(name, 0.0) + busy
 
 
 Sums = dict[str, _Sum]
@@ -141,27 +141,20 @@ def _waited_for_data(trace: Trace) -> float:
 
 
 def _add_host(trace: Trace, sums: Sums) -> None:
-    """Operators of the thread that steps; where it only waits, messages of other threads; the rest is Python."""
+    """Operators of the thread that steps; where it only waits, messages that are under way; the rest is Python."""
     start, end = trace.window
     main = {m.thread for m in trace.marks}
-    working, sent = [], []
-    for event in trace.host:
-        if event.start < start or event.start >= end:
-            continue
-        if event.thread not in main:
-            if classify(event.name, ()) == "communication":
-                sent.append(event)
-        elif not HOST.search(event.name):
-            label = classify(event.name, event.stack())
-            sums[label].add(event.name, event.own, event.own)
-            working.append(event)
+    working = [e for e in trace.host if e.thread in main and start <= e.start < end and not HOST.search(e.name)]
+    for event in working:
+        sums[classify(event.name, event.stack())].add(event.name, event.own, event.own)
     computed = cover((e.start, e.end) for e in working)
-    waited = cover((max(e.start, start), min(e.end, end)) for e in sent)
-    exposed = sum(b - a - overlap(computed, a, b) for a, b in waited)
+    flying = cover((max(e.start, start), min(e.end, end)) for e in trace.messages)
     messages = sums["communication"]
-    messages.exclusive += exposed
-    for event in sent:
+    for event in trace.messages:
         messages.add(event.name, 0.0, event.length)
+    exposed = sum(b - a - overlap(computed, a, b) for a, b in flying)
+    messages.exclusive += exposed
+    messages.busy = max(messages.exclusive, sum(b - a for a, b in flying))
     rest = end - start - sum(b - a for a, b in computed) - exposed
     sums["data/host"].add("Python, the autograd engine and the loader", max(0.0, rest), max(0.0, rest))
 
@@ -230,7 +223,7 @@ def _row(name: str, s: _Sum, steps: int, scale: float, total: float, roofs: Roof
         roof, roof_ms, busy / roof_ms if roof_ms and busy else None,
         [
             {"name": short(k), "ms": t * per_step, "calls": s.kernels[k] / steps}
-            for k, t in s.times.most_common(TOP)
+            for k, t in sorted(s.times.items(), key=lambda item: -item[1])[:TOP]
         ],
     )  # fmt: skip
 
@@ -274,4 +267,5 @@ def to_json(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def from_json(raw: list[dict[str, Any]]) -> list[Row]:
-    return [Row(**{k: r.get(k) for k in Row.__dataclass_fields__}) for r in raw]
+    """The rows again; a KeyError or TypeError says that they are none."""
+    return [Row(**{k: r[k] for k in Row.__dataclass_fields__}) for r in raw]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from typing import Any
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime")
 ON_HOST = ("cpu_op", "user_annotation", *LAUNCHES)
+FLYING = re.compile(r"^(gloo|nccl|ucc|mpi|xccl):")
+"""A process group's record of a message: begun by one thread and ended by another, so it nests in nothing."""
 MARK = "weft."
 """Ranges that Weft opens around the parts of a step begin with this."""
 
@@ -61,6 +64,8 @@ class Trace:
     device: list[tuple[Event, Event | None]]
     marks: list[Event]
     """Weft's own ranges, in time."""
+    messages: list[Event] = field(default_factory=list)
+    """Collectives from their start to their end, which other work may overlap on any thread."""
 
     @property
     def window(self) -> tuple[float, float]:
@@ -82,11 +87,12 @@ def read_trace(path: Path) -> Trace:
 
 def parse_trace(raw: Iterable[dict[str, Any]]) -> Trace:
     events = [_event(r) for r in raw if r.get("ph") == "X" and r.get("cat") in (*ON_HOST, *ON_DEVICE)]
-    host = nest([e for e in events if e.kind in ON_HOST])
-    by_correlation = {e.correlation: e for e in host if e.correlation is not None}
+    messages = [e for e in events if e.kind in ON_HOST and FLYING.match(e.name)]
+    host = nest([e for e in events if e.kind in ON_HOST and not FLYING.match(e.name)])
+    by_correlation: dict[int | None, Event] = {e.correlation: e for e in host if e.correlation is not None}
     device = sorted((e for e in events if e.kind in ON_DEVICE), key=lambda e: e.start)
     marks = sorted((e for e in host if e.name.startswith(MARK)), key=lambda e: (e.start, -e.end))
-    return Trace(host, [(e, by_correlation.get(e.correlation)) for e in device], marks)
+    return Trace(host, [(e, by_correlation.get(e.correlation)) for e in device], marks, messages)
 
 
 def _event(raw: dict[str, Any]) -> Event:
