@@ -7,8 +7,9 @@ Weft is `weft train` on a job file, and its figures are those of its metrics.jso
 torchtitan comes from PEERS_SITE (pip install --target, --no-deps: torchtitan 0.2.2, torchdata, tyro, torchao).
 
 MFU is by one formula for all: six FLOPs a token for each multiplied weight, causal attention counted once, over the
-H200's 989 TFLOP/s in bf16, also for the fp8 cases. "First step" is the time from the start of the process to the end of
-its first step; Weft's is when metrics.jsonl shows it, which is one step later. With --rounds 2 the second is a warm start.
+H200's 989 TFLOP/s in bf16, also for the fp8 cases. "First step" is the time from the start of the process to the end
+of its first step; Weft's is when metrics.jsonl shows it, which is one step later. The second of two rounds is a warm
+start.
 """
 
 from __future__ import annotations

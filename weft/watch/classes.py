@@ -32,7 +32,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     ("optimizer", "name", r"^weft_(adam|clip|sgd|muon|cast)|fused_adam|FusedAdam|FusedSgd"),
     ("optimizer", "stack", r"AccumulateGrad|^Optimizer\.step|^aten::_fused_(adam|sgd)"),
     ("communication", "stack", r"^FSDP::|^c10d::|^_c10d_functional|^nccl:|^gloo:|^record_param_comms"),
-    ("data/host", "name", r"Memcpy (HtoD|DtoH)"),
+    ("data/host", "name", r"Memcpy (HtoD|DtoH)|^aten::(item|_local_scalar_dense)$"),
     ("data/host", "stack", r"^weft\.(data|figures)$"),
 )
 """Class, where to look, and what to find there; the first that fits decides. What fits none is elementwise.

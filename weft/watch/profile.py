@@ -144,7 +144,8 @@ def _add_host(trace: Trace, sums: Sums) -> None:
     """Operators of the thread that steps; where it only waits, messages that are under way; the rest is Python."""
     start, end = trace.window
     main = {m.thread for m in trace.marks}
-    working = [e for e in trace.host if e.thread in main and start <= e.start < end and not HOST.search(e.name)]
+    ours = [e for e in trace.host if e.thread in main and start <= e.start < end]
+    working = [e for e in ours if not all(HOST.search(name) for name in e.stack())]
     for event in working:
         sums[classify(event.name, event.stack())].add(event.name, event.own, event.own)
     computed = cover((e.start, e.end) for e in working)
