@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from command import weft, write_job
 
-from weft.job.errors import Exit
+from weft.job.errors import Exit, JobError
+from weft.job.load import load_job
 from weft.job.run import RunDir
+from weft.train.profile import bench_step, show
+from weft.train.roofs import scaled_product
 from weft.watch.classes import CLASSES
 from weft.watch.journal import read_metrics
 
@@ -52,28 +56,30 @@ def test_two_ranks(folder: Path) -> None:
     assert 'id="profile"' in run.report.read_text(encoding="utf-8")
 
 
-def test_the_table_and_a_second_time(folder: Path) -> None:
-    said = weft(folder, "bench", "step", "job.yaml", "--steps", "1", "--nproc", "1", "parallel=auto")
-    assert said.code == Exit.DONE, said.err
-    lines = said.out.splitlines()
-    assert lines[0].startswith("1 rank on cpu, fp32: ") and lines[1].startswith("roofs: products ")
-    assert [line.split()[0] for line in lines[5:]] == [c for c in CLASSES if c != "communication"]
-    assert "profile: runs/small-bench/profile.json; picture: runs/small-bench/report.html" in said.err
+def test_the_table(folder: Path) -> None:
+    """What the terminal shows of the run above."""
+    lines = show(RunDir(folder / "runs" / "small-bench")).splitlines()
+    assert lines[0].startswith("dp_shard 2 (zero 3) on cpu, fp32: ") and lines[1].startswith("roofs: products ")
+    assert [line.split()[0] for line in lines[5:-1]] == list(CLASSES)
+    assert lines[-1].startswith("(rank 0 of 2; the others are in ")
 
 
-def test_a_training_of_that_name_is_left_alone(folder: Path) -> None:
-    trained = RunDir(folder / "runs" / "other-bench")
+def test_a_training_of_that_name_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    trained = RunDir(Path("runs") / "other-bench")
     (trained.checkpoints / "step-00000002").mkdir(parents=True)
-    said = weft(folder, "bench", "step", "job.yaml", "name=other")
-    assert said.code == Exit.JOB
-    assert said.last == (
-        "weft: runs/other-bench holds a training with checkpoints, not a measurement; give the job another name="
-    )
+    with pytest.raises(JobError, match=r"^runs/other-bench holds a training with checkpoints, not a measurement; give"):
+        bench_step(load_job("job.yaml", ["name=other"]), None, 1, print)
     assert trained.checkpoints.exists()
+    with pytest.raises(JobError, match=r"^parallel.tp=3 does not divide model.heads=2"):
+        bench_step(load_job("job.yaml", ["name=wrong", "parallel={tp: 3}"]), 3, 1, print)
+    assert not RunDir(Path("runs") / "wrong-bench").path.exists()
 
 
-def test_wrong_use(folder: Path) -> None:
-    assert "Usage: weft bench" in weft(folder, "bench").err
-    said = weft(folder, "bench", "step", "job.yaml", "parallel.tp=3")
-    assert said.code == Exit.JOB
-    assert not RunDir(folder / "runs" / "small-bench-bench").path.exists()
+def test_scaled_product() -> None:
+    """torch's private product is called with what it takes, and says so here if that changes."""
+    a, b = (torch.randint(-4, 5, (32, 32)).float() for _ in range(2))
+    eight = torch.float8_e4m3fn
+    out = scaled_product(a.to(eight), b.to(eight).t(), torch.ones(()))
+    assert out.dtype == torch.bfloat16
+    assert torch.allclose(out.float(), a @ b.t(), rtol=1e-2)
