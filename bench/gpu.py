@@ -1,6 +1,6 @@
 """Weft beside the other trainers on one GPU: tokens/s, MFU, peak memory and the ratio to torchtitan with compile.
 
-    PEERS_SITE=folder python bench/gpu.py [--cases weft,torchtitan-compile] [--shapes 1b,3b] [--rounds 2] [--json]
+    PEERS_SITE=folder python bench/gpu.py [--cases weft,torchtitan-compile] [--shapes 1b,3b] [--rounds 2] [--json] [KEY=VALUE …]
 
 Each case is a process of its own, and the cases take turns, so that a change in the card's clocks meets all of them.
 Weft is `weft train` on a job file, and its figures are those of its metrics.jsonl. The peers are in bench/peers.py;
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ AIMS = {"weft": 1.20, "weft-fp8": 1.45}
 """Of the tokens/s of torchtitan with compile, in bf16."""
 
 
-def weft_job(s: Shape, precision: str, folder: str, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+def weft_job(s: Shape, precision: str, folder: str = "runs") -> dict[str, Any]:
     """The same model, batch and recipe, as a job. It never reaches its last step, so it writes no checkpoint."""
     return {
         "name": "bench",
@@ -56,12 +57,11 @@ def weft_job(s: Shape, precision: str, folder: str, overrides: dict[str, Any] | 
         "memory": {"recompute": "none"},
         "checkpoint": {"every": 0},
         "runs_dir": folder,
-        **(overrides or {}),
     }  # fmt: skip
 
 
 def run_weft(
-    s: Shape, precision: str, steps: int, limit_s: float, folder: Path, overrides: dict[str, Any] | None = None
+    s: Shape, precision: str, steps: int, limit_s: float, folder: Path, changes: Sequence[str] = ()
 ) -> dict[str, Any]:
     """`weft train`, ended once it has recorded enough steps: a run that is killed leaves its metrics whole.
 
@@ -69,14 +69,14 @@ def run_weft(
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "job.yaml", folder / "said.txt"
-    path.write_text(json.dumps(weft_job(s, precision, str(folder), overrides)), encoding="utf-8")
+    path.write_text(json.dumps(weft_job(s, precision, str(folder))), encoding="utf-8")
     metrics = folder / "bench" / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     began = time.time()
     first = None
     with log.open("wb") as said:
-        command = [sys.executable, "-m", "weft", "train", str(path)]
+        command = [sys.executable, "-m", "weft", "train", str(path), *changes]
         process = subprocess.Popen(command, env=env, stdout=said, stderr=said, cwd=folder)
         try:
             while len(records := _records(metrics)) < steps:
@@ -175,7 +175,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14, help=f"of each process; the first {WARM} are not counted")
     parser.add_argument("--limit", type=float, default=170.0, help="seconds a process may take")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--job", choices=SHAPES, help="only print the job file of a shape, for weft bench step")
+    parser.add_argument(
+        "changes", nargs="*", metavar="KEY=VALUE", help="changes to Weft's job, such as data.prefetch=0"
+    )
     args = parser.parse_args()
+    if args.job:
+        return print(json.dumps(weft_job(SHAPES[args.job], "bf16"), indent=1))
     cases, shapes = args.cases.split(","), args.shapes.split(",")
     for name in cases:
         if name not in WEFT and name not in CASES:
@@ -191,7 +197,7 @@ def main() -> None:
             began = time.time()
             if case in WEFT:
                 where = Path(folder) / f"{case}-{shape}"
-                found = run_weft(SHAPES[shape], WEFT[case], args.steps, args.limit, where)
+                found = run_weft(SHAPES[shape], WEFT[case], args.steps, args.limit, where, args.changes)
             else:
                 found = run_peer(case, shape, args.steps, args.limit)
             seen[shape, case].append(found)

@@ -24,17 +24,11 @@ from peers import SHAPES, WARM
 NO_ROOM = ("out of memory", "outofmemory", "will not fit", " need ")
 
 
-def option(word: str) -> str | int:
-    """A name, or a number of blocks."""
-    return int(word) if word.isdigit() else word
-
-
 def measure(
     shape: str, length: int, word: str, steps: int, limit_s: float, precision: str, folder: Path
 ) -> dict[str, Any]:
     s = replace(SHAPES[shape], seq=length, batch=1)
-    recompute = {"memory": {"recompute": option(word)}}
-    found = run_weft(s, precision, steps, limit_s, folder, recompute)
+    found = run_weft(s, precision, steps, limit_s, folder, [f"memory.recompute={word}"])
     row: dict[str, Any] = {"recompute": word, "seq_len": length}
     if "error" in found:
         said = found["error"]

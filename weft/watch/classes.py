@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 from weft.watch.trace import Event
 
@@ -71,7 +71,7 @@ LOW = "aten::_scaled_mm"
 """The product whose factors are fp8."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def _fits(name: str, where: str) -> int:
     """The rules that a name fits, as bits: a trace says the same few names a hundred thousand times."""
     return sum(1 << i for i, (_, at, pattern) in enumerate(RULES) if at == where and pattern.search(name))
