@@ -1,6 +1,6 @@
 """Weft beside the other trainers on one GPU: tokens/s, MFU, peak memory and the ratio to torchtitan with compile.
 
-    PEERS_SITE=folder python bench/gpu.py [--cases weft,torchtitan-compile] [--shapes 1b,3b] [--rounds 2] [--json] [KEY=VALUE …]
+    PEERS_SITE=folder python bench/gpu.py [--cases weft,bare-loop] [--shapes 1b,3b] [--rounds 2] [--json] [KEY=VALUE …]
 
 Each case is a process of its own, and the cases take turns, so that a change in the card's clocks meets all of them.
 Weft is `weft train` on a job file, and its figures are those of its metrics.jsonl. The peers are in bench/peers.py;
@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from peers import CASES, SHAPES, WARM, Shape
+from peers import CASES
+from shapes import SHAPES, WARM, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 PEAK = 989e12

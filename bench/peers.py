@@ -2,93 +2,22 @@
 
     python bench/peers.py CASE SHAPE STEPS
 
-Hugging Face with Accelerate, torchtitan (from the folder PEERS_SITE), and a bare loop. All of them: random tokens,
-fused AdamW, fp32 master weights and Adam states, bf16 products, clipping at 1, no recompute.
+Hugging Face with Accelerate, torchtitan (from the folder PEERS_SITE), and a bare loop (bare.py). All of them: random
+tokens, fused AdamW, fp32 master weights and Adam states, bf16 products, clipping at 1, no recompute.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import json
 import os
-import statistics
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from typing import Any
 
-WARM = 4
-"""Steps that are not counted: compilation, allocation, and the clocks of a cold card."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama and its batch."""
-
-    dim: int
-    layers: int
-    heads: int
-    kv: int
-    ffn: int
-    vocab: int
-    seq: int
-    batch: int
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.seq
-
-    @property
-    def flops_per_token(self) -> float:
-        """Six for each multiplied weight, and causal attention counted once; norms and the embedding do not count."""
-        head = self.dim // self.heads
-        block = 2 * self.dim * self.dim + 2 * self.dim * self.kv * head + 3 * self.dim * self.ffn
-        return 6.0 * (self.layers * block + self.vocab * self.dim) + 6.0 * self.layers * self.dim * self.seq
-
-
-SHAPES = {
-    "1b": Shape(2048, 16, 32, 8, 8192, 128256, 8192, 2),
-    "3b": Shape(3072, 28, 24, 8, 8192, 128256, 8192, 1),
-    "tiny": Shape(256, 2, 4, 2, 1024, 1024, 256, 2),
-}
-
-
-def report(times: list[float], began: float, first: float) -> None:
-    """Seconds of each step, and when the process and the end of its first step were, as one line for bench/gpu.py."""
-    import torch
-
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    found = {"step_time_s": statistics.median(times[WARM:]), "peak_gib": peak, "first_step_s": first - began}
-    print("RESULT " + json.dumps(found), flush=True)
-
-
-class Clock:
-    """Times steps from idle device to idle device."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.began = float(os.environ.get("BENCH_BEGAN", time.time()))
-        self.first = 0.0
-
-    def __call__(self, step: Callable[[], Any]) -> None:
-        self._wait()
-        began = time.perf_counter()
-        step()
-        self._wait()
-        self.times.append(time.perf_counter() - began)
-        self.first = self.first or time.time()
-
-    def report(self) -> None:
-        report(self.times, self.began, self.first)
-
-    @staticmethod
-    def _wait() -> None:
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+from shapes import SHAPES, Clock, Shape
 
 
 def hugging_face(s: Shape, steps: int, compiled: bool) -> None:
@@ -127,6 +56,8 @@ def torchtitan(s: Shape, steps: int, compiled: bool, fp8: bool) -> None:
     site = os.environ.get("PEERS_SITE")
     if site:
         sys.path.insert(0, site)
+    if importlib.util.find_spec("torchtitan") is None:
+        raise SystemExit("torchtitan is not installed; PEERS_SITE must name a folder that holds it")
     _stand_in("datasets", Dataset=object, load_dataset=None)
     _stand_in("datasets.distributed", split_dataset_by_node=None)
     if importlib.util.find_spec("tensorboard") is None:
@@ -197,113 +128,9 @@ def torchtitan(s: Shape, steps: int, compiled: bool, fp8: bool) -> None:
 def _stand_in(name: str, **content: Any) -> None:
     """A module of which torchtitan imports names that this bench never calls."""
     module = types.ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
     vars(module).update(content)
     sys.modules[name] = module
-
-
-def bare(s: Shape, steps: int) -> None:
-    """What a careful person writes by hand: bf16 weights and fp32 masters, compiled blocks, a chunked loss."""
-    import torch
-    import torch.nn.functional as F
-    from torch import Tensor, nn
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    head = s.dim // s.heads
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.n1, self.n2 = nn.RMSNorm(s.dim), nn.RMSNorm(s.dim)
-            self.qkv = nn.Linear(s.dim, (s.heads + 2 * s.kv) * head, bias=False)
-            self.o = nn.Linear(s.dim, s.dim, bias=False)
-            self.up = nn.Linear(s.dim, 2 * s.ffn, bias=False)
-            self.down = nn.Linear(s.ffn, s.dim, bias=False)
-
-        def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            q, k, v = self.qkv(self.n1(x)).split([s.heads * head, s.kv * head, s.kv * head], -1)
-            q, k, v = (t.view(s.batch, s.seq, -1, head).transpose(1, 2) for t in (q, k, v))
-            q, k = _turn(q, cos, sin), _turn(k, cos, sin)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            x = x + self.o(y.transpose(1, 2).reshape(s.batch, s.seq, s.dim))
-            gate, up = self.up(self.n2(x)).chunk(2, -1)
-            return x + self.down(F.silu(gate) * up)
-
-    with torch.device(device):
-        embed, norm = nn.Embedding(s.vocab, s.dim), nn.RMSNorm(s.dim)
-        blocks = nn.ModuleList(Block() for _ in range(s.layers))
-        out = nn.Parameter(torch.randn(s.vocab, s.dim) * 0.02)
-        angles = torch.outer(torch.arange(s.seq), 500000.0 ** (-torch.arange(0, head, 2) / head))
-        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-    params = [*embed.parameters(), *blocks.parameters(), *norm.parameters(), out]
-    masters = [p.detach().clone().requires_grad_() for p in params]
-    for p in params:
-        p.data = p.data.bfloat16()
-    optimizer = torch.optim.AdamW(masters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    if device == "cuda":
-        for block in blocks:
-            block.compile()
-    rows = max(1, s.tokens // 8)
-
-    def slopes(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        wide = logits.float()
-        total = wide.logsumexp(1, keepdim=True)
-        hit = torch.arange(s.vocab, device=logits.device) == targets[:, None]
-        loss = (total[:, 0] - wide.gather(1, targets[:, None])[:, 0]).sum()
-        return loss, (((wide - total).exp() - hit.float()) / s.tokens).bfloat16()
-
-    if device == "cuda":
-        slopes = torch.compile(slopes)
-
-    class Loss(torch.autograd.Function):
-        """The gradients are made with the loss, chunk by chunk, so that the logits never exist as a whole."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-            dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
-            total = torch.zeros((), device=x.device)
-            for i in range(0, len(x), rows):
-                part = slice(i, i + rows)
-                loss, slope = slopes(x[part] @ weight.t(), targets[part])
-                total += loss
-                torch.mm(slope, weight, out=dx[part])
-                dw += slope.t() @ x[part]
-            ctx.save_for_backward(dx, dw.bfloat16())
-            return total / len(x)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            dx, dw = ctx.saved_tensors
-            return dx, dw, None
-
-    def step() -> None:
-        ids = torch.randint(0, s.vocab, (s.batch, s.seq + 1), device=device)
-        x = embed(ids[:, :-1])
-        for block in blocks:
-            x = block(x, cos, sin)
-        Loss.apply(norm(x).reshape(-1, s.dim), out, ids[:, 1:].reshape(-1)).backward()
-        for m, p in zip(masters, params, strict=True):
-            m.grad = p.grad.float()  # type: ignore[union-attr]
-            p.grad = None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_copy_(params, masters)
-
-    clock = Clock()
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(order, set_priority=True):
-        for _ in range(steps):
-            clock(step)
-    clock.report()
-
-
-def _turn(x: Any, cos: Any, sin: Any) -> Any:
-    import torch
-
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 CASES: dict[str, Callable[[Shape, int], None]] = {
@@ -312,7 +139,7 @@ CASES: dict[str, Callable[[Shape, int], None]] = {
     "torchtitan-eager": lambda s, n: torchtitan(s, n, False, False),
     "torchtitan-compile": lambda s, n: torchtitan(s, n, True, False),
     "torchtitan-compile-fp8": lambda s, n: torchtitan(s, n, True, True),
-    "bare-loop": bare,
+    "bare-loop": lambda s, n: importlib.import_module("bare").bare(s, n),  # brings torch, which gpu.py does without
 }
 
 if __name__ == "__main__":

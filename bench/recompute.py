@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu import PEAK, run_weft
-from peers import SHAPES, WARM
+from shapes import SHAPES, WARM
 
 NO_ROOM = ("out of memory", "outofmemory", "will not fit", " need ")
 
