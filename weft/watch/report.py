@@ -51,8 +51,8 @@ def _page(run: RunDir, plotly: str) -> str:
         [
             _header(name, status_of(events, records), plan, events),
             _keys(records, events, plan),
-            *(_figure(f) for f in figures(records, events, plan)),
             _profile(_text(run.profile)),
+            *(_figure(f) for f in figures(records, events, plan)),
             _pipeline(_text(run.path / "pipeline.json")),
             _predicted(records, plan),
             _slices(_json(run.slices)),
