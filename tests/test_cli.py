@@ -89,7 +89,19 @@ def test_help_plans_and_schemas_import_no_torch(folder: Path) -> None:
 def test_every_command_has_help(command: Command) -> None:
     said = command("--help")
     assert said.code == 0
-    for verb in ("train", "plan", "prove", "generate", "export", "report", "doctor", "schema", "recipes", "data"):
+    for verb in (
+        "train",
+        "plan",
+        "prove",
+        "generate",
+        "export",
+        "report",
+        "doctor",
+        "schema",
+        "recipes",
+        "data",
+        "bench",
+    ):
         assert f" {verb} " in said.out
         assert command(verb, "--help").code == 0
     assert "Weft weaves one training run across any number of devices." in said.out

@@ -21,6 +21,8 @@ app = typer.Typer(
 )  # fmt: skip
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Token stores.")
 app.add_typer(data_app, name="data")
+bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measurements on this machine.")
+app.add_typer(bench_app, name="bench")
 
 JobArg = Annotated[str, typer.Argument(metavar="JOB", help="A recipe's name or a YAML file.")]
 Overrides = Annotated[
@@ -253,6 +255,28 @@ def data_build(
         _print_json(asdict(made))
     else:
         print(f"{made.path}: {made.tokens:,} tokens, {made.documents:,} documents, vocabulary {made.vocab:,}")
+
+
+@bench_app.command("step")
+def bench_step(
+    job: JobArg,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to profile.")] = 3,
+    nproc: Nproc = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show where one step's time goes, by class of kernel, and how far each is from what the device can do."""
+    from weft.job.load import load_job
+
+    described = load_job(job, overrides or ())
+    from weft.train.profile import bench_step, show
+
+    code, run = bench_step(described, nproc, steps, _say)
+    if code:
+        raise typer.Exit(code)
+    print(run.profile.read_text(encoding="utf-8") if as_json else show(run))
+    if not as_json:
+        _say(f"profile: {run.profile}; picture: {run.report}")
 
 
 def main() -> None:

@@ -34,6 +34,11 @@ class RunDir:
         return self.path / "pipeline.json"
 
     @property
+    def profile(self) -> Path:
+        """Where a step's time goes, by class of work (weft bench step)."""
+        return self.path / "profile.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -63,7 +63,11 @@ def locked(run: RunDir, patience_s: float = 15.0) -> Iterator[int]:
         os.close(handle)
 
 
-def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None]) -> int:
+WORKER = ("weft.train.worker",)
+"""The module that a rank runs; what follows it are arguments after the run's folder."""
+
+
+def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None], worker: tuple[str, ...] = WORKER) -> int:
     """Start the ranks of the run in this folder, wait for them, and say why if one failed. Returns the exit code."""
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
@@ -74,7 +78,7 @@ def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None]) -> in
         ranks: list[subprocess.Popen[bytes]] = []
         with _forwarding(ranks) as interrupts:
             for rank in range(world):
-                ranks.append(_start(run, rank, world, Path(folder) / "store", lock))
+                ranks.append(_start(run, rank, world, Path(folder) / "store", lock, worker))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
             code = _watch(run, ranks, lambda text: None if len(interrupts) >= AT_ONCE else say(text))
         if len(interrupts) < AT_ONCE:
@@ -83,7 +87,9 @@ def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None]) -> in
         return int(Exit.INTERRUPTED)
 
 
-def _start(run: RunDir, rank: int, world: int, store: Path, lock: int) -> subprocess.Popen[bytes]:
+def _start(
+    run: RunDir, rank: int, world: int, store: Path, lock: int, worker: tuple[str, ...]
+) -> subprocess.Popen[bytes]:
     env = {
         **os.environ,
         "RANK": str(rank),
@@ -95,9 +101,8 @@ def _start(run: RunDir, rank: int, world: int, store: Path, lock: int) -> subpro
     }
     env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads once it knows its share
     # a session of its own: Ctrl-C reaches the launcher alone, which passes it on once
-    return subprocess.Popen(
-        [sys.executable, "-m", "weft.train.worker", str(run.path)], env=env, start_new_session=True, pass_fds=(lock,)
-    )
+    command = [sys.executable, "-m", worker[0], str(run.path), *worker[1:]]
+    return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(lock,))
 
 
 @contextlib.contextmanager
