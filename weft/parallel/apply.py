@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.job.errors import JobError
-from weft.memory import recompute
+from weft.memory import Park, lengthen, recompute
 from weft.mesh import Mesh, joint_axis
 from weft.models.init import initialise
 from weft.parallel.context import Context, Cut, split_context
@@ -46,15 +46,19 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int) -> Woven:
     dtype = COMPUTE[plan.precision]
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
+    context = Context(cp, Cut.of(plan, cp.rank)) if cp else None
+    park = Park(mesh.device, plan.host_gib / plan.virtual_stages)
     units = find_units(model)
     for prefix, unit in [*units.items(), ("", model)]:
         modules = members(model, prefix, skip=() if prefix else tuple(units))
         materialise(model, modules, mesh, seed)
         if split:
             split_tensors(split, model, modules)
-        if cp:
-            split_context(Context(cp, Cut.of(plan, cp.rank)), modules)
-        if prefix and plan.recompute == "full":
+        if context:
+            split_context(context, modules)
+        if prefix and plan.long:
+            lengthen(unit, context, plan.chunk, plan.tp if plan.sequence else 1, park)
+        elif prefix and plan.recompute == "full":
             recompute(unit)
         if sharded:
             _refuse_scalars(unit)
