@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 24
-"""Logits held at once: 64 MiB in fp32."""
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+"""Logits held at once: 64 MiB in fp32; 512 MiB on a GPU, whose matrix units want more rows."""
 
 
 class VocabSplit(Protocol):
@@ -60,7 +60,7 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The loss is linear in its upstream gradient, so both gradients are made with it, chunk by chunk."""
     # x [tokens, dim], weight [local vocab, dim], targets and valid [tokens]
-    rows = max(1, CHUNK_ELEMENTS // max(1, weight.shape[0]))
+    rows = max(1, CHUNK_ELEMENTS.get(x.device.type, 1 << 24) // max(1, weight.shape[0]))
     dx = torch.empty_like(x) if want[0] else None
     dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want[1] else None
     total = torch.zeros((), dtype=torch.float32, device=x.device)
