@@ -107,4 +107,4 @@ def test_lessons_are_listed_and_a_wrong_name_is_refused(tmp_path: Path) -> None:
     assert listed.out.startswith("pipeline         A pipeline by hand")
     wrong = weft(tmp_path, "lesson", "pipelin")
     assert wrong.code == 2
-    assert wrong.last == "weft: no lesson is named 'pipelin'; lessons: pipeline"
+    assert wrong.last == "weft: no lesson is named 'pipelin'; lessons: pipeline, ring_attention"

@@ -10,7 +10,7 @@ from weft.job import parse_job
 from weft.job.schema import Job
 from weft.mesh import connect
 from weft.models import build_model, loss_sum
-from weft.parallel.apply import compile_unit, find_units, parallelize
+from weft.parallel.apply import compile_parts, find_units, parallelize
 from weft.plan import make_plan
 
 BATCH = {
@@ -32,7 +32,7 @@ def gradients(job: Job, compiled: bool) -> tuple[float, dict[str, Tensor]]:
     woven = parallelize(build_model(job.model), connect(plan), plan)
     if compiled:
         for unit in find_units(woven.module).values():
-            compile_unit(unit, backend="aot_eager")
+            compile_parts(unit, ("forward",), backend="aot_eager")
     total = woven.backward([BATCH], lambda m, b, hidden=None: loss_sum(m, b, job.model), 1.0)
     return float(total), {n: x.grad.clone() for n, x in woven.leaves.items()}
 

@@ -73,7 +73,20 @@ def refused(world: int | None = None, **job: Any) -> str:
          "or 6 ranks (--nproc)"),
         (4, {"parallel": {"dp_shard": -1, "tp": -1}},
          "parallel.dp_shard and parallel.tp are both -1; only one axis can take the rest"),
-        (2, {"parallel": {"cp": 2}}, "parallel.cp=2 can be planned but not trained yet; cp=1 would work"),
+        (2, {"model": "own:Net", "parallel": {"cp": 2}},
+         "parallel.cp=2 cuts a sequence, and own:Net has none that Weft knows; use dp_replicate or dp_shard"),
+        (16, {"model": SMALL, "parallel": {"cp": 16, "cp_style": "ulysses"}},
+         "parallel.cp_style=ulysses cannot deal out model.heads=8 and model.kv_heads=2 to cp=16 ranks; "
+         "cp=1, 2, 4 or 8 would work, or cp_style=ring"),
+        (2, {"model": SMALL, "parallel": {"cp": 2, "cp_style": "hybrid"}},
+         "parallel.cp_style=hybrid with cp=2 and model.heads=8 and model.kv_heads=2 leaves no group between one rank "
+         "and all of them; cp_style=ring would work"),
+        (2, {"parallel": {"pp": 2, "schedule": "zb-h1"}, "memory": {"chunk": 8}},
+         "memory.chunk=8 makes a block's gradients all at once, and parallel.schedule=zb-h1 splits them; "
+         "schedule=1f1b would work"),
+        (1, {"model": "own:Net", "memory": {"offload": "activations"}},
+         "memory.offload=activations works on a transformer's blocks, and own:Net is none; memory.recompute=full "
+         "would work"),
         (2, {"parallel": {"ep": 2}}, "parallel.ep=2 can be planned but not trained yet; ep=1 would work"),
         (2, {"precision": "fp8", "cluster": {"device": "a100", "devices_per_node": 2}},
          "precision=fp8 needs fp8 products, which a100-sxm-80gb does not have; precision=bf16 would work"),

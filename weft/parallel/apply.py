@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.job.errors import JobError
-from weft.memory import chosen, recompute
+from weft.memory import Park, chosen, lengthen, recompute
 from weft.mesh import Mesh, joint_axis
 from weft.models.init import initialise
 from weft.parallel.context import Context, Cut, split_context
@@ -55,20 +55,27 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, 
     dtype, fp8 = COMPUTE[plan.precision], recipe_of(plan)
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
+    context = Context(cp, Cut.of(plan, cp.rank)) if cp else None
+    park = Park(mesh.device, plan.host_gib / plan.virtual_stages)
     units = find_units(model)
     for prefix, unit in [*units.items(), ("", model)]:
         modules = members(model, prefix, skip=() if prefix else tuple(units))
         materialise(model, modules, mesh, seed)
         if split:
             split_tensors(split, model, modules)
-        if cp:
-            split_context(Context(cp, Cut.of(plan, cp.rank)), modules)
+        if context:
+            split_context(context, modules)
         if prefix and fp8:
             use_fp8(modules, fp8)
-        if prefix in again:
-            recompute(unit, again[prefix])
-        if prefix and plan.compile:
-            compile_unit(unit)
+        if prefix and plan.long:
+            if plan.compile:
+                compile_parts(unit, ("before", "after"))
+            lengthen(unit, context, plan.chunk, plan.tp if plan.sequence else 1, park)
+        elif prefix:
+            if prefix in again:
+                recompute(unit, again[prefix])
+            if plan.compile:
+                compile_parts(unit, ("forward",))
         if sharded:
             _refuse_scalars(unit)
             shard(unit, mesh.submesh("dp_replicate", joint_axis(plan)), plan.zero, dtype)
@@ -83,9 +90,10 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, 
     return Woven(model, data, tp, partial, frozen, aliases, DelayedScales(model, mesh))
 
 
-def compile_unit(unit: nn.Module, backend: str = "inductor") -> None:
-    """Compile a unit's maths; its hooks stay outside. Units of one class share what was compiled."""
-    unit.forward = torch.compile(unit.forward, dynamic=False, backend=backend)
+def compile_parts(unit: nn.Module, parts: tuple[str, ...], backend: str = "inductor") -> None:
+    """Compile these methods of a unit; its hooks stay outside. Units of one class share what was compiled."""
+    for part in parts:
+        setattr(unit, part, torch.compile(getattr(unit, part), dynamic=False, backend=backend))
 
 
 def _refuse_scalars(unit: nn.Module) -> None:

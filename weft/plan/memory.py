@@ -11,7 +11,7 @@ from weft.plan.recompute import kept_elements, recomputed_share
 GIB = 2**30
 RUNTIME_GIB = {"cpu": 0.35, "cuda": 0.0}
 """torch itself before a single weight: resident on a CPU rank; a GPU's context is not in what its allocator counts."""
-LOGITS_BYTES = 3 * (1 << 24) * 4
+LOGITS_BYTES = {"cpu": 3 * (1 << 24) * 4, "cuda": 3 * (1 << 27) * 4}
 """The chunk of logits that the loss holds, its exponentials, and their gradient (models/loss.py)."""
 
 
@@ -34,7 +34,11 @@ def predict_memory(job: Job, plan: Plan) -> dict[str, float]:
     whole_gradients = parameters * 4 if shard > 1 and plan.zero == 1 else 0
     tokens = plan.microbatch * (1 if job.model.family == "mlp" else job.data.seq_len) / plan.cp
     kept = activation_bytes(job.model, compute, plan) * tokens
-    logits = 0 if job.model.family == "mlp" else min(LOGITS_BYTES, 3 * 4 * tokens * (job.model.vocab or 0) / plan.tp)
+    logits = (
+        0
+        if job.model.family == "mlp"
+        else min(LOGITS_BYTES[plan.device], 3 * 4 * tokens * (job.model.vocab or 0) / plan.tp)
+    )
     parts = {
         "states_gib": states / GIB,
         "gathered_gib": (gathered + whole_gradients) / GIB,

@@ -1,0 +1,93 @@
+"""Tensors parked in host memory between a forward and its backward pass, fetched back before they are asked for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Parked:
+    """Some tensors of one block, on the device or in the host's memory."""
+
+    here: list[Tensor]
+    there: list[Tensor] = field(default_factory=list)
+    """Host copies; empty where the tensors stayed on the device."""
+    shapes: list[tuple[torch.Size, torch.dtype, torch.device]] = field(default_factory=list)
+    before: Parked | None = None
+    """What was parked before these, and so is needed after them."""
+    arrived: torch.cuda.Event | None = None
+
+
+class Park:
+    """Host memory of a limited size. Copies run on a stream of their own, and page-locked room is used again."""
+
+    def __init__(self, device: torch.device, limit_gib: float):
+        self.cuda = device.type == "cuda"
+        self.free_bytes = int(limit_gib * 2**30)
+        self.room: dict[int, list[Tensor]] = defaultdict(list)
+        self.stream = torch.cuda.Stream(device) if self.cuda else None
+        self.last: Parked | None = None
+
+    def put(self, tensors: list[Tensor]) -> Parked:
+        """Send tensors off; without room for all of them they stay where they are."""
+        entry = Parked(tensors, before=self.last)
+        self.last = entry
+        rooms = self._reserve([t.numel() * t.element_size() for t in tensors])
+        if rooms is None:
+            return entry
+        entry.shapes = [(t.shape, t.dtype, t.device) for t in tensors]
+        entry.there = rooms
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for tensor, room in zip(tensors, rooms, strict=True):
+                room.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+                if self.stream is not None:
+                    tensor.record_stream(self.stream)
+        entry.here = []
+        return entry
+
+    def get(self, entry: Parked) -> list[Tensor]:
+        """The tensors, on the device; those parked before them set off too. An entry is read once."""
+        self._fetch(entry)
+        if entry.arrived is not None:
+            torch.cuda.current_stream().wait_event(entry.arrived)
+        if entry.before is not None:
+            self._fetch(entry.before)
+        if self.last is entry:
+            self.last = entry.before
+        here, entry.here, entry.before = entry.here, [], None
+        return here
+
+    def _fetch(self, entry: Parked) -> None:
+        if not entry.there:
+            return
+        # made on the computing stream, whose memory it is; the copy waits for what was queued until now
+        entry.here = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in entry.shapes]
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for tensor, room in zip(entry.here, entry.there, strict=True):
+                tensor.copy_(room.view(tensor.dtype).view(tensor.shape), non_blocking=True)
+                self.room[room.numel()].append(room)  # the next copy into it follows on the same stream
+            if self.stream is not None:
+                entry.arrived = self.stream.record_event()
+        entry.there = []
+
+    def _reserve(self, sizes: list[int]) -> list[Tensor] | None:
+        found: list[Tensor] = []
+        for size in sizes:
+            if self.room[size]:
+                found.append(self.room[size].pop())
+            elif size <= self.free_bytes:
+                self.free_bytes -= size
+                found.append(torch.empty(size, dtype=torch.uint8, pin_memory=self.cuda))
+            else:
+                for room in found:
+                    self.room[room.numel()].append(room)
+                return None
+        return found
