@@ -60,7 +60,7 @@ def scaled_mm(a: Tensor, b: Tensor, unscale_a: Tensor, unscale_b: Tensor, fast: 
     """a [m, k] · b [k, n] of fp8 factors, times what undoes their scales: numbers, or [m, 1] and [1, n].
 
     The only place that knows torch's private name. CUDA wants `a` by rows and `b` by columns. On a CPU the same sums
-    are made in fp32: torch's own CPU kernel took no scales by row before 2.12.
+    are made in fp32: not every version's CPU kernel takes scales by row.
     """
     if a.device.type == "cuda":
         return torch._scaled_mm(a, b, unscale_a, unscale_b, out_dtype=OUT, use_fast_accum=fast)
