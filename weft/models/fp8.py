@@ -172,18 +172,17 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, m
 
 
 def _tensorwise(x: Tensor, weight: Tensor, recipe: Recipe, maxima: Maxima | None) -> Tensor:
-    with torch.no_grad():
-        amax = torch.stack([largest(x), largest(weight)]).float()
-    seen = None
+    with torch.no_grad():  # apart from each other, so that layers of one input share its maximum, scale and cast
+        amax_x, amax_w = largest(x), largest(weight)
+    seen = scale_g = None
     if maxima is not None and torch.is_grad_enabled():  # an evaluation leaves no trace
         seen = maxima.seen
         with torch.no_grad():
-            seen[:G].copy_(torch.maximum(seen[:G], amax))
+            seen[:G].copy_(torch.maximum(seen[:G], torch.stack([amax_x, amax_w]).float()))
     if maxima is not None and maxima.known:
-        amax, scale_g = maxima.past, scale_for(maxima.past[G], E5M2)
-    else:
-        scale_g = None
-    y: Tensor = _Tensorwise.apply(x, weight, scale_for(amax[X], E4M3), scale_for(amax[W], E4M3), scale_g, seen, recipe)
+        amax_x, amax_w = maxima.past[X], maxima.past[W]
+        scale_g = scale_for(maxima.past[G], E5M2)
+    y: Tensor = _Tensorwise.apply(x, weight, scale_for(amax_x, E4M3), scale_for(amax_w, E4M3), scale_g, seen, recipe)
     return y
 
 
