@@ -60,7 +60,7 @@ def scaled_mm(a: Tensor, b: Tensor, unscale_a: Tensor, unscale_b: Tensor, fast: 
     """a [m, k] · b [k, n] of fp8 factors, times what undoes their scales: numbers, or [m, 1] and [1, n].
 
     The only place that knows torch's private name. CUDA wants `a` by rows and `b` by columns. On a CPU the same sums
-    are made in fp32: torch's own CPU kernel took no scales by row before 2.12.
+    are made in fp32: not every version's CPU kernel takes scales by row.
     """
     if a.device.type == "cuda":
         return torch._scaled_mm(a, b, unscale_a, unscale_b, out_dtype=OUT, use_fast_accum=fast)
@@ -172,18 +172,17 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, m
 
 
 def _tensorwise(x: Tensor, weight: Tensor, recipe: Recipe, maxima: Maxima | None) -> Tensor:
-    with torch.no_grad():
-        amax = torch.stack([largest(x), largest(weight)]).float()
-    seen = None
+    with torch.no_grad():  # apart from each other, so that layers of one input share its maximum, scale and cast
+        amax_x, amax_w = largest(x), largest(weight)
+    seen = scale_g = None
     if maxima is not None and torch.is_grad_enabled():  # an evaluation leaves no trace
         seen = maxima.seen
         with torch.no_grad():
-            seen[:G].copy_(torch.maximum(seen[:G], amax))
+            seen[:G].copy_(torch.maximum(seen[:G], torch.stack([amax_x, amax_w]).float()))
     if maxima is not None and maxima.known:
-        amax, scale_g = maxima.past, scale_for(maxima.past[G], E5M2)
-    else:
-        scale_g = None
-    y: Tensor = _Tensorwise.apply(x, weight, scale_for(amax[X], E4M3), scale_for(amax[W], E4M3), scale_g, seen, recipe)
+        amax_x, amax_w = maxima.past[X], maxima.past[W]
+        scale_g = scale_for(maxima.past[G], E5M2)
+    y: Tensor = _Tensorwise.apply(x, weight, scale_for(amax_x, E4M3), scale_for(amax_w, E4M3), scale_g, seen, recipe)
     return y
 
 

@@ -125,13 +125,18 @@ class Pipelined:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """After an update: a weight that is held twice is updated once."""
+        """After a step: a weight that is held twice is updated once, and its twin follows."""
+        for stage in self.stages.values():
+            stage.follow()
+        self._renew_twins()
+
+    def _renew_twins(self) -> None:
         for held in (self.twins, self.twin_copies):
             for name, twin in held.items():
                 local_of(twin).copy_(local_of(self.masters[name]))
 
     def refresh(self) -> None:
-        self.follow()
+        self._renew_twins()
         for stage in self.stages.values():
             stage.refresh()
 

@@ -113,10 +113,10 @@ class Woven:
         self.data.zero_grad()
 
     def follow(self) -> None:
-        """After an update, let what the optimizer does not see follow what it does; here it sees everything."""
-
-    def refresh(self) -> None:
-        """After the optimizer changed the masters."""
-        self.data.refresh()
+        """After a step: let what the optimizer does not see learn from it."""
         if self.scales is not None:
             self.scales.step()
+
+    def refresh(self) -> None:
+        """After the masters were changed by other hands than the optimizer's."""
+        self.data.refresh()
