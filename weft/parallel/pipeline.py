@@ -123,13 +123,13 @@ class Pipelined:
         for stage in self.stages.values():
             stage.zero_grad()
 
-    @torch.no_grad()
     def follow(self) -> None:
         """After a step: a weight that is held twice is updated once, and its twin follows."""
         for stage in self.stages.values():
             stage.follow()
         self._renew_twins()
 
+    @torch.no_grad()
     def _renew_twins(self) -> None:
         for held in (self.twins, self.twin_copies):
             for name, twin in held.items():
