@@ -32,7 +32,7 @@ AIMS = {"bf16": 0.005, "fp8": 0.01}
 """How far the last validation loss may be from fp32's, by the beginning of the case's name."""
 SHAPES: dict[str, dict[str, Any]] = {
     "cuda": {
-        "model": {"shape": "gpt2-125m", "max_len": 512}, "seq_len": 512, "batch": 16, "steps": 300, "eval": 25,
+        "model": {"shape": "gpt2-125m", "max_len": 512}, "seq_len": 512, "batch": 16, "steps": 300, "eval": 50,
         "batches": 8,
     },
     "cpu": {
@@ -50,7 +50,7 @@ def train(case: str, shape: dict[str, Any], steps: int, folder: Path) -> dict[st
         "data": {"source": "stdlib", "seq_len": shape["seq_len"], "tokenizer": "bytes"},
         "train": {"steps": steps, "global_batch": shape["batch"], "seed": 0, "eval_every": shape["eval"],
                   "eval_batches": shape["batches"]},
-        "optim": {"lr": 6e-4, "warmup": 0.05, "schedule": "cosine", "clip": 1.0, "weight_decay": 0.1},
+        "optim": {"lr": 3e-4, "warmup": 0.2, "schedule": "cosine", "clip": 1.0, "weight_decay": 0.1},
         "cluster": {"devices_per_node": 1},
         "checkpoint": {"every": 0},
         "runs_dir": str(folder),
