@@ -156,6 +156,7 @@ def _causal(args: tuple[Any, ...], index: int) -> bool:
 
 FLOPS: dict[Any, Callable[..., float]] = {
     **flop_registry,
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention(
         4.0, lambda a: (a[0], a[1], _causal(a, 4))
     ),

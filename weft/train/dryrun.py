@@ -99,7 +99,7 @@ def _trace(job: Job, plan: Plan, mesh: Mesh) -> tuple[Meter, dict[str, int]]:
     weights = [w for stage in _stages(state.woven) for w in getattr(stage.data, "weights", {}).values()]
     parts = {
         "parameters": _bytes(masters),
-        "copies": _bytes(weights) - _bytes(masters) if plan.precision != "fp32" and weights else 0,
+        "copies": _bytes(weights) if plan.precision != "fp32" else 0,
         "gradients": _bytes(m.grad for m in masters if m.grad is not None),
         "optimizer": _bytes(state.optimizers.state().values()),
         "average": _bytes(state.ema.averages.values()),
