@@ -37,6 +37,9 @@ class Optimizers:
             for group in part.param_groups:
                 group["lr"] = lr * group["lr_factor"]
             part.step()
+        for name, param in self.params.items():
+            if param is not self.masters[name]:
+                param.grad = None  # else this step's gradients would live on beside the next one's
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state as NAME.KEY."""

@@ -122,6 +122,7 @@ def sizes_of(job: Job, plan: Plan) -> Sizes:
         rows=tokens / plan.tp if plan.sequence else tokens, tokens=tokens, dim=m.dim or 0,
         heads=(m.heads or 0) * head_dim / plan.tp, kv=(m.kv_heads or 0) * head_dim / plan.tp,
         scores=(m.heads or 0) / plan.tp, ffn=(m.ffn or 0) / plan.tp, c=width(plan), tp=plan.tp, sequence=plan.sequence,
+        retain=plan.dp_shard > 1 or (plan.dp_replicate == 1 and plan.precision == "fp32" and plan.accumulation == 1),
         fused=plan.device == "cuda",
     )  # fmt: skip
 
@@ -243,8 +244,8 @@ class _Step:
             w.add(s.begin.kept)
         for unit in s.blocks:
             if self.sharded and index not in self.ready:
-                w.flash(before + unit.gathered)  # the pieces of the unit before are let go only now
-                w.add(2 * unit.gathered - before)
+                w.add(2 * unit.gathered)  # the pieces of the unit before are let go only now
+                w.add(-before)
                 before = unit.gathered
             w.flash(unit.passing.forward)
             w.add(unit.passing.kept)
@@ -273,7 +274,8 @@ class _Step:
         if self._recuts:
             w.add(2 * s.root.gathered)
             w.add(-s.root.gathered)
-        ahead = 0.0
+        ahead = s.blocks[-1].gathered if self._recuts and s.blocks else 0.0
+        w.add(ahead)
         if s.end is not None:
             w.flash(s.end.backward)
             w.add(-s.end.kept + s.head_grad + grad)
@@ -293,8 +295,6 @@ class _Step:
                 self._unit_grads(index, i, unit, last)
             else:
                 w.add(s.later)
-            if self._recuts:
-                pass
         if s.begin is not None:
             w.flash(s.begin.backward)
             w.add(-s.begin.kept)

@@ -34,6 +34,13 @@ class Tape:
         """Bytes that are there for a moment."""
         self.peak = max(self.peak, self.live + size)
 
+    def weigh(self, size: float, retain: bool) -> None:
+        """The gradient of a weight: handed on at once, or kept with the others of its unit."""
+        if retain:
+            self.take(weights=size)
+        else:
+            self.flash(size)
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -54,6 +61,8 @@ class Sizes:
     """Bytes of an element."""
     tp: int
     sequence: bool
+    retain: bool
+    """The gradients of a unit's weights stay until all of them are there."""
     fused: bool
     """One kernel for a norm (GPUs); a CPU's RMS norm is made of several, in fp32."""
 
@@ -217,18 +226,18 @@ def _block_backward(t: Tape, m: Model, z: Sizes) -> None:
     t.drop("out")
     _into_region_backward(t, z, "dd")
     t.take(dp=hidden)
-    t.flash(matrix)
+    t.weigh(matrix, z.retain)
     t.drop("p", "dd")
     if m.activation == "swiglu":
         t.take(ds=hidden, du=hidden)
         t.drop("dp", "s", "u")
         t.take(dn=wide)
-        t.flash(matrix)
+        t.weigh(matrix, z.retain)
         t.drop("du")
         t.take(dg=hidden)
         t.drop("ds", "g")
-        t.flash(matrix + wide)
         t.take(dn2=wide)
+        t.weigh(matrix, z.retain)
         t.drop("dg")
         t.flash(wide)
         t.drop("dn2", "n2")
@@ -236,7 +245,7 @@ def _block_backward(t: Tape, m: Model, z: Sizes) -> None:
         t.take(du=hidden)
         t.drop("dp", "u")
         t.take(dn=wide)
-        t.flash(matrix)
+        t.weigh(matrix, z.retain)
         t.drop("du", "n2")
     _out_of_region_backward(t, z, "dn")
     _norm_backward(t, m, z, "n2", "dn", z.rows, z.dim)
@@ -245,7 +254,7 @@ def _block_backward(t: Tape, m: Model, z: Sizes) -> None:
     _into_region_backward(t, z, "do")
     heads, kv = z.tokens * z.heads * z.c, z.tokens * z.kv * z.c
     t.take(da=heads)
-    t.flash(z.dim * z.heads * z.c)
+    t.weigh(z.dim * z.heads * z.c, z.retain)
     t.drop("do")
     t.take(dq=heads, dk=kv, dv=kv)
     q, k = ("qn", "kn") if m.qk_norm else ("q", "k")
@@ -260,14 +269,16 @@ def _block_backward(t: Tape, m: Model, z: Sizes) -> None:
             _norm_backward(t, m, z, name, grad, z.tokens * width / (m.head_dim or 1), m.head_dim or 1)
     t.take(dn=wide)
     t.drop("dv")
-    t.flash(wide + z.dim * z.kv * z.c)
+    t.weigh(2 * z.dim * z.kv * z.c, z.retain)
+    t.flash(wide)
     t.drop("dk")
-    t.flash(2 * wide + z.dim * z.heads * z.c)
+    t.flash(2 * wide)
+    t.weigh(z.dim * z.heads * z.c, z.retain)
     t.drop("dq", "n")
     _out_of_region_backward(t, z, "dn")
     _norm_backward(t, m, z, "n", "dn", z.rows, z.dim)
     t.flash(z.rows * z.dim * z.c)
-    t.drop("dn")
+    t.drop("dn", "weights")
 
 
 def head_passing(m: Model, z: Sizes, vocab: float, targets: float, chunk: int) -> tuple[Passing, float]:
