@@ -1,92 +1,37 @@
-"""Memory of one rank under a plan, part by part. The planner's estimator will refine it; every run prints it."""
+"""Memory and traffic of one rank under a plan, part by part: what every run prints beside what it measured."""
 
 from __future__ import annotations
 
-from weft.job.schema import Job, Model
-from weft.plan.counts import count_parameters
+from weft.job.schema import Job
+from weft.plan.exact import traffic_of
 from weft.plan.layout import Plan
+from weft.plan.peak import peak_parts
 
 GIB = 2**30
 RUNTIME_GIB = {"cpu": 0.35, "cuda": 0.0}
 """torch itself before a single weight: resident on a CPU rank; a GPU's context is not in what its allocator counts."""
-LOGITS_BYTES = 3 * (1 << 24) * 4
-"""The chunk of logits that the loss holds, its exponentials, and their gradient (models/loss.py)."""
 
 
 def predict_memory(job: Job, plan: Plan) -> dict[str, float]:
-    """GiB by part; empty for a person's own module, whose size is not known before it is built."""
-    counts = count_parameters(job.model)
-    if counts is None:
+    """GiB by part of the fullest rank; empty for a person's own module, whose size is not known before it is built."""
+    if job.model.module:
         return {}
-    parameters = counts.total / plan.tp / plan.pp
-    unit = max(counts.block, counts.embedding + counts.head) / plan.tp
-    compute = 4 if plan.precision == "fp32" else 2
-    shard = plan.dp_shard
-    states = parameters * (4 + 4 + optimizer_bytes(job.optim.name)) / shard
-    if plan.dp_shard == 1:
-        gathered = parameters * (compute if plan.precision != "fp32" else 0)
-    elif plan.zero == 3:
-        gathered = 2 * unit * compute
-    else:
-        gathered = parameters * compute
-    whole_gradients = parameters * 4 if shard > 1 and plan.zero == 1 else 0
-    tokens = plan.microbatch * (1 if job.model.family == "mlp" else job.data.seq_len) / plan.cp
-    kept = activation_bytes(job.model, compute, plan) * tokens
-    logits = 0 if job.model.family == "mlp" else min(LOGITS_BYTES, 3 * 4 * tokens * (job.model.vocab or 0) / plan.tp)
-    parts = {
-        "states_gib": states / GIB,
-        "gathered_gib": (gathered + whole_gradients) / GIB,
-        "activations_gib": (kept + logits) / GIB,
+    stride = plan.world // plan.pp
+    parts = max((peak_parts(job, plan, stage * stride) for stage in range(plan.pp)), key=lambda p: p["peak"])
+    gathered = min(parts["gathered"], parts["working"])
+    found = {
+        "states_gib": (parts["parameters"] + parts["gradients"] + parts["optimizer"]) / GIB,
+        "gathered_gib": gathered / GIB,
+        "activations_gib": (parts["working"] - gathered) / GIB,
         "runtime_gib": RUNTIME_GIB[plan.device],
     }
-    return {"memory_gib": sum(parts.values()), **parts}
-
-
-def optimizer_bytes(name: str) -> int:
-    """Bytes of optimizer state a parameter: AdamW keeps two moments, the others about one or none."""
-    return {"adamw": 8, "sgd": 4, "muon": 4, "adafactor": 0}[name]
-
-
-def activation_bytes(model: Model, compute: int, plan: Plan) -> float:
-    """Bytes kept for the backward pass, a token, over all of this rank's layers."""
-    layers = (model.layers or 0) / plan.pp
-    dim = model.dim or 0
-    if model.family == "mlp":
-        return layers * 2 * dim * compute / plan.tp
-    if plan.recompute == "full":
-        one = _block_elements(model)
-        return (layers * dim + one) * compute / plan.tp
-    return layers * _block_elements(model) * compute / plan.tp
-
-
-def _block_elements(model: Model) -> float:
-    heads = (model.heads or 0) * (model.head_dim or 0)
-    kv = (model.kv_heads or 0) * (model.head_dim or 0)
-    attention = 2 * heads + 3 * kv + 2 * heads  # q and k before and after turning, v, the output twice
-    hidden = (4 if model.activation == "swiglu" else 2) * (model.ffn or 0)
-    return 4 * (model.dim or 0) + attention + hidden
+    return {"memory_gib": sum(found.values()), **found}
 
 
 def communication_bytes(job: Job, plan: Plan) -> dict[str, float]:
-    """Bytes one rank hands to collectives in a step, by axis."""
-    counts = count_parameters(job.model)
-    if counts is None:
-        return {}
-    parameters = counts.total / plan.tp / plan.pp
-    compute = 4 if plan.precision == "fp32" else 2
-    out: dict[str, float] = {}
-    if plan.dp_shard > 1:
-        gathers = {1: 1, 2: 1, 3: 2 * plan.accumulation}[plan.zero]
-        scatters = 1 if plan.zero == 1 else plan.accumulation
-        out["dp_shard"] = parameters * (gathers * compute + scatters * 4)
-    if plan.dp_replicate > 1:
-        out["dp_replicate"] = 4 * parameters / plan.dp_shard
-    if plan.tp > 1 and job.model.family != "mlp":
-        tokens = plan.microbatch * plan.accumulation * job.data.seq_len
-        times = 12 if plan.recompute == "full" else 8  # two gathers and two sums a block: forward, backward, again
-        out["tp"] = times * (job.model.layers or 0) / plan.pp * tokens * (job.model.dim or 0) * compute
-    if plan.pp > 1:
-        width = 1 if job.model.family == "mlp" else job.data.seq_len / (plan.tp if plan.sequence else 1)
-        sent = plan.microbatch * plan.accumulation * width * (job.model.dim or 0) * compute
-        out["pp"] = 2 * plan.virtual_stages * sent  # activations on, gradients back
-    return out
+    """Bytes one rank of the pipeline's middle hands to collectives in a step, by axis; received messages apart."""
+    rank = plan.world // plan.pp * (plan.pp // 2)
+    return {
+        axis: float(sum(amount for kind, amount in kinds.items() if kind != "recv"))
+        for axis, kinds in traffic_of(job, plan, rank).items()
+    }

@@ -82,8 +82,25 @@ def peak_parts(job: Job, plan: Plan, rank: int = 0) -> dict[str, float]:
         "gradients": states.gradients,
         "optimizer": states.optimizer,
         "working": walk.peak - states.total,
+        "gathered": _gathered(job, plan, rank),
         "peak": walk.peak,
     }
+
+
+def _gathered(job: Job, plan: Plan, rank: int) -> float:
+    """Weights that shards must hold whole at once: all of them, or those of two blocks and of what is outside."""
+    if plan.dp_shard == 1:
+        return 0.0
+    coords = coords_of(plan, rank)
+    units: dict[tuple[int, str], float] = {}
+    for stage in stages_of(plan, coords["pp"]):
+        for p in pieces_of(job.model, plan, stage, coords):
+            key = (stage, p.weight.unit)
+            units[key] = units.get(key, 0.0) + p.padded * plan.dp_shard * width(plan)
+    if plan.zero < 3:
+        return sum(units.values())
+    outside = max((size for (_, unit), size in units.items() if not unit), default=0.0)
+    return outside + 2 * max((size for (_, unit), size in units.items() if unit), default=0.0)
 
 
 def peak_of(job: Job, plan: Plan, rank: int = 0) -> float:
