@@ -22,9 +22,9 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
 from weft.memory.meter import Meter
-from weft.mesh import Mesh, pretend
+from weft.mesh import Mesh, connect, pretend
 from weft.parallel.woven import Batch
-from weft.plan import RUNNABLE, check
+from weft.plan import RUNNABLE, check, make_plan
 from weft.plan.exact import flops_of, states_of, traffic_of
 from weft.plan.layout import Plan
 from weft.plan.peak import peak_of
@@ -75,13 +75,21 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
     try:
         norms = _fused_norms() if plan.device == "cuda" else nullcontext()
         with _real_meshes(), norms, FakeTensorMode(allow_non_fake_inputs=True):
-            meter, parts = _trace(job, plan, mesh)
+            meter, parts = trace(job, plan, mesh)
         return _compare(job, plan, mesh, meter, parts, began)
     finally:
         mesh.close()
 
 
-def _trace(job: Job, plan: Plan, mesh: Mesh) -> tuple[Meter, dict[str, int]]:
+def measured_peak(job: Job) -> int:
+    """On a real rank: the most bytes of tensors that a real step had at once. Its ranks call this together."""
+    job, plan = make_plan(job)
+    meter, _ = trace(job, plan, connect(plan, job.comm.timeout_s))
+    return meter.peak
+
+
+def trace(job: Job, plan: Plan, mesh: Mesh) -> tuple[Meter, dict[str, int]]:
+    """Build this rank and take a step under a meter; also the bytes of what it keeps."""
     groups = {axis.group.group_name: name for name, axis in mesh.axes.items()}
     if mesh.everyone is not None:
         groups.setdefault(mesh.everyone.group.group_name, "everyone")
