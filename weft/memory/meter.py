@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -46,7 +47,9 @@ class Meter(TorchDispatchMode):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
         self.sizes: dict[int, int] = {}
+        self.blind = False
         self._resize = torch.UntypedStorage.resize_
+        self._propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that existed before."""
@@ -95,7 +98,18 @@ class Meter(TorchDispatchMode):
                 self._now(storage._cdata, storage.nbytes())
             return out
 
+        propagate = self._propagate
+
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            """DTensor tries an operator on whole tensors without data before it runs it on pieces: none of it is real."""
+            before, self.blind = self.blind, True
+            try:
+                return propagate(*args, **kwargs)
+            finally:
+                self.blind = before
+
         torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment,method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
         super().__enter__()
         return self
 
@@ -104,6 +118,7 @@ class Meter(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -112,6 +127,8 @@ class Meter(TorchDispatchMode):
             return NotImplemented  # it comes again as what its local tensors do
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self.blind:
+            return out
         if func.namespace == "c10d" and self.counting:
             self._collective(func, args)
         elif self.counting and (count := FLOPS.get(func._overloadpacket)) is not None:

@@ -40,7 +40,7 @@ class Wire:
         self.axis, self.device, self.dtype = axis, device, dtype
         # Gloo cannot send from GPU memory: there messages pass through the host
         self.host = device.type == "cuda" and dist.get_backend(axis.group) == "gloo"
-        self.nobody = dist.get_backend(axis.group) == "fake"  # a dry run: what is sent is gone at once
+        self.nobody = False  # a dry run of a network that says when a message has left: what is sent is gone at once
         self.peers = [dist.get_global_rank(axis.group, r) for r in range(axis.size)]
 
     def begin(self, lists: list[list[Action]], schedule: Schedule, shape: Callable[[Message], tuple[int, ...]]) -> None:

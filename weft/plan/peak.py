@@ -130,6 +130,16 @@ def _optimizer_flash(job: Job, plan: Plan, rank: int) -> float:
     return 5 * FLOAT * max(whole, default=0)
 
 
+def _retains(plan: Plan) -> bool:
+    """Whether the gradients of a unit's weights stay until the unit is done, instead of being added to others."""
+    again = plan.accumulation > 1 and plan.precision == "fp32"
+    return not (again and plan.zero == 1) if plan.dp_shard > 1 else not again and _unbucketed(plan)
+
+
+def _unbucketed(plan: Plan) -> bool:
+    return plan.dp_replicate == 1 and plan.precision == "fp32"
+
+
 def sizes_of(job: Job, plan: Plan) -> Sizes:
     """A block's sizes on a rank; the pieces of tp are equal but for the vocabulary."""
     m = job.model
@@ -139,7 +149,7 @@ def sizes_of(job: Job, plan: Plan) -> Sizes:
         rows=tokens / plan.tp if plan.sequence else tokens, tokens=tokens, dim=m.dim or 0,
         heads=(m.heads or 0) * head_dim / plan.tp, kv=(m.kv_heads or 0) * head_dim / plan.tp,
         scores=(m.heads or 0) / plan.tp, ffn=(m.ffn or 0) / plan.tp, c=width(plan), tp=plan.tp, sequence=plan.sequence,
-        retain=plan.dp_shard > 1 or (plan.dp_replicate == 1 and plan.precision == "fp32" and plan.accumulation == 1),
+        retain=_retains(plan),
         fused=plan.device == "cuda",
     )  # fmt: skip
 
@@ -182,7 +192,8 @@ def make_stage(job: Job, plan: Plan, stage: int, coords: dict[str, int]) -> Stag
         extra += plan.microbatch * seq * seq
         mask = plan.microbatch * float(seq) * seq * c
         passing = Passing(passing.kept + (0.0 if plan.recompute == "full" else mask), passing.forward + mask, passing.backward)
-    later = z.tokens * c * (z.heads + 2 * z.kv + (2 if m.activation == "swiglu" else 1) * z.ffn) + 4 * hidden
+    again = block_passing(m, z, False).kept - passing.kept if plan.recompute == "full" else 0.0
+    later = again + z.tokens * c * (z.heads + 2 * z.kv + (2 if m.activation == "swiglu" else 1) * z.ffn) + 4 * hidden
     blocks = tuple(_unit(plan, units[f"blocks.{i}"], passing) for i in range(first, end))
     return Stage(blocks, _unit(plan, root, NOTHING), begin, tail, head_grad, hidden, extra, later)
 
@@ -232,8 +243,8 @@ class _Step:
         if plan.pp == 1:
             for i in range(min(plan.accumulation, 2)):
                 last = i == min(plan.accumulation, 2) - 1
-                self.forward(0, sends=False)
-                self.backward(0, last, sends=False)
+                self.forward(0)
+                self.backward(0, last)
             return
         schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
         actions = schedule.actions[self.pp_rank]
@@ -245,13 +256,17 @@ class _Step:
         for i, action in enumerate(actions):
             last = final[action.stage] == i
             if action.kind == "F":
-                self.forward(action.stage, sends=action.stage < schedule.stages - 1)
-            elif action.kind == "W":
+                self.forward(action.stage)
+                continue
+            if action.kind == "W":
                 self.weights(action.stage, last)
             else:
-                self.backward(action.stage, last, sends=action.stage > 0, whole=action.kind == "B")
+                self.backward(action.stage, last, whole=action.kind == "B")
+            if plan.backend == "gloo" and action.kind in "BI":  # it says that a message has left only when asked to wait
+                sent = [o for o in (action.stage - 1, action.stage + 1) if 0 <= o < schedule.stages]
+                self.walk.add(one * sum(schedule.rank_of[o] != self.pp_rank for o in sent))
 
-    def forward(self, index: int, sends: bool) -> None:
+    def forward(self, index: int) -> None:
         s, w = self.stages[index], self.walk
         w.add(s.extra + (s.hidden if s.begin is None else 0.0))
         self._gather(index, s.root, root=True)
@@ -281,11 +296,16 @@ class _Step:
     def _recuts(self) -> bool:
         return self.sharded and self.plan.zero == 3 and not self.split
 
+    @property
+    def _adds(self) -> bool:
+        """Whether whole fp32 gradients wait for the last microbatch, and autograd adds to them in place."""
+        return self.sharded and self.c == FLOAT and (self.plan.zero == 1 or self.split)
+
     def _gather(self, index: int, unit: Unit, root: bool = False) -> None:
         if self.sharded and index not in self.ready:
             self.walk.add(2 * unit.gathered)
 
-    def backward(self, index: int, last: bool, sends: bool, whole: bool = True) -> None:
+    def backward(self, index: int, last: bool, whole: bool = True) -> None:
         s, w = self.stages[index], self.walk
         grad = s.hidden
         if self._recuts:
@@ -296,7 +316,9 @@ class _Step:
         if s.end is not None:
             w.flash(s.end.backward)
             w.add(-s.end.kept + s.head_grad + grad)
-            if not self.sharded:
+            if self._adds and (index, -1) in self.graded:
+                w.add(-s.head_grad)
+            if not self.sharded and not self._tied(s):
                 self._grads(index, -2, s.head_grad, s.head_grad / self.c * FLOAT)
         else:
             w.add(grad)
@@ -316,13 +338,21 @@ class _Step:
             w.flash(s.begin.backward)
             w.add(-s.begin.kept)
         w.add(-grad)
+        if not self.sharded and self._tied(s):  # both gradients of a tied table are added up before they go anywhere
+            w.flash(s.head_grad)
+            w.add(-s.head_grad)
         if whole:
             self._end(index, last)
+
+    def _tied(self, s: Stage) -> bool:
+        return bool(self.job.model.tied) and s.begin is not None and s.end is not None
 
     def _end(self, index: int, last: bool) -> None:
         """The gradients of what stands outside the blocks, and what one microbatch kept."""
         s, w = self.stages[index], self.walk
-        if self.sharded:
+        if self._adds:
+            w.add(-s.head_grad if (index, -1) not in self.graded else 0.0)
+        elif self.sharded:
             w.add(s.root.gathered - s.head_grad)
         self._unit_grads(index, -1, s.root, last, made=True)
         w.add(-s.extra - (s.hidden if s.begin is None else 0.0))
@@ -353,9 +383,13 @@ class _Step:
     def _unit_grads(self, index: int, number: int, unit: Unit, last: bool, made: bool = False) -> None:
         w = self.walk
         if not self.sharded:
-            size = unit.gathered - (self.stages[index].head_grad if number == -1 else 0.0)
+            apart = number == -1 and not self._tied(self.stages[index])
+            size = unit.gathered - (self.stages[index].head_grad if apart else 0.0)
             w.add(size)
             self._grads(index, number, size, size)
+            return
+        if self._adds:
+            self._in_place(index, number, unit, last)
             return
         if not made:
             w.add(unit.gathered)
@@ -379,3 +413,16 @@ class _Step:
             w.add(unit.cut * FLOAT)
         else:
             w.flash(unit.cut * FLOAT)
+
+    def _in_place(self, index: int, number: int, unit: Unit, last: bool) -> None:
+        """Whole fp32 gradients that autograd adds to in place, until the last microbatch cuts them."""
+        w, key = self.walk, (index, number)
+        if key not in self.graded:
+            self.graded.add(key)
+            w.add(unit.elements * FLOAT)
+        if last:
+            w.add(-self.scattering)
+            self.scattering = unit.elements * FLOAT
+            w.add(self.scattering)
+            w.add(-unit.elements * FLOAT)
+            w.add(unit.cut * FLOAT)

@@ -23,6 +23,7 @@ from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
 from weft.memory.meter import Meter
 from weft.mesh import Mesh, connect, pretend
+from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Batch
 from weft.plan import RUNNABLE, check, make_plan
 from weft.plan.exact import flops_of, states_of, traffic_of
@@ -96,6 +97,8 @@ def trace(job: Job, plan: Plan, mesh: Mesh) -> tuple[Meter, dict[str, int]]:
     with Meter(groups) as meter:
         state = build_state(job, plan, mesh)
         state.scale.dynamic = False  # whether a step overflowed is a value, and there are none
+        if isinstance(state.woven, Pipelined):
+            state.woven.wire.nobody = plan.backend == "nccl"
         state.optimizers.allocate()
         state.woven.zero_grad()
         stepper = Stepper(job, plan, mesh, state)
