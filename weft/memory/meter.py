@@ -158,7 +158,9 @@ def _group_of(value: Any) -> dist.ProcessGroup | None:
     return None
 
 
-def _attention(products: float, where: Callable[[tuple[Any, ...]], tuple[Tensor, Tensor, bool]]) -> Callable[..., float]:
+def _attention(
+    products: float, where: Callable[[tuple[Any, ...]], tuple[Tensor, Tensor, bool]]
+) -> Callable[..., float]:
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> float:
         q, k, causal = where(args)
         batch, heads, rows, width = q.shape
@@ -174,9 +176,7 @@ def _causal(args: tuple[Any, ...], index: int) -> bool:
 FLOPS: dict[Any, Callable[..., float]] = {
     **flop_registry,
     torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention(
-        4.0, lambda a: (a[0], a[1], _causal(a, 4))
-    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention(4.0, lambda a: (a[0], a[1], _causal(a, 4))),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(
         8.0, lambda a: (a[1], a[2], _causal(a, 7))
     ),

@@ -191,7 +191,9 @@ def make_stage(job: Job, plan: Plan, stage: int, coords: dict[str, int]) -> Stag
     if job.data.mask_documents:
         extra += plan.microbatch * seq * seq
         mask = plan.microbatch * float(seq) * seq * c
-        passing = Passing(passing.kept + (0.0 if plan.recompute == "full" else mask), passing.forward + mask, passing.backward)
+        passing = Passing(
+            passing.kept + (0.0 if plan.recompute == "full" else mask), passing.forward + mask, passing.backward
+        )
     again = block_passing(m, z, False).kept - passing.kept if plan.recompute == "full" else 0.0
     later = again + z.tokens * c * (z.heads + 2 * z.kv + (2 if m.activation == "swiglu" else 1) * z.ffn) + 4 * hidden
     blocks = tuple(_unit(plan, units[f"blocks.{i}"], passing) for i in range(first, end))
@@ -262,7 +264,9 @@ class _Step:
                 self.weights(action.stage, last)
             else:
                 self.backward(action.stage, last, whole=action.kind == "B")
-            if plan.backend == "gloo" and action.kind in "BI":  # it says that a message has left only when asked to wait
+            if (
+                plan.backend == "gloo" and action.kind in "BI"
+            ):  # it says that a message has left only when asked to wait
                 sent = [o for o in (action.stage - 1, action.stage + 1) if 0 <= o < schedule.stages]
                 self.walk.add(one * sum(schedule.rank_of[o] != self.pp_rank for o in sent))
 

@@ -150,7 +150,15 @@ def _blocks(kind: str, device: torch.device, budget: float, quick: bool) -> tupl
     for dim, heads, kv, ffn in BLOCKS[kind][: 1 if quick else None]:
         for seq in SEQS[kind][: 1 if quick else 2]:
             batch = max(1, SEQS[kind][1] // seq)
-            model = {"family": "llama", "dim": dim, "layers": 1, "heads": heads, "kv_heads": kv, "ffn": ffn, "vocab": 64}
+            model = {
+                "family": "llama",
+                "dim": dim,
+                "layers": 1,
+                "heads": heads,
+                "kv_heads": kv,
+                "ffn": ffn,
+                "vocab": 64,
+            }
             job = resolve(Job.model_validate({"model": model, "data": {"source": "synthetic", "seq_len": seq}}))
             block = next(iter(find_units(build_model(job.model)).values())).to_empty(device=device).to(COMPUTE[dtype])
             for p in block.parameters():
@@ -292,14 +300,20 @@ def show(found: Measured, path: Path) -> str:
     best = {d: max((p.tflops for p in found.products if p.dtype == d), default=0.0) for d in DTYPES[found.device]}
     rows = [f"{found.product}, torch {found.torch}, {platform.system()}"]
     rows.append("products  " + ", ".join(f"{d} {t:.3g} TFLOP/s" for d, t in best.items()))
-    rows.append(f"memory    {max(found.copy_gb_s.values()):.3g} GB/s; an operator starts in {found.launch_s * 1e6:.1f} µs")
+    rows.append(
+        f"memory    {max(found.copy_gb_s.values()):.3g} GB/s; an operator starts in {found.launch_s * 1e6:.1f} µs"
+    )
     rows.append(f"adamw     {found.optimizer_ns:.3g} ns a parameter")
     rows.append(f"disk      write {found.disk_write_gb_s:.2f}, read {found.disk_read_gb_s:.2f} GB/s")
     if found.to_device_gb_s and found.from_device_gb_s:
         rows.append(f"host      to device {found.to_device_gb_s:.1f}, back {found.from_device_gb_s:.1f} GB/s")
     for axis in sorted({m.axis for m in found.collectives}):
         largest = max(m.bytes for m in found.collectives)
-        speeds = [f"{m.kind} {m.bytes / m.seconds / 1e9:.2g}" for m in found.collectives if (m.axis, m.bytes) == (axis, largest)]
+        speeds = [
+            f"{m.kind} {m.bytes / m.seconds / 1e9:.2g}"
+            for m in found.collectives
+            if (m.axis, m.bytes) == (axis, largest)
+        ]
         rows.append(f"{axis:9} " + ", ".join(speeds) + f" GB/s at {largest // 1024} KiB")
     return "\n".join([*rows, f"{path}: measured in {found.seconds:.0f} s"])
 
