@@ -2,8 +2,8 @@
 
     python bench/memory.py [--models llama gpt2 …] [--precision fp32 bf16] [--recompute none full] [--json]
 
-Every rank is a process that builds its part of the model and takes a real step under a meter (weft/memory/meter.py) that
-counts the bytes of live tensors; pages of the process are not counted. The fullest rank of each layout stands in the table.
+Every rank is a process that builds its part of the model and takes a real step under a meter (weft/memory/meter.py)
+that counts the bytes of live tensors, not the pages of the process. The table has the fullest rank of each layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `weft calibrate` measured on a machine: points that later estimates interpolate. Read and written without torch."""
+"""What `weft calibrate` measured on a machine: points that later estimates interpolate."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Meter(TorchDispatchMode):
         propagate = self._propagate
 
         def unseen(*args: Any, **kwargs: Any) -> Any:
-            """DTensor tries an operator on whole tensors without data before it runs it on pieces: none of it is real."""
+            """DTensor tries an operator on whole tensors without data before it runs it on pieces: none is real."""
             before, self.blind = self.blind, True
             try:
                 return propagate(*args, **kwargs)
@@ -181,4 +181,4 @@ FLOPS: dict[Any, Callable[..., float]] = {
         8.0, lambda a: (a[1], a[2], _causal(a, 7))
     ),
 }
-"""FLOPs of an operator. Attention on a CPU is torch's gap; the scores it makes again on the way back are not counted."""
+"""FLOPs of an operator. Attention on a CPU is torch's gap; scores made again on the way back are not counted."""

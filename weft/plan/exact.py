@@ -120,7 +120,7 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
 
 
 def _shards(plan: Plan, pieces: list[Piece], held: bool, out: dict[str, Counter[str]]) -> None:
-    """FSDP2's: weights are gathered in the compute dtype, gradients cut and summed in fp32, copies' sums once a step."""
+    """FSDP2's: weights are gathered in the compute dtype, gradients summed and cut in fp32, copies' once a step."""
     padded = sum(p.padded for p in pieces)
     gathers = 2 * plan.accumulation if plan.zero == 3 and not held else 1
     scatters = 1 if plan.zero == 1 or held else plan.accumulation
@@ -138,7 +138,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     one = plan.microbatch * job.data.seq_len * (model.dim or 0) * width(plan)
     enters = 2 * blocks + (1 if ends else 0)
     leaves = 2 * blocks + (1 if begins and model.family != "vit" else 0)
-    # a block that runs again stops at the last matrix, whose input is all that is still missing (unless dropout follows)
+    # a block that runs again stops at the last matrix, whose input is all that is missing (unless dropout follows)
     again = (2 * blocks, (2 if model.dropout else 1) * blocks) if plan.recompute == "full" else (0, 0)
     if plan.sequence:
         tp["all_gather"] += times * one * (enters + leaves + again[0])

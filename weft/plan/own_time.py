@@ -105,17 +105,8 @@ def _matched(job: Job, plan: Plan, measured: Measured) -> float:
 
 
 def _as_job(job: Job, block: Block) -> Job:
-    model = job.model.model_copy(
-        update={
-            "dim": block.dim,
-            "heads": block.heads,
-            "kv_heads": block.kv_heads,
-            "head_dim": block.head_dim,
-            "ffn": block.ffn,
-            "activation": "swiglu",
-            "positions": "rope",
-        }  # fmt: skip
-    )
+    shape = {k: getattr(block, k) for k in ("dim", "heads", "kv_heads", "head_dim", "ffn")}
+    model = job.model.model_copy(update={**shape, "activation": "swiglu", "positions": "rope"})
     return job.model_copy(update={"model": model, "data": job.data.model_copy(update={"seq_len": block.seq})})
 
 

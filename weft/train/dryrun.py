@@ -91,9 +91,9 @@ def measured_peak(job: Job) -> int:
 
 def trace(job: Job, plan: Plan, mesh: Mesh) -> tuple[Meter, dict[str, int]]:
     """Build this rank and take a step under a meter; also the bytes of what it keeps."""
-    groups = {axis.group.group_name: name for name, axis in mesh.axes.items()}
+    groups: dict[str, str] = {str(axis.group.group_name): name for name, axis in mesh.axes.items()}
     if mesh.everyone is not None:
-        groups.setdefault(mesh.everyone.group.group_name, "everyone")
+        groups.setdefault(str(mesh.everyone.group.group_name), "everyone")
     with Meter(groups) as meter:
         state = build_state(job, plan, mesh)
         state.scale.dynamic = False  # whether a step overflowed is a value, and there are none
@@ -179,7 +179,7 @@ def _real_meshes() -> Iterator[None]:
 
     item, concatenate = DeviceMesh.__getitem__, DeviceMesh._concatenate
     DeviceMesh.__getitem__ = real(item)  # type: ignore[method-assign]
-    DeviceMesh._concatenate = staticmethod(real(concatenate))  # type: ignore[method-assign,assignment]
+    DeviceMesh._concatenate = staticmethod(real(concatenate))  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -204,7 +204,7 @@ class _FusedNorm(torch.autograd.Function):
 @contextmanager
 def _fused_norms() -> Iterator[None]:
     before = nn.RMSNorm.forward
-    nn.RMSNorm.forward = lambda self, x: _FusedNorm.apply(x, self.weight)  # type: ignore[method-assign,assignment]
+    nn.RMSNorm.forward = lambda self, x: _FusedNorm.apply(x, self.weight)  # type: ignore[method-assign]
     try:
         yield
     finally:
