@@ -22,7 +22,7 @@ from weft.train.dryrun import DryRun, dryrun, measured_peak
 LLAMA: dict[str, Any] = {"family": "llama", "dim": 64, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 200}
 GPT2: dict[str, Any] = {"family": "gpt2", "dim": 64, "layers": 3, "heads": 4, "ffn": 256, "vocab": 201}
 VIT: dict[str, Any] = {"family": "vit", "dim": 64, "layers": 3, "heads": 4, "ffn": 128, "vocab": 10}
-MLP: dict[str, Any] = {"family": "mlp", "dim": 64, "layers": 6}
+MLP: dict[str, Any] = {"family": "mlp", "dim": 64, "layers": 8}
 
 
 def make(model: dict[str, Any], layout: str, **sections: Any) -> Job:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.comm import pieces
 from weft.comm.pieces import local_of
 from weft.job.errors import JobError
 from weft.job.schema import Job
@@ -101,6 +102,9 @@ def trace(job: Job, plan: Plan, mesh: Mesh) -> tuple[Meter, dict[str, int]]:
             state.woven.wire.nobody = plan.backend == "nccl"
         state.optimizers.allocate()
         state.woven.zero_grad()
+        for name, piece in state.optimizers.params.items():
+            if piece is not state.optimizers.masters[name]:  # FSDP2 may move a piece before its first use
+                piece.data = piece.data.new_empty(0)
         stepper = Stepper(job, plan, mesh, state)
         batches = [make_batch(job, plan) for _ in range(plan.accumulation)]
         meter.start()
@@ -167,7 +171,7 @@ def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Meter, parts: dict[str, in
 
 @contextmanager
 def _real_meshes() -> Iterator[None]:
-    """DeviceMesh looks ranks up in a tensor, which must hold real numbers even where no other tensor does."""
+    """Where ranks and pieces lie is looked up in tensors, which must hold real numbers even where no other does."""
 
     def real(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -178,11 +182,14 @@ def _real_meshes() -> Iterator[None]:
         return outside
 
     item, concatenate = DeviceMesh.__getitem__, DeviceMesh._concatenate
+    offsets = pieces.compute_local_shape_and_global_offset
+    pieces.compute_local_shape_and_global_offset = real(offsets)
     DeviceMesh.__getitem__ = real(item)  # type: ignore[method-assign]
     DeviceMesh._concatenate = staticmethod(real(concatenate))  # type: ignore[method-assign]
     try:
         yield
     finally:
+        pieces.compute_local_shape_and_global_offset = offsets
         DeviceMesh.__getitem__ = item  # type: ignore[method-assign]
         DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign]
 
