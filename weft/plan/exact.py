@@ -13,7 +13,7 @@ from math import prod
 from weft.job.schema import Job
 from weft.plan.layout import Plan
 from weft.plan.schedule import Schedule, make_schedule
-from weft.plan.weights import Piece, coords_of, pieces_of, stage_range, stages_of
+from weft.plan.weights import Piece, Weight, coords_of, pieces_of, stage_range, stages_of
 
 ALIGN = 64
 """Elements between gradients in a bucket of replicas (parallel/data.py)."""
@@ -242,4 +242,14 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
             scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp
             passes = 4.0 if plan.recompute == "full" else 3.0
             total += passes * (end - first) * scores / (2.0 if model.causal else 1.0)
+        if job.optim.name == "muon":
+            total += sum(_newton_schulz(p.weight) for p in pieces_of(model, plan, stage, coords))
     return total
+
+
+def _newton_schulz(weight: Weight) -> float:
+    """Muon's five iterations on a whole matrix of a block, on every rank (optim/muon.py)."""
+    if len(weight.shape) != 2 or not weight.unit:
+        return 0.0
+    short, long = sorted(weight.shape)
+    return 5 * (4.0 * short * short * long + 2.0 * short**3)
