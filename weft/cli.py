@@ -116,6 +116,35 @@ def prove(
 
 
 @app.command()
+def dryrun(
+    job: JobArg,
+    overrides: Overrides = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks. Left out: those of the job's cluster.")] = None,
+    rank: Annotated[int, typer.Option(min=0, help="Which of them is traced.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Trace one rank's real step without data, devices or peers: memory, FLOPs and collectives beside the estimate."""
+    from weft.job.load import load_job
+    from weft.plan import make_plan
+    from weft.train.dryrun import dryrun as trace
+    from weft.train.dryrun import show
+
+    found = trace(*make_plan(load_job(job, overrides or ()), world), rank)
+    _print_json(found.to_json()) if as_json else print(show(found))
+
+
+@app.command()
+def calibrate(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes: seconds instead of minutes.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine into hardware/NAME.json; later estimates use it."""
+    from weft.train.calibrate import run_and_show
+
+    run_and_show(quick, as_json)
+
+
+@app.command()
 def generate(
     run: RunArg,
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "The ",

@@ -119,7 +119,18 @@ def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
     return mesh_of(plan, device, timeout)
 
 
-def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta) -> Mesh:
+def pretend(plan: Plan, rank: int) -> Mesh:
+    """The mesh of a plan as one rank of it would see it, with peers that do not exist: nothing is sent or received."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    device = torch.device("cpu")
+    if plan.world == 1:
+        return Mesh(0, 1, device, None, {}, None, None, None)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world)
+    return mesh_of(plan, device, datetime.timedelta(seconds=60), host_backend="fake")
+
+
+def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_backend: str = "gloo") -> Mesh:
     """The mesh of a plan over a default process group that exists already."""
     rank, world = dist.get_rank(), dist.get_world_size()
     wide = {name: degree for name, degree in plan.axes.items() if degree > 1}
@@ -130,5 +141,5 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta) -> Me
     if (joint := joint_axis(plan)) in JOINT:
         flat = device_mesh[JOINT[joint]]._flatten(joint)
         axes[joint] = Axis(joint, flat.get_group(), flat.size(), flat.get_local_rank())
-    host_group, disk_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    host_group, disk_group = (dist.new_group(backend=host_backend, timeout=timeout) for _ in range(2))
     return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords)

@@ -70,9 +70,11 @@ class Optimizers:
         if factor is not None:
             scale_grads(params.values(), factor)
         part.step()
-        for name in params:
+        for name, param in params.items():  # else this step's gradients would live on beside the next one's
             if self.leaves[name] is not self.masters[name]:
                 self.masters[name].grad = None
+            if param is not self.masters[name]:
+                param.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state as NAME.KEY."""

@@ -7,6 +7,7 @@ backward pass, `finish()` after the last, `refresh()` after the masters changed 
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Bucket:
         device = local_of(masters[names[0]]).device
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.views: dict[str, Tensor] = {}
-        for name, size, start in zip(names, sizes, torch.tensor([0, *sizes]).cumsum(0).tolist(), strict=False):
+        for name, size, start in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
             master = local_of(masters[name])
             self.views[name] = self.flat[start : start + size][: master.numel()].view(master.shape)
         self.missing = len(names)

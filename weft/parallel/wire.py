@@ -40,6 +40,7 @@ class Wire:
         self.axis, self.device, self.dtype = axis, device, dtype
         # Gloo cannot send from GPU memory: there messages pass through the host
         self.host = device.type == "cuda" and dist.get_backend(axis.group) == "gloo"
+        self.nobody = False  # a dry run of a network that says when a message has left: what is sent is gone at once
         self.peers = [dist.get_global_rank(axis.group, r) for r in range(axis.size)]
 
     def begin(self, lists: list[list[Action]], schedule: Schedule, shape: Callable[[Message], tuple[int, ...]]) -> None:
@@ -92,7 +93,8 @@ class Wire:
         work = dist.isend(tensor, self.peers[to], group=self.axis.group)
         assert work is not None
         self.outgoing = [(w, t) for w, t in self.outgoing if not w.is_completed()]
-        self.outgoing.append((work, tensor))
+        if not self.nobody:
+            self.outgoing.append((work, tensor))
 
     def end(self) -> None:
         for work, _ in self.outgoing:

@@ -1,96 +1,53 @@
-"""Memory of one rank under a plan, part by part. The planner's estimator will refine it; every run prints it."""
+"""Memory and traffic of one rank under a plan, part by part: what every run prints beside what it measured."""
 
 from __future__ import annotations
 
-from weft.job.schema import Job, Model
-from weft.plan.context import context_bytes
-from weft.plan.counts import count_parameters
+from weft.job.schema import Job
+from weft.plan.compiled import compiled_memory
+from weft.plan.exact import traffic_of
 from weft.plan.layout import Plan
-from weft.plan.recompute import kept_elements, recomputed_share
+from weft.plan.peak import peak_parts
+from weft.plan.rough import rough_memory, rough_traffic
 
 GIB = 2**30
 RUNTIME_GIB = {"cpu": 0.35, "cuda": 0.0}
 """torch itself before a single weight: resident on a CPU rank; a GPU's context is not in what its allocator counts."""
-LOGITS_BYTES = {"cpu": 3 * (1 << 24) * 4, "cuda": 3 * (1 << 27) * 4}
-"""The chunk of logits that the loss holds, its exponentials, and their gradient (models/loss.py)."""
 
 
 def predict_memory(job: Job, plan: Plan) -> dict[str, float]:
-    """GiB by part; empty for a person's own module, whose size is not known before it is built."""
-    counts = count_parameters(job.model)
-    if counts is None:
+    """GiB by part of the fullest rank; empty for a person's own module, whose size is not known before it is built."""
+    if job.model.module:
         return {}
-    parameters = counts.total / plan.tp / plan.pp
-    unit = max(counts.block, counts.embedding + counts.head) / plan.tp
-    compute = 4 if plan.precision == "fp32" else 2
-    shard = plan.dp_shard * plan.cp if plan.dp_shard > 1 else 1
-    states = parameters * (4 + 4 + optimizer_bytes(job.optim.name)) / shard
-    if plan.dp_shard == 1:
-        gathered = parameters * (compute if plan.precision != "fp32" else 0)
-    elif plan.zero == 3:
-        gathered = 2 * unit * compute
-    else:
-        gathered = parameters * compute
-    whole_gradients = parameters * 4 if shard > 1 and plan.zero == 1 else 0
-    tokens = plan.microbatch * (1 if job.model.family == "mlp" else job.data.seq_len) / plan.cp
-    kept = activation_bytes(job.model, compute, plan) * tokens
-    logits = (
-        0
-        if job.model.family == "mlp"
-        else min(LOGITS_BYTES[plan.device], 3 * 4 * tokens * (job.model.vocab or 0) / plan.tp)
-    )
-    parts = {
-        "states_gib": states / GIB,
-        "gathered_gib": (gathered + whole_gradients) / GIB,
-        "activations_gib": (kept + logits) / GIB,
-        "runtime_gib": RUNTIME_GIB[plan.device],
+    found = _parts(job, plan) | {"runtime_gib": RUNTIME_GIB[plan.device]}
+    return {"memory_gib": sum(found.values()), **found}
+
+
+def _walked(plan: Plan) -> bool:
+    """Whether the walk through a step's tensors knows this layout."""
+    return plan.cp == 1 and not plan.long and plan.recompute in ("none", "full") and plan.precision != "fp8"
+
+
+def _parts(job: Job, plan: Plan) -> dict[str, float]:
+    if plan.compile and plan.cp == plan.tp == 1 and not plan.long:
+        return compiled_memory(job, plan)
+    if not _walked(plan):
+        return rough_memory(job, plan)
+    stride = plan.world // plan.pp
+    parts = max((peak_parts(job, plan, stage * stride) for stage in range(plan.pp)), key=lambda p: p["peak"])
+    gathered = min(parts["gathered"], parts["working"])
+    return {
+        "states_gib": (parts["parameters"] + parts["gradients"] + parts["optimizer"]) / GIB,
+        "gathered_gib": gathered / GIB,
+        "activations_gib": (parts["working"] - gathered) / GIB,
     }
-    return {"memory_gib": sum(parts.values()), **parts}
-
-
-def optimizer_bytes(name: str) -> int:
-    """Bytes of optimizer state a parameter: AdamW keeps two moments, the others about one or none."""
-    return {"adamw": 8, "sgd": 4, "muon": 4, "adafactor": 0}[name]
-
-
-def activation_bytes(model: Model, compute: int, plan: Plan) -> float:
-    """Bytes kept for the backward pass, a token, over all of this rank's layers."""
-    layers = (model.layers or 0) / plan.pp
-    dim = model.dim or 0
-    if model.family == "mlp":
-        return layers * 2 * dim * compute / plan.tp
-    if plan.long:  # each block's input and attention output, and one block's pieces whole
-        heads, kv = ((n or 0) * (model.head_dim or 0) for n in (model.heads, model.kv_heads))
-        kept = 0 if plan.offload == "activations" else layers * (dim + heads)
-        return (kept + 6 * dim + 4 * heads + 4 * kv) * compute / plan.tp
-    return kept_elements(model, plan.recompute, layers) * compute / plan.tp
 
 
 def communication_bytes(job: Job, plan: Plan) -> dict[str, float]:
-    """Bytes one rank hands to collectives in a step, by axis."""
-    counts = count_parameters(job.model)
-    if counts is None:
-        return {}
-    parameters = counts.total / plan.tp / plan.pp
-    compute = 4 if plan.precision == "fp32" else 2
-    out: dict[str, float] = {}
-    if plan.cp > 1:
-        share = plan.microbatch * plan.accumulation * job.data.seq_len
-        out["cp"] = sum(context_bytes(job.model, plan, share, compute).values())
-        if plan.dp_shard == 1:
-            out["cp"] += 4 * parameters
-    if plan.dp_shard > 1:
-        gathers = {1: 1, 2: 1, 3: 2 * plan.accumulation}[plan.zero]
-        scatters = 1 if plan.zero == 1 else plan.accumulation
-        out["dp_shard"] = parameters * (gathers * compute + scatters * 4)
-    if plan.dp_replicate > 1 and (plan.dp_shard > 1 or plan.cp == 1):
-        out["dp_replicate"] = 4 * parameters / (plan.dp_shard * plan.cp)
-    if plan.tp > 1 and job.model.family != "mlp":
-        tokens = plan.microbatch * plan.accumulation * job.data.seq_len / plan.cp
-        times = 8 + 4 * recomputed_share(plan.recompute, job.model)  # two gathers and two sums a block, each pass
-        out["tp"] = times * (job.model.layers or 0) / plan.pp * tokens * (job.model.dim or 0) * compute
-    if plan.pp > 1:
-        width = 1 if job.model.family == "mlp" else job.data.seq_len / plan.cp / (plan.tp if plan.sequence else 1)
-        sent = plan.microbatch * plan.accumulation * width * (job.model.dim or 0) * compute
-        out["pp"] = 2 * plan.virtual_stages * sent  # activations on, gradients back
-    return out
+    """Bytes one rank of the pipeline's middle hands to collectives in a step, by axis; received messages apart."""
+    if not _walked(plan):
+        return rough_traffic(job, plan)
+    rank = plan.world // plan.pp * (plan.pp // 2)
+    return {
+        axis: float(sum(amount for kind, amount in kinds.items() if kind != "recv"))
+        for axis, kinds in traffic_of(job, plan, rank).items()
+    }

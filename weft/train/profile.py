@@ -24,7 +24,8 @@ from weft.launch.local import launch, locked
 from weft.parallel.pipeline import Pipelined
 from weft.plan.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.plan.make import peak_flops
-from weft.plan.memory import communication_bytes, optimizer_bytes
+from weft.plan.memory import communication_bytes
+from weft.plan.rough import optimizer_bytes
 from weft.precision import COMPUTE
 from weft.train.api import prepare, write_description
 from weft.train.ledger import Ledger, peak_memory_gib

@@ -1,0 +1,34 @@
+"""Calibration measures something sane, and what it wrote can be read again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli import app
+from weft.hardware.measured import load_measured
+from weft.job.errors import JobError
+
+
+def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["calibrate", "--quick", "--json"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    found = load_measured(told["name"])
+    assert found is not None and (tmp_path / told["path"]).is_file()
+    assert json.loads(json.dumps(found.to_json())) == {k: v for k, v in told.items() if k != "path"}
+    assert all(p.tflops > 0 for p in found.products)
+    assert {m.kind for m in found.collectives} >= {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+    assert min(found.disk_write_gb_s, found.disk_read_gb_s, found.launch_s, found.optimizer_ns) > 0
+    assert all(b.forward_s > 0 and b.backward_s > 0 for b in found.blocks)
+
+
+def test_nothing_measured_is_none_and_a_broken_file_is_told(tmp_path: Path) -> None:
+    assert load_measured("h200-sxm", tmp_path) is None
+    (tmp_path / "cpu.json").write_text("{}")
+    with pytest.raises(JobError, match=r"cpu.json is not what weft calibrate writes .*; run weft calibrate again"):
+        load_measured("cpu", tmp_path)

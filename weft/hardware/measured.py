@@ -1,0 +1,144 @@
+"""What `weft calibrate` measured on a machine: points that later estimates interpolate."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from weft.job.errors import JobError
+
+FOLDER = "hardware"
+"""Below the current folder."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product [m, k] × [k, n]."""
+
+    dtype: str
+    m: int
+    k: int
+    n: int
+    seconds: float
+
+    @property
+    def tflops(self) -> float:
+        return 2 * self.m * self.k * self.n / self.seconds / 1e12
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention over `batch` sequences, forward and backward."""
+
+    dtype: str
+    batch: int
+    heads: int
+    kv_heads: int
+    seq: int
+    head_dim: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """One of Weft's own blocks, forward and backward, as the engine runs it."""
+
+    dtype: str
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    batch: int
+    seq: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Head:
+    """The loss over a vocabulary, with both gradients."""
+
+    dtype: str
+    dim: int
+    vocab: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective over local ranks. `axis` says which: tp are neighbours, dp_replicate stand apart."""
+
+    axis: str
+    kind: str
+    ranks: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One machine. Bandwidths are GB/s with reads and writes both counted, times are seconds."""
+
+    name: str
+    """The catalog's name of the device, or the host's."""
+    device: str
+    """cpu or cuda."""
+    product: str
+    torch: str
+    threads: int
+    products: tuple[Product, ...]
+    attention: tuple[Attention, ...]
+    blocks: tuple[Block, ...]
+    heads: tuple[Head, ...]
+    copy_gb_s: dict[str, float]
+    """By size in bytes."""
+    launch_s: float
+    """One tiny operator: what the host needs to start it."""
+    optimizer_ns: float
+    """AdamW, a parameter."""
+    to_device_gb_s: float | None
+    from_device_gb_s: float | None
+    disk_write_gb_s: float
+    disk_read_gb_s: float
+    collectives: tuple[Message, ...]
+    seconds: float
+    """How long measuring took."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Measured:
+        lists = {
+            "products": Product, "attention": Attention, "blocks": Block, "heads": Head, "collectives": Message,
+        }  # fmt: skip
+        known = {f.name: data[f.name] for f in fields(cls)}
+        return cls(**{**known, **{key: tuple(kind(**row) for row in data[key]) for key, kind in lists.items()}})
+
+    def write(self, folder: str | Path = FOLDER) -> Path:
+        path = Path(folder) / f"{self.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        return path
+
+
+def file_name(text: str) -> str:
+    """A name that is a file's: lower case, words joined by dashes."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def load_measured(name: str, folder: str | Path = FOLDER) -> Measured | None:
+    """What was measured of the device of this name; None where nobody has yet."""
+    path = Path(folder) / f"{file_name(name)}.json"
+    if not path.is_file():
+        return None
+    try:
+        return Measured.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise JobError(f"{path} is not what weft calibrate writes ({error}); run weft calibrate again") from None

@@ -1,0 +1,81 @@
+"""Memory of compiled blocks on a GPU: what torch.compile keeps, and where in a step the peak stands.
+
+The counts were read off an H200 (bench/gpu_memory.py): the compiler keeps the inputs of every product and what
+attention asks for, and computes the rest of a block again inside the fused kernels of the backward pass.
+"""
+
+from __future__ import annotations
+
+from weft.job.schema import Job, Model
+from weft.plan.counts import count_parameters
+from weft.plan.exact import states_of, width
+from weft.plan.layout import Plan
+from weft.plan.limits import LOGITS_BYTES
+from weft.plan.recompute import recomputed_share, selective_elements
+
+GIB = 2**30
+WORKSPACE = 0.3 * GIB
+"""Scratch of cuBLAS and cuDNN."""
+
+
+def compiled_memory(job: Job, plan: Plan) -> dict[str, float]:
+    """GiB by part of one rank: at the loss, when every block's activations are kept, or while a block goes back."""
+    model, wide = job.model, width(plan)
+    states = states_of(job, plan, 0)
+    assert states is not None
+    tokens = plan.microbatch * job.data.seq_len
+    layers = -(-(model.layers or 0) // plan.pp)
+    flights = min(plan.pp, plan.accumulation) if plan.pp > 1 else 1
+    lasting = states.parameters + states.copies + states.optimizer + states.average
+    summed = states.gradients if plan.accumulation > 1 or plan.dp_replicate > 1 or plan.pp > 1 else 0
+    block = block_bytes(model, wide) * tokens
+    kept = kept_bytes(model, plan, wide) * tokens * layers * flights
+    stream = 3 * (model.dim or 0) * wide * tokens
+    loss = stream + loss_bytes(model, plan, wide, tokens)
+    again = recomputed_share(plan.recompute, model) > 0
+    back = 2 * (model.ffn or 0) * wide * tokens + stream + (block if again else 0)
+    embedding = (model.vocab or 0) * (model.dim or 0) * wide
+    first = kept + summed + embedding + back
+    last = states.gradients + back + kept / max(1, layers)
+    working = max(kept + summed + loss, first, last) + WORKSPACE
+    gathered = _gathered(model, plan, wide)
+    return {
+        "states_gib": (lasting + min(states.gradients, working)) / GIB,
+        "gathered_gib": gathered / GIB,
+        "activations_gib": max(0.0, working - states.gradients) / GIB,
+    }
+
+
+def block_bytes(model: Model, wide: int) -> float:
+    """A token's share of what one compiled block keeps: x and its norm, twice; q, k, v and the output; the hidden."""
+    heads, kv = ((n or 0) * (model.head_dim or 0) for n in (model.heads, model.kv_heads))
+    hidden = (3 if model.activation == "swiglu" else 2) * (model.ffn or 0)
+    return wide * (4 * (model.dim or 0) + 2 * heads + 2 * kv + hidden) + 4 * (model.heads or 0) + 8
+
+
+def kept_bytes(model: Model, plan: Plan, wide: int) -> float:
+    """A token's share of what a block keeps on average under the plan's recompute."""
+    whole, least = block_bytes(model, wide), wide * (model.dim or 0)
+    if plan.recompute == "selective":
+        return wide * selective_elements(model)
+    share = recomputed_share(plan.recompute, model)
+    return share * least + (1 - share) * whole
+
+
+def loss_bytes(model: Model, plan: Plan, wide: int, tokens: float) -> float:
+    """A chunk of logits, which become their own gradient, and the head's gradient, in fp32 where chunks add to it."""
+    logits = tokens * (model.vocab or 0) * wide
+    head = (model.vocab or 0) * (model.dim or 0)
+    if logits <= LOGITS_BYTES["cuda"]:
+        return logits + head * wide
+    chunks = -(-logits // LOGITS_BYTES["cuda"])
+    return logits / chunks + head * (4 + wide)
+
+
+def _gathered(model: Model, plan: Plan, wide: int) -> float:
+    counts = count_parameters(model)
+    if counts is None or plan.dp_shard == 1:
+        return 0.0
+    if plan.zero < 3:
+        return wide * counts.total / plan.pp
+    return wide * (counts.embedding + counts.head + 2 * counts.block)
