@@ -28,7 +28,7 @@ def explain(job: Job, plan: Plan) -> str:
             f" ({plan.accumulation} a step)",
         ),
         *_stage_rows(plan),
-        ("recompute", plan.recompute),
+        ("recompute", _recompute(plan)),
     ]
     if plan.predicted:
         p = plan.predicted
@@ -43,6 +43,14 @@ def explain(job: Job, plan: Plan) -> str:
             rows.append(("step", f"{p['step_time_s']:.3g} s if 40 % of the peak is reached"))
     lines = [f"{name:10} {text}" for name, text in rows]
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
+
+
+def _recompute(plan: Plan) -> str:
+    if not plan.long:
+        return plan.recompute
+    chunks = f", in chunks of {plan.chunk} tokens" if plan.chunk else ""
+    parked = f"; up to {plan.host_gib:.0f} GiB parked in host memory" if plan.offload == "activations" else ""
+    return f"all but attention{chunks}{parked}"
 
 
 def _stage_rows(plan: Plan) -> list[tuple[str, str]]:
