@@ -16,7 +16,8 @@ from weft.comm.pieces import local_of
 from weft.launch.pool import RankPool
 from weft.mesh import connect
 from weft.models.attention import PLAIN, Where, attend, attend_backward, attention, merge
-from weft.parallel.context import Context, Cut
+from weft.parallel.context import Context
+from weft.parallel.cut import Cut
 from weft.plan.context import choose_style, context_bytes
 from weft.plan.layout import Plan
 from weft.plan.parse import parse_layout, ranks
