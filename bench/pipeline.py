@@ -24,6 +24,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from weft.comm import Axis  # noqa: E402
 from weft.launch.pool import RankPool  # noqa: E402
 from weft.mesh import connect  # noqa: E402
 from weft.parallel.data import Replicas  # noqa: E402
@@ -59,15 +60,16 @@ class SleepyStage(nn.Module):
         self.last = last
         if first:
             self.embed = nn.Parameter(torch.ones(4))
-        self.weight = nn.Parameter(torch.ones(4))
+        self.blocks = nn.ParameterDict({str(stage): torch.ones(4)})  # in a model, too, no two stages share a name
         self.forward_s = costs.forward[stage]
         self.input_s = costs.backward[stage] * costs.input_share
         self.weight_s = costs.backward[stage] - self.input_s
 
     def forward(self, inputs: Tensor, hidden: Tensor | None) -> Tensor:
         time.sleep(self.forward_s)
+        (weight,) = self.blocks.values()
         x = inputs * self.embed if hidden is None else hidden
-        out = SleepBackward.apply(x, self.input_s) + SleepBackward.apply(self.weight, self.weight_s)
+        out = SleepBackward.apply(x, self.input_s) + SleepBackward.apply(weight, self.weight_s)
         return out.sum() if self.last else out
 
     def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
@@ -92,54 +94,76 @@ class Row:
     speedup: float
 
 
-def run_rank(schedule: Schedule, costs: Costs, steps: int) -> list[tuple[float, float, float]]:
-    """On one rank, for each step: when it began, when it ended, and how many seconds of it were work."""
-    mesh = connect(Plan(device="cpu", device_name="cpu", backend="gloo", pp=schedule.ranks), 60.0)
+Told = list[tuple[float, float, float]]
+"""For each step on one rank: when it began, when it ended, and how many seconds of it were work."""
+
+
+def run_rank(work: list[tuple[Schedule, Costs]], steps: int) -> list[Told]:
+    """On one rank: the schedules take turns, one step each, so that whatever else the machine does meets all alike."""
+    mesh = connect(Plan(device="cpu", device_name="cpu", backend="gloo", pp=work[0][0].ranks), 60.0)
     axis = mesh.axis("pp")
     assert axis is not None
+    pipelines = [make_pipeline(schedule, costs, axis, mesh.device) for schedule, costs in work]
+    told: list[Told] = [[] for _ in work]
+    for _ in range(steps):
+        for pipeline, seen in zip(pipelines, told, strict=True):
+            pipeline.zero_grad()
+            pipeline.spans.spans.clear()
+            batches = [{"inputs": torch.ones(1, 4)} for _ in range(pipeline.schedule.microbatches)]
+            mesh.barrier()
+            began = time.monotonic()
+            pipeline.backward(batches, loss_of, 1.0)
+            ended = time.monotonic()
+            seen.append(
+                (began, ended, sum(end - start for kind, _, _, start, end in pipeline.spans.spans if kind != "recv"))
+            )
+    for pipeline in pipelines:
+        check_gradients(pipeline)
+    return told
+
+
+def make_pipeline(schedule: Schedule, costs: Costs, axis: Axis, device: torch.device) -> Pipelined:
     stages = {}
     for index in schedule.stages_of(axis.rank):
         module = SleepyStage(index == 0, index == schedule.stages - 1, costs, index)
         stages[index] = Woven(module, Replicas(module, None, torch.float32, 25.0), None, ())
-    pipeline = Pipelined(stages, schedule, axis, mesh.device, torch.float32, 1)
+    pipeline = Pipelined(stages, schedule, axis, device, torch.float32, 1)
     pipeline.spans.wanted = True
-    batches = [{"inputs": torch.ones(1, 4)} for _ in range(schedule.microbatches)]
-    seen = []
-    for _ in range(steps):
-        pipeline.zero_grad()
-        pipeline.spans.spans.clear()
-        mesh.barrier()
-        began = time.monotonic()
-        pipeline.backward(batches, loss_of, 1.0)
-        ended = time.monotonic()
-        work = sum(end - start for kind, _, _, start, end in pipeline.spans.spans if kind != "recv")
-        seen.append((began, ended, work))
-    _check_gradients(pipeline, schedule.microbatches)
-    return seen
+    return pipeline
 
 
-def _check_gradients(pipeline: Pipelined, microbatches: int) -> None:
+def check_gradients(pipeline: Pipelined) -> None:
     """A step that was not really done would be quick."""
     for name, master in pipeline.masters.items():
-        if master.grad is None or not torch.equal(master.grad, torch.full_like(master, microbatches)):
-            raise RuntimeError(f"the gradient of {name} is {master.grad}, not {microbatches}")
+        expected = torch.full_like(master, pipeline.schedule.microbatches)
+        if master.grad is None or not torch.equal(master.grad, expected):
+            raise RuntimeError(f"the gradient of {name} is {master.grad}, not {expected}")
 
 
-def measure(pool: RankPool, name: str, ranks: int, microbatches: int, forward_s: float, steps: int) -> Row:
-    schedule = make_schedule(name, ranks, microbatches)
-    share = forward_s * ranks / schedule.stages
-    costs = Costs(forward=(share,) * schedule.stages, backward=(2 * share,) * schedule.stages)
-    predicted = simulate(schedule, costs)
-    seen = pool.run(run_rank, ranks, schedule, costs, steps + 1)
-    lengths, bubbles = [], []
-    for step in list(zip(*seen, strict=True))[1:]:  # the first step makes the connections
-        length = max(end for _, end, _ in step) - min(start for start, _, _ in step)
-        lengths.append(length)
-        bubbles.append(1 - sum(work for _, _, work in step) / (ranks * length))
-    measured = statistics.median(lengths)
-    return Row(
-        name, predicted.length, measured, measured / predicted.length, predicted.bubble, statistics.median(bubbles), 1.0
-    )
+def measure(names: list[str], ranks: int, microbatches: int, forward_s: float, steps: int) -> list[Row]:
+    """A row for each schedule, the first of which the others are compared with."""
+    work = []
+    for name in names:
+        schedule = make_schedule(name, ranks, microbatches)
+        share = forward_s * ranks / schedule.stages
+        work.append((schedule, Costs((share,) * schedule.stages, (2 * share,) * schedule.stages)))
+    with RankPool() as pool:
+        by_rank = pool.run(run_rank, ranks, work, steps + 1)
+    rows: list[Row] = []
+    for (schedule, costs), *seen in zip(work, *by_rank, strict=True):
+        lengths, bubbles = [], []
+        for step in list(zip(*seen, strict=True))[1:]:  # the first step makes the connections
+            length = max(end for _, end, _ in step) - min(start for start, _, _ in step)
+            lengths.append(length)
+            bubbles.append(1 - sum(busy for _, _, busy in step) / (ranks * length))
+        predicted, measured = simulate(schedule, costs), statistics.median(lengths)
+        rows.append(
+            Row(
+                schedule.name, predicted.length, measured, measured / predicted.length, predicted.bubble,
+                statistics.median(bubbles), (rows[0].measured_s if rows else measured) / measured,
+            )
+        )  # fmt: skip
+    return rows
 
 
 def main() -> None:
@@ -152,9 +176,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     names = ["naive", *(n for n in args.schedules if n != "naive")]
-    with RankPool() as pool:
-        rows = [measure(pool, n, args.ranks, args.microbatches, args.forward_ms / 1000, args.steps) for n in names]
-    rows = [Row(**{**asdict(row), "speedup": rows[0].measured_s / row.measured_s}) for row in rows]
+    rows = measure(names, args.ranks, args.microbatches, args.forward_ms / 1000, args.steps)
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return

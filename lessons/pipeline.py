@@ -11,7 +11,8 @@ What you learn, for p stages and m microbatches:
 3. 1F1B. Once the pipeline is full, do one backward before each new forward. The bubble is GPipe's, but a stage keeps
    at most p microbatches however many there are.
 
-All three give the gradients of the single process, since those of the microbatches add up to those of the batch.
+All three are one loop, and differ in how many microbatches a stage may keep. All three give the gradients of the single
+process, since those of the microbatches add up to those of the batch.
 """
 
 import tempfile
@@ -25,7 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 RANKS, LAYERS, DIM, BATCH, MICROBATCHES = 4, 8, 32, 64, 16
-FORWARD_S = 0.005  # what a stage's forward of one sample pretends to take; the backward takes twice that
+# A stage sleeps as long as a big one would compute, for a laptop has fewer cores than this pipeline has ranks: so long
+# for the forward of one sample, and twice that for its backward.
+FORWARD_S = 0.005
 
 
 def run_layers(layers: list[nn.Linear], x: Tensor, first: bool) -> Tensor:
@@ -38,21 +41,6 @@ def run_layers(layers: list[nn.Linear], x: Tensor, first: bool) -> Tensor:
 def squared_error(out: Tensor, targets: Tensor, samples: int) -> Tensor:
     """A microbatch's part of the mean: divided by the samples of the whole batch, so that the parts add up."""
     return (out - targets).square().mean(-1).sum() / samples
-
-
-class Work(torch.autograd.Function):
-    """Sleeps as long as a big stage would compute: a laptop has fewer cores than this pipeline has ranks."""
-
-    @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds * len(x)
-        time.sleep(ctx.seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        time.sleep(2 * ctx.seconds)
-        return grad, None
 
 
 class Stage:
@@ -68,7 +56,8 @@ class Stage:
 
     def forward(self, inputs: Tensor, targets: Tensor) -> None:
         x = inputs if self.first else self.receive(inputs, self.rank - 1).requires_grad_()
-        out = Work.apply(run_layers(self.layers, x, self.first), self.work_s)
+        out = run_layers(self.layers, x, self.first)
+        time.sleep(self.work_s * len(x))
         if self.last:
             out = squared_error(out, targets, self.samples)
             self.loss += out.item()
@@ -81,6 +70,7 @@ class Stage:
         """Of the microbatch that has waited longest."""
         x, out = self.kept.popleft()
         out.backward(None if self.last else self.receive(out, self.rank + 1))
+        time.sleep(2 * self.work_s * len(x))
         if not self.first:
             self.send(x.grad, self.rank - 1)
 
@@ -99,30 +89,23 @@ class Stage:
             work.wait()
 
 
-def naive(stage: Stage, microbatches: list[tuple[Tensor, Tensor]]) -> None:
+def train(stage: Stage, microbatches: list[tuple[Tensor, Tensor]], most: int) -> None:
+    """Forward what comes; once `most` microbatches are kept, one backward before each new forward."""
     for inputs, targets in microbatches:
-        stage.forward(inputs, targets)
-        stage.backward()
-
-
-def gpipe(stage: Stage, microbatches: list[tuple[Tensor, Tensor]]) -> None:
-    for inputs, targets in microbatches:
-        stage.forward(inputs, targets)
-    while stage.kept:
-        stage.backward()
-
-
-def one_forward_one_backward(stage: Stage, microbatches: list[tuple[Tensor, Tensor]]) -> None:
-    ahead = stage.ranks - stage.rank  # the last stage turns back at once; the first fills the whole pipeline before
-    for inputs, targets in microbatches:
-        if len(stage.kept) == ahead:
+        if len(stage.kept) == most:
             stage.backward()
         stage.forward(inputs, targets)
     while stage.kept:
         stage.backward()
+    stage.finish()
 
 
-VARIANTS = {"naive": (naive, 1), "gpipe": (gpipe, MICROBATCHES), "1f1b": (one_forward_one_backward, MICROBATCHES)}
+KEEP = {
+    "naive": lambda stage, m: 1,
+    "gpipe": lambda stage, m: m,
+    # the last stage turns back at once; the first fills the whole pipeline before
+    "1f1b": lambda stage, m: stage.ranks - stage.rank,
+}
 
 
 def lesson(rank: int, store: str) -> None:
@@ -139,7 +122,8 @@ def lesson(rank: int, store: str) -> None:
     if rank == 0:
         print(f"one process: loss {truth.item():.6f}\n\n{'':10}step    bubble  should be  stage 0 kept  loss")
 
-    for name, (variant, m) in VARIANTS.items():
+    for name, keep in KEEP.items():
+        m = 1 if name == "naive" else MICROBATCHES
         microbatches = list(zip(inputs.chunk(m), targets.chunk(m), strict=True))
         for work_s in (0.0, FORWARD_S):  # once to warm up
             stage = Stage(mine, BATCH, work_s)
@@ -147,8 +131,7 @@ def lesson(rank: int, store: str) -> None:
                 weight.grad = None
             dist.barrier()
             began = time.perf_counter()
-            variant(stage, microbatches)
-            stage.finish()
+            train(stage, microbatches, keep(stage, m))
             dist.barrier()
         took = time.perf_counter() - began
         torch.testing.assert_close([w.grad for w in weights], list(true_grads))

@@ -56,11 +56,11 @@ def python(folder: Path, *args: str) -> Said:
 class Started:
     """A command that runs while the test looks on."""
 
-    def __init__(self, folder: Path, *args: str):
+    def __init__(self, folder: Path, *args: str, under: Sequence[str] = ()):
         self.log = folder / "said.txt"
         with self.log.open("w", encoding="utf-8") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "weft", *args], cwd=folder, env=ENV, stdout=file, stderr=file
+                [sys.executable, *under, "-m", "weft", *args], cwd=folder, env=ENV, stdout=file, stderr=file
             )
 
     def ranks(self) -> list[psutil.Process]:
@@ -72,6 +72,15 @@ class Started:
         """Look until something is so; the command must not end before."""
         until(lambda: what() or self.process.poll() is not None)
         assert self.process.poll() is None, self.log.read_text(encoding="utf-8")
+
+    def wait_for_end(self, meanwhile: Callable[[], None]) -> None:
+        """Do something again and again until the command has ended."""
+
+        def ended() -> bool:
+            meanwhile()
+            return self.process.poll() is not None
+
+        until(ended)
 
     def end(self) -> Said:
         code = self.process.wait(DEADLINE_S)

@@ -86,7 +86,7 @@ def observe(job: Job, steps: int, file: str, scale: float | None = None, count: 
         with counted if count else nullcontext():
             grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
         collectives.append(counted.seen)
-        found = wholes({n: m.grad for n, m in masters.items() if m.grad is not None})
+        found = wholes({n: x.grad for n, x in state.woven.leaves.items() if x.grad is not None})
         gradients.append({n: g * grads.factor for n, g in found.items()})
         norm, was_taken = stepper.update(grads, stepper.learning_rate())
         taken.append(was_taken)
@@ -121,12 +121,23 @@ def move(job: Job, folder: str, train: int, file: str) -> int | None:
     )  # fmt: skip
     for _, batches in zip(range(train), loader, strict=False):
         stepper.update(stepper.gradients(batches), stepper.learning_rate())
+    state.agree()
     saved = _whole_state(stepper)
     checkpoints.save(state.step, state.tensors(), state.meta(job, plan), wait=True)
     if mesh.rank == 0:
         torch.save((opened, saved), Path(file))
     mesh.barrier()
     return None if found is None else found.step
+
+
+def buffers_after(job: Job, train: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This rank's buffers after some steps, before and after the ranks agreed on them."""
+    _, _, _, stepper, loader = begin(job)
+    for _, batches in zip(range(train), loader, strict=False):
+        stepper.update(stepper.gradients(batches), stepper.learning_rate())
+    before = {n: b.clone() for n, b in stepper.state.woven.buffers().items()}
+    stepper.state.agree()
+    return before, {n: b.clone() for n, b in stepper.state.woven.buffers().items()}
 
 
 def _whole_state(stepper: Stepper) -> dict[str, Tensor]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -57,6 +60,74 @@ class WrongParts(Plain):
     parts: ClassVar[dict[str, str]] = {"blocks.*.up": "colum"}
 
 
+class MisspeltParts(Plain):
+    """One pattern is right, so something would be cut."""
+
+    parts: ClassVar[dict[str, str]] = {"blocks.*.up": "column", "blocks.*.dwn": "row"}
+
+
+class GivesDict(Plain):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"logits": super().forward(tokens), "loss": torch.zeros(())}
+
+
+@dataclass
+class Output:
+    logits: Tensor
+
+
+class GivesObject(Plain):
+    def forward(self, tokens: Tensor) -> Output:  # type: ignore[override]
+        return Output(super().forward(tokens))
+
+
+class GivesNameless(Plain):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"out": super().forward(tokens)}
+
+
+class Scalar(Plain):
+    """A temperature that is learned, without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heat = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.heat
+
+
+class Containers(nn.Module):
+    """Layers in lists in lists, called by the model: the inner lists have no forward of their own."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, dim)
+        self.grid = nn.ModuleList(nn.ModuleList(Block(dim, 32) for _ in range(2)) for _ in range(2))
+        self.pairs = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(dim, dim), "b": nn.Linear(dim, dim)}) for _ in "xy")
+        self.head = nn.Linear(dim, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for row in self.grid:
+            for block in row:  # type: ignore[attr-defined]
+                x = block(x)
+        for pair in self.pairs:
+            x = x + pair["b"](pair["a"](x).tanh())  # type: ignore[index]
+        return self.head(x)
+
+
+class Normed(Plain):
+    """Keeps running statistics of what it has seen, and counts the times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batchnorm = nn.BatchNorm1d(256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.batchnorm(super().forward(tokens).transpose(1, 2)).transpose(1, 2)
+
+
 class Frozen(Plain):
     """A person's fine-tuning: the embedding, and so the head, stays as it was."""
 
@@ -82,6 +153,15 @@ class RaisesOnRankOne(Plain):
         self.calls += 1
         if self.calls > 2 and os.environ["RANK"] == "1":
             raise ValueError("the third step is too much for me")
+        return super().forward(tokens)
+
+
+class Stuck(Plain):
+    """Never comes back from its first step, and says so."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        Path("stuck").touch()
+        threading.Event().wait()
         return super().forward(tokens)
 
 

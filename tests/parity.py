@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from weft.launch.pool import RankPool
 from weft.plan.parse import parse_layout, ranks
 from weft.train.prove import TOLERANCE, compare, with_layout
 
-UPDATE_TOLERANCE: dict[str, float] = {"fp32": 2e-4, "bf16": 0.5, "fp16": 0.1}
+UPDATE_TOLERANCE: dict[str, float] = {"fp32": 2e-4, "bf16": 0.5, "fp16": 0.1, "fp8": 0.6}
 """Largest difference of a weight after the steps, as a share of the way it went. Adam divides small gradients by their
 own size, so this is looser than what gradients are held to; a step of half the size would still be 0.5."""
 
@@ -88,6 +89,16 @@ def differences(reference: Run, other: Run, precision: str = "fp32") -> list[str
             if not off <= UPDATE_TOLERANCE[precision] * way + NOISE * value.numel() ** 0.5:
                 found.append(f"{what} {name} is off by {off:.1e} after a way of {way:.1e}")
     return found + disagreements(other)
+
+
+def check(pool: RankPool, job: Job, layouts: Iterable[str]) -> None:
+    """Each of these layouts is the same run as one process."""
+    precision = "fp32" if job.precision == "auto" else job.precision
+    reference = run(pool, job, "1")
+    wrong = {
+        layout: found for layout in layouts if (found := differences(reference, run(pool, job, layout), precision))
+    }
+    assert not wrong
 
 
 def disagreements(run: Run) -> list[str]:

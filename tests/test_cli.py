@@ -89,7 +89,19 @@ def test_help_plans_and_schemas_import_no_torch(folder: Path) -> None:
 def test_every_command_has_help(command: Command) -> None:
     said = command("--help")
     assert said.code == 0
-    for verb in ("train", "plan", "prove", "generate", "export", "report", "doctor", "schema", "recipes", "data"):
+    for verb in (
+        "train",
+        "plan",
+        "prove",
+        "generate",
+        "export",
+        "report",
+        "doctor",
+        "schema",
+        "recipes",
+        "data",
+        "bench",
+    ):
         assert f" {verb} " in said.out
         assert command(verb, "--help").code == 0
     assert "Weft weaves one training run across any number of devices." in said.out
@@ -190,6 +202,36 @@ def test_wrong_use(command: Command, run: RunDir, args: tuple[str, ...], says: s
     assert (said.code, said.out) == (Exit.JOB, "")
     assert says in said.err
     assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("export", "tiny", "--out", "text/model.safetensors"), "weft: File exists: text"),
+        (("train", "job.yaml", "runs_dir=text"), "weft: Not a directory: text/tiny"),
+        (("train", "job.yaml", "runs_dir=/proc/nowhere"), "weft: No such file or directory: /proc/nowhere"),
+        (("data", "build", "text", "--out", "text/store"), "weft: "),
+        (
+            ("train", "job.yaml", "cluster.device=h100", "train.global_batch=8"),
+            "weft: the job wants h100-sxm, but this machine has no NVIDIA GPU; weft plan works here, and training with "
+            "cluster.device=cpu",
+        ),
+        (
+            ("train", "job.yaml", "cluster.device=cuda"),
+            "weft: cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto",
+        ),
+    ],
+)
+def test_what_the_machine_refuses(
+    command: Command, run: RunDir, folder: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], says: str
+) -> None:
+    """A file where a folder should be, a place where nothing can be written, no GPU: one sentence and code 4."""
+    (folder / "text").write_text("words", encoding="utf-8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = command(*args)
+    assert (said.code, said.out) == (Exit.MACHINE, "")
+    assert said.err.startswith(says)
+    assert len(said.err.splitlines()) == 1
 
 
 def test_prove(folder: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -19,6 +21,8 @@ app = typer.Typer(
 )  # fmt: skip
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Token stores.")
 app.add_typer(data_app, name="data")
+bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measurements on this machine.")
+app.add_typer(bench_app, name="bench")
 
 JobArg = Annotated[str, typer.Argument(metavar="JOB", help="A recipe's name or a YAML file.")]
 Overrides = Annotated[
@@ -151,16 +155,16 @@ def export(
     """Write a run's weights as one consolidated file."""
     from weft.job.errors import JobError
     from weft.job.run import find_run
-    from weft.precision import COMPUTE
+    from weft.precision import EXPORT
     from weft.train.weights import export_safetensors, newest
 
     if to != "safetensors":
         raise JobError(f"--to {to!r} is not known; safetensors is")
-    if dtype not in COMPUTE:
-        raise JobError(f"--dtype {dtype!r} is not known; use {', '.join(COMPUTE)}")
+    if dtype not in EXPORT:
+        raise JobError(f"--dtype {dtype!r} is not known; use {', '.join(EXPORT)}")
     folder = find_run(run)
     found = newest(folder)
-    path = export_safetensors(found, out or folder.path / "model.safetensors", ema, COMPUTE[dtype])
+    path = export_safetensors(found, out or folder.path / "model.safetensors", ema, EXPORT[dtype])
     size = path.stat().st_size
     if as_json:
         _print_json({"path": str(path), "step": found.step, "bytes": size})
@@ -253,10 +257,34 @@ def data_build(
         print(f"{made.path}: {made.tokens:,} tokens, {made.documents:,} documents, vocabulary {made.vocab:,}")
 
 
+@bench_app.command("step")
+def bench_step(
+    job: JobArg,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to profile.")] = 3,
+    nproc: Nproc = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show where one step's time goes, by class of kernel, and how far each is from what the device can do."""
+    from weft.job.load import load_job
+
+    described = load_job(job, overrides or ())
+    from weft.train.profile import bench_step, show
+
+    code, run = bench_step(described, nproc, steps, _say)
+    if code:
+        raise typer.Exit(code)
+    print(run.profile.read_text(encoding="utf-8") if as_json else show(run))
+    if not as_json:
+        _say(f"profile: {run.profile}; picture: {run.report}")
+
+
 def main() -> None:
     """The entry point: a person's mistake is one sentence and an exit code, never a traceback."""
     from weft.job.errors import Exit, WeftError
 
+    # once the exit code is known, one Ctrl-C more shall not change it
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
         app(prog_name="weft")
     except WeftError as error:

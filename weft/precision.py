@@ -6,9 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-COMPUTE: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtype of weights and activations in the forward and backward pass; masters and gradients' sums stay fp32."""
+COMPUTE: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
+"""Dtype of weights and activations in the forward and backward pass; masters and gradients' sums stay fp32. In fp8 the
+blocks' products alone are smaller (models/fp8.py)."""
 
+EXPORT: dict[str, torch.dtype] = {name: COMPUTE[name] for name in ("fp32", "bf16", "fp16")}
+"""What weights can be written in."""
 
 FLOOR = 2.0**-14
 """The smallest loss scale: what overflows even here is no matter of range."""

@@ -9,7 +9,8 @@ import pytest
 
 from weft.job import Data, Job, JobError, Model, Optim, Parallel, Train, apply_overrides, dump_yaml, load_job, parse_job
 from weft.job.errors import Exit
-from weft.job.load import find_job, known_keys
+from weft.job.load import find_job
+from weft.job.mistakes import known_keys
 from weft.job.shapes import resolve
 
 WHOLE = """
@@ -103,6 +104,17 @@ def test_numbers_as_people_write_them(tmp_path: Path, text: str, number: float) 
          "parallel.dp_shard=0: must be at least 1, or -1 for the rest of the ranks"),
         ({"parallel": {"zero": 4}}, "parallel.zero=4: must be 1, 2 or 3"),
         ({"model": {"tied": "maybe"}}, "model.tied='maybe': must be true or false"),
+        ({"train": {"steps": True}}, "train.steps=True: must be a whole number"),
+        ({"train": {"microbatch": False}}, "train.microbatch=False: must be a whole number"),
+        ({"optim": {"lr": True}}, "optim.lr=True: must be a number"),
+        ({"parallel": {"zero": True}}, "parallel.zero=True: must be a whole number"),
+        ({"parallel": {"split": [True, 2]}}, "parallel.split=[True, 2]: must be a whole number"),
+        ({"optim": {"lr": float("inf")}}, "optim.lr=inf: must be a finite number"),
+        ({"optim": {"clip": float("nan")}}, "optim.clip=nan: must be a finite number"),
+        ({"optim": {"betas": [0.9, 1.0]}},
+         "optim.betas=[0.9, 1.0]: must be two numbers from 0 to below 1, such as [0.9, 0.95]"),
+        ({"train": {"seed": 2**62}}, f"train.seed={2**62}: must be less than {2**62}"),
+        ({"train": {"seed": -1}}, "train.seed=-1: must be greater than or equal to 0"),
         ({"name": "a/b"}, "name='a/b': must be letters, digits, dots, dashes and underscores"),
         ({"name": "../up"}, "name='../up': must be letters, digits, dots, dashes and underscores"),
         ({"watch": {"trackers": ["wandb"]}},
@@ -111,6 +123,21 @@ def test_numbers_as_people_write_them(tmp_path: Path, text: str, number: float) 
 )  # fmt: skip
 def test_mistakes(raw: dict[str, Any], says: str) -> None:
     assert refused(raw).startswith(says)
+
+
+def test_mistakes_made_in_python_are_told_alike() -> None:
+    """A section alone says where it belongs; none shows pydantic's own words."""
+    for make, says in (
+        (lambda: Job(train={"stps": 3}), "train.stps: unknown key; did you mean train.steps?"),  # type: ignore[arg-type]
+        (lambda: Train(stps=3), "train.stps: unknown key; did you mean train.steps?"),  # type: ignore[call-arg]
+        (lambda: Model(rope_scaling={"fctor": 2}),  # type: ignore[arg-type]
+         "model.rope_scaling.fctor: unknown key; did you mean model.rope_scaling.factor?"),
+        (lambda: Job(optim=Optim(lr=-1)), "optim.lr=-1: must be greater than 0"),
+        (lambda: Job.model_validate({"precision": "fp4"}), "precision='fp4': must be auto, fp32, bf16, fp16 or fp8"),
+    ):  # fmt: skip
+        with pytest.raises(JobError) as caught:
+            make()
+        assert str(caught.value) == says
 
 
 def test_every_mistake_is_named() -> None:
@@ -132,6 +159,22 @@ def test_files_that_are_no_jobs(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(JobError) as caught:
         load_job(written(tmp_path, text))
     assert says in str(caught.value)
+
+
+def test_a_file_in_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes("name: größe\n".encode("latin-1"))
+    with pytest.raises(JobError) as caught:
+        load_job(str(tmp_path / "job.yaml"))
+    assert str(caught.value) == f"{tmp_path / 'job.yaml'} is not UTF-8 text: invalid start byte at byte 8"
+
+
+def test_anchors_and_merge_keys(tmp_path: Path) -> None:
+    """What is merged in may be written over; only a key that was written twice is a mistake."""
+    text = "train: &t {steps: 5, seed: 3}\noptim: {lr: 1e-3}\nmodel: {args: {<<: *t, seed: 4}}\n"
+    job = load_job(written(tmp_path, text))
+    assert (job.train.steps, job.model.args) == (5, {"steps": 5, "seed": 4})
+    with pytest.raises(JobError, match=r"the key 'seed' stands twice \(line 2\)"):
+        load_job(written(tmp_path, "train: &t {steps: 5}\nmodel: {args: {<<: *t, seed: 4, seed: 5}}\n"))
 
 
 def test_files_with_little_or_nothing(tmp_path: Path) -> None:

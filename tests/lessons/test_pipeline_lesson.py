@@ -46,8 +46,8 @@ def by_hand(schedule: str, weights: dict[str, Tensor], batch: dict[str, Tensor],
         layers[i] = nn.Linear(DIM, DIM)
         layers[i].load_state_dict({key: weights[f"layers.{i}.{key}"] for key in ("weight", "bias")})
     stage = lesson.Stage(list(layers.values()), BATCH)
-    lesson.VARIANTS[schedule][0](stage, list(zip(batch["inputs"].chunk(m), batch["targets"].chunk(m), strict=True)))
-    stage.finish()
+    microbatches = list(zip(batch["inputs"].chunk(m), batch["targets"].chunk(m), strict=True))
+    lesson.train(stage, microbatches, lesson.KEEP[schedule](stage, m))
     grads = {f"layers.{i}.{n}": p.grad for i, layer in layers.items() for n, p in layer.named_parameters()}
     return {"loss": stage.loss, "kept": stage.most_kept, "grads": grads}
 

@@ -104,3 +104,21 @@ def test_the_average_follows_slowly() -> None:
     ema.update()
     torch.testing.assert_close(ema.averages["w"], torch.full((3,), 0.4375))
     assert Ema(masters, 0.0).averages == {}
+
+
+def test_gradients_in_another_dtype_reach_the_masters_and_the_copies_follow() -> None:
+    masters = {"blocks.w": torch.randn(8, 4), "norm": torch.randn(4)}
+    theirs = {n: m.clone().requires_grad_() for n, m in masters.items()}
+    copies = {n: m.bfloat16().requires_grad_() for n, m in masters.items()}
+    ours = build_optimizers(Optim(lr=0.1), masters, lambda n: True, leaves=copies, copies=copies)
+    right = build_optimizers(Optim(lr=0.1), theirs, lambda n: True)
+    for _ in range(3):
+        for name, copy in copies.items():
+            copy.grad = torch.randn_like(copy)
+            theirs[name].grad = copy.grad.float() * 0.5
+        ours.step(0.1, torch.tensor(0.5))
+        right.step(0.1)
+    for name, master in masters.items():
+        torch.testing.assert_close(master, theirs[name].detach(), rtol=1e-6, atol=1e-7)
+        assert torch.equal(copies[name], master.bfloat16())
+        assert master.grad is None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity import differences, make_job, run
+from parity import check, make_job
 
 from weft.launch.pool import RankPool
 
@@ -20,18 +20,8 @@ ALL = (
 SOME = ("dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2 no-sequence", "tp 2", "dp_replicate 2 × dp_shard 2 zero=2")
 
 
-def check(pool: RankPool, layouts: tuple[str, ...], *overrides: str, precision: str = "fp32", **sections: Any) -> None:
-    job = make_job(*overrides, **sections, precision=precision)
-    reference = run(pool, job, "1")
-    wrong = {}
-    for layout in layouts:
-        if found := differences(reference, run(pool, job, layout), precision):
-            wrong[layout] = found
-    assert not wrong
-
-
 def test_every_layout(pool: RankPool) -> None:
-    check(pool, ALL, "train.ema=0.5")
+    check(pool, make_job("train.ema=0.5"), ALL)
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -53,16 +43,17 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model(pool: RankPool, name: str) -> None:
-    check(pool, SOME, **MODELS[name])
+    check(pool, make_job(**MODELS[name]), SOME)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_documents_that_do_not_see_each_other(pool: RankPool, documents: Path, family: str) -> None:
     """Ranks hold different counts of valid targets, and one sequence in eight may hold none at all."""
     data = {"source": str(documents), "mask_documents": True, "seq_len": 6}
-    check(pool, (*SOME, "dp_replicate 4", "dp_shard 4 zero=1"), data=data, model={"family": family, "vocab": 256})
+    job = make_job(data=data, model={"family": family, "vocab": 256})
+    check(pool, job, (*SOME, "dp_replicate 4", "dp_shard 4 zero=1"))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision(pool: RankPool, precision: str) -> None:
-    check(pool, ALL[::2], precision=precision)
+    check(pool, make_job(precision=precision), ALL[::2])

@@ -9,43 +9,38 @@ from typing import Any
 import on_ranks
 import pytest
 import torch
-from parity import Run, differences, make_job, run, section
+from parity import check, make_job, section
 from torch import Tensor
 
 from weft.job import parse_job
 from weft.job.errors import JobError
+from weft.job.schema import Job
 from weft.launch.pool import RankPool
 from weft.plan import make_plan
 from weft.plan.parse import ranks
 from weft.plan.schedule import SCHEDULES
-from weft.train.prove import with_layout
+from weft.train.prove import prove, with_layout
 
 # tied weights on the first and last stage, dropout, and layers that no number of stages divides
 GPT2: dict[str, Any] = {"family": "gpt2", "layers": 7, "dropout": 0.2}
 
 
-def check(pool: RankPool, layouts: list[str], precision: str = "fp32", **sections: Any) -> None:
-    job = make_job("train.accumulation=auto", **{"model": GPT2, **sections}, precision=precision)
-    reference = run(pool, job, "1")
-    wrong = {}
-    for layout in layouts:
-        if found := differences(reference, run(pool, job, layout), precision):
-            wrong[layout] = found
-    assert not wrong
+def gpt2(**sections: Any) -> Job:
+    return make_job("train.accumulation=auto", **{"model": GPT2, **sections})
 
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_every_schedule(pool: RankPool, degree: int) -> None:
-    check(pool, [f"pp {degree} {name} microbatches=8" for name in SCHEDULES], train={"ema": 0.5})
+    check(pool, gpt2(train={"ema": 0.5}), [f"pp {degree} {name} microbatches=8" for name in SCHEDULES])
 
 
 def test_any_number_of_microbatches(pool: RankPool) -> None:
     names = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v", "gpipe", "naive")
-    check(pool, [f"pp 2 {name} microbatches={m}" for name, m in zip(names, (1, 2, 4, 1, 2, 4, 1), strict=True)])
+    check(pool, gpt2(), [f"pp 2 {name} microbatches={m}" for name, m in zip(names, (1, 2, 4, 1, 2, 4, 1), strict=True)])
 
 
 def test_with_every_other_axis(pool: RankPool) -> None:
-    check(pool, [
+    check(pool, gpt2(), [
         "pp 2 1f1b × tp 2", "pp 2 zbv × tp 2", "pp 2 1f1b × tp 2 no-sequence", "pp 2 gpipe × dp_replicate 2",
         "pp 2 zb-h1 × dp_replicate 2", "pp 2 1f1b × dp_shard 2 zero=1", "pp 2 1f1b × dp_shard 2 zero=2",
         "pp 2 1f1b × dp_shard 2 zero=3", "pp 2 interleaved-1f1b × dp_shard 2 zero=3", "pp 2 zb-h1 × dp_shard 2 zero=3",
@@ -55,16 +50,12 @@ def test_with_every_other_axis(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_three_dimensions(pool: RankPool, precision: str) -> None:
-    check(
-        pool,
-        [
-            "pp 2 1f1b × dp_shard 2 zero=3 × tp 2 microbatches=4",
-            "pp 2 1f1b × dp_replicate 2 × dp_shard 2 zero=3 microbatches=2",
-            "pp 2 zbv × dp_replicate 2 × dp_shard 2 zero=2 microbatches=2",
-        ],
-        precision,
-        model={**GPT2, "bias": False},  # a key's bias has no gradient but rounding, which bf16 makes large
-    )
+    # no biases: a key's has no gradient but rounding, which bf16 makes large
+    check(pool, gpt2(model={**GPT2, "bias": False}, precision=precision), [
+        "pp 2 1f1b × dp_shard 2 zero=3 × tp 2 microbatches=4",
+        "pp 2 1f1b × dp_replicate 2 × dp_shard 2 zero=3 microbatches=2",
+        "pp 2 zbv × dp_replicate 2 × dp_shard 2 zero=2 microbatches=2",
+    ])  # fmt: skip
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -78,24 +69,23 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model(pool: RankPool, name: str) -> None:
-    check(pool, ["pp 2 1f1b", "pp 2 zb-h1", "pp 2 1f1b × tp 2"], **MODELS[name])
+    check(pool, gpt2(**MODELS[name]), ["pp 2 1f1b", "pp 2 zb-h1", "pp 2 1f1b × tp 2"])
 
 
 def test_a_split_of_ones_own(pool: RankPool) -> None:
-    job = make_job("train.accumulation=auto", model=GPT2)
-    reference = run(pool, job, "1")
-    spread = {"dp_shard": 1, "pp": 2, "split": [5, 2]}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result.pt"
-        pool.run(on_ranks.observe, 2, with_layout(job, spread), 2, str(file))
-        assert not differences(reference, Run(torch.load(file, weights_only=False), []))
-    _, plan = make_plan(with_layout(job, spread))
+    """As `weft prove` takes it, too."""
+    layout = "pp 2 split=[5, 2]"
+    check(pool, gpt2(), [layout])
+    _, plan = make_plan(with_layout(gpt2(), section(layout)))
     assert plan.split == ((0, 5), (5, 7))
+    proven, refused = prove(gpt2(), [f"{layout}, pp2 split=[1,2]"], 1, pool=pool)
+    assert (proven.layout, proven.verdict) == ("pp 2 (1f1b) split [5, 2]", "same")
+    assert refused.why == "parallel.split=[1, 2] adds up to 3 blocks, but model.layers=7; 4 more would work"
 
 
 def test_a_checkpoint_moves_between_pipelines(pool: RankPool, tmp_path: Path) -> None:
     """pp 4 → pp 2 × tp 2 → 1 rank → zbv on pp 2, tied weights and optimizer state included, to the bit."""
-    job = make_job("train.accumulation=auto", model=GPT2, train={"ema": 0.5})
+    job = gpt2(train={"ema": 0.5})
     before: dict[str, Tensor] | None = None
     for layout in ("pp 4 1f1b", "pp 2 1f1b × tp 2", "1", "pp 2 zbv", "pp 4 dualpipe-v × dp_shard 1"):
         spread = section(layout)

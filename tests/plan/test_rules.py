@@ -49,6 +49,19 @@ def refused(world: int | None = None, **job: Any) -> str:
         (2, {"train": {"global_batch": 8, "microbatch": 2, "accumulation": 4}},
          "train.microbatch=2 × train.accumulation=4 is not the 4 sequences of a rank (global_batch 8 / 2 ranks); "
          "leave one of them out"),
+        (2, {"train": {"global_batch": 8}, "parallel": {"microbatches": 8}},
+         "parallel.microbatches=8 does not divide the 4 sequences of a rank (global_batch 8 / 2 ranks); "
+         "microbatches=4 would work"),
+        (2, {"train": {"global_batch": 8, "microbatch": 2}, "parallel": {"microbatches": 4}},
+         "train.microbatch=2 × parallel.microbatches=4 is not the 4 sequences of a rank (global_batch 8 / 2 ranks); "
+         "leave one of them out"),
+        (2, {"parallel": {"split": [3, 1]}},
+         "parallel.split=[3, 1] cuts a pipeline, but parallel.pp=1; leave split out or set parallel.pp=2"),
+        (1, {"parallel": {"split": [4]}},
+         "parallel.split=[4] cuts a pipeline, but parallel.pp=1; leave split out"),
+        (2, {"parallel": {"schedule": "zbv", "virtual_stages": 2}},
+         "parallel.virtual_stages=2 needs a pipeline, but parallel.pp=1; leave virtual_stages out, or set "
+         "parallel.pp=2"),
         (4, {"parallel": {"dp_shard": 3}},
          "parallel asks for dp_shard 3 = 3 ranks, but there are 4; set one axis to -1 for the rest, "
          "or start 3 ranks (--nproc 3)"),
@@ -75,7 +88,19 @@ def refused(world: int | None = None, **job: Any) -> str:
          "memory.offload=activations works on a transformer's blocks, and own:Net is none; memory.recompute=full "
          "would work"),
         (2, {"parallel": {"ep": 2}}, "parallel.ep=2 can be planned but not trained yet; ep=1 would work"),
-        (2, {"precision": "fp8"}, "precision=fp8 can be planned but not trained yet; precision=bf16 would work"),
+        (2, {"precision": "fp8", "cluster": {"device": "a100", "devices_per_node": 2}},
+         "precision=fp8 needs fp8 products, which a100-sxm-80gb does not have; precision=bf16 would work"),
+        (2, {"fp8": {"amax": "delayed", "scaling": "rowwise"}},
+         "fp8.amax=delayed and fp8.scaling=rowwise: the rows of one step are not those of the next; scaling=tensorwise "
+         "or amax=dynamic would work"),
+        (2, {"memory": {"recompute": 99}, "model": "tiny"},
+         "memory.recompute=99, but the model has 4 blocks; recompute=full recomputes them all"),
+        (2, {"memory": {"recompute": "full", "budget_gib": 2}},
+         "memory.budget_gib=2 chooses the recompute, but memory.recompute=full has chosen already; leave one of them "
+         "out"),
+        (2, {"memory": {"recompute": "selective"}, "parallel": {"pp": 2, "schedule": "zbv"}},
+         "parallel.schedule=zbv goes back through a block twice, for its input and for its weights, and "
+         "memory.recompute=selective keeps its outputs for once; recompute=full or schedule=1f1b would work"),
         (2, {"model": "own:Net", "parallel": {"pp": 2}},
          "parallel.pp=2 needs one of Weft's models; for own:Net use dp_replicate or dp_shard"),
         (2, {"comm": {"backend": "nccl"}, "cluster": {"device": "cpu"}},
@@ -117,3 +142,29 @@ def test_what_will_not_fit_has_its_own_exit_code() -> None:
     job, plan = make_plan(job, 8)
     check_fits(job, plan)
     assert plan.layout() == "dp_shard 8 (zero 3)"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"dp_shard": 8, "zero": 1}, "cut more with parallel.zero=3, or use more ranks"),
+        ({"dp_shard": 8, "zero": 3}, "use more ranks, in parallel.dp_shard, parallel.tp or parallel.pp"),
+        ({"dp_replicate": 8}, "cut them with parallel.dp_shard instead of dp_replicate, or use more ranks"),
+    ],
+)
+def test_the_advice_is_what_is_not_done_already(parallel: dict[str, Any], says: str) -> None:
+    cluster = {"device": "h100", "devices_per_node": 8}
+    job, plan = make_plan(
+        parse_job({
+            "model": "70b", "data": {"source": "synthetic"}, "cluster": cluster, "parallel": {"dp_shard": 1, **parallel}
+        })
+    )  # fmt: skip
+    with pytest.raises(FitError) as caught:
+        check_fits(job, plan)
+    assert str(caught.value).endswith(f" GiB a rank, but h100-sxm has 79.1; {says}")
+
+
+def test_microbatches_are_accumulation_without_a_pipeline_too() -> None:
+    raw = {"train": {"global_batch": 8}, "parallel": {"microbatches": 4}, "data": {"source": "synthetic"}}
+    _, plan = make_plan(parse_job(raw), 2)
+    assert (plan.microbatch, plan.accumulation) == (1, 4)

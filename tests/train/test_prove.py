@@ -72,5 +72,7 @@ def test_a_shrunk_job_is_small_and_of_the_same_kind() -> None:
     m = job.model
     assert (m.dim, m.layers, m.ffn, m.vocab) == (64, 3, 128, 512)
     assert (m.heads or 0) // (m.kv_heads or 1) == 8
+    job = small(make_job("train.global_batch=1024", "train.accumulation=64", "data.seq_len=4096"))
+    assert (job.train.global_batch, job.train.accumulation, job.data.seq_len) == (16, "auto", 64)
     with pytest.raises(JobError, match="a model of your own cannot be shrunk; give it smaller"):
         small(make_job(model={"module": "own_models:Plain"}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import random
 import shutil
@@ -9,6 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from command import Said, Started, ids_by_step, losses, python, run_of, step_of, strays, weft, write_job
 
@@ -38,20 +41,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> dict[int, float]:
     """The losses of a run that torchrun started and nobody touched."""
-    command = (
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "weft",
-        "train",
-        "job.yaml",
-    )
-    said = python(folder, *command, "name=undisturbed")
+    run = run_of(folder, "undisturbed")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    started = Started(folder, "train", "job.yaml", "name=undisturbed", under=torchrun)
+    started.wait_for(lambda: step_of(run) >= 1)
+    with (run.path / ".lock").open("rb") as lock, pytest.raises(BlockingIOError):  # no other run may use the folder
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    said = started.end()
     assert said.code == 0, said.err
-    told = losses(run_of(folder, "undisturbed"))
+    told = losses(run)
     assert list(told) == list(range(1, STEPS + 1))
     assert all(len(values) == 1 for values in told.values())
     return {step: values[0] for step, values in told.items()}
@@ -107,6 +105,13 @@ STAGES: list[tuple[tuple[str, ...], signal.Signals | None, Exit]] = [
 ]
 
 
+def _hurry(ranks: list[psutil.Process], stop: signal.Signals) -> None:
+    """The same signal again and again, also while a rank closes: it is one wish."""
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.send_signal(stop)
+
+
 def test_a_run_moves_through_layouts_and_reads_every_sample_once(folder: Path, undisturbed: dict[int, float]) -> None:
     """Stopped by Ctrl-C and by a scheduler, it goes on at the next step under any other layout and number of ranks."""
     run, chance = run_of(folder, "moved"), random.Random(11)
@@ -119,7 +124,9 @@ def test_a_run_moves_through_layouts_and_reads_every_sample_once(folder: Path, u
         elif stop is not None:
             moment = before + chance.randint(2, 6)
             started.wait_for(lambda: step_of(run) >= moment)  # noqa: B023
+            ranks = started.ranks()
             started.process.send_signal(stop)
+            started.wait_for_end(lambda: _hurry(ranks, stop))  # noqa: B023
         said = started.end()
         assert said.code == code, said.err
         assert "Traceback" not in said.err
@@ -138,8 +145,9 @@ def test_a_run_moves_through_layouts_and_reads_every_sample_once(folder: Path, u
 def test_a_finished_run_says_so(folder: Path, killed: tuple[Said, Said]) -> None:
     run = run_of(folder, "killed")
     before = run.metrics.read_bytes()
-    said = weft(folder, "train", "job.yaml", "name=killed", ALONE)
+    said = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dropout=0.2")
     assert said.code == 0
+    assert "model.dropout was 0.1 until here and is 0.2 now: the weights were learned with the former" in said.err
     assert f"already done at step {STEPS}; raise train.steps to go on, or use --fresh to start again" in said.err
     assert run.metrics.read_bytes() == before
 
@@ -178,6 +186,46 @@ OWN: dict[str, Any] = {"data.source": "pydoc", "train.microbatch": "auto", "trai
 def own(folder: Path, name: str, model: str, *overrides: str) -> Said:
     settings = [f"{key}={value}" for key, value in OWN.items()]
     return weft(folder, "train", "job.yaml", f"name={name}", f"model=own_models:{model}", *settings, *overrides)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_says_that_it_begins_anew(
+    folder: Path, killed: tuple[Said, Said], undisturbed: dict[int, float]
+) -> None:
+    shutil.copytree(run_of(folder, "killed").path, run_of(folder, "ruined").path)
+    run = run_of(folder, "ruined")
+    paths = sorted(run.checkpoints.iterdir())
+    for path in paths:
+        (path / "manifest.json").write_text("{", encoding="utf-8")
+    said = weft(folder, "train", "job.yaml", "name=ruined", ALONE, "train.steps=2", "train.eval_every=0")
+    assert said.code == 0, said.err
+    assert f"all its {len(paths)} checkpoints are damaged: the run starts again from step 0" in said.err
+    assert "restart" in [e["event"] for e in read_jsonl(run.events)]
+    assert losses(run)[1][-1] == pytest.approx(undisturbed[1], rel=2e-4)
+    assert all(path.exists() for path in paths)
+
+
+def test_a_refused_resume_leaves_the_description_of_the_run(folder: Path, killed: tuple[Said, Said]) -> None:
+    run = run_of(folder, "killed")
+    before = run.job.read_bytes(), run.plan.read_bytes()
+    said = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dim=32", f"train.steps={STEPS + 1}")
+    assert said.code == Exit.JOB, said.err
+    assert said.last.startswith("weft: ")
+    assert "Traceback" not in said.err
+    assert (run.job.read_bytes(), run.plan.read_bytes()) == before
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(folder: Path) -> None:
+    """No file may grow beyond 40 KB, which is what a full disk is like: the run is done, and its weights are lost."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); "
+        "from weft.cli import main; sys.argv[0] = 'weft'; main()"
+    )
+    job = ("job.yaml", "name=full", ALONE, "train.steps=3", "train.eval_every=0", "model.ffn=2048")
+    said = python(folder, "-c", code, "train", *job)
+    assert said.code == Exit.MACHINE, said.err
+    assert "weft: step 3 was reached, but its checkpoint could not be written to runs/full/checkpoints" in said.last
+    failed = [e for e in read_jsonl(run_of(folder, "full").events) if e["event"] == "checkpoint_failed"]
+    assert "File too large" in failed[-1]["why"]
 
 
 def test_a_run_that_diverges_says_when(folder: Path) -> None:

@@ -33,7 +33,8 @@ class Loader:
     """Endless steps of training data, from start_step on; each is the list of this rank's microbatches.
 
     Step s holds the G samples from k = s × G on, and rank r of R the r-th of R equal shares of them. Nothing depends on
-    what was read before. `start_sample` is the k of start_step where earlier steps had another G.
+    what was read before. `start_sample` is the k of start_step where earlier steps had another G. `pin` leaves the
+    batches in memory that a GPU copies from by itself.
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class Loader:
         start_step: int = 0,
         start_sample: int | None = None,
         record: Path | None = None,
+        pin: bool = False,
     ) -> None:
         self._dataset, self._seed, self._global_batch, self._microbatch = dataset, seed, global_batch, microbatch
         self._share = _share(global_batch, microbatch, dp_rank, dp_size)
         shifted = 0 if start_sample is None else start_sample - start_step * global_batch
         self._offset = shifted + dp_rank * self._share
-        self._prefetch = prefetch
+        self._prefetch, self._pin = prefetch, pin
         self._next_read = start_step
         self._record_path = record
         self._record: BinaryIO | None = None
@@ -141,6 +143,8 @@ class Loader:
             _stack([self._dataset.train(int(i)) for i in indices[part]], ids[part])
             for part in _parts(self._share, self._microbatch)
         ]
+        if self._pin:
+            batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
         return _Step(step, ids, indices, batches)
 
     def _write_record(self, path: Path, step: _Step) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 
 import numpy as np
 
@@ -32,7 +33,7 @@ def _given(value: int | None, name: str) -> int:
     return value
 
 
-class SyntheticDataset:
+class SyntheticDataset(ABC):
     """A million training samples and a thousand held-out ones, none of them stored."""
 
     train_len = TRAIN_LEN
@@ -51,8 +52,8 @@ class SyntheticDataset:
     def _random(self, number: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=np.array([self._key, number], dtype=np.uint64)))
 
-    def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
-        raise NotImplementedError
+    @abstractmethod
+    def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]: ...
 
 
 class RandomTokens(SyntheticDataset):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
 from weft.job.errors import JobError
 from weft.job.schema import Job
@@ -18,16 +17,18 @@ from weft.job.schema import Job
 class _Loader(yaml.SafeLoader):
     """YAML as people write it: 3e-4 is a number, and a repeated key is an error."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        self.flatten_mapping(node)  # merge keys, << *anchor
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise JobError(f"the key {key!r} stands twice (line {key_node.start_mark.line + 1}); keep one of them")
-            if isinstance(key, str):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Keys are looked at as they were written, before << brings others in, which may be written over."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise JobError(
+                        f"the key {key.value!r} stands twice (line {key.start_mark.line + 1}); keep one of them"
+                    )
+                seen.add(key.value)
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -121,82 +122,9 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
 
 def parse_job(raw: dict[str, Any]) -> Job:
     """A Job from plain data, or a JobError that names every mistake, one line each."""
-    try:
-        return Job.model_validate(raw)
-    except ValidationError as error:
-        by_key: dict[str, list[Any]] = {}
-        for e in error.errors():
-            by_key.setdefault(".".join(str(p) for p in e["loc"] if not _BRANCHES.match(str(p))), []).append(e)
-        # a union fails once for each branch; what is said of a deeper key is what was meant
-        keys = [k for k in by_key if not any(other.startswith(k + ".") for other in by_key)]
-        raise JobError("\n".join(_sentence(k, by_key[k]) for k in keys)) from None
+    return Job.model_validate(raw)
 
 
 def dump_yaml(job: Job) -> str:
     """The whole job as YAML, every default written out; reading it gives the same job."""
     return yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def known_keys(model: type[BaseModel] = Job, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a job."""
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        for part in _sections(field.annotation):
-            yield from known_keys(part, f"{prefix}{name}.")
-
-
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [s for arg in getattr(annotation, "__args__", ()) for s in _sections(arg)]
-
-
-# pydantic marks the branch of a union in the location; a person did not write it
-_BRANCHES = re.compile(r"^(Parallel|RopeScaling|int|str|float|bool|literal\[.*\]|function-.*|constrained-.*)$")
-
-_EXPECTED = {
-    "int_parsing": "a whole number",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "list_type": "a list",
-    "dict_type": "key: value lines",
-    "model_type": "key: value lines",
-    "tuple_type": "a list",
-    "string_pattern_mismatch": "letters, digits, dots, dashes and underscores",
-}
-"""Pydantic's kinds of mismatch in the words of a person."""
-
-
-def _sentence(key: str, errors: list[Any]) -> str:
-    if any(e["type"] == "extra_forbidden" for e in errors):
-        return f"{key}: unknown key{_suggest(key)}"
-    value = errors[0].get("input")
-    shown = f"{value!r}" if not isinstance(value, dict) else "a mapping"
-    expected = [_EXPECTED.get(e["type"]) or _choices(e) for e in errors]
-    if all(expected):
-        return f"{key}={shown}: must be {' or '.join(dict.fromkeys(str(x) for x in expected))}"
-    message = next(str(e["msg"]) for e, known in zip(errors, expected, strict=True) if not known)
-    message = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    return f"{key}={shown}: {message if message.startswith(('must', 'no ')) else 'must be ' + message}"
-
-
-def _choices(error: Any) -> str | None:
-    return str(error["ctx"]["expected"]).replace("'", "") if error["type"] == "literal_error" else None
-
-
-def _suggest(key: str) -> str:
-    known = list(known_keys())
-    section, _, last = key.rpartition(".")
-    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {section + '.' if section else ''}{near[0]}?"
-    elsewhere = [k for k in known if k.rpartition(".")[2] == last]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
-    return f"; {section or 'a job'} has {', '.join(siblings)}" if siblings else ""

@@ -34,6 +34,11 @@ class RunDir:
         return self.path / "pipeline.json"
 
     @property
+    def profile(self) -> Path:
+        """Where a step's time goes, by class of work (weft bench step)."""
+        return self.path / "profile.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -48,6 +53,11 @@ class RunDir:
     @property
     def samples(self) -> Path:
         return self.path / "samples"
+
+    @property
+    def compiled(self) -> Path:
+        """What torch.compile made, so that a run that is started again starts at once."""
+        return self.path / "compiled"
 
     @property
     def checkpoints(self) -> Path:

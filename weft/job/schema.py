@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-class Section(BaseModel):
-    """A part of a job: frozen, and closed to keys it does not know."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
-    )
+from weft.job.section import Section
 
 
 class RopeScaling(Section):
@@ -130,6 +124,8 @@ class Train(Section):
     """Global batches in one evaluation, at most what the held-out part has."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Probability spread evenly over the vocabulary in the training target."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each block with torch.compile. auto does so on GPUs, for Weft's own models."""
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights; 0 keeps none. 0.999 is usual."""
 
@@ -250,8 +246,12 @@ class Parallel(Section):
 class Memory(Section):
     """Where a tensor waits until it is needed."""
 
-    recompute: Literal["auto", "none", "full"] = "auto"
-    """Keep every activation (none) or compute each block's again in the backward pass (full)."""
+    recompute: int | Literal["auto", "none", "selective", "full"] = "auto"
+    """What is computed again in the backward pass instead of kept: nothing (none), all but the outputs of matrix
+    products and attention (selective), that many blocks (a number), or every block (full). auto is the least that
+    fits."""
+    budget_gib: float | None = Field(None, gt=0)
+    """Memory a rank may use, for recompute: auto. Left out: 90 % of the device's."""
     offload: Literal["none", "activations"] = "none"
     """none keeps everything on the device; activations parks what each block must remember in host memory until its
     backward pass, and computes the rest of the block again but for its attention."""
@@ -268,6 +268,30 @@ class Memory(Section):
         if isinstance(value, int) and value < 0:
             raise ValueError("must be a number of tokens, 0 for all at once, or auto")
         return value
+
+    @field_validator("recompute")
+    @classmethod
+    def _count(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 0:
+            raise ValueError("must be a number of blocks from 0 up, or auto, none, selective or full")
+        return value
+
+
+class Fp8(Section):
+    """With precision: fp8, how the numbers of the blocks' matrix products are brought into fp8's small range."""
+
+    scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """One scale a tensor (fastest), or one for each row and column (finer: an outlier costs only its own row)."""
+    amax: Literal["dynamic", "delayed"] = "dynamic"
+    """The largest value that a scale is made from: the tensor's own, or (tensorwise) that of the steps before, which
+    saves a pass over the tensor and clips what is larger."""
+    history: int = Field(16, ge=1)
+    """Steps remembered (delayed)."""
+    fast_accumulation: Literal["none", "forward", "all"] = "forward"
+    """Which products may add up in the tensor cores' own shorter registers, as NVIDIA's GPUs do fastest."""
+    skip: list[str] = Field(default_factory=list)
+    """Layers of the blocks that stay in bf16, as patterns of paths: [blocks.0.*, "*.down"]. Embedding, head, norms,
+    attention and layers whose sizes are no multiples of 16 always do."""
 
 
 class Comm(Section):
@@ -332,7 +356,10 @@ class Job(Section):
     parallel: Parallel | Literal["auto"] = "auto"
     """The layout: auto, or the degree of each axis."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """What the matrices are multiplied in; weights and optimizer stay fp32. auto is bf16 on GPUs, fp32 on CPUs."""
+    """What the matrices are multiplied in; weights and optimizer stay fp32. auto is bf16 on GPUs, fp32 on CPUs.
+    fp8 is bf16 with the blocks' matrix products in fp8."""
+    fp8: Fp8 = Fp8()
+    """Scaling, with precision: fp8."""
     memory: Memory = Memory()
     """Recompute and offload."""
     comm: Comm = Comm()

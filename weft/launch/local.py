@@ -26,6 +26,9 @@ GRACE_S = 10.0
 WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
 
+AT_ONCE = 3
+"""As many times Ctrl-C, and the ranks are killed instead of asked."""
+
 QUIET = (int(Exit.DONE), int(Exit.PREEMPTED), int(Exit.INTERRUPTED))
 """Codes that are no failure: done, or stopped as asked."""
 
@@ -60,7 +63,11 @@ def locked(run: RunDir, patience_s: float = 15.0) -> Iterator[int]:
         os.close(handle)
 
 
-def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None]) -> int:
+WORKER = ("weft.train.worker",)
+"""The module that a rank runs; what follows it are arguments after the run's folder."""
+
+
+def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None], worker: tuple[str, ...] = WORKER) -> int:
     """Start the ranks of the run in this folder, wait for them, and say why if one failed. Returns the exit code."""
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
@@ -68,12 +75,21 @@ def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None]) -> in
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         # a rank inherits the mask and lifts it when it can answer: no Ctrl-C is lost or shot at torch's import
         signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
-        ranks = [_start(run, rank, world, Path(folder) / "store", lock) for rank in range(world)]
-        with _forwarding(ranks):
-            return _watch(run, ranks, say)
+        ranks: list[subprocess.Popen[bytes]] = []
+        with _forwarding(ranks) as interrupts:
+            for rank in range(world):
+                ranks.append(_start(run, rank, world, Path(folder) / "store", lock, worker))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
+            code = _watch(run, ranks, lambda text: None if len(interrupts) >= AT_ONCE else say(text))
+        if len(interrupts) < AT_ONCE:
+            return code
+        say("ended at once, without saving; start the same command again to resume from the last checkpoint")
+        return int(Exit.INTERRUPTED)
 
 
-def _start(run: RunDir, rank: int, world: int, store: Path, lock: int) -> subprocess.Popen[bytes]:
+def _start(
+    run: RunDir, rank: int, world: int, store: Path, lock: int, worker: tuple[str, ...]
+) -> subprocess.Popen[bytes]:
     env = {
         **os.environ,
         "RANK": str(rank),
@@ -85,28 +101,27 @@ def _start(run: RunDir, rank: int, world: int, store: Path, lock: int) -> subpro
     }
     env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads once it knows its share
     # a session of its own: Ctrl-C reaches the launcher alone, which passes it on once
-    return subprocess.Popen(
-        [sys.executable, "-m", "weft.train.worker", str(run.path)], env=env, start_new_session=True, pass_fds=(lock,)
-    )
+    command = [sys.executable, "-m", worker[0], str(run.path), *worker[1:]]
+    return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(lock,))
 
 
 @contextlib.contextmanager
-def _forwarding(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Pass signals on to every rank; a third Ctrl-C ends them at once."""
-    interrupts = 0
+def _forwarding(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Pass signals on to every rank, and kill them at the third Ctrl-C; yields the list of them."""
+    interrupts: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupts
-        interrupts += number == signal.SIGINT
+        if number == signal.SIGINT:
+            interrupts.append(number)
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                rank.send_signal(signal.SIGKILL if interrupts > 2 else number)
+                rank.send_signal(signal.SIGKILL if len(interrupts) >= AT_ONCE else number)
 
     before = {n: signal.signal(n, forward) for n in WISHES}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
     try:
-        yield
+        yield interrupts
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # also where a rank could not be started
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -186,4 +201,4 @@ def _who(cause: dict[str, Any]) -> str:
 
 
 def _left_reason(run: RunDir, rank: int) -> bool:
-    return (run.logs / f"failure-{rank}.json").exists()
+    return _read_cause(run.logs / f"failure-{rank}.json") is not None

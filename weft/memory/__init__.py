@@ -2,6 +2,6 @@
 
 from weft.memory.long import lengthen
 from weft.memory.park import Park
-from weft.memory.recompute import recompute
+from weft.memory.recompute import chosen, recompute
 
-__all__ = ["Park", "lengthen", "recompute"]
+__all__ = ["Park", "chosen", "lengthen", "recompute"]

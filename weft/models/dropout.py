@@ -16,13 +16,18 @@ def mix(h: Tensor) -> Tensor:
     return h ^ ((h >> 31) & _LOW[31])
 
 
+def salt(site: int) -> int:
+    """What a site adds to the keys, as int64 wraps around."""
+    return ((site * _A + 2**63) % 2**64) - 2**63
+
+
 class Dropout(nn.Module):
     """Drop a share of x [batch, seq, dim]; `keys` [batch] stand for samples, `rows` [seq] are the tokens' places."""
 
     def __init__(self, p: float, site: int):
         super().__init__()
         self.p = p
-        self.salt = ((site * _A + 2**63) % 2**64) - 2**63  # as int64 wraps around
+        self.salt = salt(site)
 
     def forward(self, x: Tensor, keys: Tensor | None, rows: Tensor) -> Tensor:
         if not self.training or self.p == 0 or keys is None:

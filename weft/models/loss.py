@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
-"""Logits held at once: 64 MiB in fp32; 512 MiB on a GPU, whose matrix units want more rows."""
+from weft.plan.limits import LOGITS_BYTES
 
 
 class VocabSplit(Protocol):
@@ -60,22 +59,55 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The loss is linear in its upstream gradient, so both gradients are made with it, chunk by chunk."""
     # x [tokens, dim], weight [local vocab, dim], targets and valid [tokens]
-    rows = max(1, CHUNK_ELEMENTS.get(x.device.type, 1 << 24) // max(1, weight.shape[0]))
+    rows = rows_at_once(x, weight)
+    chunk = _fused_chunk if x.is_cuda and isinstance(split, WholeVocab) else _chunk
     dx = torch.empty_like(x) if want[0] else None
-    dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want[1] else None
+    dw: Tensor | None = None
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     for i in range(0, x.shape[0], rows):
         part = slice(i, i + rows)
-        loss, dlogits = _chunk(x[part], weight, targets[part], valid[part], smoothing, split, any(want))
+        loss, dlogits = chunk(x[part], weight, targets[part], valid[part], smoothing, split, any(want))
         total += loss
         if dx is not None and dlogits is not None:
             torch.mm(dlogits, weight, out=dx[part])
-        if dw is not None and dlogits is not None:
-            if dlogits.dtype == torch.float32:
-                dw.addmm_(dlogits.t(), x[part])
-            else:
-                dw += dlogits.t() @ x[part]
+        if want[1] and dlogits is not None:
+            dw = _add_product(dw, dlogits.t(), x[part], alone=rows >= x.shape[0])
+    if want[1] and dw is None:
+        dw = torch.zeros_like(weight)
     return total, dx, None if dw is None else dw.to(weight.dtype)
+
+
+def rows_at_once(x: Tensor, weight: Tensor) -> int:
+    """Tokens in a chunk: as many as the limit allows, in chunks of equal size."""
+    width = 4 if x.device.type == "cpu" else x.element_size()
+    most = max(1, LOGITS_BYTES.get(x.device.type, LOGITS_BYTES["cuda"]) // (max(1, weight.shape[0]) * width))
+    chunks = -(-x.shape[0] // most)
+    return max(1, -(-x.shape[0] // max(1, chunks)))
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, alone: bool) -> Tensor:
+    """total + a @ b in fp32; a product that stands alone needs no wider sum than its own."""
+    if alone:
+        return a @ b
+    if total is None:
+        total = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
+    if a.dtype == torch.float32:
+        return total.addmm_(a, b)
+    if a.is_cuda:  # the product's own accumulator is fp32, and is added to before it is rounded
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    total += a @ b
+    return total
+
+
+def _fused_chunk(
+    x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit, grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As _chunk, with the logits turned into their gradient in place by one kernel."""
+    from weft.models.kernels import cross_entropy_
+
+    logits = x @ weight.t()
+    loss = cross_entropy_(logits, targets, valid, smoothing, grad)
+    return loss, logits if grad else None
 
 
 def _chunk(

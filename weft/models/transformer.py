@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft.job.schema import Model
 from weft.job.shapes import PATCH_DIM
 from weft.models.attention import Where, attention
-from weft.models.dropout import Dropout
+from weft.models.dropout import Dropout, salt
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import frequencies, rotate, rotation
 
@@ -80,15 +80,15 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each normalised before and added to the residual stream."""
 
-    def __init__(self, m: Model, index: int):
+    def __init__(self, m: Model):
         super().__init__()
         assert m.dim
         self.attn_norm = _norm(m, m.dim)
         self.attn = Attention(m)
-        self.attn_drop = Dropout(m.dropout or 0.0, site=2 * index + 1)
+        self.attn_drop = Dropout(m.dropout or 0.0, site=1)
         self.mlp_norm = _norm(m, m.dim)
         self.mlp = FeedForward(m)
-        self.mlp_drop = Dropout(m.dropout or 0.0, site=2 * index + 2)
+        self.mlp_drop = Dropout(m.dropout or 0.0, site=2)
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
         x = x + self.attn_drop(self.attn(self.attn_norm(x), where), where.keys, where.rows)
@@ -165,7 +165,7 @@ class Transformer(nn.Module):
             self.embed = nn.Linear(PATCH_DIM, m.dim)
         self.positions = nn.Embedding(m.max_len, m.dim) if m.positions == "learned" else None
         self.drop = Dropout(m.dropout or 0.0, site=0)
-        self.blocks = nn.ModuleList(Block(m, i) for i in range(m.layers))
+        self.blocks = nn.ModuleList(Block(m) for _ in range(m.layers))
         self.norm: nn.Module | None = _norm(m, m.dim)
         self.head: Head | None = Head(m)
         self.aliases = {"head.weight": "embed.weight"} if m.tied else {}
@@ -187,8 +187,10 @@ class Transformer(nn.Module):
             turn = rotation(positions, frequencies(self.head_dim, self.theta, self.scaling, inputs.device))
         where = Where(turn, docs, keys, rows, inputs.shape[1] if length is None else length)
         x = self.begin(inputs, positions, where) if hidden is None else hidden
-        for block in self.blocks:
-            x = block(x, where)
+        for index, block in self.blocks.named_children():
+            # every block drops by sites of its own, yet runs the same code: what is compiled for one fits all
+            own = None if keys is None or not self.drop.p else keys + salt(2 * int(index))
+            x = block(x, where._replace(keys=own))
         if self.norm is None or self.head is None:
             return x
         return self.head(self.norm(x), targets, valid, smoothing, where)

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from weft.comm.pieces import like, local_of
 from weft.job.schema import Optim
 from weft.optim.adafactor import Adafactor
+from weft.optim.adamw import AdamW
+from weft.optim.clip import scale_grads
 from weft.optim.muon import Muon
 
 Params = dict[str, Tensor]
@@ -21,22 +23,56 @@ class Optimizers:
     """One or two torch optimizers that step as one. `state()` names every tensor by its parameter.
 
     Each works on `params`: the masters, or this rank's pieces of them where an element's update needs no other element.
+    `leaves` hold the gradients: the masters, or weights of another dtype; `copies` compute and follow the masters.
     """
 
-    def __init__(self, parts: list[torch.optim.Optimizer], masters: Params, params: Params):
-        self.parts, self.masters, self.params = parts, masters, params
+    def __init__(
+        self, parts: list[torch.optim.Optimizer], masters: Params, params: Params, leaves: Params, copies: Params
+    ):
+        self.parts, self.masters, self.params, self.leaves, self.copies = parts, masters, params, leaves, copies
         self.names = {id(p): n for n, p in params.items()}
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, factor: Tensor | None = None) -> None:
+        """Update the masters, and their copies, by the leaves' gradients · factor."""
         for name, param in self.params.items():
-            master = self.masters[name]
-            if param is not master:
-                param.data = local_of(master.detach())
-                param.grad = None if master.grad is None else local_of(master.grad)
+            if param is not self.masters[name]:
+                param.data = local_of(self.masters[name].detach())
+        stale: Params = {}
         for part in self.parts:
+            params = {self.names[id(p)]: p for group in part.param_groups for p in group["params"]}
             for group in part.param_groups:
                 group["lr"] = lr * group["lr_factor"]
-            part.step()
+            if isinstance(part, AdamW) and all(p.is_cuda for p in params.values()):
+                self._fused_step(part, params, factor)
+            else:
+                self._plain_step(part, params, factor)
+                stale |= {n: self.copies[n] for n in params if n in self.copies}
+        if stale:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [local_of(c.detach()) for c in stale.values()], [local_of(self.masters[n].detach()) for n in stale]
+                )
+
+    def _fused_step(self, part: AdamW, params: Params, factor: Tensor | None) -> None:
+        grads = {id(p): local_of(g) for n, p in params.items() if (g := self.leaves[n].grad) is not None}
+        copies = {id(p): local_of(self.copies[n].detach()) for n, p in params.items() if n in self.copies}
+        one = torch.ones((), device=next(iter(params.values())).device)
+        part.fused_step(grads, copies, one if factor is None else factor)
+
+    def _plain_step(self, part: torch.optim.Optimizer, params: Params, factor: Tensor | None) -> None:
+        """torch's own step: it wants gradients of the parameters' dtype, already scaled, in .grad."""
+        for name, param in params.items():
+            leaf, master = self.leaves[name], self.masters[name]
+            if leaf is not master:
+                master.grad = None if leaf.grad is None else like(local_of(leaf.grad).float(), master)
+            if param is not master:
+                param.grad = None if master.grad is None else local_of(master.grad)
+        if factor is not None:
+            scale_grads(params.values(), factor)
+        part.step()
+        for name in params:
+            if self.leaves[name] is not self.masters[name]:
+                self.masters[name].grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state as NAME.KEY."""
@@ -54,20 +90,24 @@ class Optimizers:
 
     def allocate(self) -> None:
         """Make the state exist, so that a checkpoint can be read into it: a step of rate 0 on zero gradients."""
-        grads = {name: master.grad for name, master in self.masters.items()}  # they may be views of buckets
-        for master in self.masters.values():
-            master.grad = torch.zeros_like(master)
+        grads = {name: leaf.grad for name, leaf in self.leaves.items()}  # they may be views of buckets
+        for leaf in self.leaves.values():
+            leaf.grad = torch.zeros_like(leaf)
         self.step(0.0)
-        for name, master in self.masters.items():
-            master.grad = grads[name]
+        for name, leaf in self.leaves.items():
+            leaf.grad = grads[name]
 
 
-def build_optimizers(optim: Optim, masters: Params, is_block: Callable[[str], bool]) -> Optimizers:
+def build_optimizers(
+    optim: Optim, masters: Params, is_block: Callable[[str], bool], leaves: Params | None = None,
+    copies: Params | None = None,
+) -> Optimizers:  # fmt: skip
     """The job's optimizer. Matrices decay, vectors do not."""
+    leaves, copies = leaves or masters, copies or {}
     if optim.name != "muon":
         make, elementwise = _SINGLE[optim.name]
         params = {n: _piece(m) for n, m in masters.items()} if elementwise else masters
-        return Optimizers([make(optim, params)], masters, params)
+        return Optimizers([make(optim, params)], masters, params, leaves, copies)
     inner = {n: p for n, p in masters.items() if p.dim() == 2 and is_block(n)}
     outer = {n: _piece(p) for n, p in masters.items() if n not in inner}
     parts: list[torch.optim.Optimizer] = []
@@ -75,7 +115,7 @@ def build_optimizers(optim: Optim, masters: Params, is_block: Callable[[str], bo
         parts.append(Muon(_groups(inner, optim.weight_decay), optim.lr, optim.momentum, optim.weight_decay))
     if outer:
         parts.append(_adamw(optim, outer))
-    return Optimizers(parts, masters, inner | outer)
+    return Optimizers(parts, masters, inner | outer, leaves, copies)
 
 
 def _piece(master: Tensor) -> Tensor:
@@ -84,8 +124,7 @@ def _piece(master: Tensor) -> Tensor:
 
 
 def _adamw(optim: Optim, params: Params) -> torch.optim.Optimizer:
-    groups = _groups(params, optim.weight_decay)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    return AdamW(_groups(params, optim.weight_decay), optim.lr, optim.betas, optim.eps)
 
 
 def _sgd(optim: Optim, params: Params) -> torch.optim.Optimizer:

@@ -20,15 +20,15 @@ def cut_axes(x: Tensor) -> tuple[str, ...]:
     return tuple(n for n, p in zip(names, x.placements, strict=True) if not p.is_replicate())
 
 
-def grad_norm(masters: Iterable[Tensor], mesh: Mesh) -> Tensor:
+def grad_norm(leaves: Iterable[Tensor], mesh: Mesh) -> Tensor:
     """The 2-norm of all gradients together: equally cut tensors are summed over just the axes that cut them."""
     groups: dict[tuple[str, ...], list[Tensor]] = {}
-    for master in masters:
-        if master.grad is not None:
-            groups.setdefault(cut_axes(master), []).append(local_of(master.grad))
+    for leaf in leaves:
+        if leaf.grad is not None:
+            groups.setdefault(cut_axes(leaf), []).append(local_of(leaf.grad))
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for axes in sorted(groups):
-        norms = torch.stack(torch._foreach_norm(groups[axes]))
+        norms = torch.stack(torch._foreach_norm(groups[axes], 2, dtype=torch.float32))
         square = norms.double().square().sum()
         for name in axes:
             axis = mesh.axis(name)
@@ -41,8 +41,8 @@ def grad_norm(masters: Iterable[Tensor], mesh: Mesh) -> Tensor:
     return total.sqrt().float()
 
 
-def scale_grads(masters: Iterable[Tensor], factor: Tensor) -> None:
+def scale_grads(params: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply every gradient in place."""
-    grads = [local_of(m.grad) for m in masters if m.grad is not None]
+    grads = [local_of(p.grad) for p in params if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.job.errors import JobError
-from weft.memory import Park, lengthen, recompute
+from weft.memory import Park, chosen, lengthen, recompute
 from weft.mesh import Mesh, joint_axis
 from weft.models.init import initialise
 from weft.parallel.context import Context, split_context
 from weft.parallel.cut import Cut
 from weft.parallel.data import Replicas, Shards, shard
+from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8
 from weft.parallel.pipeline import Pipelined
 from weft.parallel.tensor import TensorSplit, split_tensors
 from weft.parallel.woven import Woven
@@ -24,27 +25,35 @@ from weft.plan.schedule import make_schedule
 from weft.precision import COMPUTE
 
 
-def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0) -> Woven | Pipelined:
+def parallelize(
+    model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0, bare_gradients: bool = False
+) -> Woven | Pipelined:
     """Spread a model over a mesh as a plan says: first into stages, then each stage over the other axes.
 
-    A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's.
+    A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's. `bare_gradients`
+    says that the optimizer reads `leaves`, so gradients need not be brought to the masters where nothing is summed.
     """
     pp = mesh.axis("pp")
+    again = chosen(list(find_units(model)), plan.recompute)
+    check_skip(model, plan)
     if pp is None:
-        return weave(model, mesh, plan, seed)
+        return weave(model, mesh, plan, seed, again, summed=plan.accumulation > 1 or not bare_gradients)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
         stage = copy.deepcopy(model)
         first, end = plan.split[index]
         stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
-        stages[index] = weave(stage, mesh, plan, seed)
+        stages[index] = weave(stage, mesh, plan, seed, again)
     return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], plan.tp if plan.sequence else 1)
 
 
-def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int) -> Woven:
-    """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole."""
-    dtype = COMPUTE[plan.precision]
+def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, str], summed: bool = True) -> Woven:
+    """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole.
+
+    `again` says which units are recomputed, and how; `summed` that a step's gradients are added up in the masters'.
+    """
+    dtype, fp8 = COMPUTE[plan.precision], recipe_of(plan)
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
     context = Context(cp, Cut.of(plan, cp.rank)) if cp else None
@@ -57,22 +66,35 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int) -> Woven:
             split_tensors(split, model, modules)
         if context:
             split_context(context, modules)
+        if prefix and fp8:
+            use_fp8(modules, fp8)
         if prefix and plan.long:
+            if plan.compile:
+                compile_parts(unit, ("before", "after"))
             lengthen(unit, context, plan.chunk, plan.tp if plan.sequence else 1, park)
-        elif prefix and plan.recompute == "full":
-            recompute(unit)
+        elif prefix:
+            if prefix in again:
+                recompute(unit, again[prefix])
+            if plan.compile:
+                compile_parts(unit, ("forward",))
         if sharded:
             _refuse_scalars(unit)
             shard(unit, mesh.submesh("dp_replicate", joint_axis(plan)), plan.zero, dtype)
     if sharded:
         data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None)
     else:
-        data = Replicas(model, mesh.axis(joint_axis(plan)), dtype, plan.bucket_mb)
+        data = Replicas(model, mesh.axis(joint_axis(plan)), dtype, plan.bucket_mb, summed)
     partial = tuple(n for n in data.masters if split and n in split.partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
     frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
-    return Woven(model, data, tp, partial, frozen, aliases)
+    return Woven(model, data, tp, partial, frozen, aliases, DelayedScales(model, mesh))
+
+
+def compile_parts(unit: nn.Module, parts: tuple[str, ...], backend: str = "inductor") -> None:
+    """Compile these methods of a unit; its hooks stay outside. Units of one class share what was compiled."""
+    for part in parts:
+        setattr(unit, part, torch.compile(getattr(unit, part), dynamic=False, backend=backend))
 
 
 def _refuse_scalars(unit: nn.Module) -> None:

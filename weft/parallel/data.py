@@ -1,7 +1,8 @@
 """Data parallelism: replicas that sum their gradients in buckets, and ZeRO shards on FSDP2.
 
-Both offer the same few things to the loop: `masters` (fp32 weights the optimizer updates, with their gradients),
-`microbatch(last)` before each backward pass, `finish()` after the last, `refresh()` after the optimizer.
+Both offer the same few things to the loop: `masters` (fp32 weights the optimizer updates by their gradients),
+`leaves` (the tensors whose .grad that is), `copies` (weights that follow the masters), `microbatch(last)` before each
+backward pass, `finish()` after the last, `refresh()` after the masters changed by other hands than the optimizer's.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ class Replicas:
     """Whole copies of the model: gradients are summed over the dp_replicate axis while the backward pass goes on.
 
     Weights compute in `dtype`; where that is not fp32 the masters are a copy, and gradients are summed in fp32. Buckets
-    leave in one fixed order on every rank, so a parameter without a gradient cannot make ranks disagree.
+    leave in one fixed order on every rank, so a parameter without a gradient cannot make ranks disagree. `summed` says
+    that a step adds up the gradients of several microbatches; alone and without that, no bucket is needed.
     """
 
-    def __init__(self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float):
+    def __init__(self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool):
         self.module, self.axis, self.last = module, axis, True
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.masters: dict[str, Tensor] = dict(self.weights)
@@ -61,10 +63,14 @@ class Replicas:
         if self.mixed:
             cast_parameters(module, dtype)
             self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.leaves: dict[str, Tensor] = self.masters
+        self.copies: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
         self.buckets: list[Bucket] = []
         self.works: list[dist.Work] = []
-        if axis is not None or self.mixed:
+        if axis is not None or (self.mixed and summed):
             self._fill_buckets(int(bucket_mb * 2**20 / 4))
+        elif self.mixed:
+            self.leaves = self.copies
 
     def _fill_buckets(self, limit: int) -> None:
         names: list[str] = []
@@ -115,7 +121,7 @@ class Replicas:
     def collect(self) -> None:
         """Take in gradients that were set by hand instead of arriving through the hooks."""
         if self.mixed:
-            for bucket in self.buckets:
+            for bucket in self.buckets:  # without buckets the gradients are where they belong
                 for name, view in bucket.views.items():
                     weight = self.weights[name]
                     if weight.grad is not None:
@@ -168,6 +174,7 @@ class Shards:
             m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
             m.set_force_sum_reduction_for_comms(True)
         self.masters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.leaves, self.copies = self.masters, dict[str, Tensor]()
 
     def microbatch(self, last: bool) -> None:
         if self.held:

@@ -19,9 +19,6 @@ from weft.parallel.wire import Message, Wire, sent_by
 from weft.parallel.woven import Batch, LossOf, Woven
 from weft.plan.schedule import Action, Schedule
 
-TWIN = "~"
-"""Ends the name of a tied weight that this rank holds a second time, in another stage; it is never saved."""
-
 
 class Spans:
     """When each action of one step began and ended, for the picture; nothing is kept unless `wanted`."""
@@ -55,14 +52,27 @@ class Pipelined:
         self.spans = Spans(device)
         self.last = schedule.stages - 1
         self.masters: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}
+        self.twins: dict[str, Tensor] = {}
+        """Tied weights that this rank holds a second time, in its last stage. They follow their master and are nothing
+        else: the optimizer, checkpoints and proofs never see them."""
+        self.twin_copies: dict[str, Tensor] = {}
         self.counted: list[Tensor] = []
         for index in sorted(stages):
             for name, master in stages[index].masters.items():
-                copy_of_another = name in stages[index].aliases.values()
-                self.masters[name + TWIN if name in self.masters else name] = master
-                if not copy_of_another:
+                tied = name in stages[index].aliases.values()
+                twin = tied and name in self.masters
+                (self.twins if twin else self.masters)[name] = master
+                if (copy := stages[index].copies.get(name)) is not None:
+                    (self.twin_copies if twin else self.copies)[name] = copy
+                if not tied:
                     self.counted.append(master)
         self.splits = any(a.kind in "IW" for a in schedule.actions[axis.rank])
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The masters themselves: a pipeline sums over microbatches."""
+        return self.masters
 
     @property
     def frozen(self) -> dict[str, Tensor]:
@@ -113,22 +123,31 @@ class Pipelined:
         for stage in self.stages.values():
             stage.zero_grad()
 
+    def follow(self) -> None:
+        """After a step: a weight that is held twice is updated once, and its twin follows."""
+        for stage in self.stages.values():
+            stage.follow()
+        self._renew_twins()
+
+    @torch.no_grad()
+    def _renew_twins(self) -> None:
+        for held in (self.twins, self.twin_copies):
+            for name, twin in held.items():
+                local_of(twin).copy_(local_of(self.masters[name]))
+
     def refresh(self) -> None:
+        self._renew_twins()
         for stage in self.stages.values():
             stage.refresh()
 
     def _sum_tied(self) -> None:
-        """A weight that two stages share gets the sum of their gradients, on both."""
+        """A weight that the first and the last stage share gets the sum of their gradients, wherever it is updated."""
         owner, copy = self.schedule.rank_of[0], self.schedule.rank_of[self.last]
-        names = set(self.tied)
-        if owner == copy:
-            for name in names & self.masters.keys():
-                ours, twins = self._grad(name), self._grad(name + TWIN)
-                ours += twins
-                twins.copy_(ours)
-        elif self.axis.rank in (owner, copy):
-            for name in sorted(names & self.masters.keys()):
-                grad = self._grad(name)
+        for name, twin in self.twins.items():
+            _grad(self.masters[name]).add_(_grad(twin))
+        if owner != copy and self.axis.rank in (owner, copy):
+            for name in sorted(set(self.tied) & self.masters.keys()):
+                grad = _grad(self.masters[name])
                 grad += self.wire.exchange(copy if self.axis.rank == owner else owner, grad).view_as(grad)
 
     @property
@@ -136,10 +155,10 @@ class Pipelined:
         module = next(iter(self.stages.values())).module
         return list(getattr(module, "aliases", {}).values())
 
-    def _grad(self, name: str) -> Tensor:
-        grad = self.masters[name].grad
-        assert grad is not None
-        return local_of(grad)
+
+def _grad(master: Tensor) -> Tensor:
+    assert master.grad is not None
+    return local_of(master.grad)
 
 
 class _Step:

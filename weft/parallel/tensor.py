@@ -85,10 +85,11 @@ class ColumnLinear(nn.Linear):
 
     split: TensorSplit
     in_region: bool
+    multiply = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.in_region else copy_in(x, self.split.axis)
-        return F.linear(x, local(self.weight), local(self.bias))
+        return self.multiply(x, local(self.weight), local(self.bias))
 
 
 class RowLinear(nn.Linear):
@@ -96,9 +97,10 @@ class RowLinear(nn.Linear):
 
     split: TensorSplit
     in_region: bool
+    multiply = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, local(self.weight))
+        y = self.multiply(x, local(self.weight))
         y = self.split.leave(y) if self.in_region else reduce_out(y, self.split.axis)
         return y if self.bias is None else y + self.bias
 
@@ -266,9 +268,22 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
             f"the table of parts of {type(model).__name__} cuts none of its modules ({', '.join(table)}); write "
             f"patterns that fit their paths, such as {example!r}"
         )
+    if not hasattr(model, "keep"):  # a model that can be cut into stages has a table for all of them
+        _check_patterns(model, table)
     for name, module in modules:
         if role := _role(table, name):
             ROLES[role](split, Place(model, name, module, regions))
+
+
+def _check_patterns(model: nn.Module, table: dict[str, str]) -> None:
+    """A pattern that fits nothing was misspelt: what it meant would stay whole, and the sums would be wrong."""
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in table:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            last = pattern.rpartition(".")[2]
+            near = difflib.get_close_matches(last, {n.rpartition(".")[2] for n in names}, n=1)
+            hint = f"; did you mean {pattern.removesuffix(last) + near[0]!r}?" if near else ""
+            raise JobError(f"the table of parts of {type(model).__name__} has {pattern!r}, which fits no module{hint}")
 
 
 def _role(table: dict[str, str], name: str) -> str | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from weft.comm import Axis
 from weft.comm.pieces import local_of
 from weft.parallel.data import Replicas, Shards
+from weft.parallel.fp8 import DelayedScales
 
 Batch = dict[str, Tensor]
 
@@ -33,19 +34,43 @@ class Woven:
     """Weights that are not trained, by name: a checkpoint holds them, the optimizer never sees them."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Names of weights that stand here for another stage's: a tied head is the embedding."""
+    scales: DelayedScales | None = None
+    """What fp8 layers remember of the steps before."""
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """fp32 weights by name, plain or DTensor; after finish() each holds the gradient of the whole batch."""
-        return {self.aliases.get(n, n): m for n, m in self.data.masters.items()}
+        """fp32 weights by name, plain or DTensor."""
+        return self._by_name(self.data.masters)
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """By the masters' names, the tensors whose .grad is the gradient of the whole batch after finish().
+
+        They are the masters, or, where nothing is summed over microbatches or replicas, the weights that compute.
+        """
+        return self._by_name(self.data.leaves)
+
+    @property
+    def copies(self) -> dict[str, Tensor]:
+        """By the masters' names, the weights that compute and must follow their masters."""
+        return self._by_name(self.data.copies)
+
+    def _by_name(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {self.aliases.get(n, n): t for n, t in tensors.items()}
 
     @property
     def counted(self) -> list[Tensor]:
-        """The masters whose gradients this rank adds to the norm."""
-        return list(self.data.masters.values())
+        """The leaves whose gradients this rank adds to the norm."""
+        return list(self.data.leaves.values())
 
     def buffers(self) -> dict[str, Tensor]:
-        return {n: b for n, b in self.module.named_buffers() if b.numel()}
+        """What the module keeps beside its weights and wants saved."""
+        passing = {
+            f"{path}.{key}" if path else key
+            for path, module in self.module.named_modules()
+            for key in module._non_persistent_buffers_set
+        }
+        return {n: b for n, b in self.module.named_buffers() if b.numel() and n not in passing}
 
     def microbatch(self, last: bool) -> None:
         """For a loop of one's own: say before each backward pass whether it is the step's last."""
@@ -74,11 +99,11 @@ class Woven:
     def finish(self) -> None:
         """Complete the gradients after the last backward pass; a weight that was not used has one of zeros."""
         self.data.finish()
-        for master in self.data.masters.values():
-            if master.grad is None:  # else the optimizer would decay it in some layouts and pass over it in others
-                master.grad = torch.zeros_like(master)
+        for leaf in self.data.leaves.values():
+            if leaf.grad is None:  # else the optimizer would decay it in some layouts and pass over it in others
+                leaf.grad = torch.zeros_like(leaf)
         if self.tp is not None and self.partial:
-            grads = [local_of(g) for n in self.partial if (g := self.data.masters[n].grad) is not None]
+            grads = [local_of(g) for n in self.partial if (g := self.data.leaves[n].grad) is not None]
             flat = torch.cat([g.reshape(-1) for g in grads])
             self.tp.all_reduce(flat)
             for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
@@ -87,6 +112,11 @@ class Woven:
     def zero_grad(self) -> None:
         self.data.zero_grad()
 
+    def follow(self) -> None:
+        """After a step: let what the optimizer does not see learn from it."""
+        if self.scales is not None:
+            self.scales.step()
+
     def refresh(self) -> None:
-        """After the optimizer changed the masters."""
+        """After the masters were changed by other hands than the optimizer's."""
         self.data.refresh()

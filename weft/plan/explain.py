@@ -6,8 +6,10 @@ import shutil
 
 from weft.job.schema import Job
 from weft.plan.counts import count_parameters
+from weft.plan.fp8 import fp8_share
 from weft.plan.gantt import gantt_text
 from weft.plan.layout import Plan
+from weft.plan.make import peak_flops
 from weft.plan.stages import simulated
 
 
@@ -28,7 +30,8 @@ def explain(job: Job, plan: Plan) -> str:
             f" ({plan.accumulation} a step)",
         ),
         *_stage_rows(plan),
-        ("recompute", _recompute(plan)),
+        ("recompute", _recompute(job, plan)),
+        *_fp8_rows(job, plan),
     ]
     if plan.predicted:
         p = plan.predicted
@@ -45,9 +48,9 @@ def explain(job: Job, plan: Plan) -> str:
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
 
 
-def _recompute(plan: Plan) -> str:
+def _recompute(job: Job, plan: Plan) -> str:
     if not plan.long:
-        return plan.recompute
+        return f"{plan.recompute} of {job.model.layers} blocks" if isinstance(plan.recompute, int) else plan.recompute
     chunks = f", in chunks of {plan.chunk} tokens" if plan.chunk else ""
     parked = f"; up to {plan.host_gib:.0f} GiB parked in host memory" if plan.offload == "activations" else ""
     return f"all but attention{chunks}{parked}"
@@ -58,6 +61,20 @@ def _stage_rows(plan: Plan) -> list[tuple[str, str]]:
         return []
     blocks = ", ".join(f"{a}–{b - 1}" if b > a + 1 else str(a) if b > a else "none" for a, b in plan.split)
     return [("stages", f"blocks {blocks}; {plan.schedule}, {plan.accumulation} microbatches")]
+
+
+def _fp8_rows(job: Job, plan: Plan) -> list[tuple[str, str]]:
+    share = fp8_share(job, plan)
+    if plan.precision != "fp8" or share is None:
+        return []
+    how = f"{share:.0%} of the FLOPs, {plan.fp8['scaling']}, {plan.fp8['amax']} scales; the rest in bf16"
+    peak = peak_flops(plan, job)
+    if peak is None:
+        return [("fp8", how)]
+    formula = (
+        f"FLOPs / (time × {peak / 1e12:.0f} TFLOP/s): {share:.0%} at the fp8 peak, {1 - share:.0%} at the bf16 peak"
+    )
+    return [("fp8", how), ("mfu", formula)]
 
 
 def draw(job: Job, plan: Plan) -> str:

@@ -40,7 +40,12 @@ class Plan:
     microbatch: int = 1
     accumulation: int = 1
     precision: str = "fp32"
-    recompute: str = "none"
+    fp8: dict[str, Any] = field(default_factory=dict)
+    """The job's fp8 section, where the precision is fp8."""
+    recompute: str | int = "none"
+    """none, selective, full, or how many blocks are recomputed in full."""
+    compile: bool = False
+    """Blocks are compiled, one after the other."""
     offload: str = "none"
     chunk: int = 0
     """Tokens of a sequence that pass through a block's linear parts at once; 0 takes them all."""

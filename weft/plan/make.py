@@ -6,13 +6,15 @@ from dataclasses import replace
 
 from weft.hardware.catalog import Device, Network, device_by_product, find_device, find_network
 from weft.hardware.probe import Machine, probe
-from weft.job.errors import FitError, JobError
+from weft.job.errors import FitError, JobError, MachineError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
 from weft.plan.context import choose_style, rings
 from weft.plan.counts import count_parameters, flops_per_sample, part_costs
+from weft.plan.fp8 import blended_peak, fp8_share
 from weft.plan.layout import AXES, Plan
 from weft.plan.memory import communication_bytes, predict_memory
+from weft.plan.recompute import least_recompute
 from weft.plan.rules import TP_RULES, check, divisors, nearest
 from weft.plan.schedule import SCHEDULES, check_schedule
 from weft.plan.split import split_stages
@@ -43,7 +45,8 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
     plan = Plan(
         device=kind, device_name=device.name, backend=_backend(job, machine, kind, world), nodes=job.cluster.nodes,
         precision=precision, offload=job.memory.offload, compression=job.comm.compression, bucket_mb=job.comm.bucket_mb,
-        recompute="none" if job.memory.recompute == "auto" else job.memory.recompute,
+        recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
+        fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {},
     )  # fmt: skip
     if job.parallel == "auto":
         plan = _choose(job, plan, world, memory, reasons)
@@ -51,9 +54,13 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
         plan = _pin(job.parallel, plan, world)
     plan = _long(job, _context(job, _sequence(job, plan, reasons), device, reasons), machine, reasons)
     check(job, plan)
-    plan = _stages(job, _microbatch(job, plan, memory, reasons), reasons)
+    plan = replace(plan, compile=_compile(job, plan))
+    limit = job.memory.budget_gib or USABLE * memory
+    plan = _stages(job, _microbatch(job, plan, limit, reasons), reasons)
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
+    if job.memory.recompute == "auto":
+        plan = least_recompute(job, plan, lambda p: predict_memory(job, p).get("memory_gib"), limit, reasons)
     predicted = _predict(job, plan, device)
     return job, replace(plan, reasons=tuple(reasons), predicted=predicted)
 
@@ -65,8 +72,17 @@ def check_fits(job: Job, plan: Plan) -> None:
     if needed > limit:
         raise FitError(
             f"weights, gradients and optimizer need {needed:.1f} GiB a rank, but {plan.device_name} has {limit:.1f}; "
-            f"use more ranks, or cut more with parallel.zero=3 or a larger parallel.tp"
+            f"{_relief(job, plan)}"
         )
+
+
+def _relief(job: Job, plan: Plan) -> str:
+    """What would make the states of a rank smaller and is not done already."""
+    if plan.dp_shard > 1 and plan.zero < 3:
+        return "cut more with parallel.zero=3, or use more ranks"
+    if plan.dp_replicate > 1:
+        return "cut them with parallel.dp_shard instead of dp_replicate, or use more ranks"
+    return f"use more ranks, in parallel.dp_shard{'' if job.model.module else ', parallel.tp or parallel.pp'}"
 
 
 def device_memory(job: Job, device: Device, machine: Machine, world: int) -> float:
@@ -85,7 +101,7 @@ def _device(job: Job, machine: Machine) -> Device:
             )
         if name == "auto":
             return find_device("cpu")
-        raise JobError("cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto")
+        raise MachineError("cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto")
     return find_device(name)
 
 
@@ -188,6 +204,13 @@ def _choose(job: Job, plan: Plan, world: int, memory: float, reasons: list[str])
     return replace(plan, dp_shard=dp, zero=3)
 
 
+def _compile(job: Job, plan: Plan) -> bool:
+    """By default on GPUs, where no collective stands inside a block and Weft knows the model."""
+    if job.train.compile != "auto":
+        return job.train.compile
+    return plan.device == "cuda" and not job.model.module and job.model.family != "mlp" and plan.tp == plan.cp == 1
+
+
 def _sequence(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     if plan.tp == 1:
         return replace(plan, sequence=False)
@@ -256,23 +279,24 @@ def _pipeline_microbatches(job: Job, plan: Plan) -> int:
     return nearest(4 * plan.pp, fits) if fits else share
 
 
-def _microbatch(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
+def _microbatch(job: Job, plan: Plan, limit: float, reasons: list[str]) -> Plan:
     share = job.train.global_batch // plan.dp
     if plan.pp > 1 and job.train.microbatch == "auto" and job.train.accumulation == "auto":
         count = _pipeline_microbatches(job, plan)
         return replace(plan, microbatch=share // count, accumulation=count)
     if job.train.microbatch != "auto":
         return replace(plan, microbatch=job.train.microbatch, accumulation=share // job.train.microbatch)
-    if job.train.accumulation != "auto":
-        return replace(plan, microbatch=share // job.train.accumulation, accumulation=job.train.accumulation)
+    pinned = job.parallel.microbatches if job.parallel != "auto" else "auto"
+    if (given := job.train.accumulation if pinned == "auto" else pinned) != "auto":
+        return replace(plan, microbatch=share // given, accumulation=given)
     seq = 1 if job.model.family == "mlp" else job.data.seq_len
     candidates = [d for d in reversed(divisors(share)) if d * seq <= MAX_TOKENS * plan.cp] or [1]
     for size in candidates:
         tried = replace(plan, microbatch=size, accumulation=share // size)
-        if predict_memory(job, tried).get("memory_gib", 0.0) <= USABLE * memory:
+        if predict_memory(job, tried).get("memory_gib", 0.0) <= limit:
             break
     if size < candidates[0]:
-        reasons.append(f"microbatch {size}: {candidates[0]} would not fit in {memory:.1f} GiB")
+        reasons.append(f"microbatch {size}: {candidates[0]} would not fit in {limit:.1f} GiB")
     return replace(plan, microbatch=size, accumulation=share // size)
 
 
@@ -281,18 +305,22 @@ def _predict(job: Job, plan: Plan, device: Device) -> dict[str, float]:
     moved = sum(communication_bytes(job, plan).values())
     if predicted:
         predicted["communication_mib"] = moved / 2**20
-    peak, flops = peak_flops(plan), flops_per_sample(job.model, job.data.seq_len)
+    peak, flops = peak_flops(plan, job), flops_per_sample(job.model, job.data.seq_len)
     if peak and flops:
         predicted["step_time_s"] = job.train.global_batch * flops / (peak * TYPICAL_MFU * plan.world)
     return predicted
 
 
-def peak_flops(plan: Plan) -> float | None:
-    """The device's dense peak in the plan's precision, FLOP/s, where it is known."""
+def peak_flops(plan: Plan, job: Job) -> float | None:
+    """The device's dense peak in the plan's precision, FLOP/s, where it is known; in fp8 a blend of both peaks."""
     try:
-        tflops = find_device(plan.device_name).peak_tflops.get(plan.precision)
+        peaks = find_device(plan.device_name).peak_tflops
     except JobError:
         return None
+    tflops = peaks.get(plan.precision)
+    share = fp8_share(job, plan) if plan.precision == "fp8" else None
+    if tflops and share is not None and (bf16 := peaks.get("bf16")):
+        tflops = blended_peak(tflops, bf16, share)
     return tflops * 1e12 if tflops else None
 
 

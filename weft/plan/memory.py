@@ -6,6 +6,7 @@ from weft.job.schema import Job, Model
 from weft.plan.context import context_bytes
 from weft.plan.counts import count_parameters
 from weft.plan.layout import Plan
+from weft.plan.recompute import kept_elements, recomputed_share
 
 GIB = 2**30
 RUNTIME_GIB = {"cpu": 0.35, "cuda": 0.0}
@@ -62,24 +63,13 @@ def activation_bytes(model: Model, compute: int, plan: Plan) -> float:
     if plan.long:  # what every block keeps, and one block's pieces whole
         heads, kv = ((n or 0) * (model.head_dim or 0) for n in (model.heads, model.kv_heads))
         return kept_bytes(model, compute, plan) + (6 * dim + 4 * heads + 4 * kv) * compute / plan.tp
-    if plan.recompute == "full":
-        one = _block_elements(model)
-        return (layers * dim + one) * compute / plan.tp
-    return layers * _block_elements(model) * compute / plan.tp
+    return kept_elements(model, plan.recompute, layers) * compute / plan.tp
 
 
 def kept_bytes(model: Model, compute: int, plan: Plan) -> float:
     """Of a long sequence's token: each block's input and its attention's output, which may be parked in the host."""
     heads = (model.heads or 0) * (model.head_dim or 0)
     return (model.layers or 0) / plan.pp * ((model.dim or 0) + heads) * compute / plan.tp
-
-
-def _block_elements(model: Model) -> float:
-    heads = (model.heads or 0) * (model.head_dim or 0)
-    kv = (model.kv_heads or 0) * (model.head_dim or 0)
-    attention = 2 * heads + 3 * kv + 2 * heads  # q and k before and after turning, v, the output twice
-    hidden = (4 if model.activation == "swiglu" else 2) * (model.ffn or 0)
-    return 4 * (model.dim or 0) + attention + hidden
 
 
 def communication_bytes(job: Job, plan: Plan) -> dict[str, float]:
@@ -103,7 +93,7 @@ def communication_bytes(job: Job, plan: Plan) -> dict[str, float]:
         out["dp_replicate"] = 4 * parameters / (plan.dp_shard * plan.cp)
     if plan.tp > 1 and job.model.family != "mlp":
         tokens = plan.microbatch * plan.accumulation * job.data.seq_len / plan.cp
-        times = 12 if plan.recompute == "full" else 8  # two gathers and two sums a block: forward, backward, again
+        times = 8 + 4 * recomputed_share(plan.recompute, job.model)  # two gathers and two sums a block, each pass
         out["tp"] = times * (job.model.layers or 0) / plan.pp * tokens * (job.model.dim or 0) * compute
     if plan.pp > 1:
         width = 1 if job.model.family == "mlp" else job.data.seq_len / plan.cp / (plan.tp if plan.sequence else 1)

@@ -1,9 +1,9 @@
-"""Layouts as people say them: `ddp2`, `zero3`, `dp_shard=2 tp=2`, `pp 2 zbv × tp 2`."""
+"""Layouts as people say them: `ddp2`, `zero3`, `dp_shard=2 tp=2`, `pp 2 zbv × tp 2`, `pp2 split=[3,1]`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from weft.job.errors import JobError
@@ -35,15 +35,21 @@ _SETTINGS = {
     "cp_style": re.compile(r"(?:cp_style\s*=\s*)?\b(ring|ulysses|hybrid)\b"),
     "virtual_stages": re.compile(r"virtual_stages\s*=?\s*(\d+)"),
     "microbatches": re.compile(r"microbatches\s*=?\s*(\d+)"),
+    "split": re.compile(r"split\s*=?\s*\[([\d\s,]+)\]"),
 }
 """Settings that are no degree, in any place of a layout: `pp2 zbv microbatches=8`, `cp4 hybrid`."""
+_READ: dict[str, Callable[[str], Any]] = {
+    "schedule": str,
+    "cp_style": str,
+    "split": lambda text: [int(n) for n in text.split(",") if n.strip()],
+}
 _NUMBER = re.compile(r"\s*[=:]?\s*(\d+)")
 _JOIN = re.compile(r"[\s×x*+&]*")
 
 
 def parse_layouts(texts: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
     """Each layout's words and its `parallel` section. Commas or semicolons separate layouts."""
-    words = [w.strip() for text in texts for w in re.split(r"[,;]", text) if w.strip()]
+    words = [w.strip() for text in texts for w in re.split(r"[,;](?![^\[]*\])", text) if w.strip()]
     if not words:
         raise JobError("no layout is named; write for example --layouts ddp2,zero3,'dp_shard=2 tp=2'")
     return [(w, parse_layout(w)) for w in words]
@@ -55,7 +61,7 @@ def parse_layout(text: str) -> dict[str, Any]:
     rest = text.lower()
     for key, pattern in _SETTINGS.items():
         if found := pattern.search(rest):
-            section[key] = int(found.group(1)) if found.group(1).isdigit() else found.group(1)
+            section[key] = _READ.get(key, int)(found.group(1))
             rest = rest[: found.start()] + " " + rest[found.end() :]
     rest = _JOIN.sub("", rest, count=1)
     while rest:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isqrt
 
+from weft.hardware.catalog import DEVICES
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.context import ulysses_fits
 from weft.plan.layout import Plan
+from weft.plan.schedule import SCHEDULES
 
 SPLITTING = ("zero-bubble", "zb-h1", "zbv", "dualpipe-v")
 """Schedules whose backward passes make the gradients of inputs and of weights apart."""
@@ -16,7 +19,8 @@ Rule = Callable[[Job, Plan], str | None]
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def nearest(value: int, options: list[int]) -> int:
@@ -66,26 +70,42 @@ def _microbatch(job: Job, plan: Plan) -> str | None:
     if _batch(job, plan):
         return None
     share = job.train.global_batch // plan.dp
-    given, accumulation = job.train.microbatch, job.train.accumulation
+    given, accumulation, setting = job.train.microbatch, job.train.accumulation, "train.accumulation"
     if job.parallel != "auto" and job.parallel.microbatches != "auto":
         if accumulation not in ("auto", job.parallel.microbatches):
             return (
                 f"parallel.microbatches={job.parallel.microbatches} and train.accumulation={accumulation} are the same "
                 "thing; leave one of them out"
             )
-        accumulation = job.parallel.microbatches
+        accumulation, setting = job.parallel.microbatches, "parallel.microbatches"
     if isinstance(given, int) and isinstance(accumulation, int) and given * accumulation != share:
         return (
-            f"train.microbatch={given} × train.accumulation={accumulation} is not the {share} sequences of a rank "
+            f"train.microbatch={given} × {setting}={accumulation} is not the {share} sequences of a rank "
             f"(global_batch {job.train.global_batch} / {plan.dp} ranks); leave one of them out"
         )
-    for name, value in (("microbatch", given), ("accumulation", accumulation)):
+    for name, value in (("train.microbatch", given), (setting, accumulation)):
         if isinstance(value, int) and share % value:
             fit = nearest(value, divisors(share))
             return (
-                f"train.{name}={value} does not divide the {share} sequences of a rank (global_batch "
-                f"{job.train.global_batch} / {plan.dp} ranks); {name}={fit} would work"
+                f"{name}={value} does not divide the {share} sequences of a rank (global_batch "
+                f"{job.train.global_batch} / {plan.dp} ranks); {name.partition('.')[2]}={fit} would work"
             )
+    return None
+
+
+def _pipeline_only(job: Job, plan: Plan) -> str | None:
+    """What only a pipeline has would be passed over in silence without one."""
+    if job.parallel == "auto" or plan.pp > 1:
+        return None
+    stages = len(job.parallel.split or ())
+    if job.parallel.split is not None:
+        fit = f" or set parallel.pp={stages}" if stages > 1 else ""
+        return f"parallel.split={job.parallel.split} cuts a pipeline, but parallel.pp=1; leave split out{fit}"
+    if (job.parallel.virtual_stages or 1) > 1:
+        return (
+            f"parallel.virtual_stages={job.parallel.virtual_stages} needs a pipeline, but parallel.pp=1; leave "
+            "virtual_stages out, or set parallel.pp=2"
+        )
     return None
 
 
@@ -137,6 +157,38 @@ def _long(job: Job, plan: Plan) -> str | None:
     return None
 
 
+def _fp8(job: Job, plan: Plan) -> str | None:
+    if job.fp8.amax == "delayed" and job.fp8.scaling == "rowwise":
+        return (
+            "fp8.amax=delayed and fp8.scaling=rowwise: the rows of one step are not those of the next; "
+            "scaling=tensorwise or amax=dynamic would work"
+        )
+    if plan.precision != "fp8" or plan.device_name not in DEVICES or plan.device == "cpu":
+        return None
+    if DEVICES[plan.device_name].peak_tflops.get("fp8"):
+        return None
+    return f"precision=fp8 needs fp8 products, which {plan.device_name} does not have; precision=bf16 would work"
+
+
+def _recompute(job: Job, plan: Plan) -> str | None:
+    asked, layers = job.memory.recompute, job.model.layers
+    if isinstance(asked, int) and layers and asked > layers:
+        return f"memory.recompute={asked}, but the model has {layers} blocks; recompute=full recomputes them all"
+    if job.memory.budget_gib and asked != "auto":
+        return (
+            f"memory.budget_gib={job.memory.budget_gib:g} chooses the recompute, but memory.recompute={asked} has "
+            "chosen already; leave one of them out"
+        )
+    if job.memory.budget_gib and job.model.module:
+        return "memory.budget_gib needs one of Weft's models, whose memory is known; set memory.recompute instead"
+    if plan.recompute == "selective" and plan.pp > 1 and SCHEDULES[plan.schedule].splits:
+        return (
+            f"parallel.schedule={plan.schedule} goes back through a block twice, for its input and for its weights, "
+            "and memory.recompute=selective keeps its outputs for once; recompute=full or schedule=1f1b would work"
+        )
+    return None
+
+
 def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], object], works: str) -> Rule:
     def rule(job: Job, plan: Plan) -> str | None:
         text = f"{setting}={value(plan)} can be planned but not trained yet; {works} would work"
@@ -147,13 +199,12 @@ def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], 
 
 TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
-RULES: tuple[Rule, ...] = (*TP_RULES, _batch, _microbatch, _own, _cp_family, _cp_heads, _long)
+RULES: tuple[Rule, ...] = (
+    *TP_RULES, _batch, _microbatch, _pipeline_only, _own, _cp_family, _cp_heads, _long, _fp8, _recompute,
+)  # fmt: skip
 """Whatever breaks one of these can be neither planned nor run."""
 
-RUNNABLE: tuple[Rule, ...] = (
-    _not_yet("parallel.ep", lambda p: p.ep == 1, lambda p: p.ep, "ep=1"),
-    _not_yet("precision", lambda p: p.precision != "fp8", lambda p: p.precision, "precision=bf16"),
-)
+RUNNABLE: tuple[Rule, ...] = (_not_yet("parallel.ep", lambda p: p.ep == 1, lambda p: p.ep, "ep=1"),)
 """Whatever breaks one of these can be planned, but not trained by this version."""
 
 

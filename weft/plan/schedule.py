@@ -29,6 +29,8 @@ class Kind:
     """Stages a rank when parallel.virtual_stages is left out."""
     allowed: tuple[int, ...] | None = None
     """The numbers of stages a rank that work; None: any."""
+    splits: bool = False
+    """Goes back through a stage twice: for its input, and later for its weights."""
 
 
 SCHEDULES: dict[str, Kind] = {
@@ -36,11 +38,11 @@ SCHEDULES: dict[str, Kind] = {
     "gpipe": Kind(gpipe, "all forwards, then all backwards"),
     "1f1b": Kind(one_forward_one_backward, "a backward as soon as there is one, so fewer activations wait", 1, (1,)),
     "interleaved-1f1b": Kind(interleaved, "1f1b over several smaller stages a rank, so ranks wait less", 2),
-    "zero-bubble": Kind(_zero_bubble, "zb-h1 with one stage a rank, zbv with two", 1, (1, 2)),
-    "zb-h1": Kind(zb_h1, "1f1b with the weight gradients put off into the bubble", 1, (1,)),
-    "zbv": Kind(zbv, "two stages a rank in a V, weight gradients in the bubble", 2, (2,)),
+    "zero-bubble": Kind(_zero_bubble, "zb-h1 with one stage a rank, zbv with two", 1, (1, 2), True),
+    "zb-h1": Kind(zb_h1, "1f1b with the weight gradients put off into the bubble", 1, (1,), True),
+    "zbv": Kind(zbv, "two stages a rank in a V, weight gradients in the bubble", 2, (2,), True),
     "dualpipe-v": Kind(
-        dualpipe_v, "two stages a rank in a V, forwards one way paired with backwards the other", 2, (2,)
+        dualpipe_v, "two stages a rank in a V, forwards one way paired with backwards the other", 2, (2,), True
     ),
 }
 

@@ -41,16 +41,12 @@ def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], Non
     with locked(run) as lock:
         if fresh:
             _set_aside(run, say)
-        before = {path: path.read_bytes() for path in (run.job, run.plan) if path.exists()}
-        write_description(run, job, plan)
+        before = write_description(run, job, plan)
         code = launch(run, plan.world, lock, say)
-        if (
-            code == Exit.JOB and run.job not in before
-        ):  # only the ranks could tell; a run that never was leaves no folder
+        if code == Exit.JOB and not before:  # only the ranks could tell; a run that never was leaves no folder
             shutil.rmtree(run.path)
-        elif code == Exit.JOB:  # what the run holds was made by the job it had
-            for path, content in before.items():
-                path.write_bytes(content)
+        elif code == Exit.JOB:
+            restore_description(before)
         if code in QUIET:
             close(run, say)
         return code
@@ -58,15 +54,21 @@ def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], Non
 
 def join(job: Job, say: Callable[[str], None] = print) -> int:
     """Train as one rank of a world that torchrun or a scheduler started."""
+    from weft.train.signals import Signals
     from weft.train.worker import run_rank
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job, plan = prepare(job, world)
     run = RunDir(Path(job.runs_dir) / job.name)
-    with locked(run) if rank == 0 else nullcontext():
-        if rank == 0:
-            write_description(run, job, plan)
-        code = run_rank(run, job, plan)
+    signals = Signals()
+    try:
+        with locked(run) if rank == 0 else nullcontext():
+            before = write_description(run, job, plan) if rank == 0 else {}
+            code = run_rank(run, job, plan, signals)
+            if code == Exit.JOB:
+                restore_description(before)
+    finally:
+        signals.restore()
     if (failure := run.logs / f"failure-{rank}.json").is_file() and code not in QUIET:
         cause = json.loads(failure.read_text(encoding="utf-8"))
         say(f"rank {rank} {cause['position']}: {cause['kind']}: {cause['message']}")
@@ -96,13 +98,21 @@ def close(run: RunDir, say: Callable[[str], None]) -> None:
         say(f"the report could not be drawn ({type(error).__name__}: {error}); weft report {run.path} tries again")
 
 
-def write_description(run: RunDir, job: Job, plan: Plan) -> None:
-    """job.yaml and plan.json as resolved, each written whole or not at all."""
+def write_description(run: RunDir, job: Job, plan: Plan) -> dict[Path, bytes]:
+    """job.yaml and plan.json as resolved, each written whole or not at all. Returns what they held before."""
     run.path.mkdir(parents=True, exist_ok=True)
+    before = {path: path.read_bytes() for path in (run.job, run.plan) if path.exists()}
     for path, text in ((run.job, dump_yaml(job)), (run.plan, plan.dumps())):
         temporary = path.with_suffix(".tmp")
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
+    return before
+
+
+def restore_description(before: dict[Path, bytes]) -> None:
+    """After a job that the ranks refused: what the run holds was made by the job it had."""
+    for path, content in before.items():
+        path.write_bytes(content)
 
 
 def _set_aside(run: RunDir, say: Callable[[str], None]) -> None:

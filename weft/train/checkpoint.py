@@ -76,7 +76,8 @@ class Checkpoints:
         self._on_event = on_event
         self._events: list[Event] = []
         self._thread: threading.Thread | None = None
-        self._damaged: set[Path] = set()
+        self.damaged: set[Path] = set()
+        """Checkpoints that were found to be damaged, and are skipped and left alone."""
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], *, wait: bool = False) -> None:
         """Save the tensors as they are now, with rank 0's meta; a name has one meaning on all ranks.
@@ -157,7 +158,7 @@ class Checkpoints:
     def _write(self, manifest: Manifest, snapshot: Snapshot) -> None:
         began = time.monotonic()
         final = self.folder / checkpoint_name(manifest.step)
-        writer = Writer(self.folder, manifest, replaces_damaged=final in self._damaged)
+        writer = Writer(self.folder, manifest, replaces_damaged=final in self.damaged)
         try:
             run_save(snapshot, writer, self.group)
         except (CheckpointException, Exception) as error:
@@ -166,7 +167,7 @@ class Checkpoints:
             self._note("checkpoint_failed", step=manifest.step, path=final, why=_words(error))
             return
         self.durable = manifest.step
-        self._damaged.discard(final)
+        self.damaged.discard(final)
         fields = {"bytes": writer.total_bytes} if self.rank == 0 else {}
         self._note(
             "checkpoint_saved", step=manifest.step, path=final, seconds=round(time.monotonic() - began, 3), **fields
@@ -184,11 +185,11 @@ class Checkpoints:
         good = {
             entry.step: entry
             for entry in entries(self.folder)
-            if entry.kind == "good" and entry.path not in self._damaged and not verify(entry.path, checksum=False)
+            if entry.kind == "good" and entry.path not in self.damaged and not verify(entry.path, checksum=False)
         }
         for step in surplus(good, keep=self.keep, keep_every=self.keep_every, written=written):
             self._remove(good[step], f"only the newest {self.keep} are kept")
-        for entry in leftovers(self.folder, written, self._damaged):
+        for entry in leftovers(self.folder, written, self.damaged):
             self._remove(entry, f"left by an interrupted save; {checkpoint_name(written)} is good")
 
     def _remove(self, entry: Entry, why: str) -> None:
@@ -205,7 +206,7 @@ class Checkpoints:
         swept = False
         for name in reversed(self._from_first(self._listed)):
             path = self.folder / name
-            if path in self._damaged:
+            if path in self.damaged:
                 continue
             manifest = self._checked(path)
             if manifest is None:
@@ -238,7 +239,7 @@ class Checkpoints:
         """Report what interrupted saves left, and delete what an equally new good checkpoint makes worthless."""
 
         def look() -> list[Event]:
-            gone = leftovers(self.folder, good_step, self._damaged)
+            gone = leftovers(self.folder, good_step, self.damaged)
             for entry in entries(self.folder):
                 if entry.kind == "tmp":
                     end = (
@@ -255,7 +256,7 @@ class Checkpoints:
         self.wait()
 
     def _report_damaged(self, path: Path, why: str) -> Damaged:
-        self._damaged.add(path)
+        self.damaged.add(path)
         self._on_event("damaged", path=path, why=why)
         return Damaged(path, why)
 

@@ -25,6 +25,38 @@ from weft.train.state import State
 from weft.train.step import Gradients
 
 
+class Figures:
+    """The loss, the ranks' wishes, the norm and the count of one step, on their way to the host.
+
+    A GPU copies them behind the step's own kernels, and the next step is queued meanwhile: nobody waits for them until
+    they are read.
+    """
+
+    def __init__(self, sums: Tensor, norm: Tensor, count: Tensor, work: dist.Work | None):
+        self.sums, self.norm, self.count, self.work = sums, norm, count, work
+        self.copied: torch.cuda.Event | None = None
+        if sums.is_cuda:
+            if work is not None:
+                work.wait()
+            self.host = self._joined().to("cpu", non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def _joined(self) -> Tensor:
+        return torch.cat([x.reshape(-1).double() for x in (self.norm, self.count, self.sums)])
+
+    def read(self) -> tuple[float, int, float, list[float]]:
+        """Norm, count, summed loss, wishes."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        else:
+            if self.work is not None:
+                self.work.wait()
+            self.host = self._joined()
+        norm, count, loss, *flags = self.host.tolist()
+        return norm, round(count), loss, flags
+
+
 @dataclass
 class _Open:
     """A step whose figures are still on their way."""
@@ -33,10 +65,7 @@ class _Open:
     lr: float
     taken: bool
     loss_scale: float
-    sums: Tensor
-    norm: Tensor
-    count: Tensor
-    work: dist.Work | None
+    figures: Figures
     seconds: float
 
 
@@ -50,14 +79,14 @@ class Ledger:
         self.stop: Exit | None = None
         sample = flops_per_sample(job.model, job.data.seq_len)
         self.flops = sample * job.train.global_batch if sample else None
-        self.peak = peak_flops(plan)
+        self.peak = peak_flops(plan, job)
         self.open: _Open | None = None
         self.last: dict[str, Any] = {}
         self.began = time.perf_counter()
 
     def agree(self) -> None:
         """Ask all ranks at once whether anyone was told to stop, before the first step."""
-        flags = torch.tensor(self.signals.flags(), device=self.mesh.device)
+        flags = self._flags()
         if self.mesh.everyone is not None:
             self.mesh.everyone.all_reduce(flags)
         self.stop = Signals.decide(flags.tolist())
@@ -68,26 +97,27 @@ class Ledger:
 
     def post(self, grads: Gradients, norm: Tensor, lr: float, taken: bool) -> None:
         """Send off this step's figures, and settle those of the step before."""
-        flags = torch.tensor(self.signals.flags(), device=self.mesh.device)
-        sums = torch.cat([grads.loss.reshape(1) / self.plan.tp, flags])
+        sums = torch.cat([grads.loss.reshape(1) / self.plan.tp, self._flags()])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
+        figures = Figures(sums, norm, grads.count, work)
         now = time.perf_counter()
-        opened = _Open(self.state.step, lr, taken, grads.scale, sums, norm, grads.count, work, now - self.began)
+        opened = _Open(self.state.step, lr, taken, grads.scale, figures, now - self.began)
         self.began = now
         self.settle()
         self.open = opened
+
+    def _flags(self) -> Tensor:
+        gpu = self.mesh.device.type == "cuda"
+        return torch.tensor(self.signals.flags(), pin_memory=gpu).to(self.mesh.device, non_blocking=True)
 
     def settle(self, **extra: Any) -> None:
         """Read the open step, if any, and write its record with what else is known of it."""
         entry, self.open = self.open, None
         if entry is None:
             return
-        if entry.work is not None:
-            entry.work.wait()
-        loss_sum, *flags = entry.sums.tolist()
+        norm, count, loss_sum, flags = entry.figures.read()
         self.stop = Signals.decide(flags)
-        count = round(entry.count.item())
-        loss, norm = loss_sum / max(1, count), entry.norm.item()
+        loss = loss_sum / max(1, count)
         self.state.tokens += count
         rate = count / entry.seconds if entry.seconds > 0 else None
         mfu = self.flops / (entry.seconds * self.peak * self.plan.world) if rate and self.flops and self.peak else None

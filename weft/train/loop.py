@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from weft.job.errors import DivergedError, Exit, MachineError
+from weft.train.collector import Collector
 from weft.train.gantt import recorded
 from weft.train.ledger import Ledger, peak_memory_gib
 from weft.train.session import Session, to_device
@@ -34,6 +35,7 @@ def fit(session: Session, signals: Signals) -> Exit:
         def evaluate() -> dict[str, float]:
             if not held_out:
                 return {}
+            state.agree()
             val = stepper.evaluate(held_out)
             session.event("eval", step=state.step, val_loss=val)
             progress.note(f"step {state.step}: validation loss {val:.4f}")
@@ -44,7 +46,7 @@ def fit(session: Session, signals: Signals) -> Exit:
         if state.step == 0 and not ledger.stop:
             evaluate()
         ledger.start_clock()
-        with closing(session.loader()) as loader:
+        with closing(session.loader()) as loader, Collector() as collector:
             while state.step < steps and not ledger.stop:
                 lr = stepper.learning_rate()
                 batches = [to_device(b, device) for b in next(loader)]
@@ -52,6 +54,7 @@ def fit(session: Session, signals: Signals) -> Exit:
                     grads = stepper.gradients(batches)
                 norm, taken = stepper.update(grads, lr)
                 ledger.post(grads, norm, lr, taken)
+                collector.tick(state.step)
                 if _due(state.step, job.train.eval_every, steps):
                     ledger.settle(**evaluate())
                     ledger.start_clock()

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from weft.job.errors import Exit, WeftError
+from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.launch.pool import RankFailed
 from weft.plan.parse import parse_layouts
@@ -28,8 +28,6 @@ def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json
     try:
         verdicts = prove(job, layouts, steps, shrink, on_verdict=(lambda v: None) if as_json else _show)
     except RankFailed as failure:
-        if isinstance(failure.error, WeftError):
-            raise failure.error from None
         print(f"weft: the proof could not be run: {failure.last_line}", file=sys.stderr)
         return int(Exit.DIFFERS)
     differs = [v for v in verdicts if v.verdict == "differs"]

@@ -14,12 +14,12 @@ from weft.comm.pieces import piece_of
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import Batch, Loader, val_batches
 from weft.job.run import RunDir
-from weft.job.schema import Job
+from weft.job.schema import Job, Model
 from weft.mesh import Mesh, connect
 from weft.models import build_model
 from weft.optim import Ema, Optimizers, build_optimizers, peak_lr
 from weft.parallel.apply import find_units, parallelize
-from weft.parallel.pipeline import TWIN, Pipelined
+from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
@@ -60,6 +60,7 @@ class Session:
             self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
             dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
             start_step=self.state.step, start_sample=self.state.samples, record=record,
+            pin=mesh.device.type == "cuda",
         )  # fmt: skip
 
     def held_out(self) -> list[list[Batch]]:
@@ -74,6 +75,7 @@ class Session:
         ]  # fmt: skip
 
     def save(self, wait: bool = False) -> None:
+        self.state.agree()
         self.checkpoints.save(self.state.step, self.state.tensors(), self.state.meta(self.job, self.plan), wait=wait)
 
     def close(self) -> None:
@@ -85,6 +87,9 @@ SAMPLES = (
     ("data", "mask_documents"),
 )  # fmt: skip
 """What decides which sample is the k-th."""
+
+MATHS = tuple(key for key in Model.model_fields if key not in ("shape", "max_len"))
+"""What decides what the weights mean."""
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -125,7 +130,7 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
 
 def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
     """The model spread over the mesh, its optimizer, average and loss scale, at step 0."""
-    woven = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed)
+    woven = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
     return State(
         woven,
         make_optimizers(job, woven),
@@ -138,18 +143,20 @@ def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
 def make_optimizers(job: Job, woven: Woven | Pipelined) -> Optimizers:
     """The job's optimizer over the masters; muon asks which of them are in the blocks."""
     units = tuple(find_units(build_model(job.model)))
-    return build_optimizers(job.optim, woven.masters, lambda name: name.startswith(units))
+    return build_optimizers(job.optim, woven.masters, lambda name: name.startswith(units), woven.leaves, woven.copies)
 
 
 def _resume(session: Session) -> None:
     state, checkpoints = session.state, session.checkpoints
     newest = checkpoints.newest()
     if newest is None:
+        _say_restart(session)
         return
     tensors = state.empty_like(saved_world=0)
     found = checkpoints.load_newest(tensors)
     if found is None:
         state.optimizers = make_optimizers(session.job, state.woven)
+        _say_restart(session)
         return
     if found.meta["plan"]["world"] == session.mesh.world:
         own = {n: t for n, t in state.tensors().items() if n.startswith("random")}
@@ -164,15 +171,27 @@ def _resume(session: Session) -> None:
     session.log.info("%s", f"resumed from step {state.step}, {found.path}{moved}")
 
 
+def _say_restart(session: Session) -> None:
+    """A run that had checkpoints and can use none of them begins anew, which nobody should find out from its loss."""
+    if damaged := len(session.checkpoints.damaged):
+        words = "its only checkpoint is damaged" if damaged == 1 else f"all its {damaged} checkpoints are damaged"
+        session.event("restart", step=0, why=words)
+        if session.mesh.rank == 0:
+            session.log.warning("%s", f"{words}: the run starts again from step 0")
+
+
 def _warn_of_changes(session: Session, before: dict[str, Any]) -> None:
-    """Say what makes the rest of the run read other samples than the run that wrote the checkpoint would have."""
+    """Say what makes the rest another run than the one that wrote the checkpoint: other samples, or other maths."""
+    if session.mesh.rank != 0:
+        return
     now = session.job.model_dump(mode="json")
-    for section, key in SAMPLES:
+    what = [(section, key, "other samples follow") for section, key in SAMPLES]
+    # the same shapes may mean another model: heads cut a matrix without changing it
+    what += [("model", key, "the weights were learned with the former") for key in MATHS]
+    for section, key, follows in what:
         was, value = before[section].get(key), now[section][key]
         if was != value:
-            session.log.warning(
-                "%s", f"{section}.{key} was {was!r} until here and is {value!r} now: other samples follow"
-            )
+            session.log.warning("%s", f"{section}.{key} was {was!r} until here and is {value!r} now: {follows}")
 
 
 def _forget_samples_after(session: Session) -> None:
@@ -187,7 +206,7 @@ def _forget_samples_after(session: Session) -> None:
 
 def _write_slices(session: Session) -> None:
     """Which rank holds which slice of what, for the report."""
-    pieces = {n: piece_of(m) for n, m in session.state.woven.masters.items() if TWIN not in n}
+    pieces = {n: piece_of(m) for n, m in session.state.woven.masters.items()}
     mine = {n: (list(p.shape), list(p.offset), list(p.size)) for n, p in pieces.items()}
     gathered = session.mesh.all_gather_object((session.mesh.coords, mine))
     if session.mesh.rank != 0:

@@ -15,13 +15,22 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: set[int] = set()
-        for number, _ in self.CODES:
-            signal.signal(number, self._on_signal)
+        self.before = {number: signal.signal(number, self._on_signal) for number, _ in self.CODES}
         # the launcher starts its ranks with these held back, until someone listens
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number for number, _ in self.CODES])
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.received.add(number)
+
+    def restore(self) -> None:
+        """The run is over: signals mean again what they meant before."""
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def ignore(self) -> None:
+        """The process is over: Python would let a second Ctrl-C end it while it closes, which looks like a failure."""
+        for number, _ in self.CODES:
+            signal.signal(number, signal.SIG_IGN)
 
     def flags(self) -> list[float]:
         return [float(number in self.received) for number, _ in self.CODES]

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.pieces import local_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.optim import Ema, Optimizers
-from weft.parallel.pipeline import TWIN, Pipelined
+from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
@@ -40,11 +40,28 @@ class State:
         out |= {f"buffer.{n}": b for n, b in self.woven.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
         out |= {f"ema.{n}": t for n, t in self.ema.averages.items()}
-        out = {n: t for n, t in out.items() if TWIN not in n}
         out[f"random.{self.mesh.rank}"] = torch.get_rng_state()
         if self.mesh.device.type == "cuda":
             out[f"random_cuda.{self.mesh.rank}"] = torch.cuda.get_rng_state(self.mesh.device)
         return out
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """Make the buffers of a person's own module the same on ranks that read different samples.
+
+        Numbers become their mean over those ranks, for running statistics are linear in the samples: the mean of the
+        ranks' averages is the average of their means, whenever it is taken. Counters and flags become the first rank's.
+        """
+        axes = [axis for name in ("dp_replicate", "dp_shard") if (axis := self.mesh.axis(name)) is not None]
+        for buffer in self.woven.buffers().values():
+            for axis in axes:
+                if buffer.is_floating_point():
+                    mean = axis.all_reduce(buffer.double()) / axis.size  # in doubles what is equal stays as it is
+                    buffer.copy_(mean)
+                else:
+                    first = buffer.contiguous()
+                    dist.broadcast(first, group_src=0, group=axis.group)
+                    buffer.copy_(first)
 
     def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
         return {
@@ -72,14 +89,4 @@ class State:
             torch.set_rng_state(cpu)
         if (cuda := tensors.get(f"random_cuda.{self.mesh.rank}")) is not None:
             torch.cuda.set_rng_state(cuda.cpu(), self.mesh.device)
-        self._renew_twins()
         self.woven.refresh()
-
-    def _renew_twins(self) -> None:
-        """A tied weight that this rank holds twice is read once; its twin, and the twin's state, follow."""
-        everything = (
-            dict(self.woven.masters) | self.optimizers.state() | {f"ema.{n}": t for n, t in self.ema.averages.items()}
-        )
-        for name, tensor in everything.items():
-            if TWIN in name:
-                local_of(tensor.detach()).copy_(local_of(everything[name.replace(TWIN, "")].detach()))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.models import loss_sum
-from weft.optim import grad_norm, rate, scale_grads
+from weft.optim import grad_norm, rate
 from weft.parallel.cut import Cut
 from weft.parallel.woven import Batch, LossOf
 from weft.plan.layout import Plan
@@ -61,15 +61,13 @@ class Stepper:
     def update(self, grads: Gradients, lr: float) -> tuple[Tensor, bool]:
         """Clip and apply. Returns the norm before clipping, and whether the step was taken (fp16 skips on overflow)."""
         state = self.state
-        masters = state.woven.masters.values()
         norm = grad_norm(state.woven.counted, self.mesh) * grads.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
         taken = bool(torch.isfinite(norm)) if state.scale.dynamic else True
         if taken:
-            scale_grads(masters, clipped * grads.factor)
-            state.optimizers.step(lr)
-            state.woven.refresh()
+            state.optimizers.step(lr, clipped * grads.factor)
+            state.woven.follow()
             state.ema.update()
         state.scale.update(taken)
         state.step += 1

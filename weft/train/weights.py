@@ -33,24 +33,31 @@ def load_weights(found: Found, ema: bool = False) -> dict[str, Tensor]:
     return weights
 
 
+def load_buffers(found: Found) -> dict[str, Tensor]:
+    """What else a module of one's own keeps, such as running statistics."""
+    return {n.removeprefix("buffer."): t for n, t in load_full(found.path, "buffer.").items()}
+
+
 def load_model(found: Found, ema: bool = False) -> tuple[Job, nn.Module]:
     """The trained model on one device, ready to use."""
     job = parse_job(found.meta["job"])
     model = build_model(job.model, job.train.seed)
     weights = load_weights(found, ema)
-    buffers = {n.removeprefix("buffer."): t for n, t in load_full(found.path, "buffer.").items()}
     tied = {n: p for n, p in model.named_parameters(remove_duplicate=False) if n not in weights}
     names = {id(p): n for n, p in model.named_parameters()}
     weights |= {n: weights[names[id(p)]] for n, p in tied.items()}
-    model.load_state_dict(weights | buffers, strict=True, assign=True)
+    model.load_state_dict(weights | load_buffers(found), strict=True, assign=True)
     return job, model.eval()
 
 
 def export_safetensors(found: Found, to: Path, ema: bool = False, dtype: torch.dtype | None = None) -> Path:
-    """One file with every weight whole; the job travels in its metadata."""
+    """One file with every weight and buffer whole; the job travels in its metadata."""
     from safetensors.torch import save_file
 
-    weights = {n: (t if dtype is None else t.to(dtype)).contiguous() for n, t in load_weights(found, ema).items()}
+    def cast(tensor: Tensor) -> Tensor:
+        return (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
+
+    weights = {n: cast(t) for n, t in (load_weights(found, ema) | load_buffers(found)).items()}
     to.parent.mkdir(parents=True, exist_ok=True)
     temporary = to.with_name(to.name + ".tmp")
     save_file(

@@ -7,7 +7,9 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.hardware.probe import probe
 from weft.job.errors import Exit, HangError, WeftError
@@ -17,10 +19,15 @@ from weft.job.schema import Job
 from weft.plan.layout import Plan
 from weft.train.signals import Signals
 
+if TYPE_CHECKING:
+    from weft.train.session import Session
 
-def run_rank(run: RunDir, job: Job, plan: Plan) -> int:
-    """Train as the rank that the environment names. Returns the exit code."""
-    signals = Signals()
+Work = Callable[["Session", Signals], Exit]
+
+
+def run_rank(run: RunDir, job: Job, plan: Plan, signals: Signals, work: Work | None = None) -> int:
+    """Train, or do other work with a session, as the rank that the environment names. Returns the exit code."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read when torch is imported
     import torch  # seconds, in which a signal may already come
 
     from weft.train.loop import fit_or_explain
@@ -32,7 +39,7 @@ def run_rank(run: RunDir, job: Job, plan: Plan) -> int:
     try:
         session = open_session(job, plan, run)
         position = session.mesh.position
-        code = fit_or_explain(session, signals)
+        code = (work or fit_or_explain)(session, signals)
         session.mesh.barrier()
         session.close()
         return int(code)
@@ -88,10 +95,18 @@ def is_echo(error: BaseException) -> bool:
     return not isinstance(error, WeftError) and any(s in text for s in signs)
 
 
-if __name__ == "__main__":
+def run_here(work: Work | None = None) -> int:
+    """A rank that the launcher started: the run's folder is the first argument."""
     from weft.launch.local import die_with_parent
 
     die_with_parent()
+    listening = Signals()
     folder = RunDir(Path(sys.argv[1]))
     description = json.loads(folder.plan.read_text(encoding="utf-8"))
-    sys.exit(run_rank(folder, load_job(str(folder.job)), Plan.from_json(description)))
+    code = run_rank(folder, load_job(str(folder.job)), Plan.from_json(description), listening, work)
+    listening.ignore()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run_here())

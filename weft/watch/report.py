@@ -15,6 +15,7 @@ from weft.job.run import RunDir
 from weft.watch.figures import Figure, Record, figures, number, predictions
 from weft.watch.journal import read_jsonl, read_metrics, to_plain
 from weft.watch.pipeline_figure import pipeline_figure
+from weft.watch.profile_figure import profile_figure, profile_table
 from weft.watch.slices import mesh_picture, parse_slices, slice_map
 from weft.watch.summary import Status, key_figures, layout_in_words, measured, started, status_of
 
@@ -50,6 +51,7 @@ def _page(run: RunDir, plotly: str) -> str:
         [
             _header(name, status_of(events, records), plan, events),
             _keys(records, events, plan),
+            _profile(_text(run.profile)),
             *(_figure(f) for f in figures(records, events, plan)),
             _pipeline(_text(run.path / "pipeline.json")),
             _predicted(records, plan),
@@ -117,6 +119,20 @@ aria-label="{_esc(figure.title)}"></div>
 def _pipeline(text: str) -> str:
     figure = pipeline_figure(text)
     return _figure(figure) if figure else ""
+
+
+def _profile(text: str) -> str:
+    figure = profile_figure(text)
+    if figure is None:
+        return ""
+    header, rows = profile_table(text)
+    shown = "".join(
+        f'<tr><td class="t">{_esc(first)}</td>{"".join(f"<td class=n>{_esc(c)}</td>" for c in rest)}</tr>'
+        for first, *rest in rows
+    )
+    heads = "".join(f"<th{' class=n' if i else ''}>{_esc(h)}</th>" for i, h in enumerate(header))
+    table = f'<div class="scroll"><table class="list"><tr>{heads}</tr>{shown}</table></div>' if rows else ""
+    return _figure(figure, table)
 
 
 def _predicted(records: Sequence[Record], plan: Record) -> str:

@@ -1,0 +1,146 @@
+"""The other trainers of bench/gpu.py, each a function that trains a Llama of one shape on one GPU and reports.
+
+    python bench/peers.py CASE SHAPE STEPS
+
+Hugging Face with Accelerate, torchtitan (from the folder PEERS_SITE), and a bare loop (bare.py). All of them: random
+tokens, fused AdamW, fp32 master weights and Adam states, bf16 products, clipping at 1, no recompute.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from shapes import SHAPES, Clock, Shape
+
+
+def hugging_face(s: Shape, steps: int, compiled: bool) -> None:
+    import torch
+    from accelerate import Accelerator
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_float32_matmul_precision("high")
+    config = LlamaConfig(
+        hidden_size=s.dim, intermediate_size=s.ffn, num_hidden_layers=s.layers, num_attention_heads=s.heads,
+        num_key_value_heads=s.kv, vocab_size=s.vocab, max_position_embeddings=s.seq, tie_word_embeddings=False,
+        use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    accelerator = Accelerator(mixed_precision="bf16")
+    with accelerator.device:
+        model: Any = LlamaForCausalLM(config)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if compiled:
+        model = torch.compile(model)
+    clock = Clock()
+
+    def step() -> None:
+        ids = torch.randint(0, s.vocab, (s.batch, s.seq), device=accelerator.device)
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(steps):
+        clock(step)
+    clock.report()
+
+
+def torchtitan(s: Shape, steps: int, compiled: bool, fp8: bool) -> None:
+    site = os.environ.get("PEERS_SITE")
+    if site:
+        sys.path.insert(0, site)
+    if importlib.util.find_spec("torchtitan") is None:
+        raise SystemExit("torchtitan is not installed; PEERS_SITE must name a folder that holds it")
+    _stand_in("datasets", Dataset=object, load_dataset=None)
+    _stand_in("datasets.distributed", split_dataset_by_node=None)
+    if importlib.util.find_spec("tensorboard") is None:
+        _stand_in("torch.utils.tensorboard", SummaryWriter=None)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    import torch
+    import torchtitan.models.llama3 as llama3
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.config import ConfigManager
+    from torchtitan.models.llama3.model.args import TransformerModelArgs
+
+    # torchtitan derives the hidden width: 8/3 of dim times this, up to the next multiple of 256
+    factor = s.ffn / int(2 * 4 * s.dim / 3)
+    llama3.llama3_args["bench"] = TransformerModelArgs(
+        dim=s.dim, n_layers=s.layers, n_heads=s.heads, n_kv_heads=s.kv, vocab_size=s.vocab, multiple_of=256,
+        ffn_dim_multiplier=factor, rope_theta=500000,
+    )  # fmt: skip
+
+    class Random(BaseDataLoader):
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                x = torch.randint(0, s.vocab, (s.batch, s.seq + 1))
+                yield {"input": x[:, :-1]}, x[:, 1:]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    usual = llama3.get_train_spec
+
+    def spec() -> Any:
+        made = usual()
+        made.build_dataloader_fn = lambda **kwargs: Random()
+        made.build_tokenizer_fn = None
+        return made
+
+    llama3.get_train_spec = spec
+    args = [
+        "--model.name", "llama3", "--model.flavor", "bench", "--training.seq_len", str(s.seq),
+        "--training.local_batch_size", str(s.batch), "--training.steps", str(steps), "--metrics.log_freq", "1",
+        "--lr_scheduler.warmup_steps", "2", "--activation_checkpoint.mode", "none", "--optimizer.implementation",
+        "fused", *(["--compile.enable"] if compiled else []),
+    ]  # fmt: skip
+    if fp8:
+        args += [
+            "--model.converters", "quantize.linear.float8", "--quantize.linear.float8.recipe_name", "rowwise",
+            "--quantize.linear.float8.filter_fqns", "output",
+        ]  # fmt: skip
+    config = ConfigManager().parse_args(args)
+    from torchtitan.train import Trainer
+
+    trainer = Trainer(config)
+    hidden = trainer.model_parts[0].layers["0"].feed_forward.w1.weight.shape[0]
+    if hidden != s.ffn:
+        raise SystemExit(f"torchtitan made a hidden width of {hidden}, not {s.ffn}")
+    # or the peak would be that since the last line of its log
+    trainer.metrics_processor.device_memory_monitor.reset_peak_stats = lambda: None
+    clock = Clock()
+    one = trainer.train_step
+    trainer.train_step = lambda batches: clock(lambda: one(batches))
+    trainer.train()
+    clock.report()
+
+
+def _stand_in(name: str, **content: Any) -> None:
+    """A module of which torchtitan imports names that this bench never calls."""
+    module = types.ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    vars(module).update(content)
+    sys.modules[name] = module
+
+
+CASES: dict[str, Callable[[Shape, int], None]] = {
+    "hf-accelerate-eager": lambda s, n: hugging_face(s, n, False),
+    "hf-accelerate-compile": lambda s, n: hugging_face(s, n, True),
+    "torchtitan-eager": lambda s, n: torchtitan(s, n, False, False),
+    "torchtitan-compile": lambda s, n: torchtitan(s, n, True, False),
+    "torchtitan-compile-fp8": lambda s, n: torchtitan(s, n, True, True),
+    "bare-loop": lambda s, n: importlib.import_module("bare").bare(s, n),  # brings torch, which gpu.py does without
+}
+
+if __name__ == "__main__":
+    CASES[sys.argv[1]](SHAPES[sys.argv[2]], int(sys.argv[3]))

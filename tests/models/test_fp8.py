@@ -1,0 +1,95 @@
+"""fp8 linears: torch's scaled product, the three products of a layer, its shapes and what torch.compile makes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft.models.fp8 import E4M3, E5M2, Maxima, Recipe, cast, fp8_linear, largest, scale_for, scaled_mm
+
+RECIPES = [Recipe(), Recipe(scaling="rowwise"), Recipe(amax="delayed")]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_scaled_mm_is_torch_s_own() -> None:
+    """The private name is still there, with these arguments, and multiplies as we do on a CPU."""
+    a, b = random(16, 32).to(E5M2), random(48, 32).to(E4M3).t()
+    two, half = torch.tensor(2.0), torch.tensor(0.5)
+    theirs = torch._scaled_mm(a, b, two, half, out_dtype=torch.bfloat16, use_fast_accum=False)
+    torch.testing.assert_close(scaled_mm(a, b, two, half, False), theirs)
+    rows, columns = torch.full((16, 1), 2.0), torch.full((1, 48), 0.5)
+    torch.testing.assert_close(scaled_mm(a, b, rows, columns, True), theirs)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("size", [1e-20, 3e-4, 1.0, 440.0, 1e9])
+def test_a_scale_is_a_power_of_two_that_fills_the_range(dtype: torch.dtype, size: float) -> None:
+    x = random(8, 8) * size
+    scale = scale_for(largest(x), dtype)
+    top, limit = float(largest(x) * scale), torch.finfo(dtype).max
+    assert limit / 2 < top <= limit
+    assert float(scale.log2()) == round(float(scale.log2()))
+    back = cast(x, scale, dtype).float() / scale
+    big = x.abs() > largest(x) / 64
+    assert float(((back - x) / x)[big].abs().max()) <= {E4M3: 2**-4, E5M2: 2**-3}[dtype]
+
+
+def test_zeros_and_what_is_too_large() -> None:
+    assert torch.equal(cast(torch.zeros(4), scale_for(torch.zeros(()), E4M3), E4M3).float(), torch.zeros(4))
+    assert cast(torch.tensor([1e6, -1e6]), torch.tensor(1.0), E4M3).float().tolist() == [448.0, -448.0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.scaling} {r.amax}")
+@pytest.mark.parametrize("tokens", [(2, 16), (3, 5), (1,)])
+def test_close_to_bf16(recipe: Recipe, tokens: tuple[int, ...]) -> None:
+    """Any number of tokens; also after a first step, when delayed scales come from before."""
+    maxima = Maxima(4, torch.device("cpu")) if recipe.amax == "delayed" else None
+    plain = nn.Linear(32, 48).bfloat16()
+    w, b = plain.weight, plain.bias
+    for _ in range(2):
+        x = random(*tokens, 32).bfloat16().requires_grad_()
+        found = torch.autograd.grad(fp8_linear(x, w, b, recipe, maxima).float().square().sum(), (x, w, b))
+        wanted = torch.autograd.grad(plain(x).float().square().sum(), (x, w, b))
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+            assert float((ours - theirs).float().norm() / theirs.float().norm()) < 0.1
+        if maxima is not None:
+            assert maxima.seen[:2].tolist() == [float(largest(t.detach())) for t in (x, w)] and maxima.seen[2] > 0
+            maxima.past.copy_(maxima.seen)
+            maxima.known = True
+
+
+def test_an_outlier_costs_its_own_row_only() -> None:
+    x, w = random(32, 64) * 1e-3, random(16, 64)
+    x[0, 0] = 3e4
+    errors = []
+    for recipe in RECIPES[:2]:
+        y = fp8_linear(x.bfloat16(), w.bfloat16(), None, recipe)[1:].float()
+        exact = x[1:] @ w.t()
+        errors.append(float((y - exact).norm() / exact.norm()))
+    assert errors[1] < 0.05 < 0.5 < errors[0]
+
+
+def test_an_evaluation_leaves_no_trace() -> None:
+    maxima = Maxima(4, torch.device("cpu"))
+    with torch.no_grad():
+        fp8_linear(random(16, 32).bfloat16(), random(16, 32).bfloat16(), None, RECIPES[2], maxima)
+    assert maxima.seen.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.scaling} {r.amax}")
+def test_compiled_whole(recipe: Recipe) -> None:
+    """No break in the graph; the same numbers; the gradient's maximum is seen in the compiled backward pass, too."""
+    x, w = random(16, 32).bfloat16(), random(48, 32).bfloat16().requires_grad_()
+    results = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)):
+        maxima = Maxima(4, torch.device("cpu")) if recipe.amax == "delayed" else None
+        y = wrap(fp8_linear)(x, w, None, recipe, maxima)
+        (dw,) = torch.autograd.grad(y.float().square().sum(), w)
+        results.append((y, dw, maxima.seen if maxima else y))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)

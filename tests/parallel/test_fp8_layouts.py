@@ -1,0 +1,59 @@
+"""fp8 is one run in every layout, and layers that are left out stay in bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import on_ranks
+import pytest
+from parity import differences, make_job, run, section
+
+from weft.launch.pool import RankPool
+from weft.train.prove import with_layout
+
+WIDE: dict[str, Any] = {"dim": 64, "ffn": 128, "heads": 4, "kv_heads": 4, "head_dim": 16, "layers": 2}
+LAYOUTS = (
+    "dp_replicate 2", "dp_shard 2 zero=1", "dp_shard 2 zero=2", "dp_shard 2 zero=3", "tp 2",
+    "dp_shard 2 zero=3 × tp 2 no-sequence", "dp_replicate 2 × dp_shard 2 zero=3", "pp 2 zbv", "pp 2 × tp 2",
+)  # fmt: skip
+RECIPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "tensorwise": ({}, LAYOUTS),
+    "rowwise": ({"scaling": "rowwise"}, LAYOUTS[5:7]),
+    "delayed, and a block left out": (
+        {"amax": "delayed", "history": 2, "skip": ["blocks.0.*", "*.down"]},
+        ("dp_shard 2 zero=3 × tp 2", "pp 2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_layout_is_the_same_run(pool: RankPool, name: str) -> None:
+    fp8, layouts = RECIPES[name]
+    job = make_job(model=WIDE, data={"seq_len": 16}, fp8=fp8, precision="fp8")
+    reference = run(pool, job, "1", 3)
+    wrong = {x: found for x in layouts if (found := differences(reference, run(pool, job, x, 3), "fp8"))}
+    assert not wrong
+
+
+NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
+OTHERS: dict[str, dict[str, Any]] = {
+    "own": {"model": {**NOT_OURS, "module": "own_models:WithParts", "args": {"dim": 32, "hidden": 64}}},
+    "mlp": {"model": {**NOT_OURS, "family": "mlp", "dim": 32, "layers": 5}, "fp8": {"amax": "delayed"}},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(pool: RankPool, name: str) -> None:
+    source = {"source": "pydoc", "seq_len": 8} if name == "own" else {}
+    jobs = {p: make_job(**OTHERS[name], data=source, precision=p) for p in ("fp8", "bf16")}
+    reference = run(pool, jobs["fp8"], "1")
+    assert not differences(reference, run(pool, jobs["fp8"], "dp_shard 2 zero=3 × tp 2"), "fp8")
+    wide = run(pool, jobs["bf16"], "1").result.trace
+    assert wide.losses != reference.result.trace.losses
+    assert wide.losses == pytest.approx(reference.result.trace.losses, rel=0.1)
+
+
+def test_a_layer_that_is_not_there_cannot_be_left_out(pool: RankPool) -> None:
+    job = make_job(model=WIDE, precision="fp8", fp8={"skip": ["blocks.*.ff"]})
+    (said,) = pool.run(on_ranks.refusal, 1, with_layout(job, section("1")))
+    assert said == "JobError: fp8.skip names 'blocks.*.ff', which fits no layer; the first layer is 'blocks.0.attn.q'"

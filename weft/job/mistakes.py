@@ -1,0 +1,97 @@
+"""What is wrong with a job, in the words of a person: pydantic's errors as one sentence a key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from weft.job.schema import Job
+
+
+def in_words(error: ValidationError, section: type[BaseModel] = Job) -> str:
+    """Every mistake, one line each; `section` is what was being made, a whole job or a part of one."""
+    prefix = next((key for key, part in _parts() if part is section), "")
+    by_key: dict[str, list[Any]] = {}
+    for e in error.errors():
+        parts = [prefix, *(str(p) for p in e["loc"] if not _BRANCHES.match(str(p)))]
+        by_key.setdefault(".".join(p for p in parts if p), []).append(e)
+    # a union fails once for each branch; what is said of a deeper key is what was meant
+    keys = [k for k in by_key if not any(other.startswith(k + ".") for other in by_key)]
+    return "\n".join(_sentence(k, by_key[k]) for k in keys)
+
+
+def known_keys(model: type[BaseModel] = Job, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a job."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for part in _sections(field.annotation):
+            yield from known_keys(part, f"{prefix}{name}.")
+
+
+def _parts(model: type[BaseModel] = Job, prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every section of a job and the key it stands under."""
+    for name, field in model.model_fields.items():
+        for part in _sections(field.annotation):
+            yield prefix + name, part
+            yield from _parts(part, f"{prefix}{name}.")
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [s for arg in getattr(annotation, "__args__", ()) for s in _sections(arg)]
+
+
+# pydantic marks the branch of a union in the location; a person did not write it
+_BRANCHES = re.compile(r"^(Parallel|RopeScaling|int|str|float|bool|literal\[.*\]|function-.*|constrained-.*)$")
+
+_EXPECTED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "key: value lines",
+    "model_type": "key: value lines",
+    "tuple_type": "a list",
+    "string_pattern_mismatch": "letters, digits, dots, dashes and underscores",
+}
+"""Pydantic's kinds of mismatch in the words of a person."""
+
+
+def _sentence(key: str, errors: list[Any]) -> str:
+    if any(e["type"] == "extra_forbidden" for e in errors):
+        return f"{key}: unknown key{_suggest(key)}"
+    value = errors[0].get("input")
+    shown = f"{value!r}" if not isinstance(value, dict) else "a mapping"
+    expected = [_EXPECTED.get(e["type"]) or _choices(e) for e in errors]
+    if all(expected):
+        return f"{key}={shown}: must be {' or '.join(dict.fromkeys(str(x) for x in expected))}"
+    message = next(str(e["msg"]) for e, known in zip(errors, expected, strict=True) if not known)
+    message = message.removeprefix("Value error, ").removeprefix("Input should be ")
+    return f"{key}={shown}: {message if message.startswith(('must', 'no ')) else 'must be ' + message}"
+
+
+def _choices(error: Any) -> str | None:
+    return str(error["ctx"]["expected"]).replace("'", "") if error["type"] == "literal_error" else None
+
+
+def _suggest(key: str) -> str:
+    known = list(known_keys())
+    section, _, last = key.rpartition(".")
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {section + '.' if section else ''}{near[0]}?"
+    elsewhere = [k for k in known if k.rpartition(".")[2] == last]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return f"; {section or 'a job'} has {', '.join(siblings)}" if siblings else ""

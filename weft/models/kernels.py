@@ -1,0 +1,67 @@
+"""The loss of a chunk of logits on CUDA: one pass makes the loss and turns the logits into their gradient in place."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 8192
+
+
+@triton.jit
+def weft_cross_entropy(
+    logits,
+    targets,
+    valid,
+    losses,
+    vocab,
+    stride,
+    smoothing,
+    GRAD: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    counts = tl.load(valid + row).to(tl.float32)
+    peak = float("-inf")
+    total = 0.0
+    plain = 0.0
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(peak, tl.max(x))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher))
+        peak = higher
+        if SMOOTH:
+            plain += tl.sum(tl.where(at < vocab, x, 0.0))
+    lse = peak + tl.log(total)
+    inside = (target >= 0) & (target < vocab)  # the target of a token that does not count may be anything
+    hit = tl.load(logits + tl.where(inside, target, 0)).to(tl.float32)
+    loss = lse - (1.0 - smoothing) * hit
+    if SMOOTH:
+        loss -= smoothing / vocab * plain
+    tl.store(losses + row, tl.where(counts > 0, loss, 0.0))
+    if GRAD:
+        tl.debug_barrier()  # nobody overwrites the target's logit before it was read
+        for start in range(0, vocab, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+            d = tl.exp(x - lse)
+            if SMOOTH:
+                d -= smoothing / vocab
+            d = tl.where(at == target, d - (1.0 - smoothing), d) * counts
+            tl.store(logits + at, d.to(logits.dtype.element_ty), mask=at < vocab)
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, grad: bool) -> Tensor:
+    """The summed loss of logits [rows, vocab]; with `grad` the logits become their own gradient."""
+    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    weft_cross_entropy[(logits.shape[0],)](
+        logits, targets, valid, losses, logits.shape[1], logits.stride(0), float(smoothing),
+        GRAD=grad, SMOOTH=smoothing > 0, BLOCK=BLOCK, num_warps=16,
+    )  # fmt: skip
+    return losses.sum()

@@ -1,0 +1,51 @@
+"""AdamW on CUDA in one pass: gradient scaled and clipped, both moments, master and the copy that computes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+
+
+@triton.jit
+def weft_adamw(
+    master, copy, grad, mean, square, factor, corrections, lr, beta1, beta2, eps, decay, size,
+    COPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    g = tl.load(grad + at, mask=inside).to(tl.float32) * tl.load(factor)
+    m = tl.load(mean + at, mask=inside)
+    v = tl.load(square + at, mask=inside)
+    w = tl.load(master + at, mask=inside)
+    m += (1.0 - beta1) * (g - m)
+    v = beta2 * v + (1.0 - beta2) * g * g
+    w -= lr * decay * w
+    w -= lr / tl.load(corrections) * (m / (tl.sqrt(v) / tl.load(corrections + 1) + eps))
+    tl.store(mean + at, m, mask=inside)
+    tl.store(square + at, v, mask=inside)
+    tl.store(master + at, w, mask=inside)
+    if COPY:
+        tl.store(copy + at, w.to(copy.dtype.element_ty), mask=inside)
+
+
+def adamw_(
+    master: Tensor, copy: Tensor | None, grad: Tensor, mean: Tensor, square: Tensor, factor: Tensor,
+    corrections: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float,
+) -> None:  # fmt: skip
+    """One tensor's update. `corrections` are 1 − β₁ᵗ and √(1 − β₂ᵗ); `factor` multiplies the gradient."""
+    size = master.numel()
+    if size:
+        weft_adamw[(triton.cdiv(size, BLOCK),)](
+            master, master if copy is None else copy, grad.contiguous(), mean, square, factor, corrections,
+            lr, betas[0], betas[1], eps, decay, size, COPY=copy is not None, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+
+
+def corrections_of(step: Tensor, betas: tuple[float, float]) -> Tensor:
+    """What AdamW divides its young moments by, from a step count on the device, without asking for its value."""
+    count = step.double()
+    return torch.stack([1 - betas[0] ** count, (1 - betas[1] ** count).sqrt()]).float()

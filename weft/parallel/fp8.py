@@ -1,0 +1,102 @@
+"""Which linear layers multiply in fp8, and what their scales must know of one another across ranks."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.comm import Axis
+from weft.job.errors import JobError, MachineError
+from weft.mesh import Mesh
+from weft.models.fp8 import Fp8Linear, InFp8, Maxima, Recipe
+from weft.parallel.tensor import ColumnLinear, RowLinear, local
+from weft.plan.fp8 import left_out
+from weft.plan.layout import Plan
+
+
+class Fp8Column(InFp8, ColumnLinear):
+    """Each rank multiplies its outputs in fp8."""
+
+
+class Fp8Row(InFp8, RowLinear):
+    """Each rank multiplies its inputs in fp8; the partial sums are added up in bf16."""
+
+
+BECOMES: dict[type[nn.Module], type[nn.Linear]] = {
+    nn.Linear: Fp8Linear,
+    ColumnLinear: Fp8Column,
+    RowLinear: Fp8Row,
+}
+"""The same parameters under the same names, so checkpoints stay as they are."""
+
+
+def recipe_of(plan: Plan) -> Recipe | None:
+    """How a plan brings numbers into fp8; None where it does not."""
+    if plan.precision != "fp8":
+        return None
+    said = dict(plan.fp8)
+    return Recipe(**{**said, "skip": tuple(said.get("skip", ()))})
+
+
+def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
+    """Let the linear layers among a block's modules multiply in fp8, but for those that are left out."""
+    for name, module in modules:
+        new = BECOMES.get(type(module))
+        if new is None or not isinstance(module, nn.Linear):
+            continue
+        weight: Tensor = local(module.weight)
+        if left_out(name, weight.shape[0], weight.shape[1], recipe.skip):
+            continue
+        _check_device(weight.device)
+        module.__class__ = new
+        assert isinstance(module, InFp8)
+        module.recipe = recipe
+        module.maxima = Maxima(recipe.history, weight.device) if recipe.amax == "delayed" else None
+
+
+def check_skip(model: nn.Module, plan: Plan) -> None:
+    """A pattern that names no layer is a mistake."""
+    recipe = recipe_of(plan)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for pattern in recipe.skip if recipe else ():
+        if linears and not any(fnmatchcase(name, pattern) for name in linears):
+            raise JobError(f"fp8.skip names {pattern!r}, which fits no layer; the first layer is {linears[0]!r}")
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise MachineError(f"precision=fp8 needs a GPU with fp8 products, and {name} has none; bf16 would work")
+
+
+class DelayedScales:
+    """The maxima of every fp8 layer of a stage, brought together over the ranks that share it once a step.
+
+    They are not saved: a resumed run scales its first step by the tensors' own maxima, as a new one does.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh):
+        found = [m.maxima for m in module.modules() if isinstance(m, InFp8)]
+        self.maxima = [m for m in found if m is not None]
+        names = ("dp_replicate", "dp_shard", "cp", "tp")
+        self.axes: list[Axis] = [axis for name in names if (axis := mesh.axis(name)) is not None]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """After an optimizer step: remember its maxima, forget the oldest."""
+        if not self.maxima:
+            return
+        seen = torch.stack([m.seen for m in self.maxima])  # [layers, 3]
+        for axis in self.axes:
+            axis.all_reduce(seen, dist.ReduceOp.MAX)
+        steps = torch.stack([m.steps for m in self.maxima]).roll(1, dims=1)  # [layers, history, 3]
+        steps[:, 0] = seen
+        past = steps.amax(1)
+        for i, m in enumerate(self.maxima):
+            m.steps.copy_(steps[i])
+            m.past.copy_(past[i])
+            m.seen.zero_()
+            m.known = True

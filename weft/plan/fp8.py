@@ -1,0 +1,55 @@
+"""Which products of a model run in fp8, and the peak that a run in fp8 is measured against."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from weft.job.schema import Job
+from weft.plan.counts import flops_per_token
+from weft.plan.layout import Plan
+
+ALIGN = 16
+"""An fp8 product wants every size to be a multiple of this; what is not stays in bf16."""
+
+
+def left_out(name: str, rows: int, columns: int, skip: tuple[str, ...]) -> bool:
+    """Whether a linear layer of a block stays in bf16: the person named it, or its sizes do not fit."""
+    return bool(rows % ALIGN or columns % ALIGN) or any(fnmatchcase(name, pattern) for pattern in skip)
+
+
+def fp8_share(job: Job, plan: Plan) -> float | None:
+    """The share of the model's FLOPs that are multiplied in fp8; None for a module of a person's own."""
+    model = job.model
+    flops = flops_per_token(model, job.data.seq_len)
+    if plan.precision != "fp8" or flops is None:
+        return None if flops is None else 0.0
+    skip, tp = tuple(job.fp8.skip), plan.tp
+    weights = 0
+    for i in range(model.layers or 0):
+        for path, rows, columns, cut in _linears(job, i):
+            cut_rows, cut_columns = (rows // tp, columns) if cut == "column" else (rows, columns // tp)
+            sizes = (rows, columns) if cut == "whole" else (cut_rows, cut_columns)
+            if not left_out(path, *sizes, skip):
+                weights += rows * columns
+    return 6.0 * weights / flops
+
+
+def _linears(job: Job, i: int) -> list[tuple[str, int, int, str]]:
+    """Path, outputs, inputs and cut of each linear layer of a block."""
+    m = job.model
+    dim = m.dim or 0
+    if m.family == "mlp":
+        pairs = (m.layers or 0) // 2
+        return [(f"layers.{i}", dim, dim, ("column", "row")[i % 2] if i < 2 * pairs else "whole")]
+    heads, kv, ffn = (m.heads or 0) * (m.head_dim or 0), (m.kv_heads or 0) * (m.head_dim or 0), m.ffn or 0
+    gate = [("mlp.gate", ffn, dim, "column")] if m.activation == "swiglu" else []
+    parts = [
+        ("attn.q", heads, dim, "column"), ("attn.k", kv, dim, "column"), ("attn.v", kv, dim, "column"),
+        ("attn.o", dim, heads, "row"), *gate, ("mlp.up", ffn, dim, "column"), ("mlp.down", dim, ffn, "row"),
+    ]  # fmt: skip
+    return [(f"blocks.{i}.{name}", rows, columns, cut) for name, rows, columns, cut in parts]
+
+
+def blended_peak(fp8: float, bf16: float, share: float) -> float:
+    """The rate of a device that runs each product at its own peak: FLOPs over the least time they can take."""
+    return 1.0 / (share / fp8 + (1.0 - share) / bf16)
