@@ -88,7 +88,8 @@ def run_weft(length: int, layers: int, stop_after: int, device: str) -> dict[str
         return time.perf_counter() - began
 
     warm, measured = steps_for(length)
-    step(min(length, 4096))  # the optimizer's state and every small kernel exist before the clock runs
+    # the optimizer's state, every small kernel and every compiled chunk exist before the clock runs
+    step(min(length, 2 * plan.chunk or 4096))
     if stop_after:
         stop_early()
     for _ in range(0 if stop_after else warm):

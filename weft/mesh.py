@@ -45,6 +45,8 @@ class Mesh:
     disk_group: dist.ProcessGroup | None
     """A Gloo group for checkpoints alone: they talk from a thread of their own, while training goes on."""
     coords: dict[str, int] = field(default_factory=dict)
+    joined: DeviceMesh | None = None
+    """The mesh of the joint axis."""
 
     def axis(self, name: str) -> Axis | None:
         """The axis, or None where it has one rank and there is nothing to say."""
@@ -53,7 +55,10 @@ class Mesh:
     def submesh(self, *names: str) -> DeviceMesh:
         """The part of the device mesh with these axes, those of one rank left out."""
         assert self.device_mesh is not None
-        return self.device_mesh[tuple(n for n in names if n in self.axes)]
+        found = [n for n in names if n in self.axes]
+        if self.joined is None or found[-1] not in JOINT:
+            return self.device_mesh[tuple(found)]
+        return join_meshes([*(self.device_mesh[n] for n in found[:-1]), self.joined])
 
     def coord(self, name: str) -> int:
         axis = self.axes.get(name)
@@ -83,6 +88,11 @@ class Mesh:
     def close(self) -> None:
         if self.everyone is not None:
             dist.destroy_process_group()
+
+
+def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Parts of one mesh side by side; torch has no public name for it where one of them was flattened."""
+    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
 
 
 def local_device(plan: Plan, local_rank: int) -> torch.device:
@@ -138,8 +148,9 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     coords = dict(zip(wide, device_mesh.get_coordinate() or (), strict=True))
     axes = {n: Axis(n, device_mesh.get_group(n), degree, coords[n]) for n, degree in wide.items()}
     everyone = Axis("everyone", dist.group.WORLD, world, rank)  # type: ignore[arg-type]
+    joined = None
     if (joint := joint_axis(plan)) in JOINT:
-        flat = device_mesh[JOINT[joint]]._flatten(joint)
-        axes[joint] = Axis(joint, flat.get_group(), flat.size(), flat.get_local_rank())
+        joined = device_mesh[JOINT[joint]]._flatten(joint)
+        axes[joint] = Axis(joint, joined.get_group(), joined.size(), joined.get_local_rank())
     host_group, disk_group = (dist.new_group(backend=host_backend, timeout=timeout) for _ in range(2))
-    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords)
+    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined)

@@ -15,7 +15,8 @@ from weft.job.load import lessons
 from weft.launch.pool import RankPool
 from weft.mesh import connect
 from weft.models.attention import Where
-from weft.parallel.context import Context, Cut
+from weft.parallel.context import Context
+from weft.parallel.cut import Cut
 from weft.plan.layout import Plan
 
 RANKS, LENGTH, HEADS, WIDTH = 4, 32, 2, 8

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from weft.job.schema import Model
 from weft.launch.pool import RankPool
 from weft.memory import chosen, recompute
+from weft.models.attention import Where
 from weft.models.fp8 import Fp8Linear, Recipe
 from weft.models.transformer import Block
 
@@ -20,12 +21,13 @@ SHAPE = Model(
     family="llama", dim=32, layers=1, heads=4, kv_heads=2, head_dim=16, ffn=64, norm="rmsnorm", activation="swiglu",
     causal=True, bias=False, dropout=0.1,
 )  # fmt: skip
+WHERE = Where(None, None, torch.arange(2), torch.arange(16), 16)
 LAYOUTS = ("dp_shard 2 zero=3", "tp 2", "dp_replicate 2 × tp 2 no-sequence", "pp 2 × dp_shard 2 zero=2")
 
 
 def block(option: str, fp8: bool = False) -> Block:
     torch.manual_seed(0)
-    made = Block(SHAPE, 0).to(torch.bfloat16 if fp8 else torch.float32)
+    made = Block(SHAPE).to(torch.bfloat16 if fp8 else torch.float32)
     for module in made.modules():
         if fp8 and isinstance(module, nn.Linear):
             module.__class__ = Fp8Linear
@@ -42,7 +44,7 @@ def an_input(made: nn.Module) -> Tensor:
 
 def gradients(made: nn.Module) -> list[Tensor]:
     x = an_input(made)
-    made(x, None, None, torch.arange(2)).float().square().sum().backward()
+    made(x, WHERE).float().square().sum().backward()
     return [g for t in (x, *made.parameters()) if (g := t.grad) is not None]
 
 
@@ -60,7 +62,7 @@ def costs(made: nn.Module) -> tuple[int, int]:
 
     with FlopCounterMode(display=False) as flops:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y = made(x, None, None, torch.arange(2))
+            y = made(x, WHERE)
         y.float().square().sum().backward()
     return flops.get_total_flops(), sum(held.values())
 

@@ -19,6 +19,9 @@ LAYOUTS: dict[str, tuple[int, int]] = {
     "tp 2": (1, 2),
     "tp 3": (1, 3),
     "tp 4 no-sequence": (1, 4),
+    **{f"cp {n} ring": (1, 1) for n in (2, 3, 4)},
+    "cp 2 ring × tp 2": (1, 2),
+    "cp 2 ring × dp_shard 2 zero=3": (2, 1),
 }
 """Each layout's data-parallel and tensor-parallel ranks."""
 
@@ -49,7 +52,7 @@ def test_random_shapes(pool: RankPool) -> None:
     tried = []
 
     # no shrinking: a failing example is small already, and each costs a second
-    @settings(max_examples=14, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @settings(max_examples=18, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
     @given(cases())
     def same_run(case: tuple[str, dict[str, Any]]) -> None:
         layout, sections = case

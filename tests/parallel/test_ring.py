@@ -10,11 +10,14 @@ import pytest
 import torch
 from parity import make_job
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from weft.comm.pieces import local_of
 from weft.launch.pool import RankPool
 from weft.mesh import connect
 from weft.models.attention import PLAIN, Where, attend, attend_backward, attention, merge
-from weft.parallel.context import Context, Cut
+from weft.parallel.context import Context
+from weft.parallel.cut import Cut
 from weft.plan.context import choose_style, context_bytes
 from weft.plan.layout import Plan
 from weft.plan.parse import parse_layout, ranks
@@ -111,9 +114,11 @@ def step_bytes(job: Any) -> dict[str, Any]:
     axis = mesh.axis("cp")
     batches = next(iter(loader))
     kept: dict[int, int] = {}
-    weights = {p.untyped_storage().data_ptr() for p in stepper.state.woven.module.parameters()}
+    weights = {local_of(p.detach()).untyped_storage().data_ptr() for p in stepper.state.woven.module.parameters()}
 
     def pack(t: Tensor) -> Tensor:
+        if isinstance(t, DTensor):
+            return t
         if t.untyped_storage().data_ptr() not in weights:
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t

@@ -46,7 +46,7 @@ def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_there_and_back(pool: RankPool, tmp_path: Path, name: str) -> None:
-    """dp_shard 4 → tp 2 × dp_shard 2 → 1 rank → dp_shard 4, with every tensor as it was."""
+    """dp_shard 4 → tp 2 × dp_shard 2 → 1 rank → dp_shard 2 × cp 2, with every tensor as it was."""
     batch = ("train.global_batch=12", "train.microbatch=1", "train.accumulation=auto")
     job = make_job(f"optim.name={name}", "model.vocab=51", "model.kv_heads=2", "train.ema=0.9", *batch)
     folder = str(tmp_path)
@@ -55,7 +55,7 @@ def test_there_and_back(pool: RankPool, tmp_path: Path, name: str) -> None:
     parts = {n.partition(".")[0] for n in saved}
     assert parts == {"model", "optim", "ema"}
     assert {n.rsplit(".", 1)[1] for n in saved if n.startswith("optim.")} == OPTIMIZERS[name]
-    for layout in ("1", "dp_shard 4 zero=3"):
+    for layout in ("1", "dp_shard 2 zero=3 × cp 2"):
         step, (opened, again) = move(pool, job, layout, folder)
         assert step == 2
         assert not differ(saved, opened), layout

@@ -83,8 +83,8 @@ class Park:
         for size in sizes:
             if self.room[size]:
                 found.append(self.room[size].pop())
-            elif size <= self.free_bytes:
-                self.free_bytes -= size
+            elif (taken := 1 << (size - 1).bit_length() if self.cuda else size) <= self.free_bytes:
+                self.free_bytes -= taken  # torch gives out page-locked memory in powers of two
                 found.append(torch.empty(size, dtype=torch.uint8, pin_memory=self.cuda))
             else:
                 for room in found:

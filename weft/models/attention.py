@@ -21,7 +21,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 TILE = 1 << 24
 """Scores that the plain kernel holds at once."""
-INDEXABLE = 1 << 30
+INDEXABLE = 1 << 29
 """Elements of the queries given to a kernel of a GPU at once: some count offsets in 32 bits."""
 
 
@@ -77,10 +77,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, docs: Docs | None) -> 
     `causal` blocks are square: query i sees keys 0 … i. A query that sees no key gives 0 and -inf.
     """
     kernel = find_kernel(q, k, docs is not None)
-    parts = [kernel.forward(a, b, c, causal, docs) for a, b, c in _by_heads(q, k, v, device=q.device.type)]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 1)
+    n = _groups(q, k)
+    if n == 1:
+        return kernel.forward(q, k, v, causal, docs)
+    out = torch.empty_like(q)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    for a, b, c, place, log in zip(*(t.chunk(n, 2) for t in (q, k, v, out)), lse.chunk(n, 1), strict=True):
+        y, part = kernel.forward(_packed(a), _packed(b), _packed(c), causal, docs)
+        place.copy_(y)
+        log.copy_(part)
+    return out, lse
 
 
 def attend_backward(
@@ -88,17 +94,17 @@ def attend_backward(
 ) -> Grads:
     """Gradients of one block; `out` and `lse` may be those of all blocks that the queries see together."""
     kernel = find_kernel(q, k, docs is not None)
-    heads = _by_heads(q, k, v, device=q.device.type)
-    if len(heads) == 1:
+    n = _groups(q, k)
+    if n == 1:
         return kernel.backward(dout, q, k, v, out, lse, causal, docs)
-    n = len(heads)
-    grads = tuple(torch.empty_like(t) for t in (q, k, v))
-    pieces = zip(*(t.chunk(n, 2) for t in (dout, out)), lse.chunk(n, 1), *(g.chunk(n, 2) for g in grads), strict=True)
-    for (a, b, c), (d, o, log, *places) in zip(heads, pieces, strict=True):
-        found = kernel.backward(_packed(d), a, b, c, _packed(o), log.contiguous(), causal, docs)
+    grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    each = zip(*(t.chunk(n, 2) for t in (dout, q, k, v, out, *grads)), lse.chunk(n, 1), strict=True)
+    for d, a, b, c, y, *places, log in each:
+        d, a, b, c, y = (_packed(t) for t in (d, a, b, c, y))
+        found = kernel.backward(d, a, b, c, y, log.contiguous(), causal, docs)
         for place, value in zip(places, found, strict=True):
             place.copy_(value)
-    return grads[0], grads[1], grads[2]
+    return grads
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,15 +115,10 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out.mul_(1 - weight).add_(other.float() * weight), total
 
 
-def _by_heads(*tensors: Tensor, device: str) -> list[tuple[Tensor, ...]]:
-    """Whole groups of heads, so few at a time that a GPU's kernel can count their elements."""
-    heads = tensors[1].shape[2]
-    n = 1
-    while device == "cuda" and n < heads and tensors[0].numel() // n > INDEXABLE:
-        n = next(d for d in range(n + 1, heads + 1) if heads % d == 0)
-    if n == 1:
-        return [tensors]
-    return [tuple(map(_packed, each)) for each in zip(*(t.chunk(n, 2) for t in tensors), strict=True)]
+def _groups(q: Tensor, k: Tensor) -> int:
+    """In how many groups of heads a GPU computes so many elements: one after the other they also need less room."""
+    fits = (n for n in range(1, k.shape[2] + 1) if k.shape[2] % n == 0 and q.numel() // n <= INDEXABLE)
+    return 1 if q.device.type == "cpu" else next(fits, k.shape[2])
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -250,13 +251,10 @@ def _find(device: str, dtype: torch.dtype, head_dim: int, group: int, masked: bo
 def _agrees(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, group: int) -> bool:
     """Whether a kernel behind private names runs here, forward and backward, and gives what the plain one does."""
     random = torch.Generator().manual_seed(0)
-
-    def draw(heads: int) -> Tensor:
-        return torch.randn((1, 256, heads, head_dim), generator=random).to(device, dtype)
-
-    q, k, v, dout = draw(2 * group), draw(2), draw(2), draw(2 * group)
     try:
-        for causal in (True, False):
+        for causal, length in ((True, 256), (False, 256), (True, 199)):
+            shapes = ((1, length, n, head_dim) for n in (2 * group, 2, 2, 2 * group))
+            q, k, v, dout = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
             out, lse = kernel.forward(q, k, v, causal, None)
             mine = (out, lse, *kernel.backward(dout, q, k, v, out, lse, causal, None))
             out, lse = PLAIN.forward(q, k, v, causal, None)

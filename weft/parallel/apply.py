@@ -13,7 +13,8 @@ from weft.job.errors import JobError
 from weft.memory import Park, chosen, lengthen, recompute
 from weft.mesh import Mesh, joint_axis
 from weft.models.init import initialise
-from weft.parallel.context import Context, Cut, split_context
+from weft.parallel.context import Context, split_context
+from weft.parallel.cut import Cut
 from weft.parallel.data import Replicas, Shards, shard
 from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8
 from weft.parallel.pipeline import Pipelined

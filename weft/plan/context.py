@@ -65,7 +65,10 @@ def context_bytes(model: Model, plan: Plan, tokens: int, compute: int, group: in
     ring, ulysses = plan.rings
     d, layers = model.head_dim or 0, (model.layers or 0) / plan.pp
     heads, kv = (model.heads or 0) // plan.tp, (model.kv_heads or 0) // plan.tp
-    passes = 2 if plan.recompute == "full" and not plan.long else 1  # forward again in the backward pass
+    again: float = {"none": 0, "full": 1, "selective": 1}.get(str(plan.recompute), 0)
+    if isinstance(plan.recompute, int):
+        again = plan.recompute / max(1, model.layers or 1)
+    passes = 1 if plan.long else 1 + again  # the forward pass once more in the backward pass
     out: dict[str, float] = {}
     held = max(kv, ulysses)  # copies of key heads where there are fewer than ranks
     if ring > 1:

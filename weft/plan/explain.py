@@ -30,10 +30,7 @@ def explain(job: Job, plan: Plan) -> str:
             f" ({plan.accumulation} a step)",
         ),
         *_stage_rows(plan),
-        (
-            "recompute",
-            f"{plan.recompute} of {job.model.layers} blocks" if isinstance(plan.recompute, int) else plan.recompute,
-        ),
+        ("recompute", _recompute(job, plan)),
         *_fp8_rows(job, plan),
     ]
     if plan.predicted:
@@ -49,6 +46,14 @@ def explain(job: Job, plan: Plan) -> str:
             rows.append(("step", f"{p['step_time_s']:.3g} s if 40 % of the peak is reached"))
     lines = [f"{name:10} {text}" for name, text in rows]
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
+
+
+def _recompute(job: Job, plan: Plan) -> str:
+    if not plan.long:
+        return f"{plan.recompute} of {job.model.layers} blocks" if isinstance(plan.recompute, int) else plan.recompute
+    chunks = f", in chunks of {plan.chunk} tokens" if plan.chunk else ""
+    parked = f"; up to {plan.host_gib:.0f} GiB parked in host memory" if plan.offload == "activations" else ""
+    return f"all but attention{chunks}{parked}"
 
 
 def _stage_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -31,6 +31,7 @@ def rough_memory(job: Job, plan: Plan) -> dict[str, float]:
     whole_gradients = parameters * 4 if shard > 1 and plan.zero == 1 else 0
     tokens = plan.microbatch * (1 if job.model.family == "mlp" else job.data.seq_len) / plan.cp
     kept = activation_bytes(job.model, compute, plan) * tokens
+    kept -= min(plan.host_gib * GIB, kept_bytes(job.model, compute, plan) * tokens)
     held = 3 * 4 * tokens * (job.model.vocab or 0) / plan.tp  # logits, their exponentials, their gradient
     logits = 0 if job.model.family == "mlp" else min(3 * LOGITS_BYTES[plan.device], held)
     return {
@@ -51,11 +52,16 @@ def activation_bytes(model: Model, compute: int, plan: Plan) -> float:
     dim = model.dim or 0
     if model.family == "mlp":
         return layers * 2 * dim * compute / plan.tp
-    if plan.long:  # each block's input and attention output, and one block's pieces whole
+    if plan.long:  # what every block keeps, and one block's pieces whole
         heads, kv = ((n or 0) * (model.head_dim or 0) for n in (model.heads, model.kv_heads))
-        kept = 0 if plan.offload == "activations" else layers * (dim + heads)
-        return (kept + 6 * dim + 4 * heads + 4 * kv) * compute / plan.tp
+        return kept_bytes(model, compute, plan) + (6 * dim + 4 * heads + 4 * kv) * compute / plan.tp
     return kept_elements(model, plan.recompute, layers) * compute / plan.tp
+
+
+def kept_bytes(model: Model, compute: int, plan: Plan) -> float:
+    """Of a long sequence's token: each block's input and its attention's output, which may be parked in the host."""
+    heads = (model.heads or 0) * (model.head_dim or 0)
+    return (model.layers or 0) / plan.pp * ((model.dim or 0) + heads) * compute / plan.tp
 
 
 def rough_traffic(job: Job, plan: Plan) -> dict[str, float]:

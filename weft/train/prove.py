@@ -31,7 +31,7 @@ bf16 differs in its last digit, fp8 may differ by a quarter of a number."""
 
 DEFAULT_LAYOUTS = (
     "ddp2", "zero1", "zero2", "zero3", "tp2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "hsdp", "pp2", "pp2 zbv",
-    "pp2 dp_shard=2", "pp2 tp2",
+    "pp2 dp_shard=2", "pp2 tp2", "cp2 ring", "cp2 ulysses", "cp2 dp_shard=2", "cp2 tp2",
 )  # fmt: skip
 
 ADAM_EPS = 1e-6

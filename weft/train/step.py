@@ -12,7 +12,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.models import loss_sum
 from weft.optim import grad_norm, rate
-from weft.parallel.context import Cut
+from weft.parallel.cut import Cut
 from weft.parallel.woven import Batch, LossOf
 from weft.plan.layout import Plan
 from weft.precision import COMPUTE
