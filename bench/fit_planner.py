@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from fitting import fit
+from fitting import fit, profile
 
 from weft.plan.batch import estimate_rows
 from weft.plan.calibration import FOLDER, Calibration
@@ -40,10 +40,12 @@ class Recipe:
     main: Callable[[Row], bool] = lambda row: True
     """The rows the base is fitted on; all others belong to variants."""
     weight: Callable[[Row], int] = lambda row: 1
+    profiled: bool = False
+    """Whether measured block times of the rows' shapes join the formulas."""
 
 
 _old = Calibration(
-    fused=0, host_us=950, host_blend=2.3, score_batch=4, traffic=1.0, wave=0.05, depth=30, gradient_bytes=2,
+    fused=0, host_us=950, host_blend=2.3, score_batch=4, traffic=1.0, wave=0.05, depth=30, reduce_bytes=2,
     overlap_dp=0.6, overlap_pp=0.5, network=0.5, latency=4.4, link=0.85, step_ms=5, optimizer=0.6, matmul=0.96,
 )  # fmt: skip
 _nvidia = Calibration(host_us=60, low_precision=0.85, step_ms=20, traffic=2.0, host_moe_us=1500)
@@ -51,7 +53,7 @@ _UNFUSED: dict[str, float] = {"fused": 0}
 RECIPES: dict[str, Recipe] = {
     "megatron-deepspeed": Recipe(
         _old.with_(head_whole=0.5), (*MATMUL, "traffic", *HOST, *LINKS, "overlap_dp", "overlap_pp", "optimizer", "host_blend",
-        "head_whole", "host_backward"), weight=lambda row: 4 if row.cluster.world > 8 else 1,
+        "head_whole", "host_backward"), weight=lambda row: 4 if row.cluster.world > 8 else 1, profiled=True,
     ),
     "megatron-deepspeed-2022": Recipe(
         _old.with_(score_batch=0), (*MATMUL, "odd", "traffic", *HOST, *LINKS, "overlap_dp", "overlap_pp"),
@@ -97,6 +99,8 @@ def fit_stack(recipe: Recipe, rows: Sequence[Row], name: str) -> Stack:
     """Base first, then each variant from the base."""
     main = [row for row in rows if recipe.main(row) for _ in range(recipe.weight(row))]
     base = fit(main or rows, recipe.start, recipe.free).with_(name=name)
+    if recipe.profiled:
+        base = profile([row for row in main if row.cluster.world <= row.cluster.node_size], base)
     variants: dict[str, dict[str, float]] = {}
     for key, (fixed, free) in recipe.variants.items():
         bare = Stack(name, base, {key: fixed})
@@ -222,7 +226,7 @@ def write(stack: Stack, spread: float, recipe: Recipe, rows: int) -> None:
 
 
 MEMORY = (
-    "parameter_bytes", "master_bytes", "moment_bytes", "activation", "logits", "loss_rows", "context_gib", "fragment", "usable",
+    "parameter_bytes", "gradient_bytes", "master_bytes", "moment_bytes", "activation", "logits", "loss_rows", "context_gib", "fragment", "usable",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -74,9 +74,13 @@ class Calibration:
     """Bytes the optimizer moves, over one pass of its state."""
     jitter: float = 0.01
     """What each doubling of the nodes adds to a step: waiting for the slowest."""
+    profile: tuple[tuple[float, float, float, float], ...] = ()
+    """Measured blocks: tokens, width, tp, and the time over what the formulas say. Shapes close to one take its ratio."""
     # memory
     parameter_bytes: float = 2.0
     gradient_bytes: float = 4.0
+    reduce_bytes: float = 4.0
+    """What a gradient travels as."""
     master_bytes: float = 4.0
     """An fp32 copy of the weights beside those multiplied; 0 where there is none."""
     moment_bytes: float = 8.0
@@ -113,4 +117,5 @@ def load(name: str) -> Calibration:
         raise JobError(f"no calibration is named {name!r}; known: {', '.join(stacks())}, or the path of a .json")
     told = json.loads(path.read_text(encoding="utf-8"))
     known = {f.name for f in fields(Calibration)}
+    told["profile"] = tuple(tuple(point) for point in told.get("profile", ()))
     return Calibration(**{k: v for k, v in told.items() if k in known} | {"name": told.get("name", path.stem)})

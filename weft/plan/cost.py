@@ -15,6 +15,8 @@ from weft.plan.layouts import COMPRESSIONS, CP_STYLES, OFFLOADS, RECOMPUTES, Lay
 from weft.plan.pipeline import stage_layers, step_time
 from weft.plan.work import MEMORY_SHARE, peaks, work
 
+CLOSE = 0.25
+"""Doublings of a shape's sides within which a measured block speaks for it."""
 FALLBACK = 1.3
 """Launches of a block whose scores take the slower kernels, over those of one whose scores do not."""
 
@@ -45,6 +47,14 @@ def _longer(a: Size, b: Size, power: float) -> Size:
     """The larger of two, rounded where they are about equal."""
     top = np.maximum(np.maximum(a, b), 1e-30)
     return top * ((a / top) ** power + (b / top) ** power) ** (1 / power)
+
+
+def _profiled(cal: Calibration, tokens: Size, dim: Size, tp: Size) -> Size:
+    """Measured over computed for blocks like these: that of the measured shapes within a quarter of a doubling, else 1."""
+    points = np.log2(np.array(cal.profile))
+    here = np.stack(np.broadcast_arrays(np.log2(tokens), np.log2(dim), np.log2(tp)), axis=-1)
+    near = np.exp(-(((here[:, None, :] - points[None, :, :3]) / CLOSE) ** 2).sum(-1) / 2)
+    return np.exp2(near @ points[:, 3] / (near.sum(-1) + 0.02))
 
 
 def _exposed(comm: Size, window: Size, overlap: float) -> Size:
@@ -97,6 +107,9 @@ def estimate(
     forward = _longer(gpu_f, host, cal.host_blend)
     again = _longer(again_gpu, again_host, cal.host_blend)
     backward = _longer(gpu_b, host * cal.host_backward, cal.host_blend) + again
+    if cal.profile:
+        ratio = _profiled(cal, tokens, model.dim, layouts.tp)
+        forward, backward = forward * ratio, backward * ratio
     head = w.head_forward + w.head_backward
     pp_bytes = row / np.where(layouts.sequence, layouts.tp, 1)
     sent = links.send(g["pp"], pp_bytes) * (1 - cal.overlap_pp)
@@ -175,7 +188,7 @@ def estimate(
 
 
 def _gradient_bytes(cal: Calibration) -> list[float]:
-    told = {"none": cal.gradient_bytes, "bf16": 2.0, "int8": 1.0}
+    told = {"none": cal.reduce_bytes, "bf16": 2.0, "int8": 1.0}
     return [told[name] for name in COMPRESSIONS]
 
 

@@ -48,7 +48,16 @@ class Row:
         """Rows with the same key differ only in their layout."""
         shape = (self.model.layers, self.model.dim, self.model.ffn, self.model.heads, self.model.vocab)
         machine = (self.text.get("gpu"), self.text.get("gpus"), self.text.get("precision"))
-        return (self.source, self.model_name, shape, self.model.seq_len, machine, self.global_batch, self.kernel)
+        return (
+            self.source,
+            self.text.get("table"),
+            self.model_name,
+            shape,
+            self.model.seq_len,
+            machine,
+            self.global_batch,
+            self.kernel,
+        )
 
 
 def read_table(path: Path) -> tuple[list[Row], dict[str, int]]:

@@ -107,7 +107,7 @@ def sweeps(told: Predicted, index: Sequence[int]) -> list[dict[str, Any]]:
         measured = np.array([told.rows[i].seconds or 0.0 for i in ran])
         out.append(
             {
-                "source": key[0], "model": key[1], "layouts": len(ran), "failed": failed,
+                "source": key[0], "model": key[2], "layouts": len(ran), "failed": failed,
                 "regret": float((told.rows[chosen].seconds or 0.0) / measured.min() - 1),
                 "spearman": rank_correlation(told.seconds[ran], measured),
             }
