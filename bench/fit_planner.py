@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from fitting import fit, profile
 
 from weft.plan.batch import estimate_rows
 from weft.plan.calibration import FOLDER, Calibration
+from weft.plan.fitting import fit, profile
 from weft.plan.rows import Row, read_table
 from weft.plan.stack import Stack, stack_of
 

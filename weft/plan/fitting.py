@@ -36,7 +36,9 @@ def from_free(free: float, name: str) -> float:
     return float(np.exp(low + (high - low) / (1 + np.exp(-free))))
 
 
-def fit(rows: Sequence[Row], start: Calibration, names: Sequence[str], steps: int = 25) -> Calibration:
+def fit(
+    rows: Sequence[Row], start: Calibration, names: Sequence[str], steps: int = 25, width: float = PRIOR
+) -> Calibration:
     """The calibration near `start` under which the rows' predicted times are closest to the measured, in logarithms."""
     model, cluster, layouts, batch = gather_rows(rows)
     measured = np.log([row.seconds for row in rows])
@@ -46,14 +48,14 @@ def fit(rows: Sequence[Row], start: Calibration, names: Sequence[str], steps: in
         return np.log(estimate(model, cluster, layouts, cal, batch).step_time_s) - measured
 
     begin = np.array([to_free(getattr(start, n), n) for n in names])
-    free = _descend(errors, begin, steps)
+    free = _descend(errors, begin, steps, width)
     return start.with_(**{n: round(from_free(f, n), 4) for n, f in zip(names, free, strict=True)})
 
 
-def _descend(errors: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, steps: int) -> np.ndarray:
+def _descend(errors: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, steps: int, width: float) -> np.ndarray:
     def loss(e: np.ndarray, x: np.ndarray) -> float:
         return float(
-            np.sum(2 * ELBOW**2 * (np.sqrt(1 + (e / ELBOW) ** 2) - 1)) + ELBOW**2 * np.sum((x - begin) ** 2) / PRIOR**2
+            np.sum(2 * ELBOW**2 * (np.sqrt(1 + (e / ELBOW) ** 2) - 1)) + ELBOW**2 * np.sum((x - begin) ** 2) / width**2
         )
 
     free, damping = begin.copy(), 1e-2
@@ -62,7 +64,7 @@ def _descend(errors: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, step
     for _ in range(steps):
         slope = np.stack([(errors(free + 1e-4 * unit) - e) / 1e-4 for unit in np.eye(len(free))], axis=1)
         weight = 1 / np.sqrt(1 + (e / ELBOW) ** 2)
-        pull = ELBOW**2 / PRIOR**2
+        pull = ELBOW**2 / width**2
         left = slope.T @ (weight[:, None] * slope) + pull * np.eye(len(free))
         right = slope.T @ (weight * e) + pull * (free - begin)
         improved = False
