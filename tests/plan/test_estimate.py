@@ -25,16 +25,32 @@ from weft.plan.schedule import make_schedule
 from weft.plan.simulate import Costs, simulate
 
 KEYS = {
-    "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "hfu", "peak_memory_gib", "fits", "memory", "time",
-    "energy_kwh", "cost_usd", "range_s", "bytes", "bytes_by_link", "memory_by_stage", "hours",
-}  # fmt: skip
+    "step_time_s",
+    "tokens_per_s_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "hfu",
+    "peak_memory_gib",
+    "fits",
+    "memory",
+    "time",
+    "energy_kwh",
+    "cost_usd",
+    "range_s",
+    "bytes",
+    "bytes_by_link",
+    "memory_by_stage",
+    "hours",
+}
 
 
 def job(**given: object) -> Job:
     plain: dict[str, object] = {
-        "model": "llama-8b", "data": {"source": "synthetic", "seq_len": 4096}, "train": {"global_batch": 256, "microbatch": 1},
+        "model": "llama-8b",
+        "data": {"source": "synthetic", "seq_len": 4096},
+        "train": {"global_batch": 256, "microbatch": 1},
         "cluster": {"device": "h100-sxm", "nodes": 4, "devices_per_node": 8},
-    }  # fmt: skip
+    }
     return resolve(Job.model_validate({**plain, **given}))
 
 
@@ -99,12 +115,19 @@ def test_facts_agree_with_the_counts(shape: str) -> None:
 CLUSTER = cluster_facts(job(), 32)
 layouts_drawn = st.fixed_dictionaries(
     {
-        "dp_shard": st.sampled_from([1, 2, 4, 8]), "dp_replicate": st.sampled_from([1, 2, 4]), "zero": st.sampled_from([1, 2, 3]),
-        "tp": st.sampled_from([1, 2, 4, 8]), "sequence": st.booleans(), "cp": st.sampled_from([1, 2]),
-        "pp": st.sampled_from([1, 2, 4, 8]), "microbatch": st.sampled_from([1, 2, 4]),
-        "accumulation": st.sampled_from([8, 16, 32]), "recompute": st.sampled_from([0, 1, 2]), "precision": st.sampled_from([1, 3]),
+        "dp_shard": st.sampled_from([1, 2, 4, 8]),
+        "dp_replicate": st.sampled_from([1, 2, 4]),
+        "zero": st.sampled_from([1, 2, 3]),
+        "tp": st.sampled_from([1, 2, 4, 8]),
+        "sequence": st.booleans(),
+        "cp": st.sampled_from([1, 2]),
+        "pp": st.sampled_from([1, 2, 4, 8]),
+        "microbatch": st.sampled_from([1, 2, 4]),
+        "accumulation": st.sampled_from([8, 16, 32]),
+        "recompute": st.sampled_from([0, 1, 2]),
+        "precision": st.sampled_from([1, 3]),
     }
-)  # fmt: skip
+)
 
 
 def with_links(cluster: ClusterFacts, factor: float) -> ClusterFacts:
@@ -171,7 +194,7 @@ def test_every_calibration_loads_and_is_sane() -> None:
 def test_an_unknown_calibration_is_refused() -> None:
     from weft.job.errors import JobError
 
-    with pytest.raises(JobError, match="no calibration is named 'nonsense'; known: .*weft"):
+    with pytest.raises(JobError, match=r"no calibration is named 'nonsense'; known: .*weft"):
         load("nonsense")
 
 

@@ -14,15 +14,77 @@ from weft.plan.rows import network_of, read_table, row_device
 from weft.plan.score import predict, rank_correlation, score_table, show_table, sweeps
 from weft.plan.stack import calibration_of, stack_of
 
-COLUMNS = ["source", "table", "row_id", "model", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len", "gpu", "gpus", "gpus_per_node", "dp", "fsdp_or_zero", "tp", "sp", "pp", "vpp", "cp", "ep", "micro_batch", "global_batch_seqs", "recompute", "precision", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gb", "mem_basis", "notes", "derived_fields", "status", "complete", "trust", "task", "inter_net"]
+COLUMNS = [
+    "source",
+    "table",
+    "row_id",
+    "model",
+    "layers",
+    "hidden",
+    "ffn",
+    "heads",
+    "kv_heads",
+    "vocab",
+    "seq_len",
+    "gpu",
+    "gpus",
+    "gpus_per_node",
+    "dp",
+    "fsdp_or_zero",
+    "tp",
+    "sp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "micro_batch",
+    "global_batch_seqs",
+    "recompute",
+    "precision",
+    "step_time_s",
+    "tokens_per_s_per_gpu",
+    "peak_mem_gb",
+    "mem_basis",
+    "notes",
+    "derived_fields",
+    "status",
+    "complete",
+    "trust",
+    "task",
+    "inter_net",
+]
 LLAMA = {
-    "model": "Llama3-8B", "layers": 32, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256, "seq_len": 8192,
-}  # fmt: skip
+    "model": "Llama3-8B",
+    "layers": 32,
+    "hidden": 4096,
+    "ffn": 14336,
+    "heads": 32,
+    "kv_heads": 8,
+    "vocab": 128256,
+    "seq_len": 8192,
+}
 PLAIN = {
-    "source": "somebody", "table": "t", "gpu": "H100-SXM-80GB", "gpus": 64, "gpus_per_node": 8, "dp": 64,
-    "fsdp_or_zero": "FSDP(ZeRO-3)", "tp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "global_batch_seqs": 128, "recompute": "full",
-    "precision": "bf16", "status": "ok", "complete": 1, "trust": "A", "task": "pretrain", "inter_net": "IB NDR 8x400Gb",
-}  # fmt: skip
+    "source": "somebody",
+    "table": "t",
+    "gpu": "H100-SXM-80GB",
+    "gpus": 64,
+    "gpus_per_node": 8,
+    "dp": 64,
+    "fsdp_or_zero": "FSDP(ZeRO-3)",
+    "tp": 1,
+    "pp": 1,
+    "cp": 1,
+    "ep": 1,
+    "micro_batch": 1,
+    "global_batch_seqs": 128,
+    "recompute": "full",
+    "precision": "bf16",
+    "status": "ok",
+    "complete": 1,
+    "trust": "A",
+    "task": "pretrain",
+    "inter_net": "IB NDR 8x400Gb",
+}
 
 
 def table(path: Path, *rows: dict[str, object]) -> Path:
@@ -60,10 +122,13 @@ def test_the_json_has_exactly_its_keys(tmp_path: Path) -> None:
     assert told["overall"]["regret"]["sweeps"] == 1
     assert sum(told["skipped"].values()) == 6
     assert told["skipped"] == {
-        "ran out of memory (scored under fits)": 1, "trust B": 1, "the model's shape is not given": 1,
-        "the layout does not multiply to the number of GPUs": 1, "no device is named Abacus-9000": 1,
+        "ran out of memory (scored under fits)": 1,
+        "trust B": 1,
+        "the model's shape is not given": 1,
+        "the layout does not multiply to the number of GPUs": 1,
+        "no device is named Abacus-9000": 1,
         "no measured time (derived, or none)": 1,
-    }  # fmt: skip
+    }
     assert "Rows without a time to compare: " in show_table(score_table(path))
 
 

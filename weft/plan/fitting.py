@@ -16,7 +16,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "attention": (0.05, 0.95), "traffic": (0.3, 12.0), "host_us": (5.0, 3000.0), "step_ms": (0.3, 400.0),
     "experts": (0.2, 1.0), "link": (0.2, 0.95), "network": (0.05, 1.0), "latency": (0.2, 30.0),
     "overlap_tp": (0.001, 0.95), "overlap_dp": (0.001, 0.98), "overlap_cp": (0.001, 0.98), "overlap_pp": (0.001, 0.98),
-    "overlap_ep": (0.001, 0.98), "optimizer": (0.5, 10.0), "host_blend": (1.0, 12.0), "head_whole": (0.2, 1.0), "host_backward": (0.5, 2.0), "odd": (0.005, 0.5), "host_moe_us": (5.0, 6000.0), "jitter": (0.0005, 0.06),
+    "overlap_ep": (0.001, 0.98), "optimizer": (0.5, 10.0),
+    "host_blend": (1.0, 12.0), "head_whole": (0.2, 1.0), "host_backward": (0.5, 2.0),
+    "odd": (0.005, 0.5), "host_moe_us": (5.0, 6000.0), "jitter": (0.0005, 0.06),
 }  # fmt: skip
 PRIOR = 2.0
 """Width of the belief that a number is near where the fit began, in units of the bounded scale: keeps what the rows do
@@ -41,7 +43,7 @@ def fit(
 ) -> Calibration:
     """The calibration near `start` under which the rows' predicted times are closest to the measured, in logarithms."""
     model, cluster, layouts, batch = gather_rows(rows)
-    measured = np.log([row.seconds for row in rows])
+    measured = np.log([row.seconds or 1.0 for row in rows])
 
     def errors(free: np.ndarray) -> np.ndarray:
         cal = start.with_(**{n: from_free(f, n) for n, f in zip(names, free, strict=True)})
@@ -83,9 +85,9 @@ def _descend(errors: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, step
 
 
 def profile(rows: Sequence[Row], cal: Calibration, rounds: int = 4) -> Calibration:
-    """The same calibration with measured blocks: for every shape in the rows, the ratio that makes its median error 0."""
+    """The same calibration with measured blocks: for every shape, the ratio that makes its rows' median error 0."""
     model, cluster, layouts, batch = gather_rows(rows)
-    measured = np.log([row.seconds for row in rows])
+    measured = np.log([row.seconds or 1.0 for row in rows])
     shapes = [
         (float(m * s / c), float(d), float(t))
         for m, s, c, d, t in zip(layouts.microbatch, model.seq_len, layouts.cp, model.dim, layouts.tp, strict=True)

@@ -1,4 +1,4 @@
-"""How right the estimates are: errors of time and memory, fits against out-of-memory, and regret over sweeps of layouts."""
+"""How right the estimates are: errors of time and memory, fits against out-of-memory, regret over sweeps of layouts."""
 
 from __future__ import annotations
 
@@ -226,27 +226,32 @@ def _line(name: str, s: dict[str, Any]) -> str:
         return "     ·" if value is None else f"{100 * value:5.1f}%"
 
     t, m, f, r = s["step_time"], s["peak_memory"], s["fits"], s["regret"]
-    return (
-        f"{name:24.24} {t['rows']:5d} {cell(t['median_abs_error'])} {cell(t['mean_abs_error'])} {cell(t['p90_abs_error'])} │"
-        f" {m['rows']:4d} {cell(m['median_abs_error'])} {cell(m['p90_abs_error'])} │ {f['rows']:5d} {cell(f['accuracy'])}"
-        f" {cell(f['false_fits'])} {cell(f['false_ooms'])} │ {r['sweeps']:3d} {cell(r['mean'])} {cell(r['p95'])}"
-        f" {'     ·' if r['spearman'] is None else format(r['spearman'], '6.3f')}"
-    )
+    time = [cell(t[k]) for k in ("median_abs_error", "mean_abs_error", "p90_abs_error")]
+    memory = [cell(m[k]) for k in ("median_abs_error", "p90_abs_error")]
+    verdicts = [cell(f[k]) for k in ("accuracy", "false_fits", "false_ooms")]
+    regret = [cell(r["mean"]), cell(r["p95"]), "     ·" if r["spearman"] is None else format(r["spearman"], "6.3f")]
+    parts = ((5, t["rows"], time), (4, m["rows"], memory), (5, f["rows"], verdicts), (3, r["sweeps"], regret))
+    return f"{name:24.24} " + " │ ".join(f"{rows:{width}d} {' '.join(cells)}" for width, rows, cells in parts)
 
 
 def show_table(told: dict[str, Any]) -> str:
     """The same for a person to read."""
-    head = (
-        f"{'':24} {'step time':>25} │ {'peak memory':>18} │ {'fits':>26} │ {'regret':>24}\n"
-        f"{'source':24} {'rows':>5} {'median':>6} {'mean':>6} {'p90':>6} │ {'rows':>4} {'median':>6} {'p90':>6} │ {'rows':>5} {'right':>6}"
-        f" {'f.fits':>6} {'f.OOM':>6} │ {'no.':>3} {'mean':>6} {'p95':>6} {'spearm':>6}"
+    titles = (("step time", 26), ("peak memory", 18), ("fits", 26), ("regret", 24))
+    columns = (
+        "rows median   mean    p90",
+        "rows median    p90",
+        " rows  right f.fits  f.OOM",
+        "no.   mean    p95 spearm",
     )
+    head = f"{'':24} " + " │ ".join(f"{title:>{width}}" for title, width in titles)
+    head += f"\n{'source':24}  " + " │ ".join(columns)
     lines = [head, *(_line(name, s) for name, s in told["sources"].items()), _line("overall", told["overall"])]
     if told["scaled"]:
         lines.append(_line("overall, as shipped", told["as_shipped"]))
         said = ", ".join(f"{s} × {f:.2f}" for s, f in told["scaled"].items())
         lines.append(
-            f"\nNo calibration was fitted on these sources, so rows of one model are scaled by the others' rows: {said}."
+            "\nNo calibration was shipped for these sources: each model was predicted with the source's rows of other "
+            f"models (median change {said})."
         )
     lines.append(
         "\nRows without a time to compare: "
