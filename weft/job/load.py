@@ -152,7 +152,7 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 
 # pydantic marks the branch of a union in the location; a person did not write it
-_BRANCHES = re.compile(r"^(Parallel|RopeScaling|int|str|float|bool|literal\[.*\]|function-.*|constrained-.*)$")
+_BRANCHES = re.compile(r"^(Parallel|RopeScaling|Experts|int|str|float|bool|literal\[.*\]|function-.*|constrained-.*)$")
 
 _EXPECTED = {
     "int_parsing": "a whole number",

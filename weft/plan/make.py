@@ -32,7 +32,7 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
     machine = probe()
     device = _device(job, machine)
     if job.cluster.network != "auto":
-        find_network(job.cluster.network)
+        find_network(job.cluster.network, job.cluster.catalog)
     world, reasons = _world(job, machine, device, world)
     kind = "cpu" if device.kind == "cpu" else "cuda"
     memory = device_memory(job, device, machine, world)
@@ -83,7 +83,7 @@ def _device(job: Job, machine: Machine) -> Device:
         if name == "auto":
             return find_device("cpu")
         raise JobError("cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto")
-    return find_device(name)
+    return find_device(name, job.cluster.catalog)
 
 
 def _world(job: Job, machine: Machine, device: Device, given: int | None) -> tuple[int, list[str]]:

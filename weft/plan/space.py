@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from weft.plan.layouts import (
-    COMPRESSIONS, CP_STYLES, OFFLOADS, PLACEMENTS, PRECISIONS, RECOMPUTES, SCHEDULE_NAMES, Layouts,
+    COMPRESSIONS,
+    CP_STYLES,
+    OFFLOADS,
+    PLACEMENTS,
+    PRECISIONS,
+    RECOMPUTES,
+    SCHEDULE_NAMES,
+    Layouts,
 )  # fmt: skip
 
 __all__ = [
