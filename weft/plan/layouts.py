@@ -108,6 +108,8 @@ class Layouts:
         for name, words in _WORDS.items():
             if name in Plan.__dataclass_fields__:
                 values[name] = words[int(getattr(self, name)[i])]
+        if self.recompute_blocks[i] >= 0:
+            values["recompute"] = str(int(self.recompute_blocks[i]))
         return replace(known, **values, zero=int(self.zero[i]) or 3, sequence=bool(self.sequence[i]), split=())
 
 

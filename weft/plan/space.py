@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from weft.plan.rules import divisors
 
 __all__ = [
     "COMPRESSIONS", "CP_STYLES", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RECOMPUTES", "SCHEDULE_NAMES", "Layouts",
-    "Space", "make_space", "space_of",
+    "Rows", "Space", "coarse", "count", "expand", "layouts_of", "make_space", "space_of",
 ]  # fmt: skip
 
 MAX_TOKENS = 65_536
@@ -37,6 +37,10 @@ _PIPELINES = (
     ("1f1b", (1,)), ("interleaved-1f1b", INTERLEAVES), ("zb-h1", (1,)), ("zbv", (2,)), ("dualpipe-v", (2,)),
 )  # fmt: skip
 """gpipe and naive are never tried: 1f1b takes as long as gpipe and holds fewer activations, and naive is slower."""
+
+
+Rows = dict[str, Ints]
+"""Candidates on their way: an array for each choice made so far."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class Space:
     heads: int = 0
     kv_heads: int = 0
     experts: int = 0
-    choices: dict[str, Any] = field(default_factory=dict)
+    by_block: bool = True
+    """Recompute may also be for some of a stage's blocks."""
 
     def restricted(self, **only: Any) -> Space:
         """The same space with fewer choices."""
@@ -80,7 +85,11 @@ class Space:
 def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RECOMPUTES) -> Space:
     """Every layout of a resolved job on `world` ranks, as its rules allow."""
     model, seq = job.model, job.data.seq_len
-    share = {"world": world, "batch": job.train.global_batch, "seq_len": 1 if model.family == "mlp" else seq}
+    share: dict[str, Any] = {
+        "world": world,
+        "batch": job.train.global_batch,
+        "seq_len": 1 if model.family == "mlp" else seq,
+    }
     fixed: dict[str, Any] = {
         "precision": (precision,), "offload": (job.memory.offload,), "compression": (job.comm.compression,),
         "microbatch": None if job.train.microbatch == "auto" else job.train.microbatch,
@@ -108,25 +117,48 @@ def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RE
 
 def make_space(space: Space) -> Layouts:
     """All of them, one array operation for each choice."""
+    return layouts_of(space, expand(space, coarse(space)))
+
+
+def coarse(space: Space) -> Rows:
+    """Degrees, ZeRO stage, experts, precision and microbatch: what bounds are worked out for."""
     rows = _degrees(space)
     rows = _spread(rows, "zero", [np.where(rows["dp_shard"] > 1, z, 0) for z in space.zero], unique=True)
     if space.experts:
         rows = _expert(space, rows)
-    rows = _microbatches(space, rows)
-    rows = _schedules(space, rows)
-    rows = _styles(space, rows)
-    far = (rows["pp"] > 1) & (rows["dp_shard"] * rows["dp_replicate"] > 1)
-    rows = _spread(rows, "placement", [np.where(far, p, 0) for p in space.placement], unique=True)
-    for name, names in (
-        ("recompute", RECOMPUTES), ("offload", OFFLOADS), ("precision", PRECISIONS), ("compression", COMPRESSIONS),
-    ):  # fmt: skip
+    for name, names in (("offload", OFFLOADS), ("precision", PRECISIONS), ("compression", COMPRESSIONS)):
         codes = [names.index(word) for word in getattr(space, name)]
         rows = _spread(rows, name, [np.full(len(rows["tp"]), code) for code in codes])
+    return _microbatches(space, rows)
+
+
+def expand(space: Space, rows: Rows) -> Rows:
+    """Each coarse row with each schedule, style of cp, placement and recompute that it can have."""
+    rows = _styles(space, _schedules(space, rows))
+    far = (rows["pp"] > 1) & (rows["dp_shard"] * rows["dp_replicate"] > 1)
+    rows = _spread(rows, "placement", [np.where(far, p, 0) for p in space.placement], unique=True)
+    codes = [RECOMPUTES.index(word) for word in space.recompute]
+    return _spread(rows, "recompute", [np.full(len(rows["tp"]), code) for code in codes])
+
+
+def layouts_of(space: Space, rows: Rows) -> Layouts:
+    """Rows as layouts, with the sequence cut wherever tp can cut it."""
     sequence = (rows["tp"] > 1) & (space.seq_len % rows["tp"] == 0) & space.sequence & (space.heads > 0)
     return Layouts.of(**rows, sequence=sequence)
 
 
-Rows = dict[str, Ints]
+def count(space: Space, rows: Rows) -> int:
+    """How many layouts `expand` would make of coarse rows, without making them."""
+    pipes = np.zeros(len(rows["pp"]), np.int64)
+    for _, stages in space.schedules:
+        for each in stages:
+            pipes += rows["pp"] * each <= space.parts
+    pipes = np.where(rows["pp"] > 1, pipes, 1)
+    swaps = ("ulysses" in space.cp_style) & (space.kv_heads % np.maximum(rows["tp"] * rows["cp"], 1) == 0)
+    styles = np.where(rows["cp"] > 1, ("ring" in space.cp_style) + 1 * swaps, 1)
+    far = (rows["pp"] > 1) & (rows["dp_shard"] * rows["dp_replicate"] > 1)
+    places = np.where(far, len(space.placement), 1)
+    return int((pipes * styles * places).sum()) * len(space.recompute)
 
 
 def _degrees(space: Space) -> Rows:
