@@ -61,7 +61,7 @@ def test_plans_are_made_without_torch() -> None:
         "from weft.job import parse_job\n"
         "import weft\n"
         "layouts = [weft.plan(parse_job(raw)).layout() for raw in json.load(sys.stdin)]\n"
-        "assert not {'torch', 'numpy'} & set(sys.modules), 'torch was imported'\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
         "print(json.dumps(layouts))"
     )
     said = subprocess.run(

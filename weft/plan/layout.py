@@ -36,8 +36,11 @@ class Plan:
     accumulation: int = 1
     precision: str = "fp32"
     recompute: str = "none"
+    """none, selective, full, or the number of each stage's blocks that are computed again."""
     offload: str = "none"
     compression: str = "none"
+    placement: str = "shards-near"
+    """What lies on neighbouring ranks beside tp and cp: shards-near, the mesh's own order, or stages-near."""
     bucket_mb: float = 25.0
     reasons: tuple[str, ...] = ()
     predicted: dict[str, float] = field(default_factory=dict)
@@ -63,7 +66,7 @@ class Plan:
             if degree > 1:
                 note = {"dp_shard": f" (zero {self.zero})", "pp": f" ({self.schedule})"}.get(axis, "")
                 words.append(f"{axis} {degree}{note}")
-        return " × ".join(words) or "1 rank"
+        return (" × ".join(words) or "1 rank") + (f", ep {self.ep}" if self.ep > 1 else "")
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "reasons": list(self.reasons), "world": self.world, "axes": self.axes}

@@ -29,6 +29,7 @@ PLACEMENTS = (
 )
 """Axes from neighbouring ranks outwards. The first is the mesh's own order: stages far apart, shards close; the second
 keeps a pipeline's stages close and lets the shards be far apart."""
+PLACEMENT_NAMES = ("shards-near", "stages-near")
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,13 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "compression": COMPRESSIONS,
     "cp_style": CP_STYLES,
+    "placement": PLACEMENT_NAMES,
 }
 
 _PLAIN: dict[str, Any] = {
     **{f.name: 1 for f in fields(Layouts)},
     **{name: 0 for name in _WORDS},
-    "zero": 0, "sequence": False, "recompute_blocks": -1, "placement": 0, "precision": PRECISIONS.index("bf16"),
+    "zero": 0, "sequence": False, "recompute_blocks": -1, "precision": PRECISIONS.index("bf16"),
 }  # fmt: skip
 
 

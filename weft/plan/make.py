@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from weft.hardware.catalog import Device, device_by_product, find_device, find_network
 from weft.hardware.probe import Machine, probe
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
-from weft.plan.counts import count_parameters, flops_per_sample, part_costs
+from weft.plan.calibration import Calibration
+from weft.plan.choose import choose, scene_for, space_for
+from weft.plan.counts import flops_per_sample, part_costs
 from weft.plan.layout import AXES, Plan
 from weft.plan.memory import communication_bytes, predict_memory
-from weft.plan.rules import TP_RULES, check, divisors, nearest
+from weft.plan.rules import check, divisors
 from weft.plan.schedule import SCHEDULES, check_schedule
+from weft.plan.search import Found
+from weft.plan.space import MAX_TOKENS
 from weft.plan.split import split_stages
 
-USABLE = 0.9
-"""Share of a device's memory a plan may fill."""
 TYPICAL_MFU = 0.4
 """Utilisation assumed for the predicted step time where nothing has been measured (Megatron-LM reports 0.41–0.52)."""
 CPU_RANKS = 4
 """Ranks started on a CPU unless the job or --nproc says otherwise; they share all cores as threads."""
-MAX_TOKENS = 65_536
-"""Tokens in one microbatch beyond which a larger one gains nothing."""
 
 
-def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
+def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
     """The resolved job and its plan. `world` is the number of ranks already decided (--nproc, torchrun)."""
+    start = begin(job, world)
+    return finish(start, *pick(start, trainable=True, calibration=calibration)[:2])
+
+
+@dataclass(frozen=True)
+class Start:
+    """A resolved job before its layout is chosen: the ranks, and the plan with what is pinned."""
+
+    job: Job
+    device: Device
+    world: int
+    memory_gib: float
+    plan: Plan
+    reasons: tuple[str, ...] = ()
+
+
+def begin(job: Job, world: int | None = None) -> Start:
+    """Find the ranks and the device, and take in what the person pinned."""
     job = resolve(job)
     machine = probe()
     device = _device(job, machine)
@@ -42,17 +61,35 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
         precision=precision, offload=job.memory.offload, compression=job.comm.compression, bucket_mb=job.comm.bucket_mb,
         recompute="none" if job.memory.recompute == "auto" else job.memory.recompute,
     )  # fmt: skip
-    if job.parallel == "auto":
-        plan = _choose(job, plan, world, memory, reasons)
-    else:
+    if job.parallel != "auto":
         plan = _pin(job.parallel, plan, world)
-    plan = _sequence(job, plan, reasons)
+        plan = _sequence(job, plan, reasons)
+        check(job, plan)
+    return Start(job, device, world, memory, plan, tuple(reasons))
+
+
+def pick(start: Start, trainable: bool, calibration: Calibration | None = None) -> tuple[Plan, list[str], Found | None]:
+    """The layout: searched where the model is known, else plain replicas."""
+    job, plan = start.job, start.plan
+    if not job.model.module:
+        scene = scene_for(job, start.world, start.device, start.memory_gib, calibration)
+        chosen = choose(job, plan, space_for(job, plan, start.world, trainable), scene)
+        if chosen is not None:
+            return chosen[0], chosen[2], chosen[1]
+    if job.parallel == "auto":
+        plan = replace(plan, dp_replicate=start.world)
     check(job, plan)
-    plan = _stages(job, _microbatch(job, plan, memory, reasons), reasons)
+    return _microbatch(job, plan), [], None
+
+
+def finish(start: Start, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
+    """The chosen layout with its stages, its reasons and what it is expected to take."""
+    job, reasons = start.job, [*start.reasons, *said]
+    check(job, plan)
+    plan = _stages(job, plan, reasons)
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
-    predicted = _predict(job, plan, device)
-    return job, replace(plan, reasons=tuple(reasons), predicted=predicted)
+    return job, replace(plan, reasons=tuple(reasons), predicted=_predict(job, plan, start.device))
 
 
 def check_fits(job: Job, plan: Plan) -> None:
@@ -155,32 +192,6 @@ def _pin(given: Parallel, plan: Plan, world: int) -> Plan:
     return replace(plan, virtual_stages=given.virtual_stages or SCHEDULES[given.schedule].usual)
 
 
-def _choose(job: Job, plan: Plan, world: int, memory: float, reasons: list[str]) -> Plan:
-    """A good layout: replicas if the states fit beside the activations, else shards, else shards and tp in the node."""
-    if world == 1:
-        return plan
-    batch = job.train.global_batch
-    dp = max(d for d in divisors(world) if batch % d == 0)
-    tp = world // dp
-    counts = count_parameters(job.model)
-    if tp > 1 and (job.model.module or any(rule(job, replace(plan, tp=tp)) for rule in TP_RULES)):
-        return replace(plan, dp_replicate=world)  # refused for its batch: the person wrote that, and no tp
-    plan = replace(plan, tp=tp, sequence=True)
-    if tp > 1:
-        reasons.append(f"tp {tp}: global_batch {batch} splits over {dp} ranks only")
-    whole = replace(plan, dp_replicate=dp)
-    states = predict_memory(job, whole).get("states_gib", 0.0) + predict_memory(job, whole).get("gathered_gib", 0.0)
-    if dp == 1:
-        return plan
-    if counts is None or states <= 0.5 * memory:
-        reasons.append(
-            f"dp_replicate {dp}: a whole copy takes {states:.2f} of {memory:.1f} GiB, and replicas talk least"
-        )
-        return whole
-    reasons.append(f"dp_shard {dp} (zero 3): a whole copy would take {states:.1f} of {memory:.1f} GiB")
-    return replace(plan, dp_shard=dp, zero=3)
-
-
 def _sequence(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     if plan.tp == 1:
         return replace(plan, sequence=False)
@@ -206,33 +217,14 @@ def _stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     return replace(plan, split=split)
 
 
-def _pipeline_microbatches(job: Job, plan: Plan) -> int:
-    """Enough microbatches to keep the pipeline full, of a number that the schedule takes."""
-    given = job.parallel.microbatches if job.parallel != "auto" else "auto"
-    if given != "auto":
-        return given
+def _microbatch(job: Job, plan: Plan) -> Plan:
+    """For a model that cannot be estimated: what the person said, else the largest that is not absurd."""
     share = job.train.global_batch // plan.dp
-    fits = [d for d in divisors(share) if not check_schedule(plan.schedule, plan.pp, d, plan.virtual_stages)]
-    return nearest(4 * plan.pp, fits) if fits else share
-
-
-def _microbatch(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
-    share = job.train.global_batch // plan.dp
-    if plan.pp > 1 and job.train.microbatch == "auto" and job.train.accumulation == "auto":
-        count = _pipeline_microbatches(job, plan)
-        return replace(plan, microbatch=share // count, accumulation=count)
     if job.train.microbatch != "auto":
         return replace(plan, microbatch=job.train.microbatch, accumulation=share // job.train.microbatch)
     if job.train.accumulation != "auto":
         return replace(plan, microbatch=share // job.train.accumulation, accumulation=job.train.accumulation)
-    seq = 1 if job.model.family == "mlp" else job.data.seq_len
-    candidates = [d for d in reversed(divisors(share)) if d * seq <= MAX_TOKENS] or [1]
-    for size in candidates:
-        tried = replace(plan, microbatch=size, accumulation=share // size)
-        if predict_memory(job, tried).get("memory_gib", 0.0) <= USABLE * memory:
-            break
-    if size < candidates[0]:
-        reasons.append(f"microbatch {size}: {candidates[0]} would not fit in {memory:.1f} GiB")
+    size = max([d for d in divisors(share) if d * job.data.seq_len <= MAX_TOKENS], default=1)
     return replace(plan, microbatch=size, accumulation=share // size)
 
 

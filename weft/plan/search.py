@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,8 @@ from weft.plan.space import Rows, Space, coarse, count, expand, layouts_of
 
 CHUNK = 16_384
 """Candidates estimated at once: their arrays stay in the cache."""
-OPENED = 256
-"""Coarse rows opened at once."""
+FIRST, OPENED = 16, 256
+"""Coarse rows opened at first, and at once after that."""
 SLACK = 0.98
 """Bounds are lowered by this much, for rounding in the estimator's curves."""
 NEAR = 0.005
@@ -87,33 +88,44 @@ def search(space: Space, scene: Scene, top: int = 1, front: bool = False) -> Fou
 
     A front reaches to layouts that take twice the best time.
     """
-    start = time.perf_counter()
-    rows = coarse(space)
-    size, total = count(space, rows), len(rows["tp"])
-    times, peaks = _bounds(space, scene, rows)
-    estimated = total
-    fits = peaks <= scene.limit_gib
-    frugal, least = _most_frugal(space, scene, rows, peaks) if total else (layouts_of(space, _none(rows)), np.inf)
-    order = np.flatnonzero(fits)
-    order = order[np.argsort(times[order], kind="stable")]
-    kept = _Kept(top, front)
-    at, opened = 0, 16 if not front else OPENED
-    while at < len(order):
-        batch = order[at : at + opened]
-        batch = batch[kept.open(times[batch] * SLACK, peaks[batch])]
-        beyond = times[order[at]] * SLACK > kept.horizon
-        at, opened = at + opened, OPENED
-        if beyond:
-            break
-        if len(batch) == 0:
-            continue
-        found = _open(space, scene, {key: array[batch] for key, array in rows.items()}, front)
-        estimated += kept.add(scene, found)
-    layouts, best_times, best_peaks = kept.result(space, rows)
-    return Found(
-        space, scene, layouts, best_times, best_peaks, size, estimated, float(least), frugal,
-        time.perf_counter() - start,
-    )  # fmt: skip
+    return Bounds(space, scene).find(top, front)
+
+
+class Bounds:
+    """The coarse rows of a space and their bounds, worked out once and searched under any number of conditions."""
+
+    def __init__(self, space: Space, scene: Scene) -> None:
+        start = time.perf_counter()
+        self.space, self.scene = space, scene
+        self.rows = coarse(space)
+        self.size = count(space, self.rows)
+        self.times, self.peaks = _bounds(space, scene, self.rows)
+        self.seconds = time.perf_counter() - start
+
+    def find(self, top: int = 1, front: bool = False, fine: Space | None = None, **only: Any) -> Found:
+        """Search the rows whose settings are among `only` (such as tp=(1,)); `fine` narrows schedules and the like."""
+        start = time.perf_counter() - self.seconds
+        space, scene, rows, times, peaks = fine or self.space, self.scene, self.rows, self.times, self.peaks
+        if only:
+            mask = np.logical_and.reduce([np.isin(rows[name], values) for name, values in only.items()])
+            rows = {key: array[mask] for key, array in rows.items()}
+            times, peaks = times[mask], peaks[mask]
+        size = self.size if not only and fine is None else count(space, rows)
+        order = np.flatnonzero(peaks <= scene.limit_gib)
+        order = order[np.argsort(times[order], kind="stable")]
+        kept = _Kept(top, front)
+        at, opened, estimated = 0, OPENED if front else FIRST, len(peaks)
+        while at < len(order) and times[order[at]] * SLACK <= kept.horizon:
+            batch = order[at : at + opened]
+            batch = batch[kept.open(times[batch] * SLACK, peaks[batch])]
+            at, opened = at + opened, OPENED
+            if len(batch):
+                found = _open(space, scene, {key: array[batch] for key, array in rows.items()}, front)
+                estimated += kept.add(scene, found)
+        frugal, least = _most_frugal(space, scene, rows, peaks)
+        return Found(
+            space, scene, *kept.result(space, rows), size, estimated, least, frugal, time.perf_counter() - start
+        )
 
 
 def _none(rows: Rows) -> Rows:
@@ -285,6 +297,8 @@ def _most_frugal(
     space: Space, scene: Scene, rows: Rows, peaks: NDArray[np.float64], look: int = 64
 ) -> tuple[Layouts, float]:
     """The layout that needs least memory, and how much: among the rows of the lowest bounds."""
+    if len(peaks) == 0:
+        return layouts_of(space, _none(rows)), float("inf")
     lowest = np.argsort(peaks, kind="stable")[:look]
     layouts = layouts_of(space, expand(space, {key: array[lowest] for key, array in rows.items()}))
     real = scene.peak_gib(layouts)

@@ -59,6 +59,8 @@ class Space:
     dp_replicate: tuple[int, ...] | None = None
     """None: any."""
     dp_shard: tuple[int, ...] | None = None
+    dp: tuple[int, ...] | None = None
+    """Data-parallel ranks of both kinds."""
     zero: tuple[int, ...] = (1, 2, 3)
     sequence: bool = True
     schedules: tuple[tuple[str, tuple[int, ...]], ...] = _PIPELINES
@@ -171,6 +173,8 @@ def _degrees(space: Space) -> Rows:
     whole &= space.batch % np.maximum(rest * shard, 1) == 0
     if space.dp_replicate is not None:
         whole &= np.isin(rest, space.dp_replicate)
+    if space.dp is not None:
+        whole &= np.isin(rest * shard, space.dp)
     return {name: a[whole] for name, a in
             {"pp": pp, "tp": tp, "cp": cp, "dp_shard": shard, "dp_replicate": rest}.items()}  # fmt: skip
 
