@@ -10,9 +10,9 @@ from weft.job.schema import Job
 from weft.plan.counts import count_parameters
 from weft.plan.explain import human
 
-CRITICAL = (22.91, 0.47)
-"""Critical batch in tokens by tokens trained on, a · D^b: Zhang et al. 2024, "How does critical batch size scale in
-pre-training?", fitted on runs of 85M to 1.2B parameters."""
+CRITICAL = (22.91, 0.47, 512)
+"""Critical batch, a · D^b sequences of 512 tokens for D million tokens trained on (Zhang et al. 2024, "How does critical
+batch size scale in pre-training?", fitted on runs of 85M to 1.2B parameters; beyond them it is an extrapolation)."""
 RATE = (0.3118, -0.125)
 """Peak learning rate of AdamW by compute in FLOP, a · C^b (DeepSeek LLM 2024, section 3.1)."""
 PER_PARAMETER = 20
@@ -39,7 +39,7 @@ def tune(job: Job, world: int, tokens: float | None = None) -> list[Tuned]:
     seq = 1 if job.model.family == "mlp" else job.data.seq_len
     budget = tokens or float(job.train.steps * job.train.global_batch * seq)
     out = []
-    critical = CRITICAL[0] * budget ** CRITICAL[1]
+    critical = CRITICAL[0] * (budget / 1e6) ** CRITICAL[1] * CRITICAL[2]
     batch = _batch(critical / seq, world)
     steps = max(1, round(budget / (batch * seq)))
     why = f"{human(budget)} tokens allow about {human(critical)} tokens a step before more samples stop saving steps"
@@ -55,15 +55,15 @@ def tune(job: Job, world: int, tokens: float | None = None) -> list[Tuned]:
     if batch >= 4 * world and budget / (batch * seq) > 2000:
         first = _batch(batch / 4, world)
         until = human(0.05 * budget)
-        out.append(Tuned("ramp", {"from": first, "to": batch, "tokens": 0.05 * budget},
-                         f"start with {first} sequences and double twice until {until} tokens: early gradients agree, so "
-                         "small batches learn as much from each"))  # fmt: skip
+        why = f"start with {first} sequences and double twice until {until} tokens: early gradients agree, so small "
+        why += "batches learn as much from each token"
+        out.append(Tuned("ramp", {"from": first, "to": batch, "tokens": 0.05 * budget}, why))
     if job.optim.scale_lr == "none" and batch != job.train.global_batch:
         ratio = batch / job.train.global_batch
         scaled = float(f"{job.optim.lr * math.sqrt(ratio):.2g}")
-        out.append(Tuned("optim.lr (yours, scaled)", scaled,
-                         f"your {job.optim.lr:g} was for {job.train.global_batch} sequences; AdamW's rate goes with the "
-                         f"square root of the batch, × {math.sqrt(ratio):.2f}"))  # fmt: skip
+        why = f"your {job.optim.lr:g} was for {job.train.global_batch} sequences; AdamW's rate goes with the square "
+        why += f"root of the batch, × {math.sqrt(ratio):.2f}"
+        out.append(Tuned("optim.lr (yours, scaled)", scaled, why))
     best = PER_PARAMETER * counts.active
     if not 0.5 < budget / best < 2:
         word = "fewer" if budget < best else "more"
