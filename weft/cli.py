@@ -93,6 +93,24 @@ def plan(
 
 
 @app.command()
+def estimate(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A recipe's name or a YAML file.")] = None,
+    overrides: Overrides = None,
+    table: Annotated[Path | None, typer.Option(help="Score the estimates against a table of published runs.")] = None,
+    stack: Annotated[str | None, typer.Option(help="The calibration: a stack's name or a JSON file.")] = None,
+    fit: Annotated[
+        bool, typer.Option(help="Scale sources no calibration knows, by their rows of other models.")
+    ] = True,
+    nproc: Nproc = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a job's layout would take: memory, time, energy, money. Or score a table of runs."""
+    from weft.plan.estimate_view import run_and_show
+
+    print(run_and_show(job, overrides or [], table, stack, fit, nproc, as_json))
+
+
+@app.command()
 def prove(
     job: JobArg,
     overrides: Overrides = None,

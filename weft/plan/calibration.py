@@ -30,6 +30,8 @@ class Calibration:
     """Loss of a product that fills the device once; one that fills it n times loses 1/n of it."""
     depth: float = 100.0
     """Inner length at which half of a product's time is filling and draining."""
+    odd: float = 0.1
+    """What a product loses whose sides are no multiples of 64, which is what the devices' tiles want."""
     low_precision: float = 0.75
     """What fp8 keeps of its peak beside casts and scales, over what bf16 keeps."""
     # time: attention and the rest of a block
@@ -40,7 +42,17 @@ class Calibration:
     traffic: float = 1.0
     """Bytes that norms, activations, residuals and casts move, over what a fused kernel for each would."""
     host_us: float = 150.0
-    """Time the host needs to launch one block's forward pass; the backward pass needs as much again."""
+    """Time the host needs to launch one block's forward pass."""
+    host_backward: float = 1.0
+    """The same for its backward pass, over the forward pass."""
+    host_moe_us: float = 300.0
+    """What a block with experts adds to that: routing, sorting, many small products."""
+    host_blend: float = 4.0
+    """How far host and device work side by side: 1 adds their times, a large number takes the longer."""
+    score_batch: float = 0.0
+    """Heads × samples that the scores' kernel takes at once; other numbers fall back to slower kernels. 0: any."""
+    head_whole: float = 1.0
+    """What the head's product keeps where tp does not cut (and pad) the vocabulary."""
     step_ms: float = 10.0
     """Once a step: logging, the batch, clipping, synchronisation."""
     experts: float = 0.8
@@ -62,9 +74,13 @@ class Calibration:
     """Bytes the optimizer moves, over one pass of its state."""
     jitter: float = 0.01
     """What each doubling of the nodes adds to a step: waiting for the slowest."""
+    profile: tuple[tuple[float, float, float, float], ...] = ()
+    """Measured blocks: tokens, width, tp, and the time over what the formulas say. Shapes close to one take its ratio."""
     # memory
     parameter_bytes: float = 2.0
     gradient_bytes: float = 4.0
+    reduce_bytes: float = 4.0
+    """What a gradient travels as."""
     master_bytes: float = 4.0
     """An fp32 copy of the weights beside those multiplied; 0 where there is none."""
     moment_bytes: float = 8.0
@@ -101,4 +117,5 @@ def load(name: str) -> Calibration:
         raise JobError(f"no calibration is named {name!r}; known: {', '.join(stacks())}, or the path of a .json")
     told = json.loads(path.read_text(encoding="utf-8"))
     known = {f.name for f in fields(Calibration)}
+    told["profile"] = tuple(tuple(point) for point in told.get("profile", ()))
     return Calibration(**{k: v for k, v in told.items() if k in known} | {"name": told.get("name", path.stem)})

@@ -15,8 +15,10 @@ from weft.plan.layouts import COMPRESSIONS, CP_STYLES, OFFLOADS, RECOMPUTES, Lay
 from weft.plan.pipeline import stage_layers, step_time
 from weft.plan.work import MEMORY_SHARE, peaks, work
 
-HOST_POWER = 6.0
-"""How sharply the slower of device and host decides: 1 would add them, infinity takes the larger."""
+CLOSE = 0.25
+"""Doublings of a shape's sides within which a measured block speaks for it."""
+FALLBACK = 1.3
+"""Launches of a block whose scores take the slower kernels, over those of one whose scores do not."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,18 @@ class Estimates:
     hfu: Size
 
 
-def _longer(a: Size, b: Size) -> Size:
+def _longer(a: Size, b: Size, power: float) -> Size:
     """The larger of two, rounded where they are about equal."""
     top = np.maximum(np.maximum(a, b), 1e-30)
-    return top * ((a / top) ** HOST_POWER + (b / top) ** HOST_POWER) ** (1 / HOST_POWER)
+    return top * ((a / top) ** power + (b / top) ** power) ** (1 / power)
+
+
+def _profiled(cal: Calibration, tokens: Size, dim: Size, tp: Size) -> Size:
+    """Measured over computed for blocks like these: that of the measured shapes within a quarter of a doubling, else 1."""
+    points = np.log2(np.array(cal.profile))
+    here = np.stack(np.broadcast_arrays(np.log2(tokens), np.log2(dim), np.log2(tp)), axis=-1)
+    near = np.exp(-(((here[:, None, :] - points[None, :, :3]) / CLOSE) ** 2).sum(-1) / 2)
+    return np.exp2(near @ points[:, 3] / (near.sum(-1) + 0.02))
 
 
 def _exposed(comm: Size, window: Size, overlap: float) -> Size:
@@ -83,15 +93,23 @@ def estimate(
     # expert parallel: tokens go to their experts and back
     share = model.moe_layers / model.layers
     routed = tokens / layouts.tp * model.top_k * model.dim * size
-    ep_one = share * 2 * links.exchange(g["ep"], routed) * (1 - cal.overlap_ep)
+    ep_one = share * 2 * links.exchange(g["ep"], routed, model.top_k) * (1 - cal.overlap_ep)
 
-    host = cal.host_us * 1e-6
+    host = np.full(len(layouts), cal.host_us * 1e-6) + share * cal.host_moe_us * 1e-6
+    if cal.score_batch:
+        odd = np.mod(layouts.microbatch * model.heads / layouts.tp, cal.score_batch) != 0
+        host = host * np.where(odd, FALLBACK, 1.0)
     gpu_f, gpu_b = w.forward + tp_one + cp_f + ep_one, w.backward + tp_one + cp_b + ep_one
     again_gpu = (
         np.where(full, gpu_f, np.where(layouts.recompute == RECOMPUTES.index("selective"), w.inner, 0)) * again_share
     )
     again_host = np.where(full, host, 0.0) * again_share
-    forward, backward = _longer(gpu_f, host), _longer(gpu_b + again_gpu, host + again_host)
+    forward = _longer(gpu_f, host, cal.host_blend)
+    again = _longer(again_gpu, again_host, cal.host_blend)
+    backward = _longer(gpu_b, host * cal.host_backward, cal.host_blend) + again
+    if cal.profile:
+        ratio = _profiled(cal, tokens, model.dim, layouts.tp)
+        forward, backward = forward * ratio, backward * ratio
     head = w.head_forward + w.head_backward
     pp_bytes = row / np.where(layouts.sequence, layouts.tp, 1)
     sent = links.send(g["pp"], pp_bytes) * (1 - cal.overlap_pp)
@@ -99,7 +117,8 @@ def estimate(
 
     # gradients and weights between data-parallel ranks
     shared, experts = (
-        np.maximum(a, b) for a, b in zip(weights(model, layouts, 0), weights(model, layouts, 1), strict=True)
+        np.maximum(a, b)
+        for a, b in zip(weights(model, layouts, 0), weights(model, layouts, layouts.pp - 1), strict=True)
     )
     trained = np.where(np.asarray(model.frozen) > 0, 0.01, 1.0)
     all_dp = links.group(cluster, layouts.dp * layouts.cp, layouts.tp, cal)
@@ -169,7 +188,7 @@ def estimate(
 
 
 def _gradient_bytes(cal: Calibration) -> list[float]:
-    told = {"none": cal.gradient_bytes, "bf16": 2.0, "int8": 1.0}
+    told = {"none": cal.reduce_bytes, "bf16": 2.0, "int8": 1.0}
     return [told[name] for name in COMPRESSIONS]
 
 

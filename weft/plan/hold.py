@@ -15,41 +15,43 @@ from weft.plan.layouts import COMPRESSIONS, OFFLOADS, RECOMPUTES, SCHEDULE_NAMES
 from weft.plan.pipeline import stage_layers
 
 GIB = 2**30
+BUCKET = 1e8
+"""Gradients that travel together, at most: two buckets of the usual 25 to 200 MB."""
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "reserve")
 
 
 def hold(model: ModelFacts, layouts: Layouts, cal: Calibration) -> dict[str, Size]:
-    """Bytes by part, of whichever of the first and the last stage holds more."""
-    first, last = _stage(model, layouts, cal, 0), _stage(model, layouts, cal, 1)
+    """Bytes by part, of whichever of the first and the last rank of a pipeline holds more."""
+    first, last = stage(model, layouts, cal, 0), stage(model, layouts, cal, layouts.pp - 1)
     heavier = sum(last.values()) > sum(first.values())
     return {part: np.where(heavier, last[part], first[part]) for part in PARTS}
 
 
-def weights(model: ModelFacts, layouts: Layouts, which: int) -> tuple[Size, Size]:
-    """Weights of the first (0) or the last (1) stage on one rank: those all ranks share, and its experts."""
-    most, end = stage_layers(model.layers, layouts.pp * layouts.virtual_stages)
-    layers = np.where(which == 0, most, end) + (layouts.virtual_stages - 1) * most
-    layers = np.where(layouts.pp > 1, layers, model.layers)
-    one = layouts.pp == 1
-    ends = np.where(one, model.embedding + model.head, model.embedding if which == 0 else model.head)
+def weights(model: ModelFacts, layouts: Layouts, index: Size) -> tuple[Size, Size]:
+    """Weights of the pipeline's rank `index`, one tensor-parallel slice: those all ranks share, and its experts."""
+    layers, ends = _layers(model, layouts, index), 0.0
+    first, last = index == 0, index == layouts.pp - 1
+    back = layouts.schedule == SCHEDULE_NAMES.index("zbv")  # its last stage comes back to the first rank
+    has_head = np.where(back & (layouts.pp > 1), first, last)
+    ends = np.where(first, model.embedding, 0) + np.where(has_head, model.head, 0)
     # tied weights stand on both ends of a pipeline
-    ends = ends + np.where((layouts.pp > 1) & (which == 1), model.tied * model.vocab * model.dim, 0)
-    ends = ends + np.where(
-        (layouts.pp > 1) & (which == 0) & (layouts.schedule == SCHEDULE_NAMES.index("zbv")), model.head, 0
-    )
-    return (layers * model.block_shared + ends) / layouts.tp, layers * model.block_experts / np.maximum(
-        layouts.ep, np.minimum(layouts.tp, np.maximum(model.experts, 1))
-    )
+    ends = ends + np.where(has_head & ~(first & last), model.tied * model.vocab * model.dim, 0)
+    cut = np.maximum(layouts.ep, np.minimum(layouts.tp, np.maximum(model.experts, 1)))
+    return (layers * model.block_shared + ends) / layouts.tp, layers * model.block_experts / cut
 
 
-def _stage(model: ModelFacts, layouts: Layouts, cal: Calibration, which: int) -> dict[str, Size]:
-    shared, experts = weights(model, layouts, which)
+def _layers(model: ModelFacts, layouts: Layouts, index: Size) -> Size:
     most, end = stage_layers(model.layers, layouts.pp * layouts.virtual_stages)
-    layers = np.where(layouts.pp > 1, np.where(which == 0, most, end), model.layers)
+    last = (index == layouts.pp - 1) & (layouts.pp > 1)
+    return np.where(layouts.pp > 1, (layouts.virtual_stages - 1) * most + np.where(last, end, most), model.layers)
+
+
+def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) -> dict[str, Size]:
+    """Bytes by part on a rank that stands at `index` in its pipeline."""
+    shared, experts = weights(model, layouts, index)
     fp32 = layouts.precision == 0
     compute = np.where(fp32, 4.0, cal.parameter_bytes)
     master = np.where(fp32, 0.0, cal.master_bytes)
-    gradient = np.maximum(cal.gradient_bytes, 0) * np.ones(len(layouts))
     shard = np.where(layouts.zero > 0, layouts.dp_shard * layouts.cp, 1)
     expert_shard = np.maximum(shard * layouts.tp / layouts.ep, 1)
     trained = np.where(np.asarray(model.frozen) > 0, 0.02, 1.0)
@@ -60,21 +62,18 @@ def _stage(model: ModelFacts, layouts: Layouts, cal: Calibration, which: int) ->
 
     # under zero 3 the shards are the masters; whole weights exist only while they are gathered
     parameters = np.where(z3, cut(np.where(master > 0, 0.0, compute), True), cut(compute, False))
-    gradients = cut(gradient, z2) * trained
-    moments = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, 1.0)
-    optimizer = cut(master + cal.moment_bytes * trained, layouts.zero > 0) * moments
-    unit = (
-        np.maximum(model.block_shared + model.block_experts / layouts.ep, np.where(layouts.pp > 1, 0, model.embedding))
-        / layouts.tp
-    )
-    gathered = np.where(z3 & (shard > 1), 2 * unit * (compute + gradient / 2), 0.0)
-    bucket = np.where(layouts.dp > 1, np.minimum(shared * 4, 1e8 * 4), 0.0)
+    gradients = cut(cal.gradient_bytes, z2) * trained
+    kept = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, 1.0)
+    optimizer = cut((master + cal.moment_bytes) * trained, layouts.zero > 0) * kept
+    ends = np.where(layouts.pp > 1, 0, model.embedding)
+    unit = np.maximum(model.block_shared + model.block_experts / layouts.ep, ends) / layouts.tp
+    gathered = np.where(z3 & (shard > 1), 2 * unit * (compute + cal.gradient_bytes / 2), 0.0)
+    bucket = np.where(layouts.dp > 1, np.minimum(shared, BUCKET) * cal.gradient_bytes, 0.0)
     bucket = bucket * np.where(layouts.compression == COMPRESSIONS.index("none"), 1.0, 1.25)
-    activations = activation_bytes(model, layouts, cal, layers, which)
+    activations = activation_bytes(model, layouts, cal, _layers(model, layouts, index), index)
     tokens = layouts.microbatch * model.seq_len / layouts.cp * model.head_share
     rows = np.minimum(tokens, cal.loss_rows) if cal.loss_rows else tokens
-    here = np.where((layouts.pp == 1) | (which == 1), 1.0, 0.0)
-    logits = here * rows * model.vocab / layouts.tp * cal.logits
+    logits = np.where(index == layouts.pp - 1, rows * model.vocab / layouts.tp * cal.logits, 0.0)
     held = parameters + gradients + optimizer + activations + logits + gathered + bucket
     return {
         "parameters": parameters, "gradients": gradients, "optimizer": optimizer, "activations": activations,
@@ -82,20 +81,19 @@ def _stage(model: ModelFacts, layouts: Layouts, cal: Calibration, which: int) ->
     }  # fmt: skip
 
 
-def waiting(layouts: Layouts, which: int) -> Size:
-    """Microbatches whose activations one rank holds at once, in units of its whole share of the layers."""
+def waiting(layouts: Layouts, index: Size) -> Size:
+    """Microbatches whose activations the pipeline's rank `index` holds at once, each over all of its blocks."""
     pp, count, v = layouts.pp, layouts.accumulation, layouts.virtual_stages
-    deep = np.where(which == 0, pp, 1)
-    turn = np.where(which == 0, pp * v + pp - 1, pp * (v - 1) + 1) / v
+    deep = pp - index
     table = {
-        "1f1b": deep, "interleaved-1f1b": turn, "zb-h1": np.where(which == 0, pp, np.minimum(pp, 2)), "zbv": pp,
-        "dualpipe-v": pp + 1, "gpipe": count, "naive": np.ones(len(layouts)),
+        "1f1b": deep, "interleaved-1f1b": (pp * (v - 1) + 1 + 2 * (deep - 1)) / v, "zb-h1": np.minimum(pp, deep + 1),
+        "zbv": pp, "dualpipe-v": pp + 1, "gpipe": count, "naive": np.ones(len(layouts)),
     }  # fmt: skip
     held = np.choose(layouts.schedule, [np.asarray(table[name], float) + 0 * pp for name in SCHEDULE_NAMES])
     return np.where(pp > 1, np.minimum(held, count), 1.0)
 
 
-def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, layers: Size, which: int) -> Size:
+def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, layers: Size, index: Size) -> Size:
     """Kept from forward to backward, over this stage's blocks and all waiting microbatches."""
     tokens = layouts.microbatch * model.seq_len / layouts.cp
     tp = layouts.tp
@@ -122,5 +120,4 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
     held = np.choose(layouts.recompute, [np.asarray(k, float) + 0 * tp for k in kept])
     working = np.where(layouts.recompute == RECOMPUTES.index("full"), with_scores, 0.0) + 2 * entry
     held = np.where(layouts.offload == OFFLOADS.index("activations"), 2 * block, held)
-    v = np.where(layouts.pp > 1, layouts.virtual_stages, 1)
-    return cal.activation * (held * v * waiting(layouts, which) + working)
+    return cal.activation * (held * waiting(layouts, index) + working)

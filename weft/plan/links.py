@@ -77,9 +77,15 @@ def reduce(g: Group, bytes_: Size) -> Size:
     return 2 * gather(g, bytes_)
 
 
-def exchange(g: Group, bytes_: Size) -> Size:
-    """All-to-all in which each rank sends so many bytes in whole, the same to each."""
-    out = bytes_ * (g.ranks - g.inside) / g.ranks
+def exchange(g: Group, bytes_: Size, copies: Size = 1) -> Size:
+    """All-to-all in which each rank sends so many bytes in whole, the same to each.
+
+    Of `copies` of one row that go to ranks of the same node only one crosses the network, as DeepEP and HybridEP do it.
+    """
+    nodes = np.maximum(g.ranks / g.inside, 1)
+    copies = np.maximum(copies, 1)
+    met = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+    out = bytes_ * (g.ranks - g.inside) / g.ranks * np.where(copies > 1, np.minimum(met, 1), 1)
     near = bytes_ * np.maximum(g.inside - 1, 0) / g.ranks
     link = np.where(g.across > 0, np.maximum(g.gb_s, g.one_gb_s), g.gb_s)
     time = np.maximum(near / (link * 1e9), out / (g.one_gb_s * 1e9))

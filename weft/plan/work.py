@@ -12,6 +12,7 @@ from weft.plan.layouts import PRECISIONS, Layouts
 
 TILE = 128 * 128
 """Results of a matrix product that one core of the device makes at once."""
+ALIGNED = 64
 MEMORY_SHARE = 0.85
 """Share of the memory's peak bandwidth that a long copy gets."""
 SCORE_BYTES = 12
@@ -54,7 +55,8 @@ def work(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibr
 
     def product(rows: Size, out: Size, inner: Size, speed: Size) -> Size:
         rows, out, inner = np.maximum(rows, 1e-9), np.maximum(out, 1e-9), np.maximum(inner, 1e-9)
-        loss = 1 + cal.wave * tiles / (rows * out) + cal.depth / inner
+        uneven = (np.mod(out, ALIGNED) > 0) | (np.mod(inner, ALIGNED) > 0)
+        loss = 1 + cal.odd * uneven + cal.wave * tiles / (rows * out) + cal.depth / inner
         moved = size * (rows * out + rows * inner + out * inner)
         return np.maximum(2 * rows * out * inner / speed * loss, moved / memory)
 
@@ -99,7 +101,8 @@ def work(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibr
     fused_f = flops / (wide * cluster.reach * cal.attention * narrow) * fill
     split_f = flops / plain * (1 + cal.depth / np.maximum(model.head_dim, 1)) * fill
     written = scores / 2 * SCORE_BYTES / memory * cal.traffic
-    attention_f = np.where(has_attention, fused_f if cal.fused > 0 else split_f + written, 0.0)
+    ragged = 1 + 4 * cal.odd * (np.mod(model.head_dim, 8) > 0)
+    attention_f = ragged * np.where(has_attention, fused_f if cal.fused > 0 else split_f + written, 0.0)
     attention_b = attention_f * (2.5 if cal.fused > 0 else 2.0)
     # what only moves memory: norms and residuals, rotations, the non-linearity
     whole = np.where(np.asarray(model.norm_rows) > 0, 10.0, 0.0) * model.dim / np.where(layouts.sequence, tp, 1)
@@ -111,7 +114,7 @@ def work(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibr
         np.where(has_attention, qkv_b + out_b, 0) + (1 - share) * mlp_b + share * moe_b + attention_b + 2 * moved_f
     )
     rows = tokens * model.head_share
-    head_f, head_b = both(rows, model.vocab / tp, model.dim, plain)
+    head_f, head_b = both(rows, model.vocab / tp, model.dim, plain * np.where(tp == 1, cal.head_whole, 1.0))
     logits = rows * model.vocab / tp * 6 / memory * cal.traffic
     has_head = np.asarray(model.vocab) > 0
     return Work(

@@ -1,0 +1,233 @@
+"""Fit the calibrations of weft/hardware/calibrations from a table of published runs, and report held-out errors.
+
+    python bench/fit_planner.py RUNS.csv            # fit, write the JSON files
+    python bench/fit_planner.py RUNS.csv --held-out # fit on some models of each stack, report on the others
+
+Held out means by model: every model of a stack is predicted once by a fit that never saw a row of it (a stack with one
+model is split by its layouts' pipeline degree instead). Few numbers are fitted for each stack; which ones stands below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from fitting import fit, profile
+
+from weft.plan.batch import estimate_rows
+from weft.plan.calibration import FOLDER, Calibration
+from weft.plan.rows import Row, read_table
+from weft.plan.stack import Stack, stack_of
+
+MATMUL = ("matmul", "wave", "depth")
+LINKS = ("link", "network", "latency", "jitter")
+HOST = ("host_us", "step_ms")
+MODERN = (*MATMUL, "attention", "traffic", *HOST, *LINKS, "overlap_dp", "overlap_pp", "optimizer")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one stack is fitted: where it starts, what is free, and what differs by device or kernel."""
+
+    start: Calibration
+    free: tuple[str, ...]
+    variants: dict[str, tuple[dict[str, float], tuple[str, ...]]] = field(default_factory=dict)
+    """Key of a variant → what is set in it, and what is fitted again on its rows alone."""
+    main: Callable[[Row], bool] = lambda row: True
+    """The rows the base is fitted on; all others belong to variants."""
+    weight: Callable[[Row], int] = lambda row: 1
+    profiled: bool = False
+    """Whether measured block times of the rows' shapes join the formulas."""
+
+
+_old = Calibration(
+    fused=0, host_us=950, host_blend=2.3, score_batch=4, traffic=1.0, wave=0.05, depth=30, reduce_bytes=2,
+    overlap_dp=0.6, overlap_pp=0.5, network=0.5, latency=4.4, link=0.85, step_ms=5, optimizer=0.6, matmul=0.96,
+)  # fmt: skip
+_nvidia = Calibration(host_us=60, low_precision=0.85, step_ms=20, traffic=2.0, host_moe_us=1500)
+_UNFUSED: dict[str, float] = {"fused": 0}
+RECIPES: dict[str, Recipe] = {
+    "megatron-deepspeed": Recipe(
+        _old.with_(head_whole=0.5), (*MATMUL, "traffic", *HOST, *LINKS, "overlap_dp", "overlap_pp", "optimizer", "host_blend",
+        "head_whole", "host_backward"), weight=lambda row: 4 if row.cluster.world > 8 else 1, profiled=True,
+    ),
+    "megatron-deepspeed-2022": Recipe(
+        _old.with_(score_batch=0), (*MATMUL, "odd", "traffic", *HOST, *LINKS, "overlap_dp", "overlap_pp"),
+        {"gpu:v100": ({}, ("matmul",))}, main=lambda row: not row.text["gpu"].startswith("V100"),
+    ),
+    "aleph-alpha": Recipe(
+        Calibration(traffic=2, host_us=300), MODERN,
+        {
+            "kernel:flash_attention2": ({}, ("traffic", "attention")),
+            "kernel:flash_attentionv1.0.8": ({}, ("traffic", "attention")),
+            "kernel:torch": (_UNFUSED, ("traffic",)),
+            "kernel:fused": (_UNFUSED, ("traffic",)),
+        },
+        main=lambda row: "RMS" in row.kernel,
+    ),
+    "nemo": Recipe(_nvidia, (*MODERN, "low_precision", "overlap_cp", "experts", "host_moe_us")),
+    "megatron-bridge": Recipe(
+        _nvidia, (*MODERN, "low_precision", "overlap_tp", "overlap_cp", "overlap_ep", "experts", "host_moe_us"),
+        {"gpu:gb300": ({}, ("matmul", "traffic")), "gpu:b200": ({}, ("matmul", "host_moe_us")),
+         "gpu:b300": ({}, ("matmul", "host_moe_us")), "gpu:h100": ({}, ("matmul", "traffic", "host_moe_us", "attention"))},
+        main=lambda row: row.text["gpu"].startswith("GB200"),
+    ),
+    "mlperf": Recipe(
+        _nvidia, ("matmul", "depth", "low_precision", "attention", "traffic", "overlap_dp", "overlap_tp", "overlap_pp", "overlap_cp",
+        "network", "step_ms"), {"gpu:h": ({}, ("matmul", "low_precision")), "gpu:gb300": ({}, ("low_precision",))},
+        main=lambda row: row.text["gpu"].startswith(("B", "GB200")),
+    ),
+    "mosaicml": Recipe(
+        Calibration(host_us=300), (*MATMUL, "attention", "traffic", *HOST, *LINKS, "overlap_dp", "optimizer", "host_blend"),
+        {"gpu:h100": ({}, ("matmul", "attention", "traffic", "low_precision", "host_us"))},
+        main=lambda row: row.text["gpu"].startswith("A100"),
+    ),
+    "megatron-core": Recipe(
+        Calibration(overlap_dp=0.01, host_us=100),
+        (*MATMUL, "attention", "traffic", *HOST, "link", "latency", "optimizer", "experts", "overlap_cp"),
+    ),
+    "megatron": Recipe(_old.with_(host_us=200, traffic=2.0, score_batch=0), ("matmul", "traffic", "step_ms")),
+    "fsdp": Recipe(Calibration(host_us=150, overlap_dp=0.85), ("matmul", "attention", "traffic", "overlap_dp")),
+}  # fmt: skip
+
+
+def fit_stack(recipe: Recipe, rows: Sequence[Row], name: str) -> Stack:
+    """Base first, then each variant from the base."""
+    main = [row for row in rows if recipe.main(row) for _ in range(recipe.weight(row))]
+    base = fit(main or rows, recipe.start, recipe.free).with_(name=name)
+    if recipe.profiled:
+        base = profile([row for row in main if row.cluster.world <= row.cluster.node_size], base)
+    variants: dict[str, dict[str, float]] = {}
+    for key, (fixed, free) in recipe.variants.items():
+        bare = Stack(name, base, {key: fixed})
+        own = [
+            row
+            for row in rows
+            if not recipe.main(row) and Stack(name, base, {key: {"jitter": -1.0}}).of(row).jitter < 0
+        ]
+        if own:
+            found = fit(own, base.with_(**fixed), free)
+            variants[key] = {**bare.variants[key], **{n: getattr(found, n) for n in free}}
+        else:
+            variants[key] = fixed
+    return Stack(name, base, variants)
+
+
+def errors(stack: Stack, rows: Sequence[Row]) -> np.ndarray:
+    """Predicted over measured, less one."""
+    out = np.zeros(len(rows))
+    cals: dict[Calibration, list[int]] = {}
+    for i, row in enumerate(rows):
+        cals.setdefault(stack.of(row), []).append(i)
+    for cal, index in cals.items():
+        told = estimate_rows([rows[i] for i in index], cal).step_time_s
+        out[index] = told / np.array([rows[i].seconds for i in index]) - 1
+    return out
+
+
+def groups(rows: Sequence[Row]) -> list[str]:
+    names = [row.model_name for row in rows]
+    return names if len(set(names)) > 1 else [f"pp {row.layout['pp']}" for row in rows]
+
+
+def held_out(recipe: Recipe, rows: Sequence[Row], name: str) -> np.ndarray:
+    """Errors of every row by fits without its group; groups are dealt into at most five folds, the largest first."""
+    keys = groups(rows)
+    sizes = sorted(set(keys), key=lambda k: -keys.count(k))
+    folds = {key: i % 5 for i, key in enumerate(sizes)}
+    out = np.full(len(rows), np.nan)
+    for fold in sorted(set(folds.values())):
+        inside = [i for i, key in enumerate(keys) if folds[key] == fold]
+        outside = [row for row, key in zip(rows, keys, strict=True) if folds[key] != fold]
+        if outside:
+            out[inside] = errors(fit_stack(recipe, outside, name), [rows[i] for i in inside])
+    return out
+
+
+def show(name: str, e: np.ndarray) -> dict[str, float]:
+    size = np.abs(e[~np.isnan(e)])
+    told = {"rows": len(size), "median": np.median(size), "mean": size.mean(), "p90": np.quantile(size, 0.9)}
+    print(
+        f"{name:28} {told['rows']:5.0f} rows  median {told['median']:.3f}  mean {told['mean']:.3f}  p90 {told['p90']:.3f}",
+        flush=True,
+    )
+    return {k: round(float(v), 4) for k, v in told.items()}
+
+
+def rows_of(path: Path) -> dict[str, list[Row]]:
+    """Rows with a time, by stack. Other people's FSDP runs are few and of trust B: they calibrate, and are not scored."""
+    out: dict[str, list[Row]] = {}
+    for row in read_table(path)[0]:
+        if row.seconds:
+            out.setdefault(stack_of(row), []).append(row)
+        elif (
+            row.why_not == "trust B"
+            and stack_of(row) == "fsdp"
+            and row.text["task"] == "pretrain"
+            and row.text["tokens_per_s_per_gpu"]
+        ):
+            tokens = float(row.text["tokens_per_s_per_gpu"]) * row.cluster.world
+            again = Row(**{**row.__dict__, "seconds": row.global_batch * row.model.seq_len / tokens})
+            out.setdefault("fsdp", []).append(again)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--held-out", action="store_true")
+    parser.add_argument("--only")
+    args = parser.parse_args()
+    told: dict[str, dict[str, float]] = {}
+    every = []
+    for name, rows in rows_of(args.table).items():
+        if name not in RECIPES or (args.only and name not in args.only.split(",")):
+            continue
+        recipe = RECIPES[name]
+        if args.held_out:
+            e = held_out(recipe, rows, name)
+            told[name] = show(name, e)
+            every.append(e)
+            continue
+        stack = fit_stack(recipe, rows, name)
+        e = errors(stack, rows)
+        show(name, e)
+        every.append(e)
+        write(stack, float(np.quantile(np.abs(e), 0.9)), recipe, len(rows))
+    told["all"] = show("all", np.concatenate(every))
+    if args.held_out and not args.only:
+        Path(__file__).with_name("planner_held_out.json").write_text(
+            json.dumps(told, indent=2) + "\n", encoding="utf-8"
+        )
+
+
+def write(stack: Stack, spread: float, recipe: Recipe, rows: int) -> None:
+    """Only what differs from the defaults; memory settings that are already in the file stay."""
+    path = FOLDER / f"{stack.name}.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kept = {k: v for k, v in before.items() if k in MEMORY}
+    plain = Calibration()
+    own = {
+        k: v for k, v in stack.base.__dict__.items() if v != getattr(plain, k) and k not in (*MEMORY, "name", "spread")
+    }
+    variants = {
+        k: {**{n: v for n, v in before.get("variants", {}).get(k, {}).items() if n in MEMORY}, **c}
+        for k, c in stack.variants.items()
+    }
+    told = {
+        "name": stack.name, "fitted": {"rows": rows, "free": list(recipe.free)}, **own, **kept,
+        "spread": round(max(0.05, spread), 3), **({"variants": variants} if variants else {}),
+    }  # fmt: skip
+    path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+MEMORY = (
+    "parameter_bytes", "gradient_bytes", "master_bytes", "moment_bytes", "activation", "logits", "loss_rows", "context_gib", "fragment", "usable",
+)  # fmt: skip
+
+if __name__ == "__main__":
+    main()
