@@ -137,7 +137,7 @@ def _bounds(space: Space, scene: Scene, rows: Rows) -> tuple[NDArray[np.float64]
     layouts = layouts_of(space, rows)
     size = len(layouts)
     times, peaks = np.full(size, np.inf), np.full(size, np.inf)
-    frugal, lone = SCHEDULE_NAMES.index("naive"), SCHEDULE_NAMES.index("zbv")
+    frugal, lone = SCHEDULE_NAMES.index("naive"), SCHEDULE_NAMES.index("1f1b")
     for a in range(0, size, CHUNK):
         part = layouts.take(slice(a, a + CHUNK))
         even = np.maximum(np.floor(scene.model.layers / part.pp), 1) * part.pp

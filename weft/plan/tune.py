@@ -11,8 +11,9 @@ from weft.plan.counts import count_parameters
 from weft.plan.explain import human
 
 CRITICAL = (22.91, 0.47, 512)
-"""Critical batch, a · D^b sequences of 512 tokens for D million tokens trained on (Zhang et al. 2024, "How does critical
-batch size scale in pre-training?", fitted on runs of 85M to 1.2B parameters; beyond them it is an extrapolation)."""
+"""Critical batch, a · D^b sequences of 512 tokens for D million tokens trained on (Zhang et al. 2024, "How does
+critical batch size scale in pre-training?", fitted on runs of 85M to 1.2B parameters, so an
+extrapolation beyond them)."""
 RATE = (0.3118, -0.125)
 """Peak learning rate of AdamW by compute in FLOP, a · C^b (DeepSeek LLM 2024, section 3.1)."""
 PER_PARAMETER = 20
