@@ -1,9 +1,9 @@
 """The search: the fastest layouts of a space that fit, found exactly, by bounds instead of by looking at all.
 
 Settings fall in two: coarse ones (degrees, ZeRO stage, microbatch) and fine ones (schedule, placement, recompute). For
-each coarse row the estimator itself gives a bound: no bubble, no messages between stages, whole stages of the same size
-and nothing recomputed is never slower than any fine choice; one waiting microbatch and everything recomputed never
-needs more memory. Rows are opened from the lowest bound up, until the bound is above what has been found.
+each coarse row the estimator itself gives a bound: no bubble, no messages between stages, no embedding and head beside
+a stage's blocks and nothing recomputed is never slower than any fine choice; one waiting microbatch and everything
+recomputed never needs more memory. Rows are opened from the lowest bound up, until the bound is above what was found.
 """
 
 from __future__ import annotations
@@ -140,8 +140,7 @@ def _bounds(space: Space, scene: Scene, rows: Rows) -> tuple[NDArray[np.float64]
     frugal, lone = SCHEDULE_NAMES.index("naive"), SCHEDULE_NAMES.index("1f1b")
     for a in range(0, size, CHUNK):
         part = layouts.take(slice(a, a + CHUNK))
-        even = np.maximum(np.floor(scene.model.layers / part.pp), 1) * part.pp
-        small = replace(scene, model=replace(scene.model, layers=np.minimum(even, scene.model.layers)))
+        small = replace(scene, model=_least(scene.model, part))
         code = np.full(len(part), RECOMPUTES.index(space.recompute[-1]))
         low = replace(part, schedule=np.full(len(part), frugal), recompute=code)
         peaks[a : a + CHUNK] = small.peak_gib(low)
@@ -149,7 +148,7 @@ def _bounds(space: Space, scene: Scene, rows: Rows) -> tuple[NDArray[np.float64]
         if len(fit) == 0:
             continue
         part = part.take(fit)
-        small = replace(scene, model=replace(small.model, layers=np.asarray(small.model.layers)[fit]))
+        small = replace(scene, model=_least(scene.model, part))
         code = np.full(len(part), RECOMPUTES.index(space.recompute[0]))
         fast = replace(part, schedule=np.full(len(part), lone), recompute=code)
         times[a + fit] = _without_pipeline(small.estimate(fast))
@@ -157,6 +156,15 @@ def _bounds(space: Space, scene: Scene, rows: Rows) -> tuple[NDArray[np.float64]
             moved = replace(fast, placement=np.where(part.pp > 1, other, 0))
             times[a + fit] = np.minimum(times[a + fit], _without_pipeline(small.estimate(moved)))
     return times, peaks
+
+
+def _least(model: ModelFacts, layouts: Layouts) -> ModelFacts:
+    """The model that every stage of a pipeline has at least: blocks that divide evenly, and no ends."""
+    even = np.maximum(np.floor(model.layers / layouts.pp), 1) * layouts.pp
+    ends = {
+        name: np.where(layouts.pp > 1, 0, getattr(model, name)) for name in ("vocab", "embedding_rows", "positions")
+    }
+    return replace(model, layers=np.minimum(even, model.layers), **ends)
 
 
 def _without_pipeline(made: Estimates) -> NDArray[np.float64]:
@@ -299,8 +307,15 @@ def _most_frugal(
     """The layout that needs least memory, and how much: among the rows of the lowest bounds."""
     if len(peaks) == 0:
         return layouts_of(space, _none(rows)), float("inf")
-    lowest = np.argsort(peaks, kind="stable")[:look]
-    layouts = layouts_of(space, expand(space, {key: array[lowest] for key, array in rows.items()}))
-    real = scene.peak_gib(layouts)
-    at = int(np.argmin(real))
-    return layouts.take([at]), float(real[at])
+    order = np.argsort(peaks, kind="stable")
+    best, least = layouts_of(space, _none(rows)), float("inf")
+    for a in range(0, len(order), look):
+        lowest = order[a : a + look]
+        if peaks[lowest[0]] >= least:
+            break
+        layouts = layouts_of(space, expand(space, {key: array[lowest] for key, array in rows.items()}))
+        real = scene.peak_gib(layouts)
+        at = int(np.argmin(real))
+        if real[at] < least:
+            best, least = layouts.take([at]), float(real[at])
+    return best, least
