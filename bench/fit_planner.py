@@ -226,7 +226,7 @@ def write(stack: Stack, spread: float, recipe: Recipe, rows: int) -> None:
 
 
 MEMORY = (
-    "parameter_bytes", "gradient_bytes", "master_bytes", "moment_bytes", "activation", "logits", "loss_rows", "context_gib", "fragment", "usable",
+    "parameter_bytes", "gradient_bytes", "master_bytes", "moment_bytes", "activation", "logits", "logits_whole", "loss_rows", "context_gib", "fragment", "usable",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -88,6 +88,8 @@ class Calibration:
     """Bytes kept for the backward pass, over the count of the formulas."""
     logits: float = 10.0
     """Bytes for each logit at the loss (bf16 logits, fp32 copy and its gradient)."""
+    logits_whole: float = 0.0
+    """Bytes for each logit that tp does not cut, where the loss gathers them."""
     loss_rows: float = 0.0
     """Tokens whose logits are held at once; 0: all of a microbatch."""
     context_gib: float = 1.0

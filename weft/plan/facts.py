@@ -62,6 +62,8 @@ class ModelFacts:
     rope_dim: Size = 0
     frozen: Size = 0
     """1 where the base weights are not trained (adapters only)."""
+    frozen_bytes: Size = 2.0
+    """Bytes of a weight that is not trained: 2, or about 0.6 where it is kept in 4 bits."""
 
     @property
     def q_width(self) -> Size:

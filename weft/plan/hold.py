@@ -17,6 +17,8 @@ from weft.plan.pipeline import stage_layers
 GIB = 2**30
 BUCKET = 1e8
 """Gradients that travel together, at most: two buckets of the usual 25 to 200 MB."""
+ADAPTERS = 0.01
+"""Trained weights of an adapter run, over all."""
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "reserve")
 
 
@@ -54,14 +56,16 @@ def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) ->
     master = np.where(fp32, 0.0, cal.master_bytes)
     shard = np.where(layouts.zero > 0, layouts.dp_shard * layouts.cp, 1)
     expert_shard = np.maximum(shard * layouts.tp / layouts.ep, 1)
-    trained = np.where(np.asarray(model.frozen) > 0, 0.02, 1.0)
+    trained = np.where(np.asarray(model.frozen) > 0, ADAPTERS, 1.0)
     z3, z2 = layouts.zero == 3, layouts.zero >= 2
 
     def cut(bytes_each: Size, when: Size) -> Size:
         return shared * bytes_each / np.where(when, shard, 1) + experts * bytes_each / np.where(when, expert_shard, 1)
 
     # under zero 3 the shards are the masters; whole weights exist only while they are gathered
-    parameters = np.where(z3, cut(np.where(master > 0, 0.0, compute), True), cut(compute, False))
+    frozen = np.asarray(model.frozen) > 0
+    compute = np.where(frozen, model.frozen_bytes, compute)
+    parameters = np.where(z3, cut(np.where((master > 0) & ~frozen, 0.0, compute), True), cut(compute, False))
     gradients = cut(cal.gradient_bytes, z2) * trained
     kept = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, 1.0)
     optimizer = cut((master + cal.moment_bytes) * trained, layouts.zero > 0) * kept
@@ -73,7 +77,7 @@ def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) ->
     activations = activation_bytes(model, layouts, cal, _layers(model, layouts, index), index)
     tokens = layouts.microbatch * model.seq_len / layouts.cp * model.head_share
     rows = np.minimum(tokens, cal.loss_rows) if cal.loss_rows else tokens
-    logits = np.where(index == layouts.pp - 1, rows * model.vocab / layouts.tp * cal.logits, 0.0)
+    logits = np.where(index == layouts.pp - 1, rows * model.vocab * (cal.logits / layouts.tp + cal.logits_whole), 0.0)
     held = parameters + gradients + optimizer + activations + logits + gathered + bucket
     return {
         "parameters": parameters, "gradients": gradients, "optimizer": optimizer, "activations": activations,

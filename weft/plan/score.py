@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from weft.plan.batch import estimate_rows
 from weft.plan.calibration import Calibration
+from weft.plan.layouts import RECOMPUTES
 from weft.plan.rows import Row, read_table
 from weft.plan.stack import calibration_of, is_known, stack_of
 
@@ -47,6 +48,12 @@ def predict(
     for cal, index in by.items():
         told = estimate_rows([rows[i] for i in index], cal)
         seconds[index], peak[index], fits[index] = told.step_time_s, told.peak_gib, told.fits
+    # where a row does not say what was recomputed, its people may have recomputed all
+    silent = [i for i, row in enumerate(rows) if not row.text.get("recompute") and not fits[i]]
+    for i in silent:
+        row = rows[i]
+        saving = Row(**{**row.__dict__, "layout": {**row.layout, "recompute": RECOMPUTES.index("full")}})
+        fits[i] = estimate_rows([saving], choose(row)).fits[0]
     factor = _factors(rows, seconds) if scale else np.ones(len(rows))
     return Predicted(list(rows), seconds * factor, peak, fits, factor)
 
@@ -97,19 +104,23 @@ def sweeps(told: Predicted, index: Sequence[int]) -> list[dict[str, Any]]:
     out = []
     for key, members in by.items():
         ran = [i for i in members if told.rows[i].seconds]
-        if len({_layout(told.rows[i]) for i in ran}) < 2:
+        # a layout that was measured more than once counts once, at its mean
+        times: dict[tuple[int, ...], list[float]] = {}
+        for i in ran:
+            times.setdefault(_layout(told.rows[i]), []).append(told.rows[i].seconds or 0.0)
+        mean = {layout: float(np.mean(each)) for layout, each in times.items()}
+        if len(mean) < 2:
             continue
         order = sorted(members, key=lambda i: (not told.fits[i], told.seconds[i]))
         failed = 0
         while not told.rows[order[failed]].seconds:
             failed += 1
-        chosen = order[failed]
-        measured = np.array([told.rows[i].seconds or 0.0 for i in ran])
+        taken = mean[_layout(told.rows[order[failed]])]
+        measured = np.array([mean[_layout(told.rows[i])] for i in ran])
         out.append(
             {
-                "source": key[0], "model": key[2], "layouts": len(ran), "failed": failed,
-                "regret": float((told.rows[chosen].seconds or 0.0) / measured.min() - 1),
-                "spearman": rank_correlation(told.seconds[ran], measured),
+                "source": key[0], "model": key[2], "layouts": len(mean), "failed": failed,
+                "regret": taken / float(measured.min()) - 1, "spearman": rank_correlation(told.seconds[ran], measured),
             }
         )  # fmt: skip
     return out

@@ -90,6 +90,13 @@ def is_known(source: str) -> bool:
     return source in SOURCES
 
 
+PURE: dict[str, Any] = {"master_bytes": 0.0, "moment_bytes": 4.0, "gradient_bytes": 2.0}
+"""Runs that keep everything in bf16."""
+
+
 def calibration_of(row: Row) -> Calibration:
+    """The calibration a row is estimated with."""
     name = stack_of(row)
-    return load_stack(name if (Path(FOLDER) / f"{name}.json").is_file() else "default").of(row)
+    found = load_stack(name if (Path(FOLDER) / f"{name}.json").is_file() else "default").of(row)
+    pure = "bf16-true" in row.text.get("precision", "") or "mode PURE" in row.text.get("notes", "")
+    return found.with_(**PURE) if pure else found
