@@ -39,8 +39,6 @@ def explain(job: Job, plan: Plan) -> str:
         mib = p["communication_mib"]
         amount = f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
         rows.append(("traffic", f"{amount} a rank and step"))
-        if "step_time_s" in p:
-            rows.append(("step", f"{p['step_time_s']:.3g} s if 40 % of the peak is reached"))
     lines = [f"{name:10} {text}" for name, text in rows]
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
 

@@ -38,11 +38,15 @@ class Change:
 
 def changes(start: Start, calibration: Calibration, number: int = 3) -> list[Change]:
     """The `number` cheapest changes that make a job fit: least money for the run, or least energy without prices."""
-    works = []
+    works: list[Change] = []
+    rest: list[Change] = []
     for group in _ideas(start):
         tried = [change for what, job, offload in group if (change := _try(start, what, job, offload, calibration))]
-        works += sorted(tried, key=_cost)[:1]
-    return sorted(works, key=_cost)[:number]
+        tried.sort(key=_cost)
+        works += tried[:1]
+        rest += tried[1:]
+    few = max(0, number - len(works))  # where few kinds of change help, more of the same kind
+    return sorted([*works, *sorted(rest, key=_cost)[:few]], key=_cost)[:number]
 
 
 def _cost(change: Change) -> tuple[bool, float]:

@@ -132,7 +132,7 @@ def _shares(each: list[Start], calibration: Calibration, alone: float) -> Mixed 
 
 def _rounded(batch: int, share: Any, unit: list[int]) -> list[int] | None:
     """Shares that add up to the batch, each a number of sequences its ranks can divide."""
-    sizes = [max(1, int(round(batch * float(s) / u))) * u for s, u in zip(share, unit, strict=True)]
+    sizes = [max(1, round(batch * float(s) / u)) * u for s, u in zip(share, unit, strict=True)]
     sizes[0] = batch - sum(sizes[1:])
     return sizes if sizes[0] > 0 else None
 

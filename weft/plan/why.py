@@ -25,7 +25,22 @@ def reasons(bounds: Bounds, found: Found, pinned: bool = False) -> list[str]:
     best, limit = float(found.times[0]), found.scene.limit_gib
     said = [] if pinned else [*_axes(bounds, one, best, limit), *_data(bounds, one, best, limit, float(found.peaks[0]))]
     said += _recompute(bounds, one, best, limit)
-    return said + ([] if pinned else _schedule(bounds, one, best, limit))
+    return said if pinned else [*said, *_schedule(bounds, one, best, limit), *_unused(bounds, one, best)]
+
+
+def _unused(bounds: Bounds, one: Layouts, best: float) -> list[str]:
+    """What the axes that the winner leaves out would cost."""
+    words = []
+    for axis in AXES:
+        options = tuple(d for d in getattr(bounds.space, axis) if d > 1)
+        if int(getattr(one, axis)[0]) > 1 or not options:
+            continue
+        other = bounds.find(**{axis: options})
+        if len(other):
+            words.append(f"{axis} (best {percent(max(0.0, float(other.times.min()) / best - 1))} slower)")
+        elif other.size:
+            words.append(f"{axis} (none fits)")
+    return [f"left out: {', '.join(words)}"] if words else []
 
 
 def _instead(bounds: Bounds, best: float, limit: float, **only: Any) -> str | None:
