@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from itertools import groupby
 
 from weft.job.schema import Job
 from weft.plan.counts import count_parameters
 from weft.plan.gantt import gantt_text
 from weft.plan.layout import Plan
 from weft.plan.stages import simulated
+
+MANY = 16
+"""Stages beyond which they are counted instead of listed."""
 
 
 def explain(job: Job, plan: Plan) -> str:
@@ -47,7 +52,15 @@ def _stage_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.pp == 1:
         return []
     blocks = ", ".join(f"{a}–{b - 1}" if b > a + 1 else str(a) if b > a else "none" for a, b in plan.split)
+    if len(plan.split) > MANY:
+        blocks = f"in {len(plan.split)} stages of {runs([b - a for a, b in plan.split])}"
     return [("stages", f"blocks {blocks}; {plan.schedule}, {plan.accumulation} microbatches")]
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Numbers in a row, those that repeat said once: `1, 62 × 2, 1`."""
+    groups = [(value, len(list(some))) for value, some in groupby(numbers)]
+    return ", ".join(f"{count} × {value}" if count > 2 else ", ".join([str(value)] * count) for value, count in groups)
 
 
 def draw(job: Job, plan: Plan) -> str:

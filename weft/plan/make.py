@@ -13,6 +13,7 @@ from weft.job.shapes import resolve
 from weft.plan.calibration import Calibration
 from weft.plan.choose import choose, scene_for, space_for
 from weft.plan.counts import flops_per_sample, part_costs
+from weft.plan.explain import runs
 from weft.plan.layout import AXES, Plan
 from weft.plan.memory import communication_bytes, predict_memory
 from weft.plan.rules import check, divisors
@@ -213,7 +214,7 @@ def _stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     layers = len(parts) - 2
     split = tuple((max(0, a - 1), min(layers, b - 1)) for a, b in ranges)
     if len({b - a for a, b in split}) > 1 and not pinned:
-        reasons.append(f"stages of {', '.join(str(b - a) for a, b in split)} blocks: embedding and head weigh too")
+        reasons.append(f"stages of {runs([b - a for a, b in split])} blocks: embedding and head weigh too")
     return replace(plan, split=split)
 
 
