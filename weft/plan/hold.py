@@ -77,7 +77,11 @@ def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) ->
     activations = activation_bytes(model, layouts, cal, _layers(model, layouts, index), index)
     tokens = layouts.microbatch * model.seq_len / layouts.cp * model.head_share
     rows = np.minimum(tokens, cal.loss_rows) if cal.loss_rows else tokens
-    logits = np.where(index == layouts.pp - 1, rows * model.vocab * (cal.logits / layouts.tp + cal.logits_whole), 0.0)
+    logits = np.where(
+        index == layouts.pp - 1,
+        rows * model.vocab * (cal.logits / layouts.tp + np.where(layouts.tp > 1, cal.logits_whole, 0)),
+        0.0,
+    )
     held = parameters + gradients + optimizer + activations + logits + gathered + bucket
     return {
         "parameters": parameters, "gradients": gradients, "optimizer": optimizer, "activations": activations,

@@ -48,8 +48,10 @@ def predict(
     for cal, index in by.items():
         told = estimate_rows([rows[i] for i in index], cal)
         seconds[index], peak[index], fits[index] = told.step_time_s, told.peak_gib, told.fits
-    # where a row does not say what was recomputed, its people may have recomputed all
-    silent = [i for i, row in enumerate(rows) if not row.text.get("recompute") and not fits[i]]
+    # Where a row does not say what was recomputed, its people may have recomputed all. With fused attention `selective`
+    # says as little: the scores it first meant are never kept, so it stands for parts that somebody chose.
+    vague = [RECOMPUTES[row.layout["recompute"]] == "selective" and choose(row).fused > 0 for row in rows]
+    silent = [i for i, row in enumerate(rows) if not fits[i] and (vague[i] or not row.text.get("recompute"))]
     for i in silent:
         row = rows[i]
         saving = Row(**{**row.__dict__, "layout": {**row.layout, "recompute": RECOMPUTES.index("full")}})
