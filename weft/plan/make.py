@@ -12,9 +12,10 @@ from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
 from weft.plan.calibration import Calibration
 from weft.plan.choose import choose, scene_for, space_for
-from weft.plan.counts import flops_per_sample, part_costs
+from weft.plan.counts import part_costs
 from weft.plan.explain import runs
 from weft.plan.layout import AXES, Plan
+from weft.plan.layouts import Layouts
 from weft.plan.memory import communication_bytes, predict_memory
 from weft.plan.rules import check, divisors
 from weft.plan.schedule import SCHEDULES, check_schedule
@@ -22,8 +23,6 @@ from weft.plan.search import Found
 from weft.plan.space import MAX_TOKENS
 from weft.plan.split import split_stages
 
-TYPICAL_MFU = 0.4
-"""Utilisation assumed for the predicted step time where nothing has been measured (Megatron-LM reports 0.41–0.52)."""
 CPU_RANKS = 4
 """Ranks started on a CPU unless the job or --nproc says otherwise; they share all cores as threads."""
 
@@ -90,7 +89,7 @@ def finish(start: Start, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
     plan = _stages(job, plan, reasons)
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
-    return job, replace(plan, reasons=tuple(reasons), predicted=_predict(job, plan, start.device))
+    return job, replace(plan, reasons=tuple(reasons), predicted=_predict(start, plan))
 
 
 def check_fits(job: Job, plan: Plan) -> None:
@@ -229,14 +228,16 @@ def _microbatch(job: Job, plan: Plan) -> Plan:
     return replace(plan, microbatch=size, accumulation=share // size)
 
 
-def _predict(job: Job, plan: Plan, device: Device) -> dict[str, float]:
+def _predict(start: Start, plan: Plan) -> dict[str, float]:
+    job = start.job
     predicted = predict_memory(job, plan)
     moved = sum(communication_bytes(job, plan).values())
     if predicted:
         predicted["communication_mib"] = moved / 2**20
-    peak, flops = peak_flops(plan), flops_per_sample(job.model, job.data.seq_len)
-    if peak and flops:
-        predicted["step_time_s"] = job.train.global_batch * flops / (peak * TYPICAL_MFU * plan.world)
+    if peak_flops(plan) and not job.model.module:
+        scene = scene_for(job, start.world, start.device, start.memory_gib)
+        made = scene.estimate(Layouts.one(plan))
+        predicted |= {"step_time_s": float(made.step_time_s[0]), "mfu": float(made.mfu[0])}
     return predicted
 
 

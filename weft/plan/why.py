@@ -32,10 +32,10 @@ def _unused(bounds: Bounds, one: Layouts, best: float) -> list[str]:
     """What the axes that the winner leaves out would cost."""
     words = []
     for axis in AXES:
-        options = tuple(d for d in getattr(bounds.space, axis) if d > 1)
-        if int(getattr(one, axis)[0]) > 1 or not options:
+        only: dict[str, Any] = {axis: tuple(d for d in getattr(bounds.space, axis) if d > 1)}
+        if int(getattr(one, axis)[0]) > 1 or not only[axis]:
             continue
-        other = bounds.find(**{axis: options})
+        other = bounds.find(**only)
         if len(other):
             words.append(f"{axis} (best {percent(max(0.0, float(other.times.min()) / best - 1))} slower)")
         elif other.size:

@@ -138,8 +138,7 @@ def front_figure(data: Data) -> Figure | None:
             {"type": "scatter", "mode": "markers", "name": f"{world} ranks",
              "x": [p["effective_step_time_s"] for p in some], "y": [p["peak_memory_gib"] for p in some],
              "marker": {"color": COLOURS[i], "size": [8 + 16 * p[by] / most for p in some], "opacity": 0.8},
-             "hovertext": [f"<b>{esc(p['layout'])}</b><br>{p['effective_step_time_s']:.4g} s, {p['peak_memory_gib']:.1f} "
-                           f"GiB<br>{p[by]:,.0f} {unit}, {p['energy_kwh']:,.0f} kWh" for p in some],
+             "hovertext": [_hover(p, by, unit) for p in some],
              "hoverinfo": "text"}
         )  # fmt: skip
     layout = {
@@ -148,6 +147,11 @@ def front_figure(data: Data) -> Figure | None:
     }  # fmt: skip
     said = f"No other layout is better in time, memory, money and energy at once. A larger mark costs more {unit}."
     return Figure("front", "The front", said, traces, layout, height=380)
+
+
+def _hover(point: Data, by: str, unit: str) -> str:
+    took = f"{point['effective_step_time_s']:.4g} s, {point['peak_memory_gib']:.1f} GiB"
+    return f"<b>{esc(point['layout'])}</b><br>{took}<br>{point[by]:,.0f} {unit}, {point['energy_kwh']:,.0f} kWh"
 
 
 def _list(title: str, rows: list[Data]) -> str:
