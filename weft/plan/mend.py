@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from weft.hardware.catalog import DEVICES
@@ -41,8 +42,9 @@ def changes(start: Start, calibration: Calibration, number: int = 3) -> list[Cha
     works: list[Change] = []
     rest: list[Change] = []
     for group in _ideas(start):
-        tried = [change for what, job, offload in group if (change := _try(start, what, job, offload, calibration))]
-        tried.sort(key=_cost)
+        # a group goes from small changes to large, so those after the first that work are no cheaper in effort
+        tries = (_try(start, what, job, offload, calibration) for what, job, offload in group)
+        tried = sorted(islice((change for change in tries if change), number - 1), key=_cost)
         works += tried[:1]
         rest += tried[1:]
     few = max(0, number - len(works))  # where few kinds of change help, more of the same kind
@@ -85,8 +87,9 @@ def _ideas(start: Start) -> Iterator[list[Idea]]:
     many = [job.cluster.nodes * times for times in (2, 4, 8, 16, 32, 64, 128)]
     yield [(f"cluster.nodes={nodes}", _with(job, "cluster", nodes=nodes), None) for nodes in many]
     larger = [d for d in DEVICES.values() if d.kind == start.device.kind and d.memory_gib > 1.02 * start.memory_gib]
+    larger.sort(key=lambda device: device.memory_gib)
     yield [(f"cluster.device={d.name}", _with(job, "cluster", device=d.name, memory_gib=None), None) for d in larger]
-    shorter = [n for n in (2**k for k in range(9, 20)) if n < job.data.seq_len]
+    shorter = [n for n in (2**k for k in range(20, 8, -1)) if n < job.data.seq_len]
     yield [(f"data.seq_len={n}", _with(job, "data", seq_len=n), None) for n in shorter]
 
 
