@@ -79,7 +79,7 @@ def main() -> None:
                      "candidates": found.size, "estimated": found.estimated,
                      "candidates a second": found.size / wall, "winner": found.layouts.plan(0).layout()})  # fmt: skip
 
-    model, device, nodes, seq, batch = JOBS["llama-405b on 16,384 H100"]
+    model, device, nodes, seq, _ = JOBS["llama-405b on 16,384 H100"]
     space, scene = setting(described(model, device, nodes - 1, seq, (nodes - 1)))
     wall, cpu, found = best_of(3, lambda: search(space, scene))
     rows.append({"what": "llama-405b on 16,376 H100, a node lost, s", "value": wall, "by processor time": cpu,

@@ -82,7 +82,7 @@ def shown(value: Any) -> str:
 def table(section: type[BaseModel]) -> str:
     rows = ["| field | default | takes | what it is |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
-        default = field.get_default(call_default_factory=True, validated_data={})
+        default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
         cells = [f"`{name}`", shown(default), kind(field.annotation), " ".join((field.description or "").split())]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)

@@ -2,13 +2,16 @@
 
 Settings fall in two: coarse ones (degrees, ZeRO stage, microbatch) and fine ones (schedule, placement, recompute). For
 each coarse row the estimator itself gives a bound: no bubble, no messages between stages, no embedding and head beside
-a stage's blocks and nothing recomputed is never slower than any fine choice; one waiting microbatch and everything
-recomputed never needs more memory. Rows are opened from the lowest bound up, until the bound is above what was found.
+a stage's blocks and nothing recomputed is never slower than any fine choice; as few waiting microbatches as a schedule
+allows and everything recomputed never needs more memory. Rows are opened from the lowest bound up, until the bound is
+above what was found.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,14 +27,13 @@ from weft.plan.space import Rows, Space, coarse, count, expand, layouts_of
 
 CHUNK = 16_384
 """Candidates estimated at once: their arrays stay in the cache."""
-FIRST, OPENED = 16, 256
+FIRST, OPENED = 16, 512
 """Coarse rows opened at first, and at once after that."""
+CORES = min(2, os.cpu_count() or 1)
 SLACK = 0.98
 """Bounds are lowered by this much, for rounding in the estimator's curves."""
 NEAR = 0.005
 """Layouts whose times differ by less than this are as good as equal: the simplest of them is taken."""
-KEPT = 20_000
-"""Estimated layouts that are kept for the front and the runner-ups."""
 
 
 @dataclass(frozen=True)
@@ -114,18 +116,25 @@ class Bounds:
         order = np.flatnonzero(peaks <= scene.limit_gib)
         order = order[np.argsort(times[order], kind="stable")]
         kept = _Kept(top, front)
-        at, opened, estimated = 0, OPENED if front else FIRST, len(peaks)
-        while at < len(order) and times[order[at]] * SLACK <= kept.horizon:
-            batch = order[at : at + opened]
-            batch = batch[kept.open(times[batch] * SLACK, peaks[batch])]
-            at, opened = at + opened, OPENED
-            if len(batch):
-                found = _open(space, scene, {key: array[batch] for key, array in rows.items()}, front)
-                estimated += kept.add(scene, found)
+        at, opened, estimated = 0, FIRST, len(peaks)
+        with ThreadPoolExecutor(CORES) as pool:  # numpy lets go of the interpreter while it works on an array
+            while at < len(order) and times[order[at]] * SLACK <= kept.horizon:
+                batch = order[at : at + opened]
+                batch = batch[kept.open(times[batch] * SLACK, peaks[batch])]
+                at, opened = at + opened, OPENED
+                parts = [{key: array[some] for key, array in rows.items()} for some in _halves(batch)]
+                for layouts, made in pool.map(lambda part: _open(space, scene, part, front), parts):
+                    kept.add(layouts, made)
+                    estimated += len(layouts)
         frugal, least = _most_frugal(space, scene, rows, peaks)
         return Found(
             space, scene, *kept.result(space, rows), size, estimated, least, frugal, time.perf_counter() - start
         )
+
+
+def _halves(batch: Ints) -> list[Ints]:
+    """A part for each core, where there is enough for all."""
+    return [part for part in np.array_split(batch, CORES if len(batch) > FIRST else 1) if len(part)]
 
 
 def _none(rows: Rows) -> Rows:
@@ -137,24 +146,30 @@ def _bounds(space: Space, scene: Scene, rows: Rows) -> tuple[NDArray[np.float64]
     layouts = layouts_of(space, rows)
     size = len(layouts)
     times, peaks = np.full(size, np.inf), np.full(size, np.inf)
-    frugal, lone = SCHEDULE_NAMES.index("naive"), SCHEDULE_NAMES.index("1f1b")
-    for a in range(0, size, CHUNK):
+    # fewer microbatches wait under naive than under 1f1b, and under no other schedule
+    frugal = SCHEDULE_NAMES.index("naive" if any(name == "naive" for name, _ in space.schedules) else "1f1b")
+    lone = SCHEDULE_NAMES.index("1f1b")
+
+    def work(a: int) -> None:
         part = layouts.take(slice(a, a + CHUNK))
         small = replace(scene, model=_least(scene.model, part))
         code = np.full(len(part), RECOMPUTES.index(space.recompute[-1]))
-        low = replace(part, schedule=np.full(len(part), frugal), recompute=code)
-        peaks[a : a + CHUNK] = small.peak_gib(low)
+        peaks[a : a + CHUNK] = small.peak_gib(replace(part, schedule=np.full(len(part), frugal), recompute=code))
         fit = np.flatnonzero(peaks[a : a + CHUNK] <= scene.limit_gib)
         if len(fit) == 0:
-            continue
+            return
         part = part.take(fit)
         small = replace(scene, model=_least(scene.model, part))
         code = np.full(len(part), RECOMPUTES.index(space.recompute[0]))
         fast = replace(part, schedule=np.full(len(part), lone), recompute=code)
-        times[a + fit] = _without_pipeline(small.estimate(fast))
+        best = _without_pipeline(small.estimate(fast))
         for other in space.placement[1:]:
             moved = replace(fast, placement=np.where(part.pp > 1, other, 0))
-            times[a + fit] = np.minimum(times[a + fit], _without_pipeline(small.estimate(moved)))
+            best = np.minimum(best, _without_pipeline(small.estimate(moved)))
+        times[a + fit] = best
+
+    with ThreadPoolExecutor(CORES) as pool:
+        list(pool.map(work, range(0, size, CHUNK)))
     return times, peaks
 
 
@@ -175,7 +190,13 @@ def _without_pipeline(made: Estimates) -> NDArray[np.float64]:
     return np.asarray(made.step_time_s - saved * share)
 
 
-def _open(space: Space, scene: Scene, rows: Rows, front: bool) -> Layouts:
+def _open(space: Space, scene: Scene, rows: Rows, front: bool) -> tuple[Layouts, list[Estimates]]:
+    """Every fine choice of coarse rows that is worth it, estimated."""
+    layouts = _fine(space, scene, rows, front)
+    return layouts, [scene.estimate(layouts.take(slice(a, a + CHUNK))) for a in range(0, len(layouts), CHUNK)]
+
+
+def _fine(space: Space, scene: Scene, rows: Rows, front: bool) -> Layouts:
     """Every fine choice of coarse rows that fits; without `front` only the least recompute that fits."""
     layouts = layouts_of(space, expand(space, rows))
     fits = scene.peak_gib(layouts) <= scene.limit_gib
@@ -240,6 +261,8 @@ class _Kept:
 
     def __init__(self, top: int, front: bool) -> None:
         self.top, self.front = top, front
+        self.bound = np.inf
+        """Times above this are not among the best any more."""
         self.parts: list[Layouts] = []
         self.times, self.peaks = np.array([]), np.array([])
         self.keys = np.array([], np.int64)
@@ -257,41 +280,31 @@ class _Kept:
             wanted |= (times <= self.horizon) & ~beaten
         return wanted
 
-    bound = np.inf
-
-    def add(self, scene: Scene, layouts: Layouts) -> int:
-        for a in range(0, len(layouts), CHUNK):
-            part = layouts.take(slice(a, a + CHUNK))
-            made = scene.estimate(part)
-            good = np.asarray(made.fits, bool)
-            self.parts.append(part.take(good))
-            self.times = np.concatenate([self.times, np.asarray(made.step_time_s)[good]])
-            self.peaks = np.concatenate([self.peaks, np.asarray(made.peak_gib)[good]])
-            self.keys = np.concatenate([self.keys, _degrees(self.parts[-1])])
-        self._tidy()
-        return len(layouts)
-
-    def _tidy(self) -> None:
+    def add(self, layouts: Layouts, made: list[Estimates]) -> None:
+        """Take in what was estimated, and let go of what is no longer among the best nor on the front."""
+        if len(layouts) == 0:
+            return
+        good = np.concatenate([np.asarray(m.fits, bool) for m in made])
+        self.parts.append(layouts.take(good))
+        self.times = np.concatenate([self.times, *(np.asarray(m.step_time_s) for m in made)])
+        self.times = np.delete(self.times, len(self.times) - len(good) + np.flatnonzero(~good))
+        self.peaks = np.concatenate([self.peaks, np.concatenate([np.asarray(m.peak_gib) for m in made])[good]])
+        self.keys = np.concatenate([self.keys, _degrees(self.parts[-1])])
         if len(self.times) == 0:
             return
         order = np.argsort(self.times, kind="stable")
         _, first = np.unique(self.keys[order], return_index=True)
         best = np.sort(self.times[order][first])
-        near = 1 + 2 * NEAR
-        self.bound = best[self.top - 1] * near if len(best) >= self.top else np.inf
+        self.bound = best[self.top - 1] * (1 + 2 * NEAR) if len(best) >= self.top else np.inf
         self.horizon = max(self.bound, 2 * best[0]) if self.front else self.bound
+        keep = self.times <= self.bound
         if self.front:
             low = np.minimum.accumulate(self.peaks[order])
             step = np.concatenate([[True], low[1:] < low[:-1]])
             self.stairs = (self.times[order][step], low[step])
-        if len(self.times) > 4 * KEPT:
-            keep = np.zeros(len(self.times), bool)
-            keep[order[:KEPT]] = True
-            keep[order[first]] = True
-            if self.front:
-                keep[order[step]] = True
-            self.parts = [Layouts.join(self.parts).take(keep)]
-            self.times, self.peaks, self.keys = self.times[keep], self.peaks[keep], self.keys[keep]
+            keep[order[step]] = True
+        self.parts = [Layouts.join(self.parts).take(keep)]
+        self.times, self.peaks, self.keys = self.times[keep], self.peaks[keep], self.keys[keep]
 
     def result(self, space: Space, rows: Rows) -> tuple[Layouts, NDArray[np.float64], NDArray[np.float64]]:
         if len(self.times) == 0:
