@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from fitting import fit, profile
 
 from weft.plan.batch import estimate_rows
 from weft.plan.calibration import FOLDER, Calibration
+from weft.plan.fitting import fit, profile
 from weft.plan.rows import Row, read_table
 from weft.plan.stack import Stack, stack_of
 
@@ -45,22 +45,52 @@ class Recipe:
 
 
 _old = Calibration(
-    fused=0, host_us=950, host_blend=2.3, score_batch=4, traffic=1.0, wave=0.05, depth=30, reduce_bytes=2,
-    overlap_dp=0.6, overlap_pp=0.5, network=0.5, latency=4.4, link=0.85, step_ms=5, optimizer=0.6, matmul=0.96,
-)  # fmt: skip
+    fused=0,
+    host_us=950,
+    host_blend=2.3,
+    score_batch=4,
+    traffic=1.0,
+    wave=0.05,
+    depth=30,
+    reduce_bytes=2,
+    overlap_dp=0.6,
+    overlap_pp=0.5,
+    network=0.5,
+    latency=4.4,
+    link=0.85,
+    step_ms=5,
+    optimizer=0.6,
+    matmul=0.96,
+)
 _nvidia = Calibration(host_us=60, low_precision=0.85, step_ms=20, traffic=2.0, host_moe_us=1500)
 _UNFUSED: dict[str, float] = {"fused": 0}
 RECIPES: dict[str, Recipe] = {
     "megatron-deepspeed": Recipe(
-        _old.with_(head_whole=0.5), (*MATMUL, "traffic", *HOST, *LINKS, "overlap_dp", "overlap_pp", "optimizer", "host_blend",
-        "head_whole", "host_backward"), weight=lambda row: 4 if row.cluster.world > 8 else 1, profiled=True,
+        _old.with_(head_whole=0.5),
+        (
+            *MATMUL,
+            "traffic",
+            *HOST,
+            *LINKS,
+            "overlap_dp",
+            "overlap_pp",
+            "optimizer",
+            "host_blend",
+            "head_whole",
+            "host_backward",
+        ),
+        weight=lambda row: 4 if row.cluster.world > 8 else 1,
+        profiled=True,
     ),
     "megatron-deepspeed-2022": Recipe(
-        _old.with_(score_batch=0), (*MATMUL, "odd", "traffic", *HOST, *LINKS, "overlap_dp", "overlap_pp"),
-        {"gpu:v100": ({}, ("matmul",))}, main=lambda row: not row.text["gpu"].startswith("V100"),
+        _old.with_(score_batch=0),
+        (*MATMUL, "odd", "traffic", *HOST, *LINKS, "overlap_dp", "overlap_pp"),
+        {"gpu:v100": ({}, ("matmul",))},
+        main=lambda row: not row.text["gpu"].startswith("V100"),
     ),
     "aleph-alpha": Recipe(
-        Calibration(traffic=2, host_us=300), MODERN,
+        Calibration(traffic=2, host_us=300),
+        MODERN,
         {
             "kernel:flash_attention2": ({}, ("traffic", "attention")),
             "kernel:flash_attentionv1.0.8": ({}, ("traffic", "attention")),
@@ -71,18 +101,37 @@ RECIPES: dict[str, Recipe] = {
     ),
     "nemo": Recipe(_nvidia, (*MODERN, "low_precision", "overlap_cp", "experts", "host_moe_us")),
     "megatron-bridge": Recipe(
-        _nvidia, (*MODERN, "low_precision", "overlap_tp", "overlap_cp", "overlap_ep", "experts", "host_moe_us"),
-        {"gpu:gb300": ({}, ("matmul", "traffic")), "gpu:b200": ({}, ("matmul", "host_moe_us")),
-         "gpu:b300": ({}, ("matmul", "host_moe_us")), "gpu:h100": ({}, ("matmul", "traffic", "host_moe_us", "attention"))},
+        _nvidia,
+        (*MODERN, "low_precision", "overlap_tp", "overlap_cp", "overlap_ep", "experts", "host_moe_us"),
+        {
+            "gpu:gb300": ({}, ("matmul", "traffic")),
+            "gpu:b200": ({}, ("matmul", "host_moe_us")),
+            "gpu:b300": ({}, ("matmul", "host_moe_us")),
+            "gpu:h100": ({}, ("matmul", "traffic", "host_moe_us", "attention")),
+        },
         main=lambda row: row.text["gpu"].startswith("GB200"),
     ),
     "mlperf": Recipe(
-        _nvidia, ("matmul", "depth", "low_precision", "attention", "traffic", "overlap_dp", "overlap_tp", "overlap_pp", "overlap_cp",
-        "network", "step_ms"), {"gpu:h": ({}, ("matmul", "low_precision")), "gpu:gb300": ({}, ("low_precision",))},
+        _nvidia,
+        (
+            "matmul",
+            "depth",
+            "low_precision",
+            "attention",
+            "traffic",
+            "overlap_dp",
+            "overlap_tp",
+            "overlap_pp",
+            "overlap_cp",
+            "network",
+            "step_ms",
+        ),
+        {"gpu:h": ({}, ("matmul", "low_precision")), "gpu:gb300": ({}, ("low_precision",))},
         main=lambda row: row.text["gpu"].startswith(("B", "GB200")),
     ),
     "mosaicml": Recipe(
-        Calibration(host_us=300), (*MATMUL, "attention", "traffic", *HOST, *LINKS, "overlap_dp", "optimizer", "host_blend"),
+        Calibration(host_us=300),
+        (*MATMUL, "attention", "traffic", *HOST, *LINKS, "overlap_dp", "optimizer", "host_blend"),
         {"gpu:h100": ({}, ("matmul", "attention", "traffic", "low_precision", "host_us"))},
         main=lambda row: row.text["gpu"].startswith("A100"),
     ),
@@ -92,7 +141,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "megatron": Recipe(_old.with_(host_us=200, traffic=2.0, score_batch=0), ("matmul", "traffic", "step_ms")),
     "fsdp": Recipe(Calibration(host_us=150, overlap_dp=0.85), ("matmul", "attention", "traffic", "overlap_dp")),
-}  # fmt: skip
+}
 
 
 def fit_stack(recipe: Recipe, rows: Sequence[Row], name: str) -> Stack:
@@ -152,14 +201,15 @@ def show(name: str, e: np.ndarray) -> dict[str, float]:
     size = np.abs(e[~np.isnan(e)])
     told = {"rows": len(size), "median": np.median(size), "mean": size.mean(), "p90": np.quantile(size, 0.9)}
     print(
-        f"{name:28} {told['rows']:5.0f} rows  median {told['median']:.3f}  mean {told['mean']:.3f}  p90 {told['p90']:.3f}",
+        f"{name:28} {told['rows']:5.0f} rows  "
+        f"median {told['median']:.3f}  mean {told['mean']:.3f}  p90 {told['p90']:.3f}",
         flush=True,
     )
     return {k: round(float(v), 4) for k, v in told.items()}
 
 
 def rows_of(path: Path) -> dict[str, list[Row]]:
-    """Rows with a time, by stack. Other people's FSDP runs are few and of trust B: they calibrate, and are not scored."""
+    """Rows with a time, by stack. Other people's FSDP runs are few and of trust B: they calibrate, unscored."""
     out: dict[str, list[Row]] = {}
     for row in read_table(path)[0]:
         if row.seconds:
@@ -219,15 +269,29 @@ def write(stack: Stack, spread: float, recipe: Recipe, rows: int) -> None:
         for k, c in stack.variants.items()
     }
     told = {
-        "name": stack.name, "fitted": {"rows": rows, "free": list(recipe.free)}, **own, **kept,
-        "spread": round(max(0.05, spread), 3), **({"variants": variants} if variants else {}),
-    }  # fmt: skip
+        "name": stack.name,
+        "fitted": {"rows": rows, "free": list(recipe.free)},
+        **own,
+        **kept,
+        "spread": round(max(0.05, spread), 3),
+        **({"variants": variants} if variants else {}),
+    }
     path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 MEMORY = (
-    "parameter_bytes", "gradient_bytes", "master_bytes", "moment_bytes", "activation", "logits", "logits_whole", "loss_rows", "context_gib", "fragment", "usable",
-)  # fmt: skip
+    "parameter_bytes",
+    "gradient_bytes",
+    "master_bytes",
+    "moment_bytes",
+    "activation",
+    "logits",
+    "logits_whole",
+    "loss_rows",
+    "context_gib",
+    "fragment",
+    "usable",
+)
 
 if __name__ == "__main__":
     main()

@@ -75,7 +75,7 @@ class Calibration:
     jitter: float = 0.01
     """What each doubling of the nodes adds to a step: waiting for the slowest."""
     profile: tuple[tuple[float, float, float, float], ...] = ()
-    """Measured blocks: tokens, width, tp, and the time over what the formulas say. Shapes close to one take its ratio."""
+    """Measured blocks: tokens, width, tp, and the time over the formulas'. Shapes close to one take its ratio."""
     # memory
     parameter_bytes: float = 2.0
     gradient_bytes: float = 4.0

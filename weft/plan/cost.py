@@ -50,7 +50,7 @@ def _longer(a: Size, b: Size, power: float) -> Size:
 
 
 def _profiled(cal: Calibration, tokens: Size, dim: Size, tp: Size) -> Size:
-    """Measured over computed for blocks like these: that of the measured shapes within a quarter of a doubling, else 1."""
+    """Measured over computed for blocks like these: that of the measured shapes close by, else 1."""
     points = np.log2(np.array(cal.profile))
     here = np.stack(np.broadcast_arrays(np.log2(tokens), np.log2(dim), np.log2(tp)), axis=-1)
     near = np.exp(-(((here[:, None, :] - points[None, :, :3]) / CLOSE) ** 2).sum(-1) / 2)

@@ -1,4 +1,4 @@
-"""`weft estimate JOB`: memory, time, energy and money of the layout in a job, with a range and the formulas' sources."""
+"""`weft estimate JOB`: memory, time, energy and money of a job's layout, with a range and the formulas' sources."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def show_estimate(told: dict[str, Any]) -> str:
         f"{told['layout']} on {told['world']} × {told['device']}, calibration {told['calibration']}",
         "",
         f"step        {_time(told['step_time_s'])}  ({_time(low)} to {_time(high)})",
-        f"tokens      {told['tokens_per_s_per_gpu']:,.0f} a second and device, {told['tflops_per_gpu']:.1f} TFLOP/s, MFU {told['mfu']:.1%},"
-        f" HFU {told['hfu']:.1%}",
+        f"tokens      {told['tokens_per_s_per_gpu']:,.0f} a second and device, {told['tflops_per_gpu']:.1f} TFLOP/s,"
+        f" MFU {told['mfu']:.1%}, HFU {told['hfu']:.1%}",
         f"memory      {told['peak_memory_gib']:.2f} of {told['memory_limit_gib']:.1f} GiB: {verdict}",
     ]
     lines += [f"  {part:16} {gib:9.3f} GiB" for part, gib in told["memory"].items()]
@@ -117,9 +117,8 @@ def show_estimate(told: dict[str, Any]) -> str:
     moved = [f"{axis} {b / 2**30:.3f} GiB" for axis, b in told["bytes"].items() if b]
     lines.append("bytes       " + (", ".join(moved) or "none") + " a rank and step")
     money = "no price is known" if told["cost_usd"] is None else f"{told['cost_usd']:,.2f} USD"
-    lines.append(
-        f"whole run   {told['steps']} steps, {told['tokens']:,.0f} tokens: {told['hours']:,.2f} h, {told['energy_kwh']:,.2f} kWh, {money}"
-    )
+    steps = f"{told['steps']} steps, {told['tokens']:,.0f} tokens"
+    lines.append(f"whole run   {steps}: {told['hours']:,.2f} h, {told['energy_kwh']:,.2f} kWh, {money}")
     return "\n".join(lines)
 
 

@@ -177,9 +177,10 @@ def facts_of(job: Job) -> ModelFacts:
     experts = getattr(model, "experts", None)
     if experts is not None:
         known = experts.model_dump()
+        shared = (known.get("shared") or 0) * (known.get("ffn") or 0)
         extra = {
             "experts": known.get("count", 0), "top_k": known.get("top_k", 1),
-            "moe_ffn": known.get("ffn") or model.ffn, "shared_ffn": (known.get("shared") or 0) * (known.get("ffn") or 0),
+            "moe_ffn": known.get("ffn") or model.ffn, "shared_ffn": shared,
             "first_dense": known.get("first_dense") or 0, "moe_every": known.get("every") or 1,
         }  # fmt: skip
     return ModelFacts(
@@ -237,8 +238,9 @@ NODE_LATENCY_US = 4.0
 """A collective's step between two devices of a node (NCCL's small messages, ../nccl tests of A100 and H100 nodes)."""
 _USUAL_NETWORK = {
     "v100": "ib-edr", "a100": "ib-hdr", "h100": "ib-ndr", "h200": "ib-ndr", "h800": "ib-ndr", "h20": "ib-ndr",
-    "gh200": "ib-ndr", "b200": "ib-ndr", "b300": "ib-xdr", "gb200": "ib-ndr", "gb300": "ib-xdr", "mi250x": "slingshot-11",
-    "mi300x": "roce-400", "mi325x": "roce-400", "mi350x": "roce-400", "mi355x": "roce-400", "cpu": "ethernet-10",
+    "gh200": "ib-ndr", "b200": "ib-ndr", "b300": "ib-xdr", "gb200": "ib-ndr", "gb300": "ib-xdr",
+    "mi250x": "slingshot-11", "mi300x": "roce-400", "mi325x": "roce-400", "mi350x": "roce-400", "mi355x": "roce-400",
+    "cpu": "ethernet-10",
 }  # fmt: skip
 RACK = {"gb200": 72, "gb300": 72}
 """Devices that NVLink joins beyond one node."""

@@ -1,8 +1,8 @@
 """What the fullest rank of a layout holds, part by part, in bytes.
 
-Weights, gradients and moments: ZeRO (Rajbhandari et al. 2020, section 3). Activations: Korthikanti et al. 2022, equations
-1 to 6, written out for any feed-forward width, gates and grouped keys. Waiting microbatches of a pipeline: Narayanan et
-al. 2021 and Qi et al. 2023.
+Weights, gradients and moments: ZeRO (Rajbhandari et al. 2020, section 3). Activations: Korthikanti et al. 2022,
+equations 1 to 6, written out for any feed-forward width, gates and grouped keys. Waiting microbatches of a pipeline:
+Narayanan et al. 2021 and Qi et al. 2023.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def hold(model: ModelFacts, layouts: Layouts, cal: Calibration) -> dict[str, Siz
 
 def weights(model: ModelFacts, layouts: Layouts, index: Size) -> tuple[Size, Size]:
     """Weights of the pipeline's rank `index`, one tensor-parallel slice: those all ranks share, and its experts."""
-    layers, ends = _layers(model, layouts, index), 0.0
+    layers = _layers(model, layouts, index)
     first, last = index == 0, index == layouts.pp - 1
     back = layouts.schedule == SCHEDULE_NAMES.index("zbv")  # its last stage comes back to the first rank
     has_head = np.where(back & (layouts.pp > 1), first, last)

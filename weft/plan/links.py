@@ -87,7 +87,7 @@ def exchange(g: Group, bytes_: Size, copies: Size = 1) -> Size:
     met = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
     out = bytes_ * (g.ranks - g.inside) / g.ranks * np.where(copies > 1, np.minimum(met, 1), 1)
     near = bytes_ * np.maximum(g.inside - 1, 0) / g.ranks
-    link = np.where(g.across > 0, np.maximum(g.gb_s, g.one_gb_s), g.gb_s)
+    link: Size = np.where(g.across > 0, np.maximum(g.gb_s, g.one_gb_s), g.gb_s)
     time = np.maximum(near / (link * 1e9), out / (g.one_gb_s * 1e9))
     return np.where(g.ranks > 1, g.latency_s + time, 0.0)
 

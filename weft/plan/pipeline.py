@@ -9,7 +9,7 @@ from weft.plan.layouts import SCHEDULE_NAMES, Layouts
 
 
 def stage_layers(layers: Size, stages: Size) -> tuple[Size, Size]:
-    """Blocks of the fullest stage, and of the last. The embedding and the head count as a block where that evens out."""
+    """Blocks of the fullest stage, and of the last. Embedding and head count as a block where that evens out."""
     layers, stages = np.asarray(layers, float), np.asarray(stages, float)
     even = np.mod(layers, stages) == 0
     ends = (np.mod(layers + 2, stages) == 0) & ~even

@@ -137,7 +137,8 @@ def row_model(line: Mapping[str, str]) -> ModelFacts:
         kv_heads=int(_number(line.get("kv_heads", "")) or heads), vocab=vocab, seq_len=int(_need(line, "seq_len")),
         embedding_rows=vocab, experts=experts, top_k=int(_number(line.get("moe_topk", "")) or 0),
         moe_ffn=moe_ffn if experts else 0, shared_ffn=known.pop("shared", 0) * moe_ffn,
-        frozen=int(line.get("task", "") == "lora"), frozen_bytes=0.6 if "nf4" in line.get("precision", "") else 2.0, **known,
+        frozen=int(line.get("task", "") == "lora"), 
+        frozen_bytes=0.6 if "nf4" in line.get("precision", "") else 2.0, **known,
     )  # fmt: skip
 
 

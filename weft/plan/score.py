@@ -1,4 +1,4 @@
-"""How right the estimates are: errors of time and memory, fits against out-of-memory, and regret over sweeps of layouts."""
+"""How right the estimates are: errors of time and memory, fits against out-of-memory, regret over sweeps of layouts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from weft.plan.batch import estimate_rows
 from weft.plan.calibration import Calibration
+from weft.plan.fitting import fit
 from weft.plan.layouts import RECOMPUTES
 from weft.plan.rows import Row, read_table
 from weft.plan.stack import calibration_of, is_known, stack_of
@@ -19,6 +20,11 @@ from weft.plan.stack import calibration_of, is_known, stack_of
 Floats = NDArray[np.float64]
 BELIEF = 2.0
 """How many other rows of a source it takes before their common factor is believed by half."""
+ENOUGH = 8
+"""Rows from which more than one factor is fitted."""
+FREE = ("matmul", "attention", "traffic", "host_us", "link", "network", "overlap_dp")
+"""What is fitted then, each near the stack's own number."""
+FOLDS = 5
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class Predicted:
     peak_gib: Floats
     fits: NDArray[np.bool_]
     factor: Floats
-    """What a source without a calibration of its own was scaled by: 1 elsewhere."""
+    """Told over as shipped, where a source had no calibration of its own: 1 elsewhere."""
 
 
 def predict(
@@ -38,8 +44,8 @@ def predict(
 ) -> Predicted:
     """Every row by its stack's calibration.
 
-    A source that no calibration was fitted on gets one factor, from the measured rows of its *other* models: a row is
-    never predicted with a time of its own model. `scale=False` leaves all as shipped.
+    A source that no calibration was fitted on is calibrated by the measured rows of its *other* models: a row is never
+    predicted with a time of its own model. `scale=False` leaves all as shipped.
     """
     seconds, peak, fits = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows), bool)
     by: dict[Calibration, list[int]] = {}
@@ -56,20 +62,47 @@ def predict(
         row = rows[i]
         saving = Row(**{**row.__dict__, "layout": {**row.layout, "recompute": RECOMPUTES.index("full")}})
         fits[i] = estimate_rows([saving], choose(row)).fits[0]
-    factor = _factors(rows, seconds) if scale else np.ones(len(rows))
+    factor = _refit(rows, seconds, choose) if scale else np.ones(len(rows))
     return Predicted(list(rows), seconds * factor, peak, fits, factor)
 
 
-def _factors(rows: Sequence[Row], seconds: Floats) -> Floats:
+def _refit(rows: Sequence[Row], seconds: Floats, choose: Callable[[Row], Calibration]) -> Floats:
+    """Predicted times over those as shipped, for sources that no calibration was fitted on; 1 elsewhere."""
     out = np.ones(len(rows))
     for source in {row.source for row in rows if not is_known(row.source)}:
         own = [i for i, row in enumerate(rows) if row.source == source]
-        for model in {rows[i].model_name for i in own}:
-            others = [i for i in own if rows[i].model_name != model and rows[i].seconds]
-            if others:
-                off = [np.log(rows[i].seconds or 1.0) - np.log(seconds[i]) for i in others]
-                belief = len(others) / (len(others) + BELIEF)
-                out[[i for i in own if rows[i].model_name == model]] = np.exp(belief * np.median(off))
+        timed = [i for i in own if rows[i].seconds]
+        names = _groups([rows[i] for i in own])
+        largest = sorted(set(names), key=lambda name: (-names.count(name), name))
+        folds = {name: number % FOLDS for number, name in enumerate(largest)}
+        fold = {i: folds[name] for i, name in zip(own, names, strict=True)}
+        for held in range(FOLDS):
+            inside, others = [i for i in own if fold[i] == held], [i for i in timed if fold[i] != held]
+            if inside and others:
+                out[inside] = _by_others(rows, seconds, inside, others, choose)
+    return out
+
+
+def _groups(rows: Sequence[Row]) -> list[str]:
+    """What is held out together: a model, or a cluster size and sequence length where there is only one model."""
+    names = [row.model_name for row in rows]
+    return names if len(set(names)) > 1 else [f"{row.cluster.world} {row.model.seq_len}" for row in rows]
+
+
+def _by_others(
+    rows: Sequence[Row], seconds: Floats, inside: list[int], others: list[int], choose: Callable[[Row], Calibration]
+) -> Floats:
+    """From enough other rows of the same stack a few numbers are fitted, from fewer one factor."""
+    off = [np.log(rows[i].seconds or 1.0) - np.log(seconds[i]) for i in others]
+    out = np.full(len(inside), np.exp(len(others) / (len(others) + BELIEF) * np.median(off)))
+    by: dict[Calibration, list[int]] = {}
+    for place, i in enumerate(inside):
+        by.setdefault(choose(rows[i]), []).append(place)
+    for cal, places in by.items():
+        alike = [rows[i] for i in others if choose(rows[i]) == cal]
+        if len(alike) >= ENOUGH:
+            told = estimate_rows([rows[inside[p]] for p in places], fit(alike, cal, FREE, steps=12, width=1.0))
+            out[places] = told.step_time_s / seconds[[inside[p] for p in places]]
     return out
 
 
@@ -193,27 +226,32 @@ def _line(name: str, s: dict[str, Any]) -> str:
         return "     ·" if value is None else f"{100 * value:5.1f}%"
 
     t, m, f, r = s["step_time"], s["peak_memory"], s["fits"], s["regret"]
-    return (
-        f"{name:24.24} {t['rows']:5d} {cell(t['median_abs_error'])} {cell(t['mean_abs_error'])} {cell(t['p90_abs_error'])} │"
-        f" {m['rows']:4d} {cell(m['median_abs_error'])} {cell(m['p90_abs_error'])} │ {f['rows']:5d} {cell(f['accuracy'])}"
-        f" {cell(f['false_fits'])} {cell(f['false_ooms'])} │ {r['sweeps']:3d} {cell(r['mean'])} {cell(r['p95'])}"
-        f" {'     ·' if r['spearman'] is None else format(r['spearman'], '6.3f')}"
-    )
+    time = [cell(t[k]) for k in ("median_abs_error", "mean_abs_error", "p90_abs_error")]
+    memory = [cell(m[k]) for k in ("median_abs_error", "p90_abs_error")]
+    verdicts = [cell(f[k]) for k in ("accuracy", "false_fits", "false_ooms")]
+    regret = [cell(r["mean"]), cell(r["p95"]), "     ·" if r["spearman"] is None else format(r["spearman"], "6.3f")]
+    parts = ((5, t["rows"], time), (4, m["rows"], memory), (5, f["rows"], verdicts), (3, r["sweeps"], regret))
+    return f"{name:24.24} " + " │ ".join(f"{rows:{width}d} {' '.join(cells)}" for width, rows, cells in parts)
 
 
 def show_table(told: dict[str, Any]) -> str:
     """The same for a person to read."""
-    head = (
-        f"{'':24} {'step time':>25} │ {'peak memory':>18} │ {'fits':>26} │ {'regret':>24}\n"
-        f"{'source':24} {'rows':>5} {'median':>6} {'mean':>6} {'p90':>6} │ {'rows':>4} {'median':>6} {'p90':>6} │ {'rows':>5} {'right':>6}"
-        f" {'f.fits':>6} {'f.OOM':>6} │ {'no.':>3} {'mean':>6} {'p95':>6} {'spearm':>6}"
+    titles = (("step time", 26), ("peak memory", 18), ("fits", 26), ("regret", 24))
+    columns = (
+        "rows median   mean    p90",
+        "rows median    p90",
+        " rows  right f.fits  f.OOM",
+        "no.   mean    p95 spearm",
     )
+    head = f"{'':24} " + " │ ".join(f"{title:>{width}}" for title, width in titles)
+    head += f"\n{'source':24}  " + " │ ".join(columns)
     lines = [head, *(_line(name, s) for name, s in told["sources"].items()), _line("overall", told["overall"])]
     if told["scaled"]:
         lines.append(_line("overall, as shipped", told["as_shipped"]))
         said = ", ".join(f"{s} × {f:.2f}" for s, f in told["scaled"].items())
         lines.append(
-            f"\nNo calibration was fitted on these sources, so rows of one model are scaled by the others' rows: {said}."
+            "\nNo calibration was shipped for these sources: each model was predicted with the source's rows of other "
+            f"models (median change {said})."
         )
     lines.append(
         "\nRows without a time to compare: "

@@ -16,7 +16,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "attention": (0.05, 0.95), "traffic": (0.3, 12.0), "host_us": (5.0, 3000.0), "step_ms": (0.3, 400.0),
     "experts": (0.2, 1.0), "link": (0.2, 0.95), "network": (0.05, 1.0), "latency": (0.2, 30.0),
     "overlap_tp": (0.001, 0.95), "overlap_dp": (0.001, 0.98), "overlap_cp": (0.001, 0.98), "overlap_pp": (0.001, 0.98),
-    "overlap_ep": (0.001, 0.98), "optimizer": (0.5, 10.0), "host_blend": (1.0, 12.0), "head_whole": (0.2, 1.0), "host_backward": (0.5, 2.0), "odd": (0.005, 0.5), "host_moe_us": (5.0, 6000.0), "jitter": (0.0005, 0.06),
+    "overlap_ep": (0.001, 0.98), "optimizer": (0.5, 10.0),
+    "host_blend": (1.0, 12.0), "head_whole": (0.2, 1.0), "host_backward": (0.5, 2.0),
+    "odd": (0.005, 0.5), "host_moe_us": (5.0, 6000.0), "jitter": (0.0005, 0.06),
 }  # fmt: skip
 PRIOR = 2.0
 """Width of the belief that a number is near where the fit began, in units of the bounded scale: keeps what the rows do
@@ -36,24 +38,26 @@ def from_free(free: float, name: str) -> float:
     return float(np.exp(low + (high - low) / (1 + np.exp(-free))))
 
 
-def fit(rows: Sequence[Row], start: Calibration, names: Sequence[str], steps: int = 25) -> Calibration:
+def fit(
+    rows: Sequence[Row], start: Calibration, names: Sequence[str], steps: int = 25, width: float = PRIOR
+) -> Calibration:
     """The calibration near `start` under which the rows' predicted times are closest to the measured, in logarithms."""
     model, cluster, layouts, batch = gather_rows(rows)
-    measured = np.log([row.seconds for row in rows])
+    measured = np.log([row.seconds or 1.0 for row in rows])
 
     def errors(free: np.ndarray) -> np.ndarray:
         cal = start.with_(**{n: from_free(f, n) for n, f in zip(names, free, strict=True)})
         return np.log(estimate(model, cluster, layouts, cal, batch).step_time_s) - measured
 
     begin = np.array([to_free(getattr(start, n), n) for n in names])
-    free = _descend(errors, begin, steps)
+    free = _descend(errors, begin, steps, width)
     return start.with_(**{n: round(from_free(f, n), 4) for n, f in zip(names, free, strict=True)})
 
 
-def _descend(errors: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, steps: int) -> np.ndarray:
+def _descend(errors: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, steps: int, width: float) -> np.ndarray:
     def loss(e: np.ndarray, x: np.ndarray) -> float:
         return float(
-            np.sum(2 * ELBOW**2 * (np.sqrt(1 + (e / ELBOW) ** 2) - 1)) + ELBOW**2 * np.sum((x - begin) ** 2) / PRIOR**2
+            np.sum(2 * ELBOW**2 * (np.sqrt(1 + (e / ELBOW) ** 2) - 1)) + ELBOW**2 * np.sum((x - begin) ** 2) / width**2
         )
 
     free, damping = begin.copy(), 1e-2
@@ -62,7 +66,7 @@ def _descend(errors: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, step
     for _ in range(steps):
         slope = np.stack([(errors(free + 1e-4 * unit) - e) / 1e-4 for unit in np.eye(len(free))], axis=1)
         weight = 1 / np.sqrt(1 + (e / ELBOW) ** 2)
-        pull = ELBOW**2 / PRIOR**2
+        pull = ELBOW**2 / width**2
         left = slope.T @ (weight[:, None] * slope) + pull * np.eye(len(free))
         right = slope.T @ (weight * e) + pull * (free - begin)
         improved = False
@@ -81,9 +85,9 @@ def _descend(errors: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, step
 
 
 def profile(rows: Sequence[Row], cal: Calibration, rounds: int = 4) -> Calibration:
-    """The same calibration with measured blocks: for every shape in the rows, the ratio that makes its median error 0."""
+    """The same calibration with measured blocks: for every shape, the ratio that makes its rows' median error 0."""
     model, cluster, layouts, batch = gather_rows(rows)
-    measured = np.log([row.seconds for row in rows])
+    measured = np.log([row.seconds or 1.0 for row in rows])
     shapes = [
         (float(m * s / c), float(d), float(t))
         for m, s, c, d, t in zip(layouts.microbatch, model.seq_len, layouts.cp, model.dim, layouts.tp, strict=True)
