@@ -120,7 +120,7 @@ def test_the_tour_of_the_readme(shell):
     assert steps == list(range(1, steps[-1] + 1))
 
 
-@pytest.mark.parametrize("page", ["docs/flow.md", "docs/layouts.md"])
+@pytest.mark.parametrize("page", ["docs/flow.md", "docs/layouts.md", "docs/how-weft-chooses.md"])
 def test_the_commands_of_a_page(shell, page):
     assert run_page(page, shell)
 
