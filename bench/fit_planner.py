@@ -287,7 +287,7 @@ MEMORY = (
     "activation",
     "logits",
     "logits_whole",
-    "loss_rows",
+    "loss_chunk",
     "context_gib",
     "fragment",
     "usable",

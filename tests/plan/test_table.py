@@ -146,6 +146,14 @@ def test_a_job_or_a_table_but_not_both(tmp_path: Path) -> None:
     assert done.code == 2 and "takes a JOB or --table FILE.csv" in done.err
 
 
+def test_a_job_by_the_command_line(tmp_path: Path) -> None:
+    done = weft(tmp_path, "estimate", "demo", "--nproc", "2", "--json")
+    told = json.loads(done.out)
+    assert {"step_time_s", "mfu", "peak_memory_gib", "fits", "memory", "time", "energy_kwh", "cost_usd"} <= told.keys()
+    said = weft(tmp_path, "estimate", "demo", "--nproc", "2").out
+    assert "memory " in said and "whole run " in said
+
+
 def test_an_unknown_source_is_scaled_by_its_other_models_only(tmp_path: Path) -> None:
     """Twice as slow as the stack: a model's own times never enter its factor."""
     bare = read_table(table(tmp_path / "a.csv", {"tokens_per_s_per_gpu": 1000}))[0]

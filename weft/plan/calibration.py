@@ -90,8 +90,8 @@ class Calibration:
     """Bytes for each logit at the loss (bf16 logits, fp32 copy and its gradient)."""
     logits_whole: float = 0.0
     """Bytes for each logit that the loss gathers from the ranks of tp; 0 where it works on what each rank has."""
-    loss_rows: float = 0.0
-    """Tokens whose logits are held at once; 0: all of a microbatch."""
+    loss_chunk: float = 0.0
+    """Logits held at once, where the loss works through them in chunks; 0: all of a microbatch."""
     context_gib: float = 1.0
     """Driver, libraries and communication buffers, outside the allocator."""
     fragment: float = 0.05

@@ -16,6 +16,7 @@ from weft.plan.facts import ClusterFacts, ModelFacts, cluster_facts, facts_of
 from weft.plan.hold import GIB, stage
 from weft.plan.layout import Plan
 from weft.plan.layouts import Layouts
+from weft.plan.memory import predict_memory
 
 POWER_SHARE = 0.85
 """Share of its rated power that a device draws while it trains."""
@@ -78,6 +79,7 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         "hours": hours,
         "steps": job.train.steps,
         "tokens": tokens * job.train.steps,
+        "own_run": predict_memory(job, plan),
         "layout": plan.layout(),
         "world": plan.world,
         "device": plan.device_name,

@@ -76,12 +76,10 @@ def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) ->
     bucket = bucket * np.where(layouts.compression == COMPRESSIONS.index("none"), 1.0, 1.25)
     activations = activation_bytes(model, layouts, cal, _layers(model, layouts, index), index)
     tokens = layouts.microbatch * model.seq_len / layouts.cp * model.head_share
-    rows = np.minimum(tokens, cal.loss_rows) if cal.loss_rows else tokens
-    logits = np.where(
-        index == layouts.pp - 1,
-        rows * model.vocab * (cal.logits / layouts.tp + np.where(layouts.tp > 1, cal.logits_whole, 0)),
-        0.0,
-    )
+    count = tokens * model.vocab / layouts.tp
+    count = np.minimum(count, cal.loss_chunk) if cal.loss_chunk else count
+    gathered_logits = np.where(layouts.tp > 1, cal.logits_whole * layouts.tp, 0)
+    logits = np.where(index == layouts.pp - 1, count * (cal.logits + gathered_logits), 0.0)
     held = parameters + gradients + optimizer + activations + logits + gathered + bucket
     return {
         "parameters": parameters, "gradients": gradients, "optimizer": optimizer, "activations": activations,
