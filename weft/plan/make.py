@@ -238,7 +238,20 @@ def _predict(start: Start, plan: Plan) -> dict[str, float]:
         scene = scene_for(job, start.world, start.device, start.memory_gib)
         made = scene.estimate(Layouts.one(plan))
         predicted |= {"step_time_s": float(made.step_time_s[0]), "mfu": float(made.mfu[0])}
+        if job.model.experts:  # what only the estimate knows how to cut
+            predicted |= _parts({name: float(gib[0]) for name, gib in made.memory.items()})
     return predicted
+
+
+def _parts(gib: dict[str, float]) -> dict[str, float]:
+    """The estimate's parts of memory under the names that every run prints."""
+    return {
+        "memory_gib": sum(gib.values()),
+        "states_gib": gib["parameters"] + gib["gradients"] + gib["optimizer"],
+        "gathered_gib": gib["communication"],
+        "activations_gib": gib["activations"] + gib["logits"],
+        "runtime_gib": gib["reserve"],
+    }
 
 
 def peak_flops(plan: Plan) -> float | None:

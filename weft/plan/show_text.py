@@ -52,6 +52,9 @@ def under(made: Survey, instead: str) -> str:
         text = f"{100 * kept.share:.1f} % of the time is progress: a stop every {stops}"
         rows.append(("goodput", f"{text}, a checkpoint every {kept.every} steps"))
     rows.append(("searched", f"{made.found.size:,} layouts in {made.found.seconds:.2f} s"))
+    if made.gains:
+        said = ", ".join(f"{g.setting} {100 * g.faster:.0f} % faster" for g in made.gains)
+        rows.append(("beyond", f"with the same degrees: {said}"))
     if made.untrainable:
         rows.append(("note", made.untrainable[0]))
     if instead:
@@ -60,8 +63,8 @@ def under(made: Survey, instead: str) -> str:
 
 
 def duration(hours: float) -> str:
-    for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60)):
-        if hours >= 2 * size or unit == "min":
+    for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60), ("s", 1 / 3600)):
+        if hours >= 2 * size or unit == "s":
             value = hours / size
             return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
     return ""

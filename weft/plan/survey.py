@@ -10,6 +10,7 @@ import numpy as np
 
 from weft.job.errors import JobError
 from weft.job.schema import Job
+from weft.plan.beyond import Gain, beyond
 from weft.plan.calibration import Calibration, load
 from weft.plan.choose import scene_for, settle, space_for
 from weft.plan.estimate import OVERHEAD, POWER_SHARE, estimate_job
@@ -70,6 +71,8 @@ class Survey:
     front: tuple[Point, ...] = ()
     untrainable: tuple[str, ...] = ()
     """Why this version cannot train the winner yet."""
+    gains: tuple[Gain, ...] = ()
+    """What settings that the job does not ask for would gain."""
 
     @property
     def fits(self) -> bool:
@@ -82,7 +85,7 @@ class Survey:
             "estimate": {k: v for k, v in self.told.items() if k != "sources"}, "goodput": self.kept.to_json(),
             "search": {"candidates": found.size, "estimated": found.estimated, "seconds": found.seconds},
             "candidates": [p.to_json() for p in self.others], "pareto": [p.to_json() for p in self.front],
-            "trains": not self.untrainable,
+            "trains": not self.untrainable, "beyond": [g.to_json() for g in self.gains],
         }  # fmt: skip
 
 
@@ -111,7 +114,8 @@ def survey(
     kept = _kept(job, chosen, told["step_time_s"])
     others = tuple(_point(start, found, int(i), compare(found, found.layouts, int(i))) for i in found.best(top)[1:])
     refused = tuple(text for rule in RUNNABLE if (text := rule(job, chosen)))
-    made = Survey(job, chosen, start, bounds, found, told, kept, others, (), refused)
+    gains = () if trainable else tuple(beyond(bounds, found))
+    made = Survey(job, chosen, start, bounds, found, told, kept, others, (), refused, gains)
     return replace(made, front=_front(made, trainable, calibration)) if front else made
 
 
