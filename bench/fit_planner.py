@@ -62,7 +62,7 @@ _old = Calibration(
     optimizer=0.6,
     matmul=0.96,
 )
-_nvidia = Calibration(host_us=60, low_precision=0.85, step_ms=20, traffic=2.0, host_moe_us=1500)
+_nvidia = Calibration(host_us=60, experts=0.85, low_precision=0.85, step_ms=20, traffic=2.0, host_moe_us=100)
 _UNFUSED: dict[str, float] = {"fused": 0}
 RECIPES: dict[str, Recipe] = {
     "megatron-deepspeed": Recipe(

@@ -45,8 +45,8 @@ class Calibration:
     """Time the host needs to launch one block's forward pass."""
     host_backward: float = 1.0
     """The same for its backward pass, over the forward pass."""
-    host_moe_us: float = 300.0
-    """What a block with experts adds to that: routing, sorting, many small products."""
+    host_moe_us: float = 60.0
+    """What each expert on a rank adds to that: routing, sorting, small products."""
     host_blend: float = 4.0
     """How far host and device work side by side: 1 adds their times, a large number takes the longer."""
     score_batch: float = 0.0

@@ -18,12 +18,12 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "overlap_tp": (0.001, 0.95), "overlap_dp": (0.001, 0.98), "overlap_cp": (0.001, 0.98), "overlap_pp": (0.001, 0.98),
     "overlap_ep": (0.001, 0.98), "optimizer": (0.5, 10.0),
     "host_blend": (1.0, 12.0), "head_whole": (0.2, 1.0), "host_backward": (0.5, 2.0),
-    "odd": (0.005, 0.5), "host_moe_us": (5.0, 6000.0), "jitter": (0.0005, 0.06),
+    "odd": (0.005, 0.5), "host_moe_us": (2.0, 1500.0), "jitter": (0.0005, 0.06),
 }  # fmt: skip
 PRIOR = 2.0
 """Width of the belief that a number is near where the fit began, in units of the bounded scale: keeps what the rows do
 not say where it was."""
-TIGHT = {"experts": 0.4, "host_moe_us": 0.4, "overlap_ep": 0.4}
+TIGHT = {"experts": 0.1, "host_moe_us": 0.4, "overlap_ep": 0.4}
 """The same for numbers of which few rows speak, over that width."""
 ELBOW = 0.03
 """Errors beyond this count linearly, so that a few strange rows do not bend the fit."""
