@@ -175,6 +175,8 @@ _EXPECTED = {
 def _sentence(key: str, errors: list[Any]) -> str:
     if any(e["type"] == "extra_forbidden" for e in errors):
         return f"{key}: unknown key{_suggest(key)}"
+    if all(e["type"] == "missing" for e in errors):
+        return f"{key}: is missing; it must be given"
     value = errors[0].get("input")
     shown = f"{value!r}" if not isinstance(value, dict) else "a mapping"
     expected = [_EXPECTED.get(e["type"]) or _choices(e) for e in errors]

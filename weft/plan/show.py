@@ -123,7 +123,8 @@ def _fails(made: Survey) -> FitError:
             return FitError(f"{error}; in whole {gib(need)} GiB, {gib(need - limit)} too many")
     return FitError(
         f"no layout fits: the most frugal, {made.plan.layout()}, needs {gib(need)} GiB a rank, but "
-        f"{made.plan.device_name} has {gib(limit)}, so {gib(need - limit)} are missing"
+        f"{made.plan.device_name} has {gib(float(found.scene.cluster.memory_gib))} ({gib(limit)} of them usable), so "
+        f"{gib(need - limit)} are missing"
     )
 
 

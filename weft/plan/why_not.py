@@ -71,7 +71,8 @@ def _beside(made: Survey, other: Layouts) -> dict[str, Any]:
 
 def _named(text: str) -> dict[str, Any]:
     """The settings a person wrote, and no others."""
-    rest, named = text, {}
+    rest = text.replace(",", " ")
+    named: dict[str, Any] = {}
     for name, pattern in (
         ("recompute", r"recompute\s*=?\s*(none|selective|full)"),
         ("microbatch", r"microbatch\s*=?\s*(\d+)"),
