@@ -1,6 +1,7 @@
 """Fit the memory numbers of the calibrations: from published peaks, and from which layouts ran out of memory.
 
-    python bench/fit_memory.py RUNS.csv
+    python bench/fit_memory.py RUNS.csv             # fit, write into the JSON files
+    python bench/fit_memory.py RUNS.csv --held-out  # fit without each model, judge that model
 
 A random search over a few numbers for each stack. A peak counts by its error in logarithms; a run that is only known to
 fit, or not to, counts by how far on the wrong side of the device's memory it is put. A false "fits" counts twice.
@@ -100,9 +101,25 @@ def search(name: str, rows: Sequence[Row], tries: int) -> Stack:
     return found
 
 
+def held_out(name: str, rows: Sequence[Row], tries: int) -> None:
+    """Verdicts and peaks of every model by a fit without it."""
+    fits = fails = 0
+    for model in sorted({row.model_name for row in rows}):
+        CACHE.clear()
+        found = search(name, [row for row in rows if row.model_name != model], tries)
+        CACHE.clear()
+        _, a, b = loss(found, [row for row in rows if row.model_name == model])
+        fits, fails = fits + a, fails + b
+    right = 1 - (fits + fails) / len(rows)
+    print(
+        f"{name:26} {len(rows):4d} rows held out  right {right:.3f}  false fits {fits}  false OOM {fails}", flush=True
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("table", type=Path)
+    parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--only")
     parser.add_argument("--tries", type=int, default=1500)
     args = parser.parse_args()
@@ -111,6 +128,10 @@ def main() -> None:
         if args.only and name not in args.only.split(","):
             continue
         rows = [r for r in every if stack_of(r) == name and r.text.get("recompute") and r.text.get("trust") != "C"]
+        if args.held_out:
+            held_out(name, rows, args.tries)
+            continue
+        CACHE.clear()
         found = search(name, rows, args.tries)
         value, fits, fails = loss(found, rows)
         print(f"{name:26} {len(rows):4d} rows  cost {value:.2f}  false fits {fits}  false OOM {fails}", flush=True)

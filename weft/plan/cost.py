@@ -95,7 +95,10 @@ def estimate(
     routed = tokens / layouts.tp * model.top_k * model.dim * size
     ep_one = share * 2 * links.exchange(g["ep"], routed, model.top_k) * (1 - cal.overlap_ep)
 
-    host = np.full(len(layouts), cal.host_us * 1e-6) + share * cal.host_moe_us * 1e-6 * np.maximum(model.experts, 1) / layouts.ep
+    host = (
+        np.full(len(layouts), cal.host_us * 1e-6)
+        + share * cal.host_moe_us * 1e-6 * np.maximum(model.experts, 1) / layouts.ep
+    )
     if cal.score_batch:
         odd = np.mod(layouts.microbatch * model.heads / layouts.tp, cal.score_batch) != 0
         host = host * np.where(odd, FALLBACK, 1.0)
