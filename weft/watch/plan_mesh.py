@@ -60,7 +60,10 @@ def mesh_figure(data: dict[str, Any]) -> Figure | None:
     words = {"pp": "stage", "dp_shard": "shard", "dp_replicate": "replica"}[axis]
     said = f"The colour is the {words}; {named}. Placement: {plan.placement}."
     said += f" The first {shown} of {nodes} nodes." if shown < nodes else ""
-    layout = {"yaxis": {"autorange": "reversed", "showgrid": False}, "xaxis": {"side": "top", "showgrid": False}}
+    layout = {
+        "yaxis": {"autorange": "reversed", "showgrid": False}, "xaxis": {"side": "bottom", "showgrid": False},
+        "margin": {"l": 70, "r": 20, "t": 40, "b": 40},
+    }  # fmt: skip
     return Figure("mesh", "The mesh on the nodes", said, [trace], layout, height=90 + 30 * shown)
 
 

@@ -54,7 +54,9 @@ def _header(name: str, data: Data) -> str:
     fits = data.get("fits", True)
     tone, word = ("good", "fits") if fits else ("bad", "does not fit")
     layout = data.get("estimate", {}).get("layout", "")
-    where = f"{data['world']} × {data['device_name']}, {data['nodes']} nodes, {data['precision']}"
+    where = (
+        f"{data['world']} × {data['device_name']}, {data['nodes']} node{'s' * (data['nodes'] > 1)}, {data['precision']}"
+    )
     return f"""<header>
 <div class="top"><h1>{esc(name)}: plan</h1><span class="status {tone}">{word}</span></div>
 <p>{esc(str(layout))}</p><p class="meta">{esc(where)}</p>
@@ -160,7 +162,7 @@ def _list(title: str, rows: list[Data]) -> str:
     lines = "".join(
         f'<tr><td class="any">{esc(r["layout"])}, microbatch {r["microbatch"]}, recompute {esc(r["recompute"])}</td>'
         f'<td class="n">{r["effective_step_time_s"]:.4g}</td><td class="n">{r["peak_memory_gib"]:.1f}</td>'
-        f'<td class="any">{esc(r["lacks"])}</td></tr>'
+        f'<td class="any" style="width:40%">{esc(r["lacks"])}</td></tr>'
         for r in rows
     )
     return f"""<section class="card"><h2>{esc(title)}</h2><div class="scroll"><table class="list"><tr><th>layout</th>\
