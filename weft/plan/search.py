@@ -22,6 +22,7 @@ from weft.plan.calibration import Calibration
 from weft.plan.cost import Estimates, estimate
 from weft.plan.facts import ClusterFacts, ModelFacts
 from weft.plan.hold import GIB, hold
+from weft.plan.keep import Kept, degrees
 from weft.plan.layouts import RECOMPUTES, SCHEDULE_NAMES, Ints, Layouts
 from weft.plan.space import Rows, Space, coarse, count, expand, layouts_of
 
@@ -32,8 +33,6 @@ FIRST, OPENED = 16, 512
 CORES = min(2, os.cpu_count() or 1)
 SLACK = 0.98
 """Bounds are lowered by this much, for rounding in the estimator's curves."""
-NEAR = 0.005
-"""Layouts whose times differ by less than this are as good as equal: the simplest of them is taken."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Found:
 
     def best(self, number: int) -> Ints:
         """Indices of the best layout of each of the first `number` different sets of degrees."""
-        _, first = np.unique(_degrees(self.layouts), return_index=True)
+        _, first = np.unique(degrees(self.layouts), return_index=True)
         return np.sort(first)[:number]
 
 
@@ -115,7 +114,7 @@ class Bounds:
         size = self.size if not only and fine is None else count(space, rows)
         order = np.flatnonzero(peaks <= scene.limit_gib)
         order = order[np.argsort(times[order], kind="stable")]
-        kept = _Kept(top, front)
+        kept = Kept(top, front)
         at, opened, estimated = 0, FIRST, len(peaks)
         with ThreadPoolExecutor(CORES) as pool:  # numpy lets go of the interpreter while it works on an array
             while at < len(order) and times[order[at]] * SLACK <= kept.horizon:
@@ -128,7 +127,14 @@ class Bounds:
                     estimated += len(layouts)
         frugal, least = _most_frugal(space, scene, rows, peaks)
         return Found(
-            space, scene, *kept.result(space, rows), size, estimated, least, frugal, time.perf_counter() - start
+            space,
+            scene,
+            *kept.result(layouts_of(space, _none(rows))),
+            size,
+            estimated,
+            least,
+            frugal,
+            time.perf_counter() - start,
         )
 
 
@@ -230,88 +236,6 @@ def _some_blocks(space: Space, scene: Scene, layouts: Layouts, table: NDArray[np
     tried = replace(base, recompute_blocks=needed)
     useful = (needed > 0) & (needed < blocks) & (scene.peak_gib(tried) <= scene.limit_gib)
     return tried.take(useful)
-
-
-def _degrees(layouts: Layouts) -> Ints:
-    key = np.zeros(len(layouts), np.int64)
-    for axis in (layouts.pp, layouts.tp, layouts.cp, layouts.dp_shard, layouts.ep):
-        key = key * 65_537 + axis  # degrees are far smaller; wrapping keeps keys apart well enough for a list of a few
-    return key
-
-
-def plainness(layouts: Layouts) -> NDArray[np.float64]:
-    """How many things a layout needs to work; of equally fast ones the plainest is taken."""
-    several = [
-        3 * (layouts.pp > 1), 2 * (layouts.tp > 1), 2 * (layouts.cp > 1), layouts.ep > 1, layouts.dp_shard > 1,
-        (layouts.dp_replicate > 1) & (layouts.dp_shard > 1), 0.1 * layouts.zero, 0.5 * (layouts.schedule > 0),
-        0.05 * layouts.virtual_stages, 0.5 * layouts.placement, 0.5 * layouts.recompute,
-        0.2 * (layouts.recompute_blocks >= 0), layouts.offload > 0, layouts.compression > 0,
-    ]  # fmt: skip
-    return np.asarray(sum(np.asarray(part, float) for part in several))
-
-
-def ranked(layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> Ints:
-    """The best first: by time in steps of NEAR, then the plainer, then the faster, then what needs less memory."""
-    steps = np.floor(np.log(times / times.min()) / NEAR)
-    return np.lexsort((peaks, times, plainness(layouts), steps)).astype(np.int64)
-
-
-class _Kept:
-    """What has been found so far, and what is not worth opening any more."""
-
-    def __init__(self, top: int, front: bool) -> None:
-        self.top, self.front = top, front
-        self.bound = np.inf
-        """Times above this are not among the best any more."""
-        self.parts: list[Layouts] = []
-        self.times, self.peaks = np.array([]), np.array([])
-        self.keys = np.array([], np.int64)
-        self.horizon = np.inf
-        """Bounds above this are not opened."""
-        self.stairs = (np.array([]), np.array([]))
-        """The front so far: times rising, memory falling."""
-
-    def open(self, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which bounds may still give something: a place among the best, or a step of the front."""
-        wanted = times <= self.bound
-        if self.front and len(self.stairs[0]):
-            at = np.searchsorted(self.stairs[0], times, side="right") - 1
-            beaten = (at >= 0) & (self.stairs[1][np.maximum(at, 0)] <= peaks)
-            wanted |= (times <= self.horizon) & ~beaten
-        return wanted
-
-    def add(self, layouts: Layouts, made: list[Estimates]) -> None:
-        """Take in what was estimated, and let go of what is no longer among the best nor on the front."""
-        if len(layouts) == 0:
-            return
-        good = np.concatenate([np.asarray(m.fits, bool) for m in made])
-        self.parts.append(layouts.take(good))
-        self.times = np.concatenate([self.times, *(np.asarray(m.step_time_s) for m in made)])
-        self.times = np.delete(self.times, len(self.times) - len(good) + np.flatnonzero(~good))
-        self.peaks = np.concatenate([self.peaks, np.concatenate([np.asarray(m.peak_gib) for m in made])[good]])
-        self.keys = np.concatenate([self.keys, _degrees(self.parts[-1])])
-        if len(self.times) == 0:
-            return
-        order = np.argsort(self.times, kind="stable")
-        _, first = np.unique(self.keys[order], return_index=True)
-        best = np.sort(self.times[order][first])
-        self.bound = best[self.top - 1] * (1 + 2 * NEAR) if len(best) >= self.top else np.inf
-        self.horizon = max(self.bound, 2 * best[0]) if self.front else self.bound
-        keep = self.times <= self.bound
-        if self.front:
-            low = np.minimum.accumulate(self.peaks[order])
-            step = np.concatenate([[True], low[1:] < low[:-1]])
-            self.stairs = (self.times[order][step], low[step])
-            keep[order[step]] = True
-        self.parts = [Layouts.join(self.parts).take(keep)]
-        self.times, self.peaks, self.keys = self.times[keep], self.peaks[keep], self.keys[keep]
-
-    def result(self, space: Space, rows: Rows) -> tuple[Layouts, NDArray[np.float64], NDArray[np.float64]]:
-        if len(self.times) == 0:
-            return layouts_of(space, _none(rows)), self.times, self.peaks
-        layouts = Layouts.join(self.parts)
-        order = ranked(layouts, self.times, self.peaks)
-        return layouts.take(order), self.times[order], self.peaks[order]
 
 
 def _most_frugal(

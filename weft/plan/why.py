@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from weft.plan.keep import NEAR
 from weft.plan.layouts import RECOMPUTES, SCHEDULE_NAMES, Layouts
-from weft.plan.search import NEAR, Bounds, Found
+from weft.plan.search import Bounds, Found
 
 AXES = ("pp", "tp", "cp", "ep")
 TIME_WORDS = {

@@ -162,7 +162,7 @@ def _list(title: str, rows: list[Data]) -> str:
     lines = "".join(
         f'<tr><td class="any">{esc(r["layout"])}, microbatch {r["microbatch"]}, recompute {esc(r["recompute"])}</td>'
         f'<td class="n">{r["effective_step_time_s"]:.4g}</td><td class="n">{r["peak_memory_gib"]:.1f}</td>'
-        f'<td class="any" style="width:40%">{esc(r["lacks"])}</td></tr>'
+        f'<td style="min-width:16rem;white-space:normal">{esc(r["lacks"])}</td></tr>'
         for r in rows
     )
     return f"""<section class="card"><h2>{esc(title)}</h2><div class="scroll"><table class="list"><tr><th>layout</th>\
