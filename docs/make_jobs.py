@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from weft.hardware.catalog import DEVICES, NETWORKS
-from weft.job.schema import Data, Job, Model, RopeScaling
+from weft.job.schema import Data, Experts, Failures, Group, Job, Level, Model, RopeScaling
 from weft.job.shapes import ALIASES, SHAPES, resolve
 from weft.plan.counts import count_parameters
 from weft.plan.explain import human
@@ -72,6 +72,8 @@ def shown(value: Any) -> str:
         return "–"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if isinstance(value, BaseModel):
+        return "see below"
     if isinstance(value, float):
         return f"`{value:g}`"
     return f"`{list(value)}`" if isinstance(value, tuple) else f"`{value}`"
@@ -80,7 +82,7 @@ def shown(value: Any) -> str:
 def table(section: type[BaseModel]) -> str:
     rows = ["| field | default | takes | what it is |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
-        default = field.get_default(call_default_factory=True, validated_data={})
+        default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
         cells = [f"`{name}`", shown(default), kind(field.annotation), " ".join((field.description or "").split())]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
@@ -108,7 +110,13 @@ def page() -> str:
         takes = "`auto` or a section" if name == "parallel" else takes
         plain.append(f"| `{name}` | {default} | {takes} | {field.description} |")
     parts.append("\n".join(plain) + "\n")
-    sections.insert(1, ("model.rope_scaling", RopeScaling))
+    inner: list[tuple[str, str, type[BaseModel]]] = [
+        ("model", "rope_scaling", RopeScaling), ("model", "experts", Experts), ("cluster", "levels", Level),
+        ("cluster", "also", Group), ("cluster", "failures", Failures),
+    ]  # fmt: skip
+    for parent, name, part in reversed(inner):
+        at = [n for n, _ in sections].index(parent) + 1
+        sections.insert(at, (f"{parent}.{name}", part))
     for name, section in sections:
         parts.append(f"## {name}\n\n{' '.join((section.__doc__ or '').split())}\n\n{table(section)}\n")
     parts += [shapes(), catalog()]

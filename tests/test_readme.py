@@ -120,10 +120,10 @@ def test_the_tour_of_the_readme(shell):
     assert steps == list(range(1, steps[-1] + 1))
 
 
-PAGES = ["docs/flow.md", "docs/layouts.md", "docs/precision.md", "docs/dryrun.md", "docs/context.md"]
+PAGES = ["flow", "layouts", "precision", "dryrun", "context", "how-weft-chooses"]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [f"docs/{name}.md" for name in PAGES])
 def test_the_commands_of_a_page(shell, page):
     assert run_page(page, shell)
 

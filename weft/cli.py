@@ -79,21 +79,43 @@ def plan(
     overrides: Overrides = None,
     nproc: Nproc = None,
     gantt: Annotated[bool, typer.Option("--gantt", help="Draw the simulated time line of a pipelined step.")] = False,
+    top: Annotated[int, typer.Option("--top", min=1, help="Layouts to list, the winner and the runner-ups.")] = 5,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="List the front over time, memory, money and energy.")
+    ] = False,
+    why_not: Annotated[str | None, typer.Option("--why-not", help="Explain a layout, such as 'tp=8 pp=2'.")] = None,
+    compare: Annotated[
+        str | None, typer.Option("--compare", help="Offers to price the run on: clouds, NAME:spot, own.")
+    ] = None,
+    history: Annotated[
+        Path | None, typer.Option("--history", help="A folder of runs to correct the estimate by.")
+    ] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Also choose batch, rate, warm-up and ramp.")] = False,
+    tokens: Annotated[float | None, typer.Option("--tokens", min=1, help="Token budget of --tune.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Draw the plan as one offline page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a job would be spread, why, and what it is expected to take."""
+    """Search the best way to spread a job, and show why, what it takes, and what else there is."""
     from weft.job.load import load_job
-    from weft.plan import check_fits, make_plan
-    from weft.plan.explain import draw, explain
+    from weft.plan.show import Asked, show
 
-    described, made = make_plan(load_job(job, overrides or ()), nproc)
+    words = list(overrides or ())
+    # `--compare a b own`: what follows the first offer arrives beside the overrides
+    offers = [w for w in words if "=" not in w] if compare else []
+    described = load_job(job, [w for w in words if w not in offers])
+    named = [name for text in [compare, *offers] if text for name in text.split(",")]
+    front = pareto or as_json or html is not None
+    made = show(described, nproc, Asked(top, front, gantt, why_not, named, history, tune, tokens))
     if as_json:
-        _print_json({"job": described.model_dump(mode="json"), **made.to_json()})
+        _print_json(made.data)
     else:
-        print(explain(described, made))
-    if gantt and not as_json:
-        print("\n" + draw(described, made))
-    check_fits(described, made)
+        print(made.text)
+    if html is not None:
+        from weft.watch.plan_page import write_plan_page
+
+        _say(f"written: {write_plan_page(html, made.data)}")
+    if made.failed:
+        raise made.failed
 
 
 @app.command()

@@ -11,7 +11,7 @@ from weft.job.errors import FitError
 from weft.plan import Plan, make_plan
 from weft.plan.explain import explain
 from weft.plan.fp8 import blended_peak, fp8_share
-from weft.plan.make import peak_flops
+from weft.plan.peaks import peak_flops
 
 
 def planned(**sections: Any) -> tuple[Any, Plan]:

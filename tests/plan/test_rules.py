@@ -133,7 +133,12 @@ def test_several_mistakes_are_told_at_once() -> None:
 def test_what_will_not_fit_has_its_own_exit_code() -> None:
     job, plan = make_plan(
         parse_job(
-            {"model": "8b", "data": {"source": "synthetic"}, "cluster": {"device": "h100", "devices_per_node": 1}}
+            {
+                "model": "8b",
+                "data": {"source": "synthetic", "seq_len": 4096},
+                "train": {"global_batch": 128},
+                "cluster": {"device": "h100", "devices_per_node": 1},
+            }
         )
     )
     with pytest.raises(FitError, match=r"need 134.6 GiB a rank, but h100-sxm has 79.1; use more ranks") as caught:
@@ -141,7 +146,7 @@ def test_what_will_not_fit_has_its_own_exit_code() -> None:
     assert caught.value.exit_code == Exit.FIT
     job, plan = make_plan(job, 8)
     check_fits(job, plan)
-    assert plan.layout() == "dp_shard 8 (zero 3)"
+    assert plan.axes == {"pp": 1, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 1}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,10 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
 
 from weft.job.errors import JobError
 
@@ -46,71 +49,102 @@ class Network:
     """A small message from one node to another."""
 
 
-# Memory is what torch or the driver reports on the card; fp32 and the rows of cards without a public data sheet
-# for training (A10G, H20, B300) are the least certain. PCIe 4 ×16 is 31 GB/s, PCIe 5 ×16 is 63.
-# name, kind, GiB, fp32, bf16, fp16, fp8, memory TB/s, link GB/s, W
-_DEVICES: tuple[
-    tuple[str, Kind, float, float | None, float | None, float | None, float | None, float, float, float], ...
-] = (
-    ("v100-sxm-16gb", "cuda", 15.8, 15.7, None, 125.0, None, 0.9, 150.0, 300.0),
-    ("v100-sxm-32gb", "cuda", 31.7, 15.7, None, 125.0, None, 0.9, 150.0, 300.0),
-    ("a100-sxm-40gb", "cuda", 39.4, 19.5, 312.0, 312.0, None, 1.555, 300.0, 400.0),
-    ("a100-sxm-80gb", "cuda", 79.2, 19.5, 312.0, 312.0, None, 2.0, 300.0, 400.0),
-    # NVLink joins PCIe cards only in bridged pairs, so the whole node talks at PCIe speed
-    ("a100-pcie-80gb", "cuda", 79.2, 19.5, 312.0, 312.0, None, 1.94, 31.0, 300.0),
-    ("h100-sxm", "cuda", 79.1, 67.0, 989.0, 989.0, 1979.0, 3.35, 450.0, 700.0),
-    ("h100-pcie", "cuda", 79.1, 51.0, 756.0, 756.0, 1513.0, 2.0, 63.0, 350.0),
-    ("h200-sxm", "cuda", 139.8, 67.0, 989.0, 989.0, 1979.0, 4.8, 450.0, 700.0),
-    ("gh200", "cuda", 139.8, 67.0, 989.0, 989.0, 1979.0, 4.8, 450.0, 900.0),
-    ("h800-sxm", "cuda", 79.1, 67.0, 989.0, 989.0, 1979.0, 3.4, 200.0, 700.0),
-    ("h20", "cuda", 95.1, 44.0, 148.0, 148.0, 296.0, 4.0, 450.0, 400.0),
-    ("b200-sxm", "cuda", 178.4, 75.0, 2250.0, 2250.0, 4500.0, 8.0, 900.0, 1000.0),
-    ("b300-sxm", "cuda", 268.0, 75.0, 2250.0, 2250.0, 4500.0, 8.0, 900.0, 1000.0),
-    ("gb200", "cuda", 184.0, 80.0, 2500.0, 2500.0, 5000.0, 8.0, 900.0, 1200.0),
-    ("gb300", "cuda", 276.0, 80.0, 2500.0, 2500.0, 5000.0, 8.0, 900.0, 1400.0),
-    ("l40s", "cuda", 44.4, 91.6, 362.0, 362.0, 733.0, 0.86, 31.0, 350.0),
-    ("a10g", "cuda", 22.0, 31.2, 70.0, 70.0, None, 0.6, 31.0, 150.0),
-    # with fp32 accumulation, which is what torch asks for
-    ("rtx-4090", "cuda", 23.5, 82.6, 165.2, 165.2, 330.3, 1.008, 31.0, 450.0),
-    ("rtx-a6000", "cuda", 47.4, 38.7, 154.8, 154.8, None, 0.768, 31.0, 300.0),
-    # a module is two dies and torch sees each as a device, so these are half the module's figures
-    ("mi250x", "rocm", 64.0, 23.9, 191.5, 191.5, None, 1.64, 175.0, 280.0),
-    ("mi300x", "rocm", 192.0, 163.4, 1307.0, 1307.0, 2615.0, 5.3, 448.0, 750.0),
-    ("mi325x", "rocm", 256.0, 163.4, 1307.0, 1307.0, 2615.0, 6.0, 448.0, 1000.0),
-    ("mi350x", "rocm", 288.0, 144.2, 2300.0, 2300.0, 4600.0, 8.0, 535.5, 1000.0),
-    ("mi355x", "rocm", 288.0, 157.3, 2500.0, 2500.0, 5000.0, 8.0, 535.5, 1400.0),
-    # CPUs differ too much for one peak: memory and links here are a modest server's, and the probe knows better
-    ("cpu", "cpu", 16.0, None, None, None, None, 0.05, 4.0, 150.0),
-)
+DTYPES = ("fp32", "bf16", "fp16", "fp8")
 
-_NETWORKS: tuple[tuple[str, float, float], ...] = (
-    ("ib-xdr", 100.0, 2.0),
-    ("ib-ndr", 50.0, 2.0),
-    ("ib-hdr", 25.0, 2.0),
-    ("ib-edr", 12.5, 2.5),
-    ("roce-800", 100.0, 4.0),
-    ("roce-400", 50.0, 4.0),
-    ("roce-200", 25.0, 4.0),
-    ("roce-100", 12.5, 4.0),
-    ("efa-400", 50.0, 15.0),
-    ("efa-100", 12.5, 15.0),
-    ("slingshot-11", 25.0, 3.0),
-    ("ethernet-400", 50.0, 25.0),
-    ("ethernet-200", 25.0, 25.0),
-    ("ethernet-100", 12.5, 25.0),
-    ("ethernet-25", 3.125, 30.0),
-    ("ethernet-10", 1.25, 50.0),
-    ("ethernet-1", 0.125, 100.0),
-)
 
-DEVICES: dict[str, Device] = {
-    name: Device(name, kind, gib, {"fp32": fp32, "bf16": bf16, "fp16": fp16, "fp8": fp8}, memory, link, watts)
-    for name, kind, gib, fp32, bf16, fp16, fp8, memory, link, watts in _DEVICES
-}
+def _key(name: str) -> str:
+    return re.sub(r"[\s_]+", "-", str(name).strip().lower())
+
+
+FILE = Path(__file__).with_name("catalog.yaml")
+"""The readable file with Weft's devices and networks; a person's own has the same form."""
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Devices and networks by name, and prices where the file gives any."""
+
+    devices: dict[str, Device]
+    networks: dict[str, Network]
+    clouds: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """USD a device and hour by cloud and device: [on demand, spot]."""
+    own: dict[str, Any] = field(default_factory=dict)
+    """What owning a device costs, as in prices.yaml."""
+
+
+def read_catalog(path: Path | str) -> Catalog:
+    """The devices and networks of a file, alone; a JobError names the entry that is wrong."""
+    path = Path(path)
+    if not path.is_file():
+        raise JobError(f"cluster.catalog={str(path)!r}: there is no such file")
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+    except yaml.YAMLError as error:
+        raise JobError(f"cluster.catalog={str(path)!r} is not YAML: {getattr(error, 'problem', error)}") from None
+    known = ("devices", "networks", "clouds", "own")
+    if not isinstance(raw, dict) or (extra := [k for k in raw if k not in known]):
+        raise JobError(f"cluster.catalog={str(path)!r} has {extra[0] if isinstance(raw, dict) else raw!r}; "
+                       f"it takes {', '.join(known)}")  # fmt: skip
+    return Catalog(
+        {_key(n): _device(_key(n), entry, path) for n, entry in (raw.get("devices") or {}).items()},
+        {_key(n): _network(_key(n), entry, path) for n, entry in (raw.get("networks") or {}).items()},
+        {
+            str(cloud): {_key(n): p for n, p in (told or {}).items()}
+            for cloud, told in (raw.get("clouds") or {}).items()
+        },
+        raw.get("own") or {},
+    )
+
+
+def _device(name: str, entry: Any, path: Path) -> Device:
+    """Only memory and peaks must be given; the rest has modest defaults."""
+    numbers = {"memory_gib": None, "memory_tb_s": 1.0, "link_gb_s": 31.0, "watts": 500.0}
+    entry = _entry(name, entry, {*numbers, "kind", "tflops"}, path)
+    got = {key: _number(name, key, entry.get(key, usual), path) for key, usual in numbers.items()}
+    kind = entry.get("kind", "cuda")
+    if kind not in ("cuda", "rocm", "cpu"):
+        raise JobError(f"{path}: {name}.kind is {kind!r}; it must be cuda, rocm or cpu")
+    peaks = entry.get("tflops") or {}
+    if not isinstance(peaks, dict) or (wrong := [k for k in peaks if k not in DTYPES]):
+        said = repr(peaks) if not isinstance(peaks, dict) else f"{wrong[0]}"
+        raise JobError(f"{path}: {name}.tflops has {said}; it takes {', '.join(DTYPES)}, such as {{bf16: 989}}")
+    tflops = {d: _number(name, f"tflops.{d}", peaks[d], path) if d in peaks else None for d in DTYPES}
+    return Device(name, kind, got["memory_gib"], tflops, got["memory_tb_s"], got["link_gb_s"], got["watts"])
+
+
+def _network(name: str, entry: Any, path: Path) -> Network:
+    entry = _entry(name, entry, {"gb_s", "latency_us"}, path)
+    speed, latency = (_number(name, k, entry.get(k, usual), path) for k, usual in (("gb_s", None), ("latency_us", 5.0)))
+    return Network(name, speed, latency)
+
+
+def _entry(name: str, entry: Any, keys: set[str], path: Path) -> dict[str, Any]:
+    if not isinstance(entry, dict) or (extra := [k for k in entry if k not in keys]):
+        said = extra[0] if isinstance(entry, dict) else repr(entry)
+        raise JobError(f"{path}: {name} has {said}; it takes {', '.join(sorted(keys))}")
+    return entry
+
+
+def _number(name: str, key: str, value: Any, path: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise JobError(f"{path}: {name}.{key} is {value!r}; it must be a number above 0")
+    return float(value)
+
+
+_SHIPPED = read_catalog(FILE)
+DEVICES: dict[str, Device] = _SHIPPED.devices
 """Every device by name."""
-
-NETWORKS: dict[str, Network] = {name: Network(name, gb_s, latency) for name, gb_s, latency in _NETWORKS}
+NETWORKS: dict[str, Network] = _SHIPPED.networks
 """Every network by name."""
+
+
+def catalog(path: str | None = None) -> Catalog:
+    """Weft's catalog, with the entries of a person's file over it."""
+    if path is None:
+        return _SHIPPED
+    own = read_catalog(path)
+    return Catalog({**DEVICES, **own.devices}, {**NETWORKS, **own.networks}, own.clouds, own.own)
+
 
 # What people say for a family when one member is usual, and how published tables spell a member
 _ALIASES = {
@@ -169,22 +203,24 @@ _PRODUCTS: tuple[tuple[str, str], ...] = (
 )
 
 
-def find_device(name: str) -> Device:
-    """The device a person named, or a JobError that offers the nearest."""
+def find_device(name: str, own: str | None = None) -> Device:
+    """The device a person named, or a JobError that offers the nearest; `own` is cluster.catalog."""
+    devices = catalog(own).devices
     key = _key(name)
-    key = _ALIASES.get(key, key)
-    if key in DEVICES:
-        return DEVICES[key]
-    hint = _hint(key, [*DEVICES, *_ALIASES], DEVICES)
+    key = key if key in devices else _ALIASES.get(key, key)
+    if key in devices:
+        return devices[key]
+    hint = _hint(key, [*devices, *_ALIASES], devices)
     raise JobError(f"cluster.device: no device is named {name!r}; {hint}")
 
 
-def find_network(name: str) -> Network:
-    """The network a person named, or a JobError that offers the nearest."""
+def find_network(name: str, own: str | None = None) -> Network:
+    """The network a person named, or a JobError that offers the nearest; `own` is cluster.catalog."""
+    networks = catalog(own).networks
     key = _key(name)
-    if key in NETWORKS:
-        return NETWORKS[key]
-    hint = _hint(key, NETWORKS, NETWORKS)
+    if key in networks:
+        return networks[key]
+    hint = _hint(key, networks, networks)
     raise JobError(f"cluster.network: no network is named {name!r}; {hint}")
 
 
@@ -194,10 +230,6 @@ def device_by_product(product_name: str) -> Device | None:
         if re.search(pattern, product_name, re.IGNORECASE):
             return DEVICES[name]
     return None
-
-
-def _key(name: str) -> str:
-    return re.sub(r"[\s_]+", "-", name.strip().lower())
 
 
 def _hint(key: str, candidates: Iterable[str], all_names: Iterable[str]) -> str:

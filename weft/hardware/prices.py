@@ -27,3 +27,8 @@ def price_of(device: str, cloud: str | None = None, spot: bool = False) -> float
         raise JobError(f"no cloud is named {cloud!r}; clouds with known prices: {', '.join(clouds())}")
     known = (_prices()["usual"] if cloud is None else clouds()[cloud]).get(device)
     return known[1 if spot else 0] if known else None
+
+
+def own_terms() -> dict[str, Any]:
+    """What owning devices costs: capital, years, utilisation, power."""
+    return dict(_prices()["own"])

@@ -6,7 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from weft.job.cluster import Cluster, Failures, Group, Level
 from weft.job.section import Section
+
+__all__ = [
+    "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
+    "Optim", "Parallel", "RopeScaling", "Section", "Train", "Watch",
+]  # fmt: skip
 
 
 class RopeScaling(Section):
@@ -22,6 +28,39 @@ class RopeScaling(Section):
     """Wavelengths longer than original_len / low_freq are stretched in full (llama3)."""
     high_freq: float = Field(4.0, gt=0)
     """Wavelengths shorter than original_len / high_freq are left alone (llama3)."""
+
+
+class Experts(Section):
+    """Feed-forward parts of which each token uses a few."""
+
+    count: int = Field(8, ge=1)
+    """Routed experts in each block."""
+    top_k: int = Field(2, ge=1)
+    """Experts that a token is sent to."""
+    ffn: int | None = Field(None, ge=1)
+    """Hidden width of one expert. Left out: model.ffn."""
+    shared: int = Field(0, ge=0)
+    """Experts of the same width that every token uses."""
+    first_dense: int = Field(0, ge=0)
+    """Blocks at the start that keep the plain feed-forward part of width model.ffn."""
+    groups: int = Field(1, ge=1)
+    """Groups of experts; a token goes to experts of few groups, and so of few nodes."""
+    top_groups: int | None = Field(None, ge=1)
+    """Groups that a token may use. Left out: all."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the router's scores into weights."""
+    balance: Literal["aux", "bias", "none"] = "aux"
+    """How load is kept even: an auxiliary loss, a bias that learns from the load, or not at all."""
+    capacity: float | None = Field(None, gt=0)
+    """Tokens an expert takes, as a multiple of an even share; the rest is dropped. Left out: none is dropped."""
+
+    @model_validator(mode="after")
+    def _few(self) -> Experts:
+        if self.top_k > self.count:
+            raise ValueError(f"must not ask for top_k={self.top_k} of count={self.count} experts")
+        if self.count % self.groups:
+            raise ValueError(f"must split count={self.count} experts evenly, which groups={self.groups} does not")
+        return self
 
 
 class Model(Section):
@@ -74,6 +113,8 @@ class Model(Section):
     """Normalise queries and keys by head before attention."""
     causal: bool | None = None
     """A token sees only those before it."""
+    experts: Experts | None = None
+    """Experts instead of one feed-forward part. They can be planned, but not trained yet."""
     dropout: float | None = Field(None, ge=0, lt=1)
     """Share of activations dropped after the embedding, attention and feed-forward parts; the same in every layout."""
 
@@ -172,28 +213,6 @@ class Optim(Section):
     def _decays(cls, value: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError("must be two numbers from 0 to below 1, such as [0.9, 0.95]")
-        return value
-
-
-class Cluster(Section):
-    """The devices. Left out: this machine."""
-
-    device: str = "auto"
-    """cpu, cuda, or a name of the catalog such as h100-sxm; auto takes the GPUs if there are any."""
-    nodes: int = Field(1, ge=1)
-    """Machines."""
-    devices_per_node: int | Literal["auto"] = "auto"
-    """Devices, and so ranks, on each machine."""
-    network: str = "auto"
-    """The link between nodes, such as ib-ndr or roce-400; auto is the usual one for the device."""
-    memory_gib: float | None = Field(None, gt=0)
-    """Memory of one device, when it differs from the catalog's."""
-
-    @field_validator("devices_per_node")
-    @classmethod
-    def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be at least 1, or auto")
         return value
 
 

@@ -46,9 +46,32 @@ SHAPES: dict[str, dict[str, Any]] = {
     "vit-b": dict(family="vit", dim=768, layers=12, heads=12, ffn=3072, vocab=1000),
     "vit-l": dict(family="vit", dim=1024, layers=24, heads=16, ffn=4096, vocab=1000),
     "vit-h": dict(family="vit", dim=1280, layers=32, heads=16, ffn=5120, vocab=1000),
+    "moe-tiny": dict(
+        family="llama", dim=64, layers=4, heads=4, kv_heads=2, ffn=192, experts=dict(count=8, top_k=2, ffn=96),
+    ),
+    "mixtral-8x7b": dict(
+        family="llama", dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=32000, rope_theta=1e6,
+        experts=dict(count=8, top_k=2),
+    ),
+    "qwen3-30b-a3b": dict(
+        family="llama", dim=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn=6144, vocab=151936, qk_norm=True,
+        rope_theta=1e6, experts=dict(count=128, top_k=8, ffn=768),
+    ),
+    # DeepSeek compresses keys, values and queries; here grouped queries stand for it, with nearly as many weights
+    "deepseek-v3-16b": dict(
+        family="llama", dim=2048, layers=27, heads=16, kv_heads=4, head_dim=128, ffn=10944, vocab=102400,
+        experts=dict(count=64, top_k=6, ffn=1408, shared=2, first_dense=1),
+    ),
+    "deepseek-v3-671b": dict(
+        family="llama", dim=7168, layers=61, heads=128, kv_heads=8, head_dim=128, ffn=18432, vocab=129280,
+        experts=dict(
+            count=256, top_k=8, ffn=2048, shared=1, first_dense=3, groups=8, top_groups=4, router="sigmoid",
+            balance="bias",
+        ),
+    ),
     "mlp-tiny": dict(family="mlp", dim=32, layers=8),
     "mlp": dict(family="mlp", dim=256, layers=16),
-}
+}  # fmt: skip
 ALIASES = {
     "125m": "llama-125m", "1b": "llama-1b", "3b": "llama-3b", "7b": "llama-7b", "8b": "llama-8b", "13b": "llama-13b",
     "70b": "llama-70b", "405b": "llama-405b", "175b": "gpt3-175b", "gpt2": "gpt2-125m",
@@ -98,6 +121,8 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         raise JobError(f"rotary positions need an even head size; model.head_dim is {fields['head_dim']}")
     if "ffn" not in fields:
         fields["ffn"] = 4 * dim if fields["activation"] == "gelu" else -(-8 * dim // (3 * 64)) * 64
+    if fields.get("experts"):
+        fields["experts"] = {"ffn": fields["ffn"], **fields["experts"]}
     tokens = data_vocab(data)
     fields.setdefault("vocab", tokens or (10 if fields["family"] == "vit" else 256))
     fields.setdefault("max_len", data.seq_len)

@@ -16,10 +16,20 @@ class Counts:
     block: int
     blocks: int
     head: int
+    first: int = 0
+    """One of the `firsts` blocks before the others, where those have experts and these have none."""
+    firsts: int = 0
+    idle: int = 0
+    """Of a block's parameters, those of experts that a token does not use."""
 
     @property
     def total(self) -> int:
-        return self.embedding + self.block * self.blocks + self.head
+        return self.embedding + self.first * self.firsts + self.block * self.blocks + self.head
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token uses."""
+        return self.total - self.idle * self.blocks
 
 
 def count_parameters(model: Model) -> Counts | None:
@@ -41,7 +51,16 @@ def count_parameters(model: Model) -> Counts | None:
     embedding = PATCH_DIM * dim + dim if model.family == "vit" else vocab * dim
     embedding += _int(model.max_len) * dim if model.positions == "learned" else 0
     head = norm + (0 if model.tied else vocab * dim)
-    return Counts(embedding, attention + mlp + 2 * norm, layers, head)
+    if model.experts is None:
+        return Counts(embedding, attention + mlp + 2 * norm, layers, head)
+    experts = model.experts
+    one = (gates + 1) * dim * _int(experts.ffn)
+    routed = (experts.count + experts.shared) * one + dim * experts.count
+    firsts = min(experts.first_dense, layers)
+    return Counts(
+        embedding, attention + routed + 2 * norm, layers - firsts, head,
+        first=attention + mlp + 2 * norm, firsts=firsts, idle=(experts.count - experts.top_k) * one,
+    )  # fmt: skip
 
 
 def flops_per_token(model: Model, seq_len: int) -> float | None:
@@ -52,7 +71,7 @@ def flops_per_token(model: Model, seq_len: int) -> float | None:
     if model.family == "mlp":
         return 6.0 * counts.total
     dim, layers, vocab = _int(model.dim), _int(model.layers), _int(model.vocab)
-    matmuls = counts.block * layers + vocab * dim
+    matmuls = counts.first * counts.firsts + (counts.block - counts.idle) * counts.blocks + vocab * dim
     attention = 12 * layers * _int(model.heads) * _int(model.head_dim) * seq_len
     return 6.0 * matmuls + (attention / 2 if model.causal else attention)
 
@@ -67,7 +86,8 @@ def part_costs(model: Model, seq_len: int) -> list[float]:
     attention = 12.0 * _int(model.heads) * _int(model.head_dim) * seq_len / (2 if model.causal else 1)
     lookup = 6.0 * PATCH_DIM * dim if model.family == "vit" else 6.0 * dim  # rows are read and added to, not multiplied
     head = 6.0 * _int(model.vocab) * dim / (seq_len if model.family == "vit" else 1)
-    return [lookup, *[6.0 * counts.block + attention] * counts.blocks, head]
+    first, block = 6.0 * counts.first + attention, 6.0 * (counts.block - counts.idle) + attention
+    return [lookup, *[first] * counts.firsts, *[block] * counts.blocks, head]
 
 
 def flops_per_sample(model: Model, seq_len: int) -> float | None:

@@ -40,7 +40,7 @@ def facts(job: Job, plan: Plan) -> tuple[ModelFacts, ClusterFacts]:
     """What the estimate of a planned job stands on."""
     from weft.plan.make import device_memory
 
-    device = find_device(plan.device_name)
+    device = find_device(plan.device_name, job.cluster.catalog)
     memory = device_memory(job, device, probe(), plan.world)
     return facts_of(job), cluster_facts(job, plan.world, device, memory)
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from itertools import groupby
 
 from weft.job.schema import Job
 from weft.plan.counts import count_parameters
 from weft.plan.fp8 import fp8_share
 from weft.plan.gantt import gantt_text
 from weft.plan.layout import Plan
-from weft.plan.make import peak_flops
+from weft.plan.peaks import peak_flops
 from weft.plan.stages import simulated
+
+MANY = 16
+"""Stages beyond which they are counted instead of listed."""
 
 
 def explain(job: Job, plan: Plan) -> str:
@@ -42,8 +47,6 @@ def explain(job: Job, plan: Plan) -> str:
         mib = p["communication_mib"]
         amount = f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
         rows.append(("traffic", f"{amount} a rank and step"))
-        if "step_time_s" in p:
-            rows.append(("step", f"{p['step_time_s']:.3g} s if 40 % of the peak is reached"))
     lines = [f"{name:10} {text}" for name, text in rows]
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
 
@@ -60,6 +63,8 @@ def _stage_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.pp == 1:
         return []
     blocks = ", ".join(f"{a}–{b - 1}" if b > a + 1 else str(a) if b > a else "none" for a, b in plan.split)
+    if len(plan.split) > MANY:
+        blocks = f"in {len(plan.split)} stages of {runs([b - a for a, b in plan.split])}"
     return [("stages", f"blocks {blocks}; {plan.schedule}, {plan.accumulation} microbatches")]
 
 
@@ -75,6 +80,12 @@ def _fp8_rows(job: Job, plan: Plan) -> list[tuple[str, str]]:
         f"FLOPs / (time × {peak / 1e12:.0f} TFLOP/s): {share:.0%} at the fp8 peak, {1 - share:.0%} at the bf16 peak"
     )
     return [("fp8", how), ("mfu", formula)]
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Numbers in a row, those that repeat said once: `1, 62 × 2, 1`."""
+    groups = [(value, len(list(some))) for value, some in groupby(numbers)]
+    return ", ".join(f"{count} × {value}" if count > 2 else ", ".join([str(value)] * count) for value, count in groups)
 
 
 def draw(job: Job, plan: Plan) -> str:

@@ -6,7 +6,7 @@ Every number may also be an array with one entry a candidate, so that the rows o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -283,11 +283,25 @@ def _fallback(device: Device, precision: str) -> float:
 
 def cluster_facts(job: Job, world: int, device: Device | None = None, memory_gib: float | None = None) -> ClusterFacts:
     """The cluster that a job names, as `world` ranks see it."""
-    device = device or find_device("cpu" if job.cluster.device == "auto" else job.cluster.device)
+    own = job.cluster.catalog
+    device = device or find_device("cpu" if job.cluster.device == "auto" else job.cluster.device, own)
     nodes = job.cluster.nodes
-    network = find_network(usual_network(device) if job.cluster.network == "auto" else job.cluster.network)
+    network = find_network(usual_network(device) if job.cluster.network == "auto" else job.cluster.network, own)
     per_node = max(1, world // nodes)
     # one NIC a device is usual behind GPUs that NVLink joins; elsewhere the ranks of a node share one
     share = 1 if device.kind != "cpu" and device.link_gb_s > 100 else per_node
     memory = memory_gib or job.cluster.memory_gib
-    return cluster_of(device, world, per_node, network.gb_s / share, network.latency_us, memory)
+    made = cluster_of(device, world, per_node, network.gb_s / share, network.latency_us, memory)
+    price = job.cluster.price_usd_hour
+    return replace(made, levels=_levels(job, made), price_usd_hour=made.price_usd_hour if price is None else price)
+
+
+def _levels(job: Job, made: ClusterFacts) -> tuple[Level, ...]:
+    """The person's topology; the network joins what its last level leaves apart."""
+    said = [
+        Level(level.name, min(level.size, made.world), level.gb_s, level.latency_us, level.oversubscription)
+        for level in job.cluster.levels
+    ]
+    if not said:
+        return made.levels
+    return (*said, made.levels[-1]) if said[-1].size < made.world else tuple(said)

@@ -52,6 +52,8 @@ class Plan:
     host_gib: float = 0.0
     """Host memory for parked activations."""
     compression: str = "none"
+    placement: str = "shards-near"
+    """What lies on neighbouring ranks beside tp and cp: shards-near, the mesh's own order, or stages-near."""
     bucket_mb: float = 25.0
     reasons: tuple[str, ...] = ()
     predicted: dict[str, float] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class Plan:
                     "dp_shard": f" (zero {self.zero})", "pp": f" ({self.schedule})", "cp": f" ({self.cp_style})"
                 }.get(axis, "")  # fmt: skip
                 words.append(f"{axis} {degree}{note}")
-        return " × ".join(words) or "1 rank"
+        return (" × ".join(words) or "1 rank") + (f", ep {self.ep}" if self.ep > 1 else "")
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "reasons": list(self.reasons), "world": self.world, "axes": self.axes}

@@ -29,6 +29,7 @@ PLACEMENTS = (
 )
 """Axes from neighbouring ranks outwards. The first is the mesh's own order: stages far apart, shards close; the second
 keeps a pipeline's stages close and lets the shards be far apart."""
+PLACEMENT_NAMES = ("shards-near", "stages-near")
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class Layouts:
         for name, words in _WORDS.items():
             if name in Plan.__dataclass_fields__:
                 values[name] = words[int(getattr(self, name)[i])]
+        if self.recompute_blocks[i] >= 0:
+            values["recompute"] = int(self.recompute_blocks[i]) * values["pp"]
         return replace(known, **values, zero=int(self.zero[i]) or 3, sequence=bool(self.sequence[i]), split=())
 
 
@@ -118,12 +121,13 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "compression": COMPRESSIONS,
     "cp_style": CP_STYLES,
+    "placement": PLACEMENT_NAMES,
 }
 
 _PLAIN: dict[str, Any] = {
     **{f.name: 1 for f in fields(Layouts)},
     **{name: 0 for name in _WORDS},
-    "zero": 0, "sequence": False, "recompute_blocks": -1, "placement": 0, "precision": PRECISIONS.index("bf16"),
+    "zero": 0, "sequence": False, "recompute_blocks": -1, "precision": PRECISIONS.index("bf16"),
 }  # fmt: skip
 
 
@@ -134,5 +138,6 @@ def _codes(plan: Plan) -> dict[str, Any]:
     if said["schedule"] == "zero-bubble":
         said["schedule"] = "zbv" if plan.virtual_stages == 2 else "zb-h1"
     if str(said["recompute"]).isdigit():  # a count of blocks
-        codes["recompute_blocks"], said["recompute"] = int(said["recompute"]), "full"
+        per_stage = -(-int(said["recompute"]) // plan.pp)
+        codes["recompute_blocks"], said["recompute"] = per_stage, "full"
     return codes | {name: _WORDS[name].index(word) for name, word in said.items()}

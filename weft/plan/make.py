@@ -2,42 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from weft.hardware.catalog import Device, Network, device_by_product, find_device, find_network
 from weft.hardware.probe import Machine, probe
 from weft.job.errors import FitError, JobError, MachineError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
+from weft.plan.calibration import Calibration
+from weft.plan.choose import choose, scene_for, space_for
 from weft.plan.context import choose_style, rings
-from weft.plan.counts import count_parameters, flops_per_sample, part_costs
-from weft.plan.fp8 import blended_peak, fp8_share
+from weft.plan.counts import part_costs
+from weft.plan.explain import runs
 from weft.plan.layout import AXES, Plan
+from weft.plan.layouts import Layouts
 from weft.plan.memory import communication_bytes, predict_memory
+from weft.plan.peaks import peak_flops
 from weft.plan.recompute import least_recompute
-from weft.plan.rules import TP_RULES, check, divisors, nearest
+from weft.plan.rules import SPLITTING, check, divisors
 from weft.plan.schedule import SCHEDULES, check_schedule
+from weft.plan.search import Found
+from weft.plan.space import MAX_TOKENS
 from weft.plan.split import split_stages
 
-USABLE = 0.9
-"""Share of a device's memory a plan may fill."""
-TYPICAL_MFU = 0.4
-"""Utilisation assumed for the predicted step time where nothing has been measured (Megatron-LM reports 0.41–0.52)."""
 CPU_RANKS = 4
 """Ranks started on a CPU unless the job or --nproc says otherwise; they share all cores as threads."""
 LONG_CHUNK = 16_384
 """Tokens of a long sequence in one chunk: enough for the matrix units, and little beside the sequence."""
-MAX_TOKENS = 65_536
-"""Tokens in one microbatch beyond which a larger one gains nothing."""
+USABLE = 0.9
+"""Share of a device's memory a plan may fill."""
 
 
-def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
+def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
     """The resolved job and its plan. `world` is the number of ranks already decided (--nproc, torchrun)."""
+    start = begin(job, world)
+    return finish(start, *pick(start, trainable=True, calibration=calibration)[:2])
+
+
+@dataclass(frozen=True)
+class Start:
+    """A resolved job before its layout is chosen: the ranks, and the plan with what is pinned."""
+
+    job: Job
+    device: Device
+    world: int
+    memory_gib: float
+    plan: Plan
+    reasons: tuple[str, ...] = ()
+
+
+def begin(job: Job, world: int | None = None) -> Start:
+    """Find the ranks and the device, and take in what the person pinned."""
     job = resolve(job)
     machine = probe()
     device = _device(job, machine)
     if job.cluster.network != "auto":
-        find_network(job.cluster.network)
+        find_network(job.cluster.network, job.cluster.catalog)
     world, reasons = _world(job, machine, device, world)
     kind = "cpu" if device.kind == "cpu" else "cuda"
     memory = device_memory(job, device, machine, world)
@@ -48,21 +69,51 @@ def make_plan(job: Job, world: int | None = None) -> tuple[Job, Plan]:
         recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
         fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {},
     )  # fmt: skip
-    if job.parallel == "auto":
-        plan = _choose(job, plan, world, memory, reasons)
-    else:
+    if job.parallel != "auto":
         plan = _pin(job.parallel, plan, world)
-    plan = _long(job, _context(job, _sequence(job, plan, reasons), device, reasons), machine, reasons)
+        plan = _sequence(job, plan, reasons)
+        plan = _context(job, plan, device, reasons)
+        check(job, plan)
+    return Start(job, device, world, memory, plan, tuple(reasons))
+
+
+def pick(start: Start, trainable: bool, calibration: Calibration | None = None) -> tuple[Plan, list[str], Found | None]:
+    """The layout: searched where the model is known, else plain replicas."""
+    job, plan = start.job, start.plan
+    if not job.model.module:
+        scene = scene_for(job, start.world, start.device, start.memory_gib, calibration)
+        chosen = choose(job, plan, space_for(job, plan, start.world, trainable), scene)
+        if chosen is not None:
+            return chosen[0], chosen[2], chosen[1]
+    if job.parallel == "auto":
+        plan = replace(plan, dp_replicate=start.world)
     check(job, plan)
-    plan = replace(plan, compile=_compile(job, plan))
-    limit = job.memory.budget_gib or USABLE * memory
-    plan = _stages(job, _microbatch(job, plan, limit, reasons), reasons)
+    return _microbatch(job, plan), [], None
+
+
+def finish(start: Start, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
+    """The chosen layout with its stages, its reasons and what it is expected to take."""
+    job, reasons = start.job, [*start.reasons, *said]
+    if job.parallel == "auto":
+        plan = _context(job, plan, start.device, reasons)
+    plan = _long(job, plan, probe(), reasons)
+    if job.memory.recompute == "auto" and plan.recompute == "selective" and plan.pp > 1 and plan.schedule in SPLITTING:
+        plan = replace(plan, recompute="full")  # a split backward passes through a block twice
+    check(job, plan)
+    plan = _stages(job, replace(plan, compile=_compile(job, plan)), reasons)
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
-    if job.memory.recompute == "auto":
-        plan = least_recompute(job, plan, lambda p: predict_memory(job, p).get("memory_gib"), limit, reasons)
-    predicted = _predict(job, plan, device)
-    return job, replace(plan, reasons=tuple(reasons), predicted=predicted)
+    plan = _remember(job, plan, start.memory_gib, reasons)
+    return job, replace(plan, reasons=tuple(reasons), predicted=_predict(start, plan))
+
+
+def _remember(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
+    """The least recompute that fits by the engine's own count, which is finer than the search's."""
+    if job.memory.recompute != "auto" or job.model.module or job.model.experts:
+        return plan
+    limit = job.memory.budget_gib or USABLE * memory
+    bare = replace(plan, recompute="none")
+    return least_recompute(job, bare, lambda p: predict_memory(job, p).get("memory_gib"), limit, reasons)
 
 
 def check_fits(job: Job, plan: Plan) -> None:
@@ -102,7 +153,7 @@ def _device(job: Job, machine: Machine) -> Device:
         if name == "auto":
             return find_device("cpu")
         raise MachineError("cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto")
-    return find_device(name)
+    return find_device(name, job.cluster.catalog)
 
 
 def _network(job: Job) -> Network:
@@ -178,32 +229,6 @@ def _pin(given: Parallel, plan: Plan, world: int) -> Plan:
     return replace(plan, virtual_stages=given.virtual_stages or SCHEDULES[given.schedule].usual)
 
 
-def _choose(job: Job, plan: Plan, world: int, memory: float, reasons: list[str]) -> Plan:
-    """A good layout: replicas if the states fit beside the activations, else shards, else shards and tp in the node."""
-    if world == 1:
-        return plan
-    batch = job.train.global_batch
-    dp = max(d for d in divisors(world) if batch % d == 0)
-    tp = world // dp
-    counts = count_parameters(job.model)
-    if tp > 1 and (job.model.module or any(rule(job, replace(plan, tp=tp)) for rule in TP_RULES)):
-        return replace(plan, dp_replicate=world)  # refused for its batch: the person wrote that, and no tp
-    plan = replace(plan, tp=tp, sequence=True)
-    if tp > 1:
-        reasons.append(f"tp {tp}: global_batch {batch} splits over {dp} ranks only")
-    whole = replace(plan, dp_replicate=dp)
-    states = predict_memory(job, whole).get("states_gib", 0.0) + predict_memory(job, whole).get("gathered_gib", 0.0)
-    if dp == 1:
-        return plan
-    if counts is None or states <= 0.5 * memory:
-        reasons.append(
-            f"dp_replicate {dp}: a whole copy takes {states:.2f} of {memory:.1f} GiB, and replicas talk least"
-        )
-        return whole
-    reasons.append(f"dp_shard {dp} (zero 3): a whole copy would take {states:.1f} of {memory:.1f} GiB")
-    return replace(plan, dp_shard=dp, zero=3)
-
-
 def _compile(job: Job, plan: Plan) -> bool:
     """By default on GPUs, where no collective stands inside a block and Weft knows the model."""
     if job.train.compile != "auto":
@@ -227,7 +252,7 @@ def _context(job: Job, plan: Plan, device: Device, reasons: list[str]) -> Plan:
     if plan.cp == 1 or not job.model.heads or not job.model.kv_heads:
         return plan
     heads, kv = max(1, job.model.heads // plan.tp), max(1, job.model.kv_heads // plan.tp)
-    style: str = job.parallel.cp_style if job.parallel != "auto" else "auto"
+    style: str = job.parallel.cp_style if job.parallel != "auto" else plan.cp_style
     if style == "auto":
         in_node = max(1, plan.world // plan.nodes // plan.tp)
         link = device.link_gb_s if plan.cp <= in_node else min(device.link_gb_s, _network(job).gb_s)
@@ -246,7 +271,8 @@ def _long(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Plan:
     chunk = job.memory.chunk
     if chunk == "auto":
         most = job.data.seq_len / plan.cp
-        chunk = LONG_CHUNK if most > MAX_TOKENS and job.model.heads and not job.model.module else 0
+        plain = job.model.module or not job.model.heads or (plan.pp > 1 and plan.schedule in SPLITTING)
+        chunk = LONG_CHUNK if most > MAX_TOKENS and not plain else 0
         if chunk:
             reasons.append(f"blocks in chunks of {chunk} tokens: {most:.0f} on a rank make large activations")
     host = job.memory.host_gib
@@ -265,63 +291,46 @@ def _stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     layers = len(parts) - 2
     split = tuple((max(0, a - 1), min(layers, b - 1)) for a, b in ranges)
     if len({b - a for a, b in split}) > 1 and not pinned:
-        reasons.append(f"stages of {', '.join(str(b - a) for a, b in split)} blocks: embedding and head weigh too")
+        reasons.append(f"stages of {runs([b - a for a, b in split])} blocks: embedding and head weigh too")
     return replace(plan, split=split)
 
 
-def _pipeline_microbatches(job: Job, plan: Plan) -> int:
-    """Enough microbatches to keep the pipeline full, of a number that the schedule takes."""
-    given = job.parallel.microbatches if job.parallel != "auto" else "auto"
-    if given != "auto":
-        return given
+def _microbatch(job: Job, plan: Plan) -> Plan:
+    """For a model that cannot be estimated: what the person said, else the largest that is not absurd."""
     share = job.train.global_batch // plan.dp
-    fits = [d for d in divisors(share) if not check_schedule(plan.schedule, plan.pp, d, plan.virtual_stages)]
-    return nearest(4 * plan.pp, fits) if fits else share
-
-
-def _microbatch(job: Job, plan: Plan, limit: float, reasons: list[str]) -> Plan:
-    share = job.train.global_batch // plan.dp
-    if plan.pp > 1 and job.train.microbatch == "auto" and job.train.accumulation == "auto":
-        count = _pipeline_microbatches(job, plan)
-        return replace(plan, microbatch=share // count, accumulation=count)
     if job.train.microbatch != "auto":
         return replace(plan, microbatch=job.train.microbatch, accumulation=share // job.train.microbatch)
     pinned = job.parallel.microbatches if job.parallel != "auto" else "auto"
     if (given := job.train.accumulation if pinned == "auto" else pinned) != "auto":
         return replace(plan, microbatch=share // given, accumulation=given)
-    seq = 1 if job.model.family == "mlp" else job.data.seq_len
-    candidates = [d for d in reversed(divisors(share)) if d * seq <= MAX_TOKENS * plan.cp] or [1]
-    for size in candidates:
-        tried = replace(plan, microbatch=size, accumulation=share // size)
-        if predict_memory(job, tried).get("memory_gib", 0.0) <= limit:
-            break
-    if size < candidates[0]:
-        reasons.append(f"microbatch {size}: {candidates[0]} would not fit in {limit:.1f} GiB")
+    size = max([d for d in divisors(share) if d * job.data.seq_len <= MAX_TOKENS], default=1)
     return replace(plan, microbatch=size, accumulation=share // size)
 
 
-def _predict(job: Job, plan: Plan, device: Device) -> dict[str, float]:
+def _predict(start: Start, plan: Plan) -> dict[str, float]:
+    job = start.job
     predicted = predict_memory(job, plan)
     moved = sum(communication_bytes(job, plan).values())
     if predicted:
         predicted["communication_mib"] = moved / 2**20
-    peak, flops = peak_flops(plan, job), flops_per_sample(job.model, job.data.seq_len)
-    if peak and flops:
-        predicted["step_time_s"] = job.train.global_batch * flops / (peak * TYPICAL_MFU * plan.world)
+    if peak_flops(plan, job) and not job.model.module:
+        scene = scene_for(job, start.world, start.device, start.memory_gib)
+        made = scene.estimate(Layouts.one(plan))
+        predicted |= {"step_time_s": float(made.step_time_s[0]), "mfu": float(made.mfu[0])}
+        if job.model.experts:  # what only the estimate knows how to cut
+            predicted |= _parts({name: float(gib[0]) for name, gib in made.memory.items()})
     return predicted
 
 
-def peak_flops(plan: Plan, job: Job) -> float | None:
-    """The device's dense peak in the plan's precision, FLOP/s, where it is known; in fp8 a blend of both peaks."""
-    try:
-        peaks = find_device(plan.device_name).peak_tflops
-    except JobError:
-        return None
-    tflops = peaks.get(plan.precision)
-    share = fp8_share(job, plan) if plan.precision == "fp8" else None
-    if tflops and share is not None and (bf16 := peaks.get("bf16")):
-        tflops = blended_peak(tflops, bf16, share)
-    return tflops * 1e12 if tflops else None
+def _parts(gib: dict[str, float]) -> dict[str, float]:
+    """The estimate's parts of memory under the names that every run prints."""
+    return {
+        "memory_gib": sum(gib.values()),
+        "states_gib": gib["parameters"] + gib["gradients"] + gib["optimizer"],
+        "gathered_gib": gib["communication"],
+        "activations_gib": gib["activations"] + gib["logits"],
+        "runtime_gib": gib["reserve"],
+    }
 
 
 def plan_of(job: Job, world: int | None = None) -> Plan:

@@ -197,6 +197,20 @@ def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], 
     return rule
 
 
+def _experts(job: Job, plan: Plan) -> str | None:
+    if job.model.experts is None:
+        return None
+    name = f"model.shape={job.model.shape}" if job.model.shape else "model.experts"
+    return f"{name} has experts, which can be planned but not trained yet; a dense shape such as llama-1b would work"
+
+
+def _kinds(job: Job, plan: Plan) -> str | None:
+    if not job.cluster.also:
+        return None
+    names = ", ".join(group.device for group in job.cluster.also)
+    return f"cluster.also={names}: several kinds of devices can be planned but not trained on yet; leave it out"
+
+
 TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
 RULES: tuple[Rule, ...] = (
@@ -204,7 +218,12 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 """Whatever breaks one of these can be neither planned nor run."""
 
-RUNNABLE: tuple[Rule, ...] = (_not_yet("parallel.ep", lambda p: p.ep == 1, lambda p: p.ep, "ep=1"),)
+RUNNABLE: tuple[Rule, ...] = (
+    _experts,
+    _kinds,
+    _not_yet("parallel.ep", lambda p: p.ep == 1, lambda p: p.ep, "ep=1"),
+    _not_yet("placement", lambda p: p.placement == "shards-near", lambda p: p.placement, "placement=shards-near"),
+)
 """Whatever breaks one of these can be planned, but not trained by this version."""
 
 

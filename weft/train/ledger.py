@@ -18,7 +18,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.plan.counts import flops_per_sample
 from weft.plan.layout import Plan
-from weft.plan.make import peak_flops
+from weft.plan.peaks import peak_flops
 from weft.precision import FLOOR
 from weft.train.signals import Signals
 from weft.train.state import State

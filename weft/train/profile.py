@@ -23,8 +23,8 @@ from weft.job.schema import Job
 from weft.launch.local import launch, locked
 from weft.parallel.pipeline import Pipelined
 from weft.plan.counts import count_parameters, flops_per_sample, flops_per_token
-from weft.plan.make import peak_flops
 from weft.plan.memory import communication_bytes
+from weft.plan.peaks import peak_flops
 from weft.plan.rough import optimizer_bytes
 from weft.precision import COMPUTE
 from weft.train.api import prepare, write_description

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from collections.abc import Sequence
@@ -14,6 +13,9 @@ import yaml
 from weft.job.run import RunDir
 from weft.watch.figures import Figure, Record, figures, number, predictions
 from weft.watch.journal import read_jsonl, read_metrics, to_plain
+from weft.watch.page import card as _figure
+from weft.watch.page import esc as _esc
+from weft.watch.page import shell
 from weft.watch.pipeline_figure import pipeline_figure
 from weft.watch.profile_figure import profile_figure, profile_table
 from weft.watch.slices import mesh_picture, parse_slices, slice_map
@@ -46,7 +48,6 @@ def _page(run: RunDir, plotly: str) -> str:
     plan, job = _json(run.plan), _text(run.job)
     plan = plan if isinstance(plan, dict) else {}
     name = _name(job) or run.path.resolve().name
-    here = Path(__file__)
     body = "\n".join(
         [
             _header(name, status_of(events, records), plan, events),
@@ -60,27 +61,7 @@ def _page(run: RunDir, plotly: str) -> str:
             _source(job, plan),
         ]
     )
-    # The policy is the promise that the page asks nothing of any network
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
-style-src 'unsafe-inline'; img-src data: blob:; font-src data:">
-<link rel="icon" href="data:,">
-<title>{_esc(name)} · Weft</title>
-<style>{_text(here.with_suffix(".css"))}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-<script>{plotly}</script>
-<script>{_text(here.with_suffix(".js"))}</script>
-</body>
-</html>
-"""
+    return shell(name, body, plotly)
 
 
 def _header(name: str, status: Status, plan: Record, events: Sequence[Record]) -> str:
@@ -99,21 +80,6 @@ def _keys(records: Sequence[Record], events: Sequence[Record], plan: Record) -> 
         for title, value, note in key_figures(records, events, plan)
     )
     return f'<section class="card"><dl class="keys">{items}</dl></section>'
-
-
-def _figure(figure: Figure, above: str = "") -> str:
-    caption = f'<p class="caption">{_esc(figure.caption)}</p>' if figure.caption else ""
-    if not figure.data:
-        inner = f'<p class="caption">{_esc(figure.empty)}</p>'
-    else:
-        data = {"title": figure.title, "data": figure.data, "layout": figure.layout, "height": figure.height}
-        width = f"max-width:{figure.max_width}px;" if figure.max_width else ""
-        inner = f"""{caption}
-<div class="plot" id="{figure.id}" style="{width}min-height:{figure.height}px" role="img" \
-aria-label="{_esc(figure.title)}"></div>
-<script type="application/json" id="{figure.id}-data">{_embed(data)}</script>
-<button type="button" data-figure="{figure.id}">Download the data (JSON)</button>"""
-    return f'<section class="card"><h2>{_esc(figure.title)}</h2>{above}{inner}</section>'
 
 
 def _pipeline(text: str) -> str:
@@ -194,15 +160,6 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return value if isinstance(value, str) else json.dumps(to_plain(value), ensure_ascii=False)
-
-
-def _embed(value: Any) -> str:
-    """JSON inside a script element: no text in it can end the element."""
-    return json.dumps(to_plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _esc(text: str) -> str:
-    return html.escape(text)
 
 
 def _text(path: Path) -> str:

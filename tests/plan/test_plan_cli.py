@@ -1,0 +1,124 @@
+"""`weft plan` as a person meets it: JSON, reasons, what will not fit, why not, offers, an own catalog, the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+JOB = """\
+name: eight
+model: llama-8b
+data: {source: synthetic, seq_len: 4096}
+train: {global_batch: 128, steps: 1000}
+cluster: {device: h100-sxm, nodes: 2, devices_per_node: 8}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def weft(folder: Path, *words: str) -> tuple[int, str, str]:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", "plan", "job.yaml", *words], capture_output=True, text=True, cwd=folder, env=env
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_json_holds_the_winner_the_others_and_the_front(job: Path) -> None:
+    code, out, _ = weft(job, "--json", "--top", "3")
+    told: dict[str, Any] = json.loads(out)
+    assert code == 0 and told["fits"] and told["world"] == 16
+    assert told["axes"]["dp_shard"] * told["axes"]["dp_replicate"] * told["axes"]["tp"] * told["axes"]["pp"] >= 2
+    assert len(told["candidates"]) == 2 and all(c["lacks"] for c in told["candidates"])
+    assert told["estimate"]["peak_memory_gib"] <= told["estimate"]["memory_limit_gib"]
+    assert told["search"]["candidates"] > 10_000
+    assert told["goodput"]["checkpoint_every"] >= 1
+    assert told["reasons"]
+    front = told["pareto"]
+    assert [p["effective_step_time_s"] for p in front] == sorted(p["effective_step_time_s"] for p in front)
+    assert {p["world"] for p in front} >= {16, 8}, "fewer nodes cost less, so they are on the front"
+    for one in front:
+        keys = ("effective_step_time_s", "peak_memory_gib", "cost_usd", "energy_kwh")
+        assert not any(all(o[k] < one[k] * (1 - 1e-9) for k in keys) for o in front)
+
+
+def test_text_gives_reasons_runner_ups_and_answers(job: Path) -> None:
+    code, out, _ = weft(job, "--why-not", "tp=8", "--compare", "aws", "nebius:spot", "own", "--tune", "--pareto")
+    assert code == 0
+    assert "because    dp_shard" in out and "left out: " in out
+    assert "runner-ups" in out and "what it lacks" in out and "% slower" in out
+    assert "why not tp=8: slower; its best form, " in out and "more in tensor-parallel traffic" in out
+    assert "offer " in out and "nebius:spot" in out and "35,000 USD over 4 years" in out
+    assert "train.global_batch" in out and "front: ranks" in out
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("tp=16", "cannot be; parallel.tp=16 does not divide model.kv_heads=8"),
+        ("dp_shard=3", "cannot be; its degrees multiply to 3, which does not divide 16 ranks; 2 would"),
+        ("ddp16", "does not fit; its most frugal form, dp_replicate 16, needs "),
+        ("dp_shard=8 zero3 tp=2", "slower; its best form, dp_shard 8 (zero 3) × tp 2, takes "),
+    ],
+)
+def test_why_not(job: Path, asked: str, says: str) -> None:
+    code, out, _ = weft(job, "--why-not", asked)
+    assert code == 0
+    assert f"why not {asked}: {says}" in out
+
+
+def test_what_will_not_fit_says_by_how_much_and_what_would(job: Path) -> None:
+    code, out, said = weft(job, "model=llama-70b", "cluster.nodes=1", "--json")
+    told = json.loads(out)
+    assert code == 3 and not told["fits"]
+    assert told["short_gib"] > 0
+    assert "no layout fits: the most frugal, " in said and "are missing" in said
+    assert len(told["changes"]) == 3
+    costs = [change["cost_usd"] for change in told["changes"]]
+    assert costs == sorted(costs)
+    for change in told["changes"]:
+        assert change["peak_memory_gib"] <= change["memory_limit_gib"]
+    _, out, _ = weft(job, "model=llama-70b", "cluster.nodes=1")
+    assert "would fit with" in out and told["changes"][0]["change"] in out
+
+
+def test_a_catalog_and_a_topology_of_one_s_own(job: Path) -> None:
+    (job / "mine.yaml").write_text(
+        "devices: {x1: {memory_gib: 200, tflops: {bf16: 3000}, memory_tb_s: 10, link_gb_s: 1000, watts: 900}}\n"
+        "networks: {fast: {gb_s: 200, latency_us: 1}}\n"
+    )
+    own = ("cluster.catalog=mine.yaml", "cluster.device=x1", "cluster.network=fast")
+    code, out, said = weft(job, *own, "--json")
+    told = json.loads(out)
+    assert code == 0, said
+    assert told["device_name"] == "x1" and told["estimate"]["memory_limit_gib"] == 200
+    slow = "cluster.levels=[{name: node, size: 8, gb_s: 1000}, {name: rack, size: 16, gb_s: 1, oversubscription: 2}]"
+    _, out, _ = weft(job, *own, slow, "--json")
+    assert json.loads(out)["estimate"]["step_time_s"] > told["estimate"]["step_time_s"]
+    (job / "mine.yaml").write_text("devices: {x1: {memory_gb: 200}}\n")
+    code, _, said = weft(job, *own)
+    assert code == 2 and "mine.yaml: x1 has memory_gb; it takes kind, link_gb_s, memory_gib" in said
+
+
+def test_the_page_is_drawn_in_a_browser(job: Path) -> None:
+    code, _, said = weft(job, "model=llama-70b", "cluster.nodes=16", "--html", "plan.html")
+    assert code == 0 and "written: plan.html" in said
+    page = (job / "plan.html").read_text()
+    assert "http://" not in page.split("</style>")[0] and "src=" not in page.split("<script>")[0]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000"]
+    dom = subprocess.run(
+        ["chromium", *flags, "--dump-dom", (job / "plan.html").as_uri()], capture_output=True, text=True, timeout=120
+    ).stdout
+    for title in ("Memory of one rank", "Where a step's time goes", "The front", "The mesh on the nodes", "Runner-ups"):
+        assert title.replace("'", "&#x27;") in dom or title in dom
+    assert dom.count('class="main-svg"') >= 8, "plotly drew the figures"

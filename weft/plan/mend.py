@@ -1,0 +1,97 @@
+"""What would make a job fit: changes tried one by one, and the cheapest of those that work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from weft.hardware.catalog import DEVICES
+from weft.job.errors import JobError
+from weft.job.schema import Job
+from weft.plan.calibration import Calibration
+from weft.plan.choose import scene_for, space_for
+from weft.plan.make import Start, begin
+from weft.plan.search import Bounds
+from weft.plan.survey import bill
+
+Idea = tuple[str, Job, str | None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of the job, and what the run takes with it."""
+
+    what: str
+    step_time_s: float
+    peak_gib: float
+    limit_gib: float
+    usd: float | None
+    kwh: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "change": self.what, "step_time_s": self.step_time_s, "peak_memory_gib": self.peak_gib,
+            "memory_limit_gib": self.limit_gib, "cost_usd": self.usd, "energy_kwh": self.kwh,
+        }  # fmt: skip
+
+
+def changes(start: Start, calibration: Calibration, number: int = 3) -> list[Change]:
+    """The `number` cheapest changes that make a job fit: least money for the run, or least energy without prices."""
+    works: list[Change] = []
+    rest: list[Change] = []
+    for group in _ideas(start):
+        # a group goes from small changes to large, so those after the first that work are no cheaper in effort
+        tries = (_try(start, what, job, offload, calibration) for what, job, offload in group)
+        tried = sorted(islice((change for change in tries if change), number - 1), key=_cost)
+        works += tried[:1]
+        rest += tried[1:]
+    few = max(0, number - len(works))  # where few kinds of change help, more of the same kind
+    return sorted([*works, *sorted(rest, key=_cost)[:few]], key=_cost)[:number]
+
+
+def _cost(change: Change) -> tuple[bool, float]:
+    return change.usd is None, change.kwh if change.usd is None else change.usd
+
+
+def _try(start: Start, what: str, job: Job, offload: str | None, calibration: Calibration) -> Change | None:
+    try:
+        tried = begin(job)
+    except JobError:
+        return None
+    scene = scene_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
+    space = space_for(tried.job, tried.plan, tried.world, False)
+    found = Bounds(space.restricted(offload=(offload,)) if offload else space, scene).find()
+    if len(found) == 0:
+        return None
+    seconds = float(found.times[0])
+    # the same tokens must be seen, in however short sequences
+    usd, kwh = bill(tried, found, seconds * start.job.data.seq_len / tried.job.data.seq_len, tried.world)
+    return Change(what, seconds, float(found.peaks[0]), scene.limit_gib, usd, kwh)
+
+
+def _ideas(start: Start) -> Iterator[list[Idea]]:
+    """Groups of changes, the best of each of which is told: what it is, the job it makes, and what it offloads."""
+    job = _with(start.job, "cluster", devices_per_node=start.world // start.job.cluster.nodes)
+    if job.parallel != "auto":
+        yield [("parallel: auto, to let the layout be searched", job.model_copy(update={"parallel": "auto"}), None)]
+        yield [(f"parallel.zero={z}", _with(job, "parallel", zero=z), None) for z in (2, 3) if z > job.parallel.zero]
+    if job.memory.recompute != "auto":
+        yield [("memory.recompute=full", _with(job, "memory", recompute="full"), None)]
+    if job.train.microbatch not in ("auto", 1) or job.train.accumulation != "auto":
+        yield [("train.microbatch=1", _with(job, "train", microbatch=1, accumulation="auto"), None)]
+    if start.plan.precision == "fp32" and start.plan.device != "cpu":
+        yield [("precision=bf16", job.model_copy(update={"precision": "bf16"}), None)]
+    yield [(f"memory.offload={what}", job, what) for what in ("optimizer", "activations")]
+    many = [job.cluster.nodes * times for times in (2, 4, 8, 16, 32, 64, 128)]
+    yield [(f"cluster.nodes={nodes}", _with(job, "cluster", nodes=nodes), None) for nodes in many]
+    larger = [d for d in DEVICES.values() if d.kind == start.device.kind and d.memory_gib > 1.02 * start.memory_gib]
+    larger.sort(key=lambda device: device.memory_gib)
+    yield [(f"cluster.device={d.name}", _with(job, "cluster", device=d.name, memory_gib=None), None) for d in larger]
+    shorter = [n for n in (2**k for k in range(20, 8, -1)) if n < job.data.seq_len]
+    yield [(f"data.seq_len={n}", _with(job, "data", seq_len=n), None) for n in shorter]
+
+
+def _with(job: Job, section: str, **changed: Any) -> Job:
+    return job.model_copy(update={section: getattr(job, section).model_copy(update=changed)})

@@ -1,0 +1,180 @@
+"""The page of a plan: what it holds, where its time goes, the front, the mesh on the nodes, and the pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from weft.watch.figures import Figure
+from weft.watch.page import card, esc, shell
+from weft.watch.pipeline_figure import pipeline_figure
+from weft.watch.plan_mesh import mesh_figure, pipeline_text
+
+COLOURS = (
+    "@blue", "@orange", "@green", "@purple", "@quiet", "#CCBB44", "#EE6677", "#882255", "#44AA99", "#DDCC77", "#999933",
+    "#332288",
+)  # fmt: skip
+MAX_STAGES = 64
+WORDS = {
+    "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations",
+    "logits": "logits", "communication": "communication", "reserve": "context and fragments", "compute": "computing",
+    "tp": "tensor-parallel traffic", "cp": "context-parallel traffic", "ep": "expert traffic",
+    "pp_bubble": "pipeline bubble", "pp_send": "messages between stages", "dp": "gradient and weight traffic",
+    "host": "host", "waiting": "waiting for the slowest", "offload": "copies to the host", "data": "data",
+}  # fmt: skip
+Data = dict[str, Any]
+
+
+def write_plan_page(path: Path, data: Data) -> Path:
+    """Write the page of what `weft plan --json` gives."""
+    from plotly.offline import get_plotlyjs
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    waiting = path.with_name(f".{path.name}.{os.getpid()}")
+    waiting.write_text(plan_page(data, get_plotlyjs()), encoding="utf-8")
+    waiting.replace(path)
+    return path
+
+
+def plan_page(data: Data, plotly: str) -> str:
+    """The page as HTML."""
+    name = str(data["job"].get("name", "plan"))
+    drawn = [memory_figure(data), time_figure(data), front_figure(data), mesh_figure(data)]
+    pipeline = pipeline_figure(pipeline_text(data))
+    body = [_header(name, data), _keys(data), *(card(f) for f in drawn if f is not None)]
+    if pipeline is not None:
+        body.append(card(pipeline))
+    body += [_list("Runner-ups", data.get("candidates") or []), _why(data)]
+    return shell(f"{name}: plan", "\n".join(body), plotly)
+
+
+def _header(name: str, data: Data) -> str:
+    fits = data.get("fits", True)
+    tone, word = ("good", "fits") if fits else ("bad", "does not fit")
+    layout = data.get("estimate", {}).get("layout", "")
+    where = (
+        f"{data['world']} × {data['device_name']}, {data['nodes']} node{'s' * (data['nodes'] > 1)}, {data['precision']}"
+    )
+    return f"""<header>
+<div class="top"><h1>{esc(name)}: plan</h1><span class="status {tone}">{word}</span></div>
+<p>{esc(str(layout))}</p><p class="meta">{esc(where)}</p>
+</header>"""
+
+
+def _keys(data: Data) -> str:
+    told, kept = data.get("estimate"), data.get("goodput")
+    if not told or not kept:
+        return ""
+    share = kept["share"] or 1.0
+    cost = told.get("cost_usd")
+    items = [
+        ("step", f"{told['step_time_s']:.4g} s", f"{told['range_s'][0]:.3g} to {told['range_s'][1]:.3g} s"),
+        ("MFU", f"{100 * told['mfu']:.1f} %", f"{told['tokens_per_s_per_gpu']:,.0f} tokens/s a device"),
+        ("memory", f"{told['peak_memory_gib']:.1f} GiB", f"of {told['memory_limit_gib']:.1f} GiB"),
+        ("run", f"{told['hours'] / share:,.4g} h", f"{told['steps']:,} steps"),
+        ("energy", f"{told['energy_kwh'] / share:,.0f} kWh", "" if cost is None else f"{cost / share:,.0f} USD"),
+        ("goodput", f"{100 * share:.1f} %", f"checkpoint every {kept['checkpoint_every']} steps"),
+    ]
+    inner = "".join(f"<div><dt>{a}</dt><dd>{esc(b)}<small>{esc(c)}</small></dd></div>" for a, b, c in items)
+    return f'<section class="card"><dl class="keys">{inner}</dl></section>'
+
+
+def memory_figure(data: Data) -> Figure | None:
+    """Memory by part, one bar a stage, under the device's limit."""
+    told = data.get("estimate")
+    if not told:
+        return None
+    stages = told.get("memory_by_stage") or [{"stage": 0, **told["memory"]}]
+    shown = stages[:MAX_STAGES]
+    names = [f"stage {s['stage']}" if len(stages) > 1 else "each rank" for s in shown]
+    parts = [p for p in told["memory"] if any(s.get(p, 0) > 0.005 for s in shown)]
+    traces: list[Data] = [
+        {"type": "bar", "name": WORDS.get(part, part), "x": names, "y": [s.get(part, 0.0) for s in shown],
+         "marker": {"color": COLOURS[i % len(COLOURS)]},
+         "hovertemplate": "%{x}: %{y:.2f} GiB<extra>%{fullData.name}</extra>"}
+        for i, part in enumerate(parts)
+    ]  # fmt: skip
+    limit = told["memory_limit_gib"]
+    layout = {
+        "barmode": "stack", "showlegend": True, "yaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"},
+        "bargap": 0.25 if len(names) > 1 else 0.8,
+        "shapes": [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit, "y1": limit,
+                    "line": {"color": "@text", "width": 2, "dash": "dash"}}],
+        "annotations": [{"text": f"{data['device_name']}: {limit:.1f} GiB", "xref": "paper", "x": 1, "xanchor": "right",
+                         "y": limit, "yanchor": "bottom", "showarrow": False}],
+    }  # fmt: skip
+    more = f"The first {MAX_STAGES} of {len(stages)} stages." if len(stages) > MAX_STAGES else ""
+    return Figure("memory", "Memory of one rank", more, traces, layout, height=340)
+
+
+def time_figure(data: Data) -> Figure | None:
+    """Where a step's time goes: the winner, and each runner-up that was listed with its parts."""
+    told = data.get("estimate")
+    if not told:
+        return None
+    parts = sorted(((v, k) for k, v in told["time"].items() if v > 1e-3 * told["step_time_s"]), reverse=True)
+    traces: list[Data] = [
+        {"type": "bar", "orientation": "h", "name": WORDS.get(k, k), "x": [v], "y": ["a step"],
+         "marker": {"color": COLOURS[i % len(COLOURS)]}, "text": [f"{100 * v / told['step_time_s']:.0f} %"],
+         "textposition": "inside", "hovertemplate": "%{x:.4g} s<extra>%{fullData.name}</extra>"}
+        for i, (v, k) in enumerate(parts)
+    ]  # fmt: skip
+    layout = {"barmode": "stack", "showlegend": True, "xaxis": {"title": {"text": "seconds that nothing hides"}}}
+    return Figure("time", "Where a step's time goes", "", traces, layout, height=230)
+
+
+def front_figure(data: Data) -> Figure | None:
+    """Time over memory; the size of a mark is the money, or the energy where no price is known."""
+    points = data.get("pareto") or []
+    if not points:
+        return None
+    by = "cost_usd" if all(p.get("cost_usd") is not None for p in points) else "energy_kwh"
+    unit = "USD" if by == "cost_usd" else "kWh"
+    most = max(p[by] for p in points) or 1.0
+    traces: list[Data] = []
+    for i, world in enumerate(sorted({p["world"] for p in points}, reverse=True)):
+        some = [p for p in points if p["world"] == world]
+        traces.append(
+            {"type": "scatter", "mode": "markers", "name": f"{world} ranks",
+             "x": [p["effective_step_time_s"] for p in some], "y": [p["peak_memory_gib"] for p in some],
+             "marker": {"color": COLOURS[i], "size": [8 + 16 * p[by] / most for p in some], "opacity": 0.8},
+             "hovertext": [_hover(p, by, unit) for p in some],
+             "hoverinfo": "text"}
+        )  # fmt: skip
+    layout = {
+        "showlegend": True, "xaxis": {"title": {"text": "seconds a step, failures counted in"}},
+        "yaxis": {"title": {"text": "GiB of the fullest rank"}, "rangemode": "tozero"},
+    }  # fmt: skip
+    said = f"No other layout is better in time, memory, money and energy at once. A larger mark costs more {unit}."
+    return Figure("front", "The front", said, traces, layout, height=380)
+
+
+def _hover(point: Data, by: str, unit: str) -> str:
+    took = f"{point['effective_step_time_s']:.4g} s, {point['peak_memory_gib']:.1f} GiB"
+    return f"<b>{esc(point['layout'])}</b><br>{took}<br>{point[by]:,.0f} {unit}, {point['energy_kwh']:,.0f} kWh"
+
+
+def _list(title: str, rows: list[Data]) -> str:
+    if not rows:
+        return ""
+    lines = "".join(
+        f'<tr><td class="any">{esc(r["layout"])}, microbatch {r["microbatch"]}, recompute {esc(r["recompute"])}</td>'
+        f'<td class="n">{r["effective_step_time_s"]:.4g}</td><td class="n">{r["peak_memory_gib"]:.1f}</td>'
+        f'<td style="min-width:16rem;white-space:normal">{esc(r["lacks"])}</td></tr>'
+        for r in rows
+    )
+    return f"""<section class="card"><h2>{esc(title)}</h2><div class="scroll"><table class="list"><tr><th>layout</th>\
+<th class="n">s a step</th><th class="n">GiB</th><th>what it lacks</th></tr>{lines}</table></div></section>"""
+
+
+def _why(data: Data) -> str:
+    reasons = "".join(f"<li>{esc(str(r))}</li>" for r in data.get("reasons") or ())
+    changes = "".join(
+        f"<li>{esc(c['change'])}: {c['step_time_s']:.3g} s a step</li>" for c in data.get("changes") or ()
+    )
+    why = f"<h2>Why this layout</h2><ul>{reasons}</ul>" if reasons else ""
+    mend = f"<h2>What would make it fit</h2><ul>{changes}</ul>" if changes else ""
+    text = esc(json.dumps(data["job"], indent=2, ensure_ascii=False))
+    return f'<section class="card">{why}{mend}<details><summary>The job</summary><pre>{text}</pre></details></section>'
