@@ -8,9 +8,10 @@ from typing import Any
 
 from weft.hardware.catalog import Device
 from weft.job.schema import Job, Memory
-from weft.plan.calibration import Calibration, load
+from weft.plan.calibration import Calibration
 from weft.plan.facts import cluster_facts, facts_of
 from weft.plan.layout import Plan
+from weft.plan.own import own_calibration
 from weft.plan.rules import RUNNABLE, divisors
 from weft.plan.search import Bounds, Found, Scene
 from weft.plan.space import Space, space_of
@@ -20,7 +21,7 @@ from weft.plan.why import reasons
 def scene_for(job: Job, world: int, device: Device, memory_gib: float, calibration: Calibration | None = None) -> Scene:
     """What a resolved job's layouts are estimated with."""
     cluster = cluster_facts(job, world, device, memory_gib)
-    return Scene(facts_of(job), cluster, calibration or load("weft"), job.train.global_batch)
+    return Scene(facts_of(job), cluster, calibration or own_calibration(device), job.train.global_batch)
 
 
 def space_for(job: Job, plan: Plan, world: int, trainable: bool) -> Space:

@@ -24,12 +24,11 @@ def compiled_memory(job: Job, plan: Plan) -> dict[str, float]:
     states = states_of(job, plan, 0)
     assert states is not None
     tokens = plan.microbatch * job.data.seq_len
-    layers = -(-(model.layers or 0) // plan.pp)
-    flights = min(plan.pp, plan.accumulation) if plan.pp > 1 else 1
+    layers = model.layers or 0
     lasting = states.parameters + states.copies + states.optimizer + states.average
-    summed = states.gradients if plan.accumulation > 1 or plan.dp_replicate > 1 or plan.pp > 1 else 0
+    summed = states.gradients if plan.accumulation > 1 or plan.dp_replicate > 1 else 0
     block = block_bytes(model, wide) * tokens
-    kept = kept_bytes(model, plan, wide) * tokens * layers * flights
+    kept = kept_bytes(model, plan, wide) * tokens * layers
     stream = 3 * (model.dim or 0) * wide * tokens
     loss = stream + loss_bytes(model, plan, wide, tokens)
     again = recomputed_share(plan.recompute, model) > 0
@@ -77,5 +76,5 @@ def _gathered(model: Model, plan: Plan, wide: int) -> float:
     if counts is None or plan.dp_shard == 1:
         return 0.0
     if plan.zero < 3:
-        return wide * counts.total / plan.pp
+        return wide * float(counts.total)
     return wide * (counts.embedding + counts.head + 2 * counts.block)

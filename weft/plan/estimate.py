@@ -12,11 +12,13 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.calibration import Calibration, load
 from weft.plan.cost import Estimates, estimate
+from weft.plan.exact import states_of
 from weft.plan.facts import ClusterFacts, ModelFacts, cluster_facts, facts_of
 from weft.plan.hold import GIB, stage
 from weft.plan.layout import Plan
 from weft.plan.layouts import Layouts
-from weft.plan.memory import predict_memory
+from weft.plan.memory import predict_memory, stage_peaks
+from weft.plan.own import own_calibration
 
 POWER_SHARE = 0.85
 """Share of its rated power that a device draws while it trains."""
@@ -49,28 +51,42 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     """What `weft estimate JOB --json` prints."""
     if job.model.module:
         raise JobError(f"model.module={job.model.module} cannot be estimated before it is built; use weft dryrun")
-    cal = load(stack) if isinstance(stack, str) else stack
     model, cluster = facts(job, plan)
+    own = stack == "weft" and not job.model.experts
+    cal = (
+        own_calibration(find_device(plan.device_name, job.cluster.catalog))
+        if stack == "weft"
+        else load(stack)
+        if isinstance(stack, str)
+        else stack
+    )
     layouts = Layouts.one(plan)
     told = estimate(model, cluster, layouts, cal, job.train.global_batch)
+    parts = {part: float(gib[0]) for part, gib in told.memory.items()}
+    if own:
+        parts = own_memory(job, plan, parts["logits"])
+    peak = sum(parts.values())
     seconds = float(told.step_time_s[0])
+    if own and plan.predicted.get("step_time_s"):
+        seconds = plan.predicted["step_time_s"]
+    slower = seconds / float(told.step_time_s[0])
     tokens = job.train.global_batch * float(model.seq_len)
     hours = seconds * job.train.steps / 3600
     kwh = plan.world * cluster.watts * POWER_SHARE * OVERHEAD * hours / 1000
     price = cluster.price_usd_hour
     return {
         "step_time_s": seconds,
-        "range_s": [float(told.low_s[0]), float(told.high_s[0])],
+        "range_s": [float(told.low_s[0]) * slower, float(told.high_s[0]) * slower],
         "tokens_per_s_per_gpu": tokens / seconds / plan.world,
-        "tflops_per_gpu": float(told.tflops[0]),
-        "mfu": float(told.mfu[0]),
-        "hfu": float(told.hfu[0]),
-        "peak_memory_gib": float(told.peak_gib[0]),
+        "tflops_per_gpu": float(told.tflops[0]) / slower,
+        "mfu": float(told.mfu[0]) / slower,
+        "hfu": float(told.hfu[0]) / slower,
+        "peak_memory_gib": peak,
         "memory_limit_gib": float(cluster.memory_gib),
-        "fits": bool(told.fits[0]),
-        "memory": {part: float(gib[0]) for part, gib in told.memory.items()},
-        "memory_by_stage": _stages(model, layouts, cal),
-        "time": {part: float(s[0]) for part, s in told.time.items()},
+        "fits": peak <= cluster.memory_gib * cal.usable,
+        "memory": parts,
+        "memory_by_stage": _own_stages(job, plan, parts) if own else _stages(model, layouts, cal),
+        "time": {part: float(s[0]) * slower for part, s in told.time.items()},
         "bytes": {axis: float(b[0]) for axis, b in told.bytes.items()},
         "bytes_by_link": {level: float(np.ravel(b)[0]) for level, b in told.level_bytes.items()},
         "energy_kwh": kwh,
@@ -86,6 +102,33 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         "calibration": cal.name,
         "sources": SOURCES,
     }
+
+
+def own_memory(job: Job, plan: Plan, logits: float) -> dict[str, float]:
+    """GiB by part as Weft's own engine holds them: states counted exactly, the rest as its peak is predicted."""
+    found, states = predict_memory(job, plan), states_of(job, plan)
+    assert states is not None
+    sure = {
+        "parameters": (states.parameters + states.copies + states.average) / GIB,
+        "gradients": states.gradients / GIB,
+        "optimizer": states.optimizer / GIB,
+        "communication": found["gathered_gib"],
+        "reserve": found["runtime_gib"],
+    }
+    rest = max(0.0, found["memory_gib"] - sum(sure.values()))
+    return {**sure, "activations": max(0.0, rest - logits), "logits": min(rest, logits)}
+
+
+def _own_stages(job: Job, plan: Plan, parts: dict[str, float]) -> list[dict[str, float]]:
+    """GiB on the first rank of each stage of Weft's own engine; without a walk through it, the fullest for all."""
+    names = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "working": "activations"}
+    peaks = stage_peaks(job, plan) if plan.pp > 1 else []
+    walked = [{told: p[name] / GIB for name, told in names.items()} for p in peaks]
+    out = []
+    for index, held in enumerate(walked or [parts] * plan.pp):
+        whole = {**held, "reserve": parts["reserve"]}
+        out.append({"stage": index, **whole, "total": sum(whole.values())})
+    return out
 
 
 def _stages(model: ModelFacts, layouts: Layouts, cal: Calibration) -> list[dict[str, float]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weft.hardware.catalog import Device, Network, device_by_product, find_device, find_network
+from weft.hardware.measured import load_measured
 from weft.hardware.probe import Machine, probe
 from weft.job.errors import FitError, JobError, MachineError
 from weft.job.schema import Job, Parallel
@@ -18,6 +19,7 @@ from weft.plan.explain import runs
 from weft.plan.layout import AXES, Plan
 from weft.plan.layouts import Layouts
 from weft.plan.memory import communication_bytes, predict_memory
+from weft.plan.own_time import step_seconds
 from weft.plan.peaks import peak_flops
 from weft.plan.recompute import least_recompute
 from weft.plan.rules import SPLITTING, check, divisors
@@ -317,6 +319,9 @@ def _predict(start: Start, plan: Plan) -> dict[str, float]:
         scene = scene_for(job, start.world, start.device, start.memory_gib)
         made = scene.estimate(Layouts.one(plan))
         predicted |= {"step_time_s": float(made.step_time_s[0]), "mfu": float(made.mfu[0])}
+        measured = load_measured(plan.device_name)
+        if measured and (seconds := step_seconds(job, plan, measured)):  # one device, and it was measured: no model
+            predicted |= {"step_time_s": seconds, "mfu": predicted["mfu"] * predicted["step_time_s"] / seconds}
         if job.model.experts:  # what only the estimate knows how to cut
             predicted |= _parts({name: float(gib[0]) for name, gib in made.memory.items()})
     return predicted

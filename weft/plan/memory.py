@@ -22,18 +22,23 @@ def predict_memory(job: Job, plan: Plan) -> dict[str, float]:
     return {"memory_gib": sum(found.values()), **found}
 
 
+def stage_peaks(job: Job, plan: Plan) -> list[dict[str, float]]:
+    """Bytes by part on the first rank of each stage, where the walk knows the layout; else nothing."""
+    stride = plan.world // plan.pp
+    return [peak_parts(job, plan, stage * stride) for stage in range(plan.pp)] if _walked(plan) else []
+
+
 def _walked(plan: Plan) -> bool:
     """Whether the walk through a step's tensors knows this layout."""
     return plan.cp == 1 and not plan.long and plan.recompute in ("none", "full") and plan.precision != "fp8"
 
 
 def _parts(job: Job, plan: Plan) -> dict[str, float]:
-    if plan.compile and plan.cp == plan.tp == 1 and not plan.long:
+    if plan.compile and plan.cp == plan.tp == plan.pp == 1 and not plan.long:
         return compiled_memory(job, plan)
     if not _walked(plan):
         return rough_memory(job, plan)
-    stride = plan.world // plan.pp
-    parts = max((peak_parts(job, plan, stage * stride) for stage in range(plan.pp)), key=lambda p: p["peak"])
+    parts = max(stage_peaks(job, plan), key=lambda p: p["peak"])
     gathered = min(parts["gathered"], parts["working"])
     return {
         "states_gib": (parts["parameters"] + parts["gradients"] + parts["optimizer"]) / GIB,

@@ -7,6 +7,7 @@ from math import exp, log
 
 from weft.hardware.measured import Attention, Block, Measured, Product
 from weft.job.schema import Job
+from weft.plan.exact import bare_gradients
 from weft.plan.layout import Plan
 from weft.plan.weights import stage_weights
 
@@ -28,10 +29,11 @@ def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
     block = passes[0] * (ahead + forward + rest / 3 / scale) + passes[1] * (back + backward + 2 * rest / 3 / scale)
     head = _head_seconds(job, plan, measured)
     parameters = sum(_count(w.shape) for w in stage_weights(m, plan, 0))
-    copies = 0 if plan.precision == "fp32" else parameters * (2 + 4 + 4) * plan.accumulation
     fastest = max(measured.copy_gb_s.values()) * 1e9
-    update = parameters * (measured.optimizer_ns * 1e-9 + 8 / fastest + (6 / fastest if copies else 0))
-    return plan.accumulation * ((m.layers or 0) * block + head) + copies / fastest + update
+    summed = 0 if bare_gradients(plan) or plan.precision == "fp32" else 4 + (2 + 4 + 4) * plan.accumulation
+    norm = 2 if bare_gradients(plan) else 4
+    update = parameters * (measured.optimizer_ns * 1e-9 + (summed + norm) / fastest)
+    return plan.accumulation * ((m.layers or 0) * block + head) + update
 
 
 def _count(shape: Sequence[int]) -> int:

@@ -9,13 +9,14 @@ from typing import Any
 
 from weft.job.errors import FitError
 from weft.job.schema import Job
-from weft.plan.calibration import Calibration, load
+from weft.plan.calibration import Calibration
 from weft.plan.compare import compare_offers
 from weft.plan.explain import draw, explain
 from weft.plan.history import read_history
 from weft.plan.make import Start, begin, check_fits, finish, pick
 from weft.plan.mend import changes
 from weft.plan.mixed import mixed
+from weft.plan.own import own_calibration
 from weft.plan.show_text import compared, fronted, listed, mended, past, several, tuned, under
 from weft.plan.survey import Survey, survey
 from weft.plan.tune import tune
@@ -51,7 +52,7 @@ def show(job: Job, nproc: int | None, asked: Asked) -> Shown:
     start = begin(job, nproc)
     if start.job.model.module:
         return _unknown(start, asked)
-    calibration = load("weft")
+    calibration = own_calibration(start.device)
     data: dict[str, Any] = {}
     blocks: list[str] = []
     if asked.history:

@@ -11,12 +11,13 @@ import numpy as np
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.beyond import Gain, beyond
-from weft.plan.calibration import Calibration, load
+from weft.plan.calibration import Calibration
 from weft.plan.choose import scene_for, settle, space_for
 from weft.plan.estimate import OVERHEAD, POWER_SHARE, estimate_job
 from weft.plan.goodput import Goodput, goodput
 from weft.plan.layout import Plan
 from weft.plan.make import Start, finish
+from weft.plan.own import own_calibration
 from weft.plan.rules import RUNNABLE
 from weft.plan.search import Bounds, Found
 from weft.plan.why import compare, reasons
@@ -94,7 +95,7 @@ def survey(
 ) -> Survey:
     """Search a job's layouts and say what was found; a JobError where no layout divides its batch and ranks."""
     job, plan = start.job, start.plan
-    calibration = calibration or load("weft")
+    calibration = calibration or own_calibration(start.device)
     scene = scene_for(job, start.world, start.device, start.memory_gib, calibration)
     bounds = Bounds(space_for(job, plan, start.world, trainable), scene)
     if bounds.size == 0:

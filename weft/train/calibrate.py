@@ -19,14 +19,16 @@ from torch import Tensor
 from weft.hardware.catalog import device_by_product
 from weft.hardware.measured import Attention, Block, Head, Measured, Message, Product, file_name
 from weft.hardware.probe import Machine, probe
-from weft.job.schema import Job
+from weft.job.schema import Job, Optim
 from weft.job.shapes import resolve
 from weft.launch.pool import RankPool
 from weft.mesh import connect
+from weft.models.attention import Where, attention
 from weft.models.build import build_model
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import frequencies, rotation
-from weft.parallel.apply import find_units
+from weft.optim import build_optimizers
+from weft.parallel.apply import compile_parts, find_units
 from weft.plan.layout import Plan
 from weft.precision import COMPUTE
 
@@ -37,7 +39,7 @@ ROWS = {"cpu": (128, 1024), "cuda": (1024, 4096, 16384)}
 SEQS = {"cpu": (128, 512), "cuda": (2048, 8192, 32768)}
 BLOCKS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "cpu": ((128, 4, 4, 352), (256, 8, 4, 704)),
-    "cuda": ((2048, 32, 8, 8192), (3072, 24, 8, 8192), (4096, 32, 8, 14336)),
+    "cuda": ((2048, 32, 8, 8192), (4096, 32, 8, 14336)),
 }
 """dim, heads, kv_heads, ffn"""
 VOCAB = {"cpu": ((256, 128), (8192, 256)), "cuda": ((128256, 2048), (32000, 4096))}
@@ -123,13 +125,14 @@ def _attention(kind: str, device: torch.device, budget: float, quick: bool) -> t
             batch = max(1, SEQS[kind][1] // seq)
 
             def make(count: int, seq: int = seq, width: int = width, batch: int = batch) -> Tensor:
-                x = torch.randn(batch, seq, count, width, device=device, dtype=COMPUTE[dtype])
-                return x.transpose(1, 2).requires_grad_()
+                return torch.randn(batch, seq, count, width, device=device, dtype=COMPUTE[dtype], requires_grad=True)
 
             q, k, v = make(heads), make(kv), make(kv)
 
-            def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            rows = torch.arange(seq, device=device)
+
+            def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v, rows: Tensor = rows) -> Tensor:
+                return attention(q, k, v, True, Where(None, None, None, rows, rows.shape[0]))
 
             ahead, both = _both(forward, device, budget)
             out.append(Attention(dtype, batch, heads, kv, seq, width, ahead, both - ahead))
@@ -165,8 +168,11 @@ def _blocks(kind: str, device: torch.device, budget: float, quick: bool) -> tupl
                 torch.nn.init.normal_(p, std=0.02)
             x = torch.randn(batch, seq, dim, device=device, dtype=COMPUTE[dtype], requires_grad=True)
             freq = frequencies(dim // heads, 10_000.0, None, device)
-            turn = rotation(torch.arange(seq, device=device), freq)
-            ahead, both = _both(lambda b=block, x=x, t=turn: b(x, t, None, None), device, budget)  # type: ignore[misc]
+            rows = torch.arange(seq, device=device)
+            where = Where(rotation(rows, freq), None, None, rows, seq)
+            if kind == "cuda":  # as the plan does by default
+                compile_parts(block, ("forward",))
+            ahead, both = _both(lambda b=block, x=x, w=where: b(x, w), device, budget)  # type: ignore[misc]
             out.append(Block(dtype, dim, heads, kv, dim // heads, ffn, batch, seq, ahead, both - ahead))
     return tuple(out)
 
@@ -201,13 +207,15 @@ def _launch(device: torch.device, budget: float) -> float:
 
 
 def _optimizer(kind: str, device: torch.device, budget: float) -> float:
-    """In nanoseconds a parameter: AdamW with the fp32 weights, gradients and moments of many tensors."""
+    """In nanoseconds a parameter: AdamW as the engine steps, on a GPU with bf16 gradients and copies."""
     count, size = (32, 2**22) if kind == "cuda" else (16, 2**16)
-    params = [torch.zeros(size, device=device, requires_grad=True) for _ in range(count)]
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
-    return timed(optimizer.step, device, budget) / (count * size) * 1e9
+    masters: dict[str, Tensor] = {str(i): torch.zeros(size, device=device, requires_grad=True) for i in range(count)}
+    copies = {n: m.detach().bfloat16().requires_grad_() for n, m in masters.items()} if kind == "cuda" else {}
+    for leaf in (copies or masters).values():
+        leaf.grad = torch.ones_like(leaf)
+    optimizer = build_optimizers(Optim(lr=1e-4), masters, lambda name: True, copies or masters, copies)
+    factor = torch.ones((), device=device)
+    return timed(lambda: optimizer.step(1e-4, factor), device, budget) / (count * size) * 1e9
 
 
 def _transfers(device: torch.device, budget: float) -> tuple[float, float]:
