@@ -21,32 +21,32 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-JOBS: tuple[tuple[str, int, int, str], ...] = (
-    ("llama-1b", 2048, 1, "none"),
-    ("llama-1b", 2048, 4, "none"),
-    ("llama-1b", 8192, 1, "none"),
-    ("llama-1b", 8192, 2, "full"),
-    ("llama-1b", 32768, 1, "full"),
-    ("llama-3b", 2048, 1, "none"),
-    ("llama-3b", 2048, 4, "full"),
-    ("llama-3b", 4096, 2, "none"),
-    ("llama-3b", 8192, 1, "full"),
-    ("llama-3b", 32768, 1, "full"),
+JOBS: tuple[tuple[str, int, int, int, str], ...] = (
+    ("llama-1b", 2048, 1, 1, "none"),
+    ("llama-1b", 2048, 4, 2, "none"),
+    ("llama-1b", 8192, 1, 1, "none"),
+    ("llama-1b", 8192, 2, 1, "selective"),
+    ("llama-1b", 8192, 2, 2, "full"),
+    ("llama-1b", 32768, 1, 1, "full"),
+    ("llama-3b", 2048, 4, 1, "none"),
+    ("llama-3b", 8192, 1, 1, "selective"),
+    ("llama-3b", 8192, 1, 2, "full"),
+    ("llama-3b", 32768, 1, 1, "full"),
 )
-"""shape, tokens in a sequence, microbatch, recompute"""
+"""shape, tokens in a sequence, microbatch, microbatches a step, recompute"""
 AIM_MEMORY, AIM_TIME = 0.03, 0.05
 
 
 def make(index: int) -> Any:
     from weft.job import parse_job
 
-    shape, seq, microbatch, recompute = JOBS[index]
+    shape, seq, microbatch, count, recompute = JOBS[index]
     return parse_job(
         {
             "name": f"gpu-memory-{index}",
             "model": {"shape": shape},
             "data": {"source": "synthetic", "seq_len": seq},
-            "train": {"global_batch": 2 * microbatch, "microbatch": microbatch, "eval_every": 0},
+            "train": {"global_batch": count * microbatch, "microbatch": microbatch, "eval_every": 0},
             "cluster": {"device": "cuda", "nodes": 1, "devices_per_node": 1},
             "precision": "bf16",
             "memory": {"recompute": recompute},

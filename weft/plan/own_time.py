@@ -9,6 +9,7 @@ from weft.hardware.measured import Attention, Block, Measured, Product
 from weft.job.schema import Job
 from weft.plan.exact import bare_gradients
 from weft.plan.layout import Plan
+from weft.plan.recompute import recomputed_share
 from weft.plan.weights import stage_weights
 
 
@@ -25,8 +26,10 @@ def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
         ahead, back = ahead + one, back + 2 * one
     forward, backward = attention_seconds(job, plan, measured)
     rest = elementwise_bytes(job, plan.microbatch * job.data.seq_len)
-    passes = (2.0 if plan.recompute == "full" else 1.0, 1.0)
-    block = passes[0] * (ahead + forward + rest / 3 / scale) + passes[1] * (back + backward + 2 * rest / 3 / scale)
+    again = recomputed_share(plan.recompute, m)
+    kept = plan.recompute == "selective"  # then only what is neither a product nor attention runs again
+    once = (1 if kept else 1 + again) * (ahead + forward) + (1 + again) * rest / 3 / scale
+    block = once + back + backward + 2 * rest / 3 / scale
     head = _head_seconds(job, plan, measured)
     parameters = sum(_count(w.shape) for w in stage_weights(m, plan, 0))
     fastest = max(measured.copy_gb_s.values()) * 1e9
