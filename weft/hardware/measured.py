@@ -12,6 +12,8 @@ from weft.job.errors import JobError
 
 FOLDER = "hardware"
 """Below the current folder."""
+SHIPPED = Path(__file__).parent / "measured_devices"
+"""What was measured before and comes with Weft."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,10 @@ def file_name(text: str) -> str:
 
 
 def load_measured(name: str, folder: str | Path = FOLDER) -> Measured | None:
-    """What was measured of the device of this name; None where nobody has yet."""
+    """What was measured here of the device of this name, else what comes with Weft; None where nobody has yet."""
     path = Path(folder) / f"{file_name(name)}.json"
+    if not path.is_file():
+        path = SHIPPED / path.name
     if not path.is_file():
         return None
     try:
