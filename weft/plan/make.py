@@ -322,7 +322,7 @@ def _predict(start: Start, plan: Plan) -> dict[str, float]:
         measured = load_measured(plan.device_name)
         if measured and (seconds := step_seconds(job, plan, measured)):  # one device, and it was measured: no model
             predicted |= {"step_time_s": seconds, "mfu": predicted["mfu"] * predicted["step_time_s"] / seconds}
-        if job.model.experts:  # what only the estimate knows how to cut
+        if job.model.experts or (plan.cp > 1 and plan.pp > 1):  # what only the estimate knows how to cut
             predicted |= _parts({name: float(gib[0]) for name, gib in made.memory.items()})
     return predicted
 
