@@ -29,6 +29,9 @@ WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 AT_ONCE = 3
 """As many times Ctrl-C, and the ranks are killed instead of asked."""
 
+KILLED = -int(Exit.INTERRUPTED)
+"""What launch() returns when it did: interrupted, and nothing was saved."""
+
 QUIET = (int(Exit.DONE), int(Exit.PREEMPTED), int(Exit.INTERRUPTED))
 """Codes that are no failure: done, or stopped as asked."""
 
@@ -81,10 +84,7 @@ def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None], worke
                 ranks.append(_start(run, rank, world, Path(folder) / "store", lock, worker))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
             code = _watch(run, ranks, lambda text: None if len(interrupts) >= AT_ONCE else say(text))
-        if len(interrupts) < AT_ONCE:
-            return code
-        say("ended at once, without saving; start the same command again to resume from the last checkpoint")
-        return int(Exit.INTERRUPTED)
+        return code if len(interrupts) < AT_ONCE else KILLED
 
 
 def _start(

@@ -92,6 +92,9 @@ class Calibration:
     """Bytes for each logit that the loss gathers from the ranks of tp; 0 where it works on what each rank has."""
     loss_chunk: float = 0.0
     """Logits held at once, where the loss works through them in chunks; 0: all of a microbatch."""
+    chunk_tokens: float = 0.0
+    """Tokens of a sequence on a rank beyond which blocks run in chunks and keep only their input and attention's output
+    (memory/long.py); 0: never."""
     context_gib: float = 1.0
     """Driver, libraries and communication buffers, outside the allocator."""
     fragment: float = 0.05

@@ -52,7 +52,8 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     if job.model.module:
         raise JobError(f"model.module={job.model.module} cannot be estimated before it is built; use weft dryrun")
     model, cluster = facts(job, plan)
-    own = stack == "weft" and not job.model.experts
+    name = stack if isinstance(stack, str) else stack.name
+    own = name.startswith("weft") and not job.model.experts and not (plan.cp > 1 and plan.pp > 1)
     cal = (
         own_calibration(find_device(plan.device_name, job.cluster.catalog))
         if stack == "weft"

@@ -15,6 +15,8 @@ from weft.plan.layouts import COMPRESSIONS, OFFLOADS, RECOMPUTES, SCHEDULE_NAMES
 from weft.plan.pipeline import stage_layers
 
 GIB = 2**30
+HOST_SHARE, HOST_GIB = 0.7, 128.0
+"""What parked activations may take of a host's memory for one device, as hosts of large GPUs have it."""
 BUCKET = 1e8
 """Gradients that travel together, at most: two buckets of the usual 25 to 200 MB."""
 ADAPTERS = 0.01
@@ -125,5 +127,12 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
     ]
     held = np.choose(layouts.recompute, [np.asarray(k, float) + 0 * tp for k in kept])
     working = np.where(layouts.recompute == RECOMPUTES.index("full"), with_scores, 0.0) + 2 * entry
-    held = np.where(layouts.offload == OFFLOADS.index("activations"), 2 * block, held)
-    return cal.activation * (held * waiting(layouts, index) + working)
+    parked = layouts.offload == OFFLOADS.index("activations")
+    held = np.where(parked, 2 * block, held)
+    usual = cal.activation * (held * waiting(layouts, index) + working)
+    if not cal.chunk_tokens:
+        return usual
+    least = size * tokens * (model.dim + q) / tp * layers * waiting(layouts, index)
+    least = np.where(parked, np.maximum(0.0, least - HOST_SHARE * HOST_GIB * GIB), least)
+    pieces = size * tokens * (6 * model.dim + 4 * q + 4 * kv) / tp
+    return np.where(model.seq_len / layouts.cp > cal.chunk_tokens, least + pieces, usual)

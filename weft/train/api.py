@@ -15,7 +15,7 @@ from weft.job.errors import Exit, MachineError
 from weft.job.load import dump_yaml
 from weft.job.run import RunDir
 from weft.job.schema import Job
-from weft.launch.local import QUIET, launch, locked
+from weft.launch.local import KILLED, QUIET, launch, locked
 from weft.plan import RUNNABLE, Plan, check, check_fits, make_plan
 from weft.watch.closing import closing_words
 from weft.watch.report import write_report
@@ -47,6 +47,9 @@ def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], Non
             shutil.rmtree(run.path)
         elif code == Exit.JOB:
             restore_description(before)
+        if code == KILLED:
+            say("ended at once, without saving; start the same command again to resume from the last checkpoint")
+            return int(Exit.INTERRUPTED)
         if code in QUIET:
             close(run, say)
         return code

@@ -55,7 +55,7 @@ def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], Non
             write_report(run)
         elif code == Exit.JOB:
             shutil.rmtree(run.path)
-        return code, run
+        return abs(code), run
 
 
 def _clear(run: RunDir) -> None:
