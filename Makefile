@@ -16,7 +16,7 @@ train: $(READY)
 	$(BIN)/weft generate demo --prompt "The " --tokens 400
 
 test: $(READY) system
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
