@@ -15,6 +15,8 @@ from typing import Any
 import weft.hardware
 from weft.job.errors import JobError
 
+CORRECTED = ", corrected by runs"
+"""Ends the name of a calibration that knows better than any measurement of parts."""
 FOLDER = Path(weft.hardware.__file__).parent / "calibrations"
 
 

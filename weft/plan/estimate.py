@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from weft.hardware.catalog import find_device
+from weft.hardware.measured import load_measured
 from weft.hardware.probe import probe
 from weft.job.errors import JobError
 from weft.job.schema import Job
-from weft.plan.calibration import Calibration, load
+from weft.plan.calibration import CORRECTED, Calibration, load
 from weft.plan.cost import Estimates, estimate
 from weft.plan.exact import states_of
 from weft.plan.facts import ClusterFacts, ModelFacts, cluster_facts, facts_of
@@ -19,6 +20,7 @@ from weft.plan.layout import Plan
 from weft.plan.layouts import Layouts
 from weft.plan.memory import predict_memory, stage_peaks
 from weft.plan.own import own_calibration
+from weft.plan.own_time import step_seconds
 
 POWER_SHARE = 0.85
 """Share of its rated power that a device draws while it trains."""
@@ -68,8 +70,9 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         parts = own_memory(job, plan, parts["logits"])
     peak = sum(parts.values())
     seconds = float(told.step_time_s[0])
-    if own and plan.predicted.get("step_time_s"):
-        seconds = plan.predicted["step_time_s"]
+    measured = load_measured(plan.device_name) if own and not cal.name.endswith(CORRECTED) else None
+    if measured:  # one device, and it was measured: no model
+        seconds = step_seconds(job, plan, measured) or seconds
     slower = seconds / float(told.step_time_s[0])
     tokens = job.train.global_batch * float(model.seq_len)
     hours = seconds * job.train.steps / 3600

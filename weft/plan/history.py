@@ -11,7 +11,7 @@ from typing import Any
 from weft.job.errors import JobError, WeftError
 from weft.job.load import load_job
 from weft.job.run import RunDir
-from weft.plan.calibration import Calibration
+from weft.plan.calibration import CORRECTED, Calibration
 from weft.plan.estimate import estimate_job
 from weft.plan.layout import Plan
 
@@ -83,7 +83,7 @@ def corrected(calibration: Calibration, factor: float) -> Calibration:
     """The same calibration for a machine on which everything takes `factor` times as long."""
     changed = {name: getattr(calibration, name) / factor for name in FASTER}
     changed |= {name: getattr(calibration, name) * factor for name in SLOWER}
-    return calibration.with_(**changed, name=f"{calibration.name}, corrected by runs")
+    return calibration.with_(**changed, name=calibration.name + CORRECTED)
 
 
 def _by_others(runs: list[Past], i: int) -> float:
