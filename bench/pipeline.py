@@ -126,7 +126,7 @@ def make_pipeline(schedule: Schedule, costs: Costs, axis: Axis, device: torch.de
     stages = {}
     for index in schedule.stages_of(axis.rank):
         module = SleepyStage(index == 0, index == schedule.stages - 1, costs, index)
-        stages[index] = Woven(module, Replicas(module, None, torch.float32, 25.0), None, ())
+        stages[index] = Woven(module, Replicas(module, None, torch.float32, 25.0, summed=True), None, ())
     pipeline = Pipelined(stages, schedule, axis, device, torch.float32, 1)
     pipeline.spans.wanted = True
     return pipeline
