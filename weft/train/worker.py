@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -35,6 +37,7 @@ def run_rank(run: RunDir, job: Job, plan: Plan, signals: Signals, work: Work | N
 
     rank, position = int(os.environ.get("RANK", 0)), ""
     if plan.device == "cpu":
+        keep_freed_memory()
         torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
     try:
         session = open_session(job, plan, run)
@@ -46,6 +49,15 @@ def run_rank(run: RunDir, job: Job, plan: Plan, signals: Signals, work: Work | N
     except BaseException as error:
         _explain(run, rank, position, error)
         return exit_code(error)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what one step frees for the next: to give it back and take it again costs page faults."""
+    trim, pad, map_from = -1, -2, -3  # of mallopt(3)
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL("libc.so.6")
+        for option, size in ((trim, 1 << 30), (pad, 1 << 26), (map_from, 1 << 25)):
+            libc.mallopt(option, size)
 
 
 def threads_for(ranks: int) -> int:
