@@ -91,7 +91,7 @@ def plan(
         Path | None, typer.Option("--history", help="A folder of runs to correct the estimate by.")
     ] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Also choose batch, rate, warm-up and ramp.")] = False,
-    tokens: Annotated[float | None, typer.Option("--tokens", min=1, help="Token budget of --tune.")] = None,
+    tokens: Annotated[float | None, typer.Option("--tokens", min=1, max=1e18, help="Token budget of --tune.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Draw the plan as one offline page.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -30,6 +30,8 @@ from weft.plan.split import split_stages
 
 CPU_RANKS = 4
 """Ranks started on a CPU unless the job or --nproc says otherwise; they share all cores as threads."""
+NODE = 8
+"""Devices on a node, where a job names a device of the catalog and not how many stand together."""
 LONG_CHUNK = 16_384
 """Tokens of a long sequence in one chunk: enough for the matrix units, and little beside the sequence."""
 USABLE = 0.9
@@ -61,6 +63,7 @@ def begin(job: Job, world: int | None = None) -> Start:
     device = _device(job, machine)
     if job.cluster.network != "auto":
         find_network(job.cluster.network, job.cluster.catalog)
+    job = _on_nodes(job, world)
     world, reasons = _world(job, machine, device, world)
     kind = "cpu" if device.kind == "cpu" else "cuda"
     memory = device_memory(job, device, machine, world)
@@ -118,6 +121,11 @@ def _remember(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
     return least_recompute(job, bare, lambda p: predict_memory(job, p).get("memory_gib"), limit, reasons)
 
 
+def trained_here(start: Start) -> bool:
+    """Whether the job runs on this machine, so that the plan must be one that this version trains."""
+    return start.job.cluster.device in ("auto", "cpu", "cuda") and start.job.cluster.nodes == 1
+
+
 def check_fits(job: Job, plan: Plan) -> None:
     """Refuse what cannot fit: the states alone, which are counted exactly, exceed the device."""
     needed = sum(plan.predicted.get(k, 0.0) for k in ("states_gib", "gathered_gib"))
@@ -158,8 +166,33 @@ def _device(job: Job, machine: Machine) -> Device:
     return find_device(name, job.cluster.catalog)
 
 
+def device_of(job: Job, plan: Plan) -> Device:
+    """A plan's device: the catalog's, or this machine's where the catalog lacks it."""
+    try:
+        return find_device(plan.device_name, job.cluster.catalog)
+    except JobError:
+        here = _device(job, probe())
+        if here.name != plan.device_name:
+            raise
+        return here
+
+
 def _network(job: Job) -> Network:
-    return find_network("ib-ndr" if job.cluster.network == "auto" else job.cluster.network)
+    return find_network("ib-ndr" if job.cluster.network == "auto" else job.cluster.network, job.cluster.catalog)
+
+
+def _on_nodes(job: Job, given: int | None) -> Job:
+    """As many nodes as the ranks that were given fill, on a cluster that stands elsewhere."""
+    cluster = job.cluster
+    if given is None or cluster.device in ("auto", "cpu", "cuda"):
+        return job
+    per_node = NODE if cluster.devices_per_node == "auto" else cluster.devices_per_node
+    nodes = -(-given // per_node)
+    return (
+        job
+        if nodes == cluster.nodes
+        else job.model_copy(update={"cluster": cluster.model_copy(update={"nodes": nodes})})
+    )
 
 
 def _world(job: Job, machine: Machine, device: Device, given: int | None) -> tuple[int, list[str]]:
@@ -176,7 +209,7 @@ def _world(job: Job, machine: Machine, device: Device, given: int | None) -> tup
         for degree in degrees:
             pinned *= max(1, degree)
     if device.kind != "cpu":
-        count = len(machine.gpus) if job.cluster.device in ("auto", "cuda") else 8
+        count = len(machine.gpus) if job.cluster.device in ("auto", "cuda") else NODE
         return job.cluster.nodes * (count or 1), []
     if not open_axis:
         return pinned, []

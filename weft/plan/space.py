@@ -21,6 +21,7 @@ from weft.plan.layouts import (
     Layouts,
 )
 from weft.plan.rules import divisors
+from weft.plan.schedule import SCHEDULES
 
 __all__ = [
     "COMPRESSIONS", "CP_STYLES", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RECOMPUTES", "SCHEDULE_NAMES", "Layouts",
@@ -110,6 +111,13 @@ def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RE
     if experts:
         expert_width = (model.experts.ffn if model.experts else 0) or width
         tp = [d for d in tp if expert_width % d == 0]
+    if (
+        job.memory.offload == "activations"
+        or job.memory.chunk not in ("auto", 0)
+        or job.memory.recompute == "selective"
+    ):
+        # these pass once through a block's backward, so a schedule that splits it is no choice (plan/rules.py)
+        fixed["schedules"] = tuple((name, stages) for name, stages in _PIPELINES if not SCHEDULES[name].splits)
     return Space(
         **share, parts=layers + 2, tp=tuple(tp), cp=tuple(cp), pp=tuple(d for d in options if d <= layers + 2),
         ep=tuple(d for d in options if experts % d == 0) if experts else (1,), heads=heads, kv_heads=kv,
