@@ -23,7 +23,7 @@ BASE: dict[str, Any] = {
     [
         ("cluster.memory_gib=8", None),
         ("cluster.devices_per_node=1", None),
-        ("cluster.devices_per_node=auto", 2),
+        ("cluster.devices_per_node=auto", 1),
         ("model={shape: llama-70b}", None),
         ("parallel={dp_replicate: 8, dp_shard: 1}", None),
         ("parallel={dp_shard: 8, zero: 1} cluster.memory_gib=40", None),

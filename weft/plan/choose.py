@@ -47,7 +47,6 @@ def _trainable(space: Space, job: Job, plan: Plan) -> Space:
 
     kinds = [kind for kind in space.recompute if kind in choices(Memory, "recompute")]
     only: dict[str, Any] = {"recompute": tuple(kinds) or space.recompute[:1]}
-    only["by_block"] = False  # how many blocks is settled by the engine's own count of memory
     for axis in ("cp", "ep"):
         if refused(**{axis: 2}):
             only[axis] = (1,)

@@ -110,10 +110,12 @@ def own_memory(job: Job, plan: Plan, logits: float) -> dict[str, float]:
         "parameters": (states.parameters + states.copies + states.average) / GIB,
         "gradients": states.gradients / GIB,
         "optimizer": states.optimizer / GIB,
-        "communication": found["gathered_gib"],
         "reserve": found["runtime_gib"],
     }
-    rest = max(0.0, found["memory_gib"] - sum(sure.values()))
+    # a copy of the weights that stays counts as a parameter, not once more as gathered
+    room = max(0.0, found["memory_gib"] - sum(sure.values()))
+    sure["communication"] = min(room, found["gathered_gib"])
+    rest = room - sure["communication"]
     return {**sure, "activations": max(0.0, rest - logits), "logits": min(rest, logits)}
 
 

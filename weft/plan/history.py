@@ -59,7 +59,7 @@ class History:
     after: float
     """The same with the correction, each run corrected by the others."""
     unread: int = 0
-    """Folders with a plan that nothing could be learnt from: too few steps, a module of a person's own, broken files."""
+    """Folders with a plan that nothing could be learnt from: too few steps, a module of one's own, broken files."""
 
     def to_json(self) -> dict[str, Any]:
         return {

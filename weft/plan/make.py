@@ -40,8 +40,24 @@ USABLE = 0.9
 
 def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
     """The resolved job and its plan. `world` is the number of ranks already decided (--nproc, torchrun)."""
-    start = begin(job, world)
-    return finish(start, *pick(start, trainable=True, calibration=calibration)[:2])
+    return best(begin(job, world), trainable=True, calibration=calibration)[:2]
+
+
+TRIES = 4
+"""Searches for a layout that fits by the engine's own count too, which is finer than the search's."""
+
+
+def best(start: Start, trainable: bool, calibration: Calibration | None = None) -> tuple[Job, Plan, Found | None]:
+    """The resolved job, the plan of its best layout, and what was found."""
+    heavier = 1.0
+    for _ in range(TRIES):
+        plan, said, found = pick(start, trainable, calibration, heavier)
+        job, made = finish(start, plan, said)
+        more = found.outgrown(made.predicted.get("memory_gib")) if found else 1.0
+        if more == 1:
+            break
+        heavier *= more
+    return job, made, found
 
 
 @dataclass(frozen=True)
@@ -82,11 +98,14 @@ def begin(job: Job, world: int | None = None) -> Start:
     return Start(job, device, world, memory, plan, tuple(reasons))
 
 
-def pick(start: Start, trainable: bool, calibration: Calibration | None = None) -> tuple[Plan, list[str], Found | None]:
+def pick(
+    start: Start, trainable: bool, calibration: Calibration | None = None, heavier: float = 1.0
+) -> tuple[Plan, list[str], Found | None]:
     """The layout: searched where the model is known, else plain replicas."""
     job, plan = start.job, start.plan
     if not job.model.module:
         scene = scene_for(job, start.world, start.device, start.memory_gib, calibration)
+        scene = replace(scene, heavier=heavier)
         chosen = choose(job, plan, space_for(job, plan, start.world, trainable), scene)
         if chosen is not None:
             return chosen[0], chosen[2], chosen[1]

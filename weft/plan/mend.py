@@ -8,14 +8,12 @@ from itertools import islice
 from typing import Any
 
 from weft.hardware.catalog import DEVICES
-from weft.job.errors import JobError
+from weft.job.errors import FitError, JobError
 from weft.job.schema import Job
 from weft.plan.calibration import Calibration
-from weft.plan.choose import scene_for, space_for
 from weft.plan.make import Start, begin, trained_here
 from weft.plan.own import own_calibration
-from weft.plan.search import Bounds
-from weft.plan.survey import bill
+from weft.plan.survey import bill, survey
 
 Idea = tuple[str, Job]
 
@@ -64,14 +62,16 @@ def _try(start: Start, what: str, job: Job, calibration: Calibration) -> Change 
         return None
     if tried.device != start.device:
         calibration = own_calibration(tried.device)
-    scene = scene_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
-    found = Bounds(space_for(tried.job, tried.plan, tried.world, trained_here(tried)), scene).find()
-    if len(found) == 0:
+    try:
+        made = survey(tried, 1, front=False, trainable=trained_here(tried), calibration=calibration)
+    except (JobError, FitError):
         return None
-    seconds = float(found.times[0])
+    if not made.fits:
+        return None
+    seconds, peak = made.told["step_time_s"], made.told["peak_memory_gib"]
     # the same tokens must be seen, in however short sequences
-    usd, kwh = bill(tried, found, seconds * start.job.data.seq_len / tried.job.data.seq_len, tried.world)
-    return Change(what, seconds, float(found.peaks[0]), scene.limit_gib, usd, kwh)
+    usd, kwh = bill(tried, made.found, seconds * start.job.data.seq_len / tried.job.data.seq_len, tried.world)
+    return Change(what, seconds, peak, made.found.scene.limit_gib, usd, kwh)
 
 
 def _ideas(start: Start) -> Iterator[list[Idea]]:

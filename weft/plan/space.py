@@ -77,6 +77,8 @@ class Space:
     heads: int = 0
     kv_heads: int = 0
     experts: int = 0
+    blocks: int | None = None
+    """How many of all blocks are recomputed, where the job says a number."""
     by_block: bool = True
     """Recompute may also be for some of a stage's blocks."""
 
@@ -98,6 +100,7 @@ def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RE
         "microbatch": None if job.train.microbatch == "auto" else job.train.microbatch,
         "accumulation": None if job.train.accumulation == "auto" else job.train.accumulation,
         "recompute": _recomputes(job, recompute),
+        "blocks": job.memory.recompute if isinstance(job.memory.recompute, int) else None,
     }  # fmt: skip
     if model.module:  # nothing of it can be cut but its states
         return Space(**share, parts=1, **fixed)
@@ -147,7 +150,10 @@ def coarse(space: Space) -> Rows:
     for name, names in (("offload", OFFLOADS), ("precision", PRECISIONS), ("compression", COMPRESSIONS)):
         codes = [names.index(word) for word in getattr(space, name)]
         rows = _spread(rows, name, [np.full(len(rows["tp"]), code) for code in codes])
-    return _microbatches(space, rows)
+    rows = _microbatches(space, rows)
+    if space.blocks is None:
+        return rows
+    return {**rows, "recompute_blocks": -(-space.blocks // rows["pp"])}
 
 
 def expand(space: Space, rows: Rows) -> Rows:
