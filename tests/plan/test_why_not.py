@@ -40,7 +40,7 @@ def made() -> Survey:
         ("pp=2 zero-bubble", "slower", "pp 2"),
         ("pp=4 gpipe", "slower", "(gpipe)"),
         ("pp=2 virtual_stages=2", "slower", "pp 2"),
-        ("cp=2", "slower", "cp 2"),
+        ("cp=8", "slower", "cp 8"),
         ("cp=2 ulysses", "slower", "(ulysses)"),
         ("microbatches=4", "slower", "a step"),
         ("microbatch=3", "cannot be", "would not divide"),

@@ -79,7 +79,6 @@ def begin(job: Job, world: int | None = None) -> Start:
     device = _device(job, machine)
     if job.cluster.network != "auto":
         find_network(job.cluster.network, job.cluster.catalog)
-    job = _on_nodes(job, world)
     world, reasons = _world(job, machine, device, world)
     kind = "cpu" if device.kind == "cpu" else "cuda"
     memory = device_memory(job, device, machine, world)
@@ -136,6 +135,7 @@ def _remember(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
     if job.memory.recompute != "auto" or job.model.module or job.model.experts:
         return plan
     limit = job.memory.budget_gib or USABLE * memory
+    reasons[:] = [said for said in reasons if not said.startswith("recompute ")]  # the search's, which it now settles
     bare = replace(plan, recompute="none")
     return least_recompute(job, bare, lambda p: predict_memory(job, p).get("memory_gib"), limit, reasons)
 
@@ -200,7 +200,7 @@ def _network(job: Job) -> Network:
     return find_network("ib-ndr" if job.cluster.network == "auto" else job.cluster.network, job.cluster.catalog)
 
 
-def _on_nodes(job: Job, given: int | None) -> Job:
+def on_nodes(job: Job, given: int | None) -> Job:
     """As many nodes as the ranks that were given fill, on a cluster that stands elsewhere."""
     cluster = job.cluster
     if given is None or cluster.device in ("auto", "cpu", "cuda"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -11,9 +11,12 @@ from weft.hardware.catalog import DEVICES
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job
 from weft.plan.calibration import Calibration
-from weft.plan.make import Start, begin, trained_here
+from weft.plan.choose import scene_for, settle, space_for
+from weft.plan.make import TRIES, Start, begin, finish, trained_here
 from weft.plan.own import own_calibration
-from weft.plan.survey import bill, survey
+from weft.plan.search import Bounds, Found, Scene
+from weft.plan.space import Space
+from weft.plan.survey import bill
 
 Idea = tuple[str, Job]
 
@@ -62,16 +65,32 @@ def _try(start: Start, what: str, job: Job, calibration: Calibration) -> Change 
         return None
     if tried.device != start.device:
         calibration = own_calibration(tried.device)
-    try:
-        made = survey(tried, 1, front=False, trainable=trained_here(tried), calibration=calibration)
-    except (JobError, FitError):
+    space = space_for(tried.job, tried.plan, tried.world, trained_here(tried))
+    scene = scene_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
+    found = _fitting(tried, space, scene)
+    if found is None:
         return None
-    if not made.fits:
-        return None
-    seconds, peak = made.told["step_time_s"], made.told["peak_memory_gib"]
+    seconds = float(found.times[0])
     # the same tokens must be seen, in however short sequences
-    usd, kwh = bill(tried, made.found, seconds * start.job.data.seq_len / tried.job.data.seq_len, tried.world)
-    return Change(what, seconds, peak, made.found.scene.limit_gib, usd, kwh)
+    usd, kwh = bill(tried, found, seconds * start.job.data.seq_len / tried.job.data.seq_len, tried.world)
+    return Change(what, seconds, float(found.peaks[0]), scene.limit_gib, usd, kwh)
+
+
+def _fitting(tried: Start, space: Space, scene: Scene) -> Found | None:
+    """The best that fits, by the engine's own count too."""
+    for _ in range(TRIES):
+        found = Bounds(space, scene).find()
+        if len(found) == 0:
+            return None
+        try:
+            _, plan = finish(tried, settle(tried.job, tried.plan, found.layouts.plan(0, tried.plan)), [])
+        except (JobError, FitError):
+            return None
+        more = found.outgrown(plan.predicted.get("memory_gib"))
+        if more == 1:
+            return found
+        scene = replace(scene, heavier=scene.heavier * more)
+    return None
 
 
 def _ideas(start: Start) -> Iterator[list[Idea]]:

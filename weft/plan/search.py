@@ -268,6 +268,8 @@ def _most_frugal(
         if peaks[lowest[0]] >= least:
             break
         layouts = layouts_of(space, expand(space, {key: array[lowest] for key, array in rows.items()}))
+        if len(layouts) == 0:  # no schedule makes so many stages
+            continue
         real = scene.peak_gib(layouts)
         at = int(np.argmin(real))
         if real[at] < least:

@@ -105,8 +105,8 @@ def _named(text: str) -> dict[str, Any]:
 
 def _schedules(named: dict[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The schedules a person may have meant, each with the stages a rank that it can have."""
-    name = named.get("schedule")
-    names = {None: SCHEDULE_NAMES, "zero-bubble": ("zb-h1", "zbv")}.get(name, (name,))
+    said = named.get("schedule")
+    names = {None: SCHEDULE_NAMES, "zero-bubble": ("zb-h1", "zbv")}.get(said, (str(said),))
     stages = (named["virtual_stages"],) if "virtual_stages" in named else tuple(range(1, 9))
     return tuple((n, tuple(s for s in stages if s in (SCHEDULES[n].allowed or stages))) for n in names)
 
