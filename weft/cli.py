@@ -91,7 +91,7 @@ def plan(
         Path | None, typer.Option("--history", help="A folder of runs to correct the estimate by.")
     ] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Also choose batch, rate, warm-up and ramp.")] = False,
-    tokens: Annotated[float | None, typer.Option("--tokens", min=1, help="Token budget of --tune.")] = None,
+    tokens: Annotated[float | None, typer.Option("--tokens", min=1, max=1e18, help="Token budget of --tune.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Draw the plan as one offline page.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -165,11 +165,11 @@ def dryrun(
 ) -> None:
     """Trace one rank's real step without data, devices or peers: memory, FLOPs and collectives beside the estimate."""
     from weft.job.load import load_job
-    from weft.plan import make_plan
+    from weft.plan.make import make_plan, on_nodes
     from weft.train.dryrun import dryrun as trace
     from weft.train.dryrun import show
 
-    found = trace(*make_plan(load_job(job, overrides or ()), world), rank)
+    found = trace(*make_plan(on_nodes(load_job(job, overrides or ()), world), world), rank)
     _print_json(found.to_json()) if as_json else print(show(found))
 
 

@@ -192,5 +192,6 @@ def test_pinned_layouts_stay_pinned_and_the_rest_is_chosen() -> None:
     pinned = job.model_copy(update={"parallel": parse_job({"parallel": {"tp": 2, "zero": 3}}).parallel})
     _, plan = make_plan(pinned)
     assert plan.layout() == "dp_shard 4 (zero 3) × tp 2"
-    assert plan.recompute == "full", "keeping every activation would not fit"
-    assert any(reason.startswith("recompute full: with less the same layout would") for reason in plan.reasons)
+    assert plan.recompute != "none", "keeping every activation would not fit"
+    [reason] = [reason for reason in plan.reasons if reason.startswith("recompute ")]
+    assert reason.startswith(f"recompute {plan.recompute}") and "keeping everything would take" in reason

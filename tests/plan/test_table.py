@@ -10,6 +10,7 @@ import pytest
 from command import weft
 
 from weft.job.errors import JobError
+from weft.plan.calibration import read
 from weft.plan.rows import network_of, read_table, row_device
 from weft.plan.score import predict, rank_correlation, score_table, show_table, sweeps
 from weft.plan.stack import calibration_of, stack_of
@@ -139,6 +140,79 @@ def test_a_column_that_is_missing_is_named(tmp_path: Path) -> None:
         read_table(path)
     done = weft(tmp_path, "estimate", "--table", str(tmp_path / "none.csv"))
     assert done.code == 2 and "there is no such file" in done.err
+
+
+def test_a_table_as_other_people_write_it(tmp_path: Path) -> None:
+    """A byte-order mark, spaces in the heading, decimals where numbers are whole, and no columns beyond the needed."""
+    path = tmp_path / "theirs.csv"
+    head = "layers, hidden ,heads,seq_len,gpu,gpus,micro_batch,tokens_per_s_per_gpu\n"
+    lines = [
+        "32.0,4096.0,32.0,8192.0,NVIDIA H100 80GB HBM3,8.0,1.0,9000.5",
+        "32,4096,32,8192,H100SXM5,8,1,9000,a cell too many",
+        "32,4096,32,8192,H100SXM5,8,1",
+        "32,4096,32,nan,H100,8,1,9000",
+        "32,-4096,32,8192,H100,8,1,9000",
+        "32,4096,0,8192,H100,8,1,9000",
+        "32,4096,32,8192,,8,1,9000",
+        ",,,,,,,",
+    ]
+    path.write_text(head + "\n".join(lines) + "\n", encoding="utf-8-sig")
+    told = score_table(path)
+    assert told["overall"]["step_time"]["rows"] == 2 and list(told["sources"]) == ["unnamed"]
+    assert told["skipped"] == {
+        "the model's shape is not given": 1,
+        "no gpu": 1,
+        "no heads": 1,
+        "no hidden": 1,
+        "no seq_len": 1,
+        "no time (memory only)": 1,
+    }
+    path.write_text(head, encoding="utf-8")
+    empty = score_table(path)
+    assert empty["overall"]["step_time"] == dict.fromkeys(("median_abs_error", "mean_abs_error", "p90_abs_error")) | {
+        "rows": 0
+    }
+    assert "overall" in show_table(empty)
+    path.write_bytes(head.encode() + b"\xff\xfe,1\n")
+    with pytest.raises(JobError, match="is not UTF-8 text"):
+        read_table(path)
+
+
+def test_flags_may_be_decimals(tmp_path: Path) -> None:
+    [row], _ = read_table(
+        table(tmp_path / "f.csv", {"complete": "1.0", "sp": "1.0", "tp": 8, "dp": 8, "tokens_per_s_per_gpu": 1})
+    )
+    assert row.seconds and row.fitted and row.layout["sequence"] == 1
+    [row], _ = read_table(table(tmp_path / "f.csv", {"complete": "0.0", "tokens_per_s_per_gpu": 1}))
+    assert row.seconds is None and row.fitted is None and row.why_not == "incomplete row"
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("H200SXM", "h200-sxm"),
+        ("nvidia_h100_pcie", "h100-pcie"),
+        ("A100 40GB", "a100-sxm-40gb"),
+        ("A800-80G", "a100-sxm-80gb"),
+        ("Tesla V100 16G", "v100-sxm-16gb"),
+        ("DGX-B200x8", "b200-sxm"),
+        ("Instinct MI300", "mi300x"),
+    ],
+)
+def test_devices_are_read_from_words(said: str, name: str) -> None:
+    assert row_device(said).name == name
+
+
+def test_a_stack_may_be_a_file_and_a_wrong_one_is_named(tmp_path: Path) -> None:
+    path = table(tmp_path / "s.csv", {"tokens_per_s_per_gpu": 6000})
+    (tmp_path / "mine.json").write_text('{"matmul": 0.5}', encoding="utf-8")
+    assert score_table(path, stack=str(tmp_path / "mine.json"))["overall"]["step_time"]["rows"] == 1
+    for text, says in (("{", "is not JSON"), ("[]", "must be an object"), ('{"link": "x"}', "link is 'x'")):
+        (tmp_path / "mine.json").write_text(text, encoding="utf-8")
+        with pytest.raises(JobError, match=says):
+            read(str(tmp_path / "mine.json"))
+    done = weft(tmp_path, "estimate", "--table", str(path), "--stack", "nobody")
+    assert done.code == 2 and "no calibration is named 'nobody'; known: " in done.err
 
 
 def test_a_job_or_a_table_but_not_both(tmp_path: Path) -> None:

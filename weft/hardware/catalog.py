@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -79,12 +80,20 @@ def read_catalog(path: Path | str) -> Catalog:
         raise JobError(f"cluster.catalog={str(path)!r}: there is no such file")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+    except UnicodeDecodeError as error:
+        raise JobError(f"cluster.catalog={str(path)!r} is not UTF-8 text: {error.reason}") from None
     except yaml.YAMLError as error:
         raise JobError(f"cluster.catalog={str(path)!r} is not YAML: {getattr(error, 'problem', error)}") from None
     known = ("devices", "networks", "clouds", "own")
     if not isinstance(raw, dict) or (extra := [k for k in raw if k not in known]):
         raise JobError(f"cluster.catalog={str(path)!r} has {extra[0] if isinstance(raw, dict) else raw!r}; "
                        f"it takes {', '.join(known)}")  # fmt: skip
+    for part in known:
+        told = raw.get(part) or {}
+        inner = told.items() if isinstance(told, dict) and part == "clouds" else ()
+        wrong = part if not isinstance(told, dict) else next((f"clouds.{k}" for k, v in inner if not _mapping(v)), None)
+        if wrong:
+            raise JobError(f"{path}: {wrong} must hold `name: …` lines, as in weft/hardware/{FILE.name}")
     return Catalog(
         {_key(n): _device(_key(n), entry, path) for n, entry in (raw.get("devices") or {}).items()},
         {_key(n): _network(_key(n), entry, path) for n, entry in (raw.get("networks") or {}).items()},
@@ -94,6 +103,10 @@ def read_catalog(path: Path | str) -> Catalog:
         },
         raw.get("own") or {},
     )
+
+
+def _mapping(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
 
 
 def _device(name: str, entry: Any, path: Path) -> Device:
@@ -126,7 +139,7 @@ def _entry(name: str, entry: Any, keys: set[str], path: Path) -> dict[str, Any]:
 
 
 def _number(name: str, key: str, value: Any, path: Path) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise JobError(f"{path}: {name}.{key} is {value!r}; it must be a number above 0")
     return float(value)
 

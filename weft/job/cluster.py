@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -73,6 +74,23 @@ class Cluster(Section):
     """Failure rate, restart and checkpoint cost."""
     price_usd_hour: float | None = Field(None, ge=0)
     """Price of one device. Left out: the catalog's usual price."""
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        """YAML reads 4090 as a number."""
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("levels")
+    @classmethod
+    def _rising(cls, value: list[Level]) -> list[Level]:
+        for inner, outer in itertools.pairwise(value):
+            if outer.size <= inner.size:
+                raise ValueError(
+                    f"must go from the innermost level outwards, each larger: {outer.name} has {outer.size} ranks and "
+                    f"{inner.name} below it {inner.size}"
+                )
+        return value
 
     @field_validator("devices_per_node")
     @classmethod

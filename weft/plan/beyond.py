@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from weft.job.schema import Comm, Job, Memory
+from weft.plan.choose import choices
 from weft.plan.layouts import Layouts
 from weft.plan.search import Bounds, Found
 
@@ -33,6 +35,12 @@ class Gain:
         }  # fmt: skip
 
 
+def _taken(key: str, value: str) -> bool:
+    """Whether a job can be written so: the estimate knows more settings than this version takes."""
+    section, _, field = key.rpartition(".")
+    return value in choices({"comm": Comm, "memory": Memory, "": Job}[section], field)
+
+
 def beyond(bounds: Bounds, found: Found) -> list[Gain]:
     """The winner's degrees with each setting in turn; all else is chosen again. The largest gain first."""
     one: Layouts = found.layouts.take([0])
@@ -41,7 +49,7 @@ def beyond(bounds: Bounds, found: Found) -> list[Gain]:
     for name, key, value in SETTINGS:
         if name == "precision" and (device is None or not device.peak_tflops.get(value)):
             continue
-        if value in getattr(bounds.space, name):
+        if value in getattr(bounds.space, name) or not _taken(key, value):
             continue
         same: dict[str, Any] = {axis: (int(getattr(one, axis)[0]),) for axis in ("pp", "tp", "cp", "ep")}
         other = Bounds(bounds.space.restricted(**same, **{name: (value,)}), found.scene).find()

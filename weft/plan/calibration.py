@@ -15,8 +15,6 @@ from typing import Any
 import weft.hardware
 from weft.job.errors import JobError
 
-CORRECTED = ", corrected by runs"
-"""Ends the name of a calibration that knows better than any measurement of parts."""
 FOLDER = Path(weft.hardware.__file__).parent / "calibrations"
 
 
@@ -116,13 +114,28 @@ def stacks() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-@cache
-def load(name: str) -> Calibration:
-    """A calibration by its name, or from a JSON file."""
+def read(name: str) -> dict[str, Any]:
+    """What the JSON of a calibration says, by its name or its path; a JobError where that is no calibration."""
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         raise JobError(f"no calibration is named {name!r}; known: {', '.join(stacks())}, or the path of a .json")
-    told = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise JobError(f"the calibration {name} is not JSON: {error}") from None
+    if not isinstance(told, dict):
+        raise JobError(f'the calibration {name} is {told!r:.40}; it must be an object such as {{"matmul": 0.8}}')
+    numbers = {f.name for f in fields(Calibration)} - {"name", "profile"}
+    for key, value in told.items():
+        if key in numbers and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise JobError(f"the calibration {name}: {key} is {value!r}; it must be a number")
+    return {**told, "name": str(told.get("name", path.stem))}
+
+
+@cache
+def load(name: str) -> Calibration:
+    """A calibration by its name, or from a JSON file."""
+    told = read(name)
     known = {f.name for f in fields(Calibration)}
     told["profile"] = tuple(tuple(point) for point in told.get("profile", ()))
-    return Calibration(**{k: v for k, v in told.items() if k in known} | {"name": told.get("name", path.stem)})
+    return Calibration(**{k: v for k, v in told.items() if k in known})

@@ -45,9 +45,8 @@ def _trainable(space: Space, job: Job, plan: Plan) -> Space:
         tried = replace(plan, **changed)
         return any(rule(job, tried) and not rule(job, plan) for rule in RUNNABLE)
 
-    kinds = [kind for kind in space.recompute if kind in _choices(Memory, "recompute")]
+    kinds = [kind for kind in space.recompute if kind in choices(Memory, "recompute")]
     only: dict[str, Any] = {"recompute": tuple(kinds) or space.recompute[:1]}
-    only["by_block"] = False  # how many blocks is settled by the engine's own count of memory
     for axis in ("cp", "ep"):
         if refused(**{axis: 2}):
             only[axis] = (1,)
@@ -61,7 +60,7 @@ def _types(section: Any, name: str) -> tuple[Any, ...]:
     return typing.get_args(annotation) or (annotation,)
 
 
-def _choices(section: Any, name: str) -> set[str]:
+def choices(section: Any, name: str) -> set[str]:
     """The words a field takes, wherever they stand in its type."""
     words: set[str] = set()
     for each in _types(section, name):

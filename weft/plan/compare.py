@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from weft.plan.counts import count_parameters
 from weft.plan.estimate import OVERHEAD, POWER_SHARE
 from weft.plan.goodput import goodput
 from weft.plan.make import Start, begin
+from weft.plan.own import own_calibration
 from weft.plan.search import Bounds
 
 SPOT_PER_DAY = 0.2
@@ -67,6 +69,8 @@ def _offer(start: Start, said: str, calibration: Calibration) -> Offer:
         changed |= {"memory_gib": None, "network": "auto"}
     job = start.job.model_copy(update={"cluster": start.job.cluster.model_copy(update=changed)})
     tried = begin(job)
+    if tried.device != start.device:
+        calibration = own_calibration(tried.device)
     scene = scene_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
     found = Bounds(space_for(tried.job, tried.plan, tried.world, False), scene).find()
     shown = Offer(said, device.name, price, spot, "", False, note=note)
@@ -103,11 +107,20 @@ def _price(job: Job, name: str, device: Device, spot: bool) -> tuple[float, str]
     price = pair[1] if spot and len(pair) > 1 else pair[0]
     if price is None:
         raise JobError(f"--compare {name}: {device.name} has no {'spot' if spot else 'on-demand'} price there")
-    return float(price), "spot" if spot else "on demand"
+    return _amount(f"{name}.{device.name}", price), "spot" if spot else "on demand"
+
+
+def _amount(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise JobError(f"--compare: {key} is {value!r} in your catalog; it must be a number")
+    return float(value)
 
 
 def _own(device: Device, terms: dict[str, Any]) -> tuple[float, str]:
     """Capital over the hours it computes, and its power."""
+    for key in ("years", "utilisation", "usd_kwh"):
+        if _amount(f"own.{key}", terms[key]) == 0 and key != "usd_kwh":
+            raise JobError(f"--compare own: own.{key} is 0 in your catalog; it must be above 0")
     capital = terms["capital_usd"]
     each = capital.get(device.name) if isinstance(capital, dict) else capital
     if each is None:
@@ -117,5 +130,6 @@ def _own(device: Device, terms: dict[str, Any]) -> tuple[float, str]:
         )
     hours = terms["years"] * 8760 * terms["utilisation"]
     power = device.tdp_w / 1000 * POWER_SHARE * OVERHEAD * terms["usd_kwh"]
+    each = _amount("own.capital_usd", each)
     note = f"{each:,.0f} USD over {terms['years']:g} years, {terms['usd_kwh']:g} USD a kWh"
-    return float(each) / hours + power, note
+    return each / hours + power, note

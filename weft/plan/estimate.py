@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from weft.hardware.catalog import find_device
 from weft.hardware.measured import load_measured
 from weft.hardware.probe import probe
 from weft.job.errors import JobError
 from weft.job.schema import Job
-from weft.plan.calibration import CORRECTED, Calibration, load
+from weft.plan.calibration import Calibration, load
 from weft.plan.cost import Estimates, estimate
 from weft.plan.exact import states_of
 from weft.plan.facts import ClusterFacts, ModelFacts, cluster_facts, facts_of
 from weft.plan.hold import GIB, stage
 from weft.plan.layout import Plan
 from weft.plan.layouts import Layouts
+from weft.plan.make import device_memory, device_of
 from weft.plan.memory import predict_memory, stage_peaks
 from weft.plan.own import own_calibration
 from weft.plan.own_time import step_seconds
@@ -42,9 +42,7 @@ SOURCES = {
 
 def facts(job: Job, plan: Plan) -> tuple[ModelFacts, ClusterFacts]:
     """What the estimate of a planned job stands on."""
-    from weft.plan.make import device_memory
-
-    device = find_device(plan.device_name, job.cluster.catalog)
+    device = device_of(job, plan)
     memory = device_memory(job, device, probe(), plan.world)
     return facts_of(job), cluster_facts(job, plan.world, device, memory)
 
@@ -56,24 +54,20 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     model, cluster = facts(job, plan)
     name = stack if isinstance(stack, str) else stack.name
     own = name.startswith("weft") and not job.model.experts and not (plan.cp > 1 and plan.pp > 1)
-    cal = (
-        own_calibration(find_device(plan.device_name, job.cluster.catalog))
-        if stack == "weft"
-        else load(stack)
-        if isinstance(stack, str)
-        else stack
-    )
+    device = device_of(job, plan)
+    cal = own_calibration(device) if stack == "weft" else load(stack) if isinstance(stack, str) else stack
     layouts = Layouts.one(plan)
     told = estimate(model, cluster, layouts, cal, job.train.global_batch)
     parts = {part: float(gib[0]) for part, gib in told.memory.items()}
     if own:
         parts = own_memory(job, plan, parts["logits"])
     peak = sum(parts.values())
-    seconds = float(told.step_time_s[0])
-    measured = load_measured(plan.device_name) if own and not cal.name.endswith(CORRECTED) else None
-    if measured:  # one device, and it was measured: no model
-        seconds = step_seconds(job, plan, measured) or seconds
-    slower = seconds / float(told.step_time_s[0])
+    slower = 1.0
+    measured = load_measured(plan.device_name) if own else None
+    if measured and (took := step_seconds(job, plan, measured)):  # on one device measurements stand above the model
+        usual = own_calibration(device)
+        slower = took / float(estimate(model, cluster, layouts, usual, job.train.global_batch).step_time_s[0])
+    seconds = float(told.step_time_s[0]) * slower
     tokens = job.train.global_batch * float(model.seq_len)
     hours = seconds * job.train.steps / 3600
     kwh = plan.world * cluster.watts * POWER_SHARE * OVERHEAD * hours / 1000
@@ -116,10 +110,12 @@ def own_memory(job: Job, plan: Plan, logits: float) -> dict[str, float]:
         "parameters": (states.parameters + states.copies + states.average) / GIB,
         "gradients": states.gradients / GIB,
         "optimizer": states.optimizer / GIB,
-        "communication": found["gathered_gib"],
         "reserve": found["runtime_gib"],
     }
-    rest = max(0.0, found["memory_gib"] - sum(sure.values()))
+    # a copy of the weights that stays counts as a parameter, not once more as gathered
+    room = max(0.0, found["memory_gib"] - sum(sure.values()))
+    sure["communication"] = min(room, found["gathered_gib"])
+    rest = room - sure["communication"]
     return {**sure, "activations": max(0.0, rest - logits), "logits": min(rest, logits)}
 
 

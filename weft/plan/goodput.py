@@ -15,6 +15,8 @@ from weft.job.schema import Failures
 
 STATE_BYTES = 12
 """A parameter in a checkpoint: the fp32 weight and AdamW's two moments."""
+LEAST = 1e-9
+"""The share of a run whose every step is lost: times stay finite, and far too long."""
 SNAPSHOT_GB_S = 20.0
 """One device to its host's memory: what training waits for when a checkpoint is written in the background."""
 
@@ -80,5 +82,5 @@ def goodput(
     work = best_interval(blocked, mean, restart, least=max(step_time_s, write))
     every = max(1, round(work / step_time_s))
     work = every * step_time_s
-    share = work / expected(work, blocked, mean, restart)
+    share = max(LEAST, work / expected(work, blocked, mean, restart))
     return Goodput(share, mean / 3600, work, every, blocked, write, restart)

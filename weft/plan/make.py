@@ -30,6 +30,8 @@ from weft.plan.split import split_stages
 
 CPU_RANKS = 4
 """Ranks started on a CPU unless the job or --nproc says otherwise; they share all cores as threads."""
+NODE = 8
+"""Devices on a node, where a job names a device of the catalog and not how many stand together."""
 LONG_CHUNK = 16_384
 """Tokens of a long sequence in one chunk: enough for the matrix units, and little beside the sequence."""
 USABLE = 0.9
@@ -38,8 +40,24 @@ USABLE = 0.9
 
 def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
     """The resolved job and its plan. `world` is the number of ranks already decided (--nproc, torchrun)."""
-    start = begin(job, world)
-    return finish(start, *pick(start, trainable=True, calibration=calibration)[:2])
+    return best(begin(job, world), trainable=True, calibration=calibration)[:2]
+
+
+TRIES = 4
+"""Searches for a layout that fits by the engine's own count too, which is finer than the search's."""
+
+
+def best(start: Start, trainable: bool, calibration: Calibration | None = None) -> tuple[Job, Plan, Found | None]:
+    """The resolved job, the plan of its best layout, and what was found."""
+    heavier = 1.0
+    for _ in range(TRIES):
+        plan, said, found = pick(start, trainable, calibration, heavier)
+        job, made = finish(start, plan, said)
+        more = found.outgrown(made.predicted.get("memory_gib")) if found else 1.0
+        if more == 1:
+            break
+        heavier *= more
+    return job, made, found
 
 
 @dataclass(frozen=True)
@@ -79,11 +97,14 @@ def begin(job: Job, world: int | None = None) -> Start:
     return Start(job, device, world, memory, plan, tuple(reasons))
 
 
-def pick(start: Start, trainable: bool, calibration: Calibration | None = None) -> tuple[Plan, list[str], Found | None]:
+def pick(
+    start: Start, trainable: bool, calibration: Calibration | None = None, heavier: float = 1.0
+) -> tuple[Plan, list[str], Found | None]:
     """The layout: searched where the model is known, else plain replicas."""
     job, plan = start.job, start.plan
     if not job.model.module:
         scene = scene_for(job, start.world, start.device, start.memory_gib, calibration)
+        scene = replace(scene, heavier=heavier)
         chosen = choose(job, plan, space_for(job, plan, start.world, trainable), scene)
         if chosen is not None:
             return chosen[0], chosen[2], chosen[1]
@@ -114,8 +135,14 @@ def _remember(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
     if job.memory.recompute != "auto" or job.model.module or job.model.experts:
         return plan
     limit = job.memory.budget_gib or USABLE * memory
+    reasons[:] = [said for said in reasons if not said.startswith("recompute ")]  # the search's, which it now settles
     bare = replace(plan, recompute="none")
     return least_recompute(job, bare, lambda p: predict_memory(job, p).get("memory_gib"), limit, reasons)
+
+
+def trained_here(start: Start) -> bool:
+    """Whether the job runs on this machine, so that the plan must be one that this version trains."""
+    return start.job.cluster.device in ("auto", "cpu", "cuda") and start.job.cluster.nodes == 1
 
 
 def check_fits(job: Job, plan: Plan) -> None:
@@ -158,8 +185,33 @@ def _device(job: Job, machine: Machine) -> Device:
     return find_device(name, job.cluster.catalog)
 
 
+def device_of(job: Job, plan: Plan) -> Device:
+    """A plan's device: the catalog's, or this machine's where the catalog lacks it."""
+    try:
+        return find_device(plan.device_name, job.cluster.catalog)
+    except JobError:
+        here = _device(job, probe())
+        if here.name != plan.device_name:
+            raise
+        return here
+
+
 def _network(job: Job) -> Network:
-    return find_network("ib-ndr" if job.cluster.network == "auto" else job.cluster.network)
+    return find_network("ib-ndr" if job.cluster.network == "auto" else job.cluster.network, job.cluster.catalog)
+
+
+def on_nodes(job: Job, given: int | None) -> Job:
+    """As many nodes as the ranks that were given fill, on a cluster that stands elsewhere."""
+    cluster = job.cluster
+    if given is None or cluster.device in ("auto", "cpu", "cuda"):
+        return job
+    per_node = NODE if cluster.devices_per_node == "auto" else cluster.devices_per_node
+    nodes = -(-given // per_node)
+    return (
+        job
+        if nodes == cluster.nodes
+        else job.model_copy(update={"cluster": cluster.model_copy(update={"nodes": nodes})})
+    )
 
 
 def _world(job: Job, machine: Machine, device: Device, given: int | None) -> tuple[int, list[str]]:
@@ -176,7 +228,7 @@ def _world(job: Job, machine: Machine, device: Device, given: int | None) -> tup
         for degree in degrees:
             pinned *= max(1, degree)
     if device.kind != "cpu":
-        count = len(machine.gpus) if job.cluster.device in ("auto", "cuda") else 8
+        count = len(machine.gpus) if job.cluster.device in ("auto", "cuda") else NODE
         return job.cluster.nodes * (count or 1), []
     if not open_axis:
         return pinned, []

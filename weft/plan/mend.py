@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from weft.hardware.catalog import DEVICES
-from weft.job.errors import JobError
+from weft.job.errors import FitError, JobError
 from weft.job.schema import Job
 from weft.plan.calibration import Calibration
-from weft.plan.choose import scene_for, space_for
-from weft.plan.make import Start, begin
-from weft.plan.search import Bounds
+from weft.plan.choose import scene_for, settle, space_for
+from weft.plan.make import TRIES, Start, begin, finish, trained_here
+from weft.plan.own import own_calibration
+from weft.plan.search import Bounds, Found, Scene
+from weft.plan.space import Space
 from weft.plan.survey import bill
 
-Idea = tuple[str, Job, str | None]
+Idea = tuple[str, Job]
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Change:
     """One change of the job, and what the run takes with it."""
 
     what: str
+    """As it is written behind the job on the command line."""
     step_time_s: float
     peak_gib: float
     limit_gib: float
@@ -43,7 +46,7 @@ def changes(start: Start, calibration: Calibration, number: int = 3) -> list[Cha
     rest: list[Change] = []
     for group in _ideas(start):
         # a group goes from small changes to large, so those after the first that work are no cheaper in effort
-        tries = (_try(start, what, job, offload, calibration) for what, job, offload in group)
+        tries = (_try(start, what, job, calibration) for what, job in group)
         tried = sorted(islice((change for change in tries if change), number - 1), key=_cost)
         works += tried[:1]
         rest += tried[1:]
@@ -55,15 +58,17 @@ def _cost(change: Change) -> tuple[bool, float]:
     return change.usd is None, change.kwh if change.usd is None else change.usd
 
 
-def _try(start: Start, what: str, job: Job, offload: str | None, calibration: Calibration) -> Change | None:
+def _try(start: Start, what: str, job: Job, calibration: Calibration) -> Change | None:
     try:
         tried = begin(job)
     except JobError:
         return None
+    if tried.device != start.device:
+        calibration = own_calibration(tried.device)
+    space = space_for(tried.job, tried.plan, tried.world, trained_here(tried))
     scene = scene_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
-    space = space_for(tried.job, tried.plan, tried.world, False)
-    found = Bounds(space.restricted(offload=(offload,)) if offload else space, scene).find()
-    if len(found) == 0:
+    found = _fitting(tried, space, scene)
+    if found is None:
         return None
     seconds = float(found.times[0])
     # the same tokens must be seen, in however short sequences
@@ -71,26 +76,58 @@ def _try(start: Start, what: str, job: Job, offload: str | None, calibration: Ca
     return Change(what, seconds, float(found.peaks[0]), scene.limit_gib, usd, kwh)
 
 
+def _fitting(tried: Start, space: Space, scene: Scene) -> Found | None:
+    """The best that fits, by the engine's own count too."""
+    for _ in range(TRIES):
+        found = Bounds(space, scene).find()
+        if len(found) == 0:
+            return None
+        try:
+            _, plan = finish(tried, settle(tried.job, tried.plan, found.layouts.plan(0, tried.plan)), [])
+        except (JobError, FitError):
+            return None
+        more = found.outgrown(plan.predicted.get("memory_gib"))
+        if more == 1:
+            return found
+        scene = replace(scene, heavier=scene.heavier * more)
+    return None
+
+
 def _ideas(start: Start) -> Iterator[list[Idea]]:
-    """Groups of changes, the best of each of which is told: what it is, the job it makes, and what it offloads."""
-    job = _with(start.job, "cluster", devices_per_node=start.world // start.job.cluster.nodes)
+    """Groups of changes, the best of each of which is told: what it is, and the job it makes."""
+    nodes, world = start.job.cluster.nodes, start.world
+    given = begin(start.job).world != world  # by --nproc, which then must be changed with the nodes
+    job = _with(start.job, "cluster", devices_per_node=world // nodes)
+    free = job.model_copy(update={"parallel": "auto"})
+
+    def more(like: Job, words: str = "") -> list[Idea]:
+        made = []
+        for n in (nodes * times for times in (2, 4, 8, 16, 32, 64, 128)):
+            ranks = f" --nproc {world // nodes * n}" if given else ""
+            made.append((f"{words}cluster.nodes={n}{ranks}", _with(like, "cluster", nodes=n)))
+        return made
+
     if job.parallel != "auto":
-        yield [("parallel: auto, to let the layout be searched", job.model_copy(update={"parallel": "auto"}), None)]
-        yield [(f"parallel.zero={z}", _with(job, "parallel", zero=z), None) for z in (2, 3) if z > job.parallel.zero]
+        yield [("parallel=auto", free)]
+        yield more(free, "parallel=auto ")
+        yield [(f"parallel.zero={z}", _with(job, "parallel", zero=z)) for z in (2, 3) if z > job.parallel.zero]
     if job.memory.recompute != "auto":
-        yield [("memory.recompute=full", _with(job, "memory", recompute="full"), None)]
+        yield [("memory.recompute=full", _with(job, "memory", recompute="full"))]
     if job.train.microbatch not in ("auto", 1) or job.train.accumulation != "auto":
-        yield [("train.microbatch=1", _with(job, "train", microbatch=1, accumulation="auto"), None)]
+        single = _with(job, "train", microbatch=1, accumulation="auto")
+        also = "" if job.train.accumulation == "auto" else " train.accumulation=auto"
+        yield [(f"train.microbatch=1{also}", single)]
     if start.plan.precision == "fp32" and start.plan.device != "cpu":
-        yield [("precision=bf16", job.model_copy(update={"precision": "bf16"}), None)]
-    yield [(f"memory.offload={what}", job, what) for what in ("optimizer", "activations")]
-    many = [job.cluster.nodes * times for times in (2, 4, 8, 16, 32, 64, 128)]
-    yield [(f"cluster.nodes={nodes}", _with(job, "cluster", nodes=nodes), None) for nodes in many]
+        yield [("precision=bf16", job.model_copy(update={"precision": "bf16"}))]
+    if job.memory.offload == "none":
+        yield [("memory.offload=activations", _with(job, "memory", offload="activations"))]
+    yield more(job)
     larger = [d for d in DEVICES.values() if d.kind == start.device.kind and d.memory_gib > 1.02 * start.memory_gib]
     larger.sort(key=lambda device: device.memory_gib)
-    yield [(f"cluster.device={d.name}", _with(job, "cluster", device=d.name, memory_gib=None), None) for d in larger]
+    also = "" if job.cluster.memory_gib is None else " cluster.memory_gib=null"
+    yield [(f"cluster.device={d.name}{also}", _with(job, "cluster", device=d.name, memory_gib=None)) for d in larger]
     shorter = [n for n in (2**k for k in range(20, 8, -1)) if n < job.data.seq_len]
-    yield [(f"data.seq_len={n}", _with(job, "data", seq_len=n), None) for n in shorter]
+    yield [(f"data.seq_len={n}", _with(job, "data", seq_len=n)) for n in shorter]
 
 
 def _with(job: Job, section: str, **changed: Any) -> Job:

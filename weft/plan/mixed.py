@@ -7,6 +7,7 @@ runs through both kinds, and the slower kind gets fewer blocks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ class Mixed:
     def to_json(self) -> dict[str, Any]:
         return {
             "way": self.way, "step_time_s": self.step_time_s, "parts": [p.to_json() for p in self.parts],
-            "one_kind_alone_s": self.alone_s,
+            "one_kind_alone_s": self.alone_s if math.isfinite(self.alone_s) else None,
         }  # fmt: skip
 
 

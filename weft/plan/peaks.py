@@ -12,7 +12,7 @@ from weft.plan.layout import Plan
 def peak_flops(plan: Plan, job: Job) -> float | None:
     """The device's dense peak in the plan's precision, FLOP/s, where it is known; in fp8 a blend of both peaks."""
     try:
-        peaks = find_device(plan.device_name).peak_tflops
+        peaks = find_device(plan.device_name, job.cluster.catalog).peak_tflops
     except JobError:
         return None
     tflops = peaks.get(plan.precision)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from weft.job.schema import Job, Model
 from weft.plan.context import context_bytes
 from weft.plan.counts import count_parameters
+from weft.plan.hold import waiting
 from weft.plan.layout import Plan
+from weft.plan.layouts import Layouts
 from weft.plan.limits import LOGITS_BYTES
-from weft.plan.recompute import kept_elements, recomputed_share
+from weft.plan.recompute import block_elements, kept_elements, recomputed_share
 
 GIB = 2**30
 
@@ -30,8 +32,9 @@ def rough_memory(job: Job, plan: Plan) -> dict[str, float]:
         gathered = parameters * compute
     whole_gradients = parameters * 4 if shard > 1 and plan.zero == 1 else 0
     tokens = plan.microbatch * (1 if job.model.family == "mlp" else job.data.seq_len) / plan.cp
-    kept = activation_bytes(job.model, compute, plan) * tokens
-    kept -= min(plan.host_gib * GIB, kept_bytes(job.model, compute, plan) * tokens)
+    at_once = float(waiting(Layouts.one(plan), 0)[0])
+    kept = activation_bytes(job.model, compute, plan, at_once) * tokens
+    kept -= min(plan.host_gib * GIB, at_once * kept_bytes(job.model, compute, plan) * tokens)
     held = 3 * 4 * tokens * (job.model.vocab or 0) / plan.tp  # logits, their exponentials, their gradient
     logits = 0 if job.model.family == "mlp" else min(3 * LOGITS_BYTES[plan.device], held)
     return {
@@ -46,16 +49,18 @@ def optimizer_bytes(name: str) -> int:
     return {"adamw": 8, "sgd": 4, "muon": 4, "adafactor": 0}[name]
 
 
-def activation_bytes(model: Model, compute: int, plan: Plan) -> float:
-    """Bytes kept for the backward pass, a token, over all of this rank's layers."""
+def activation_bytes(model: Model, compute: int, plan: Plan, at_once: float = 1.0) -> float:
+    """Bytes kept for the backward pass, a token, over this rank's layers and the microbatches that wait at once."""
     layers = (model.layers or 0) / plan.pp
     dim = model.dim or 0
     if model.family == "mlp":
-        return layers * 2 * dim * compute / plan.tp
+        return at_once * layers * 2 * dim * compute / plan.tp
     if plan.long:  # what every block keeps, and one block's pieces whole
         heads, kv = ((n or 0) * (model.head_dim or 0) for n in (model.heads, model.kv_heads))
-        return kept_bytes(model, compute, plan) + (6 * dim + 4 * heads + 4 * kv) * compute / plan.tp
-    return kept_elements(model, plan.recompute, layers) * compute / plan.tp
+        return at_once * kept_bytes(model, compute, plan) + (6 * dim + 4 * heads + 4 * kv) * compute / plan.tp
+    one = kept_elements(model, plan.recompute, layers)
+    again = block_elements(model) if recomputed_share(plan.recompute, model) else 0.0  # one block is computed again
+    return ((one - again) * at_once + again) * compute / plan.tp
 
 
 def kept_bytes(model: Model, compute: int, plan: Plan) -> float:

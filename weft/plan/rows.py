@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from weft.plan.facts import ClusterFacts, ModelFacts, cluster_of, usual_network
 from weft.plan.layouts import PRECISIONS, RECOMPUTES, SCHEDULE_NAMES
 from weft.plan.models_known import known_model
 
-NEEDED = ("source", "model", "layers", "hidden", "heads", "seq_len", "gpu", "gpus", "status")
+NEEDED = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
+"""Columns without which no row says what was run; any other may be missing, or empty in a row."""
 FP4 = 2.0
 """fp4 products run so many times as fast as fp8's, at their peaks."""
 
@@ -64,14 +66,19 @@ def read_table(path: Path) -> tuple[list[Row], dict[str, int]]:
     """The rows that describe a whole run, and how many do not, by reason."""
     if not path.is_file():
         raise JobError(f"--table {path}: there is no such file")
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in NEEDED if name not in (reader.fieldnames or [])]
-        if missing:
-            raise JobError(
-                f"--table {path}: the columns {', '.join(missing)} are missing; see the columns of a runs.csv"
-            )
-        lines = list(reader)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte-order mark
+            reader = csv.DictReader(file)
+            columns = [(name or "").strip() for name in reader.fieldnames or []]
+            reader.fieldnames = columns
+            lines = list(reader)
+    except UnicodeDecodeError as error:
+        raise JobError(f"--table {path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except csv.Error as error:
+        raise JobError(f"--table {path} is not CSV: {error}") from None
+    missing = [name for name in NEEDED if name not in columns]
+    if missing:
+        raise JobError(f"--table {path}: the columns {', '.join(missing)} are missing; see the columns of a runs.csv")
     rows: list[Row] = []
     skipped: dict[str, int] = {}
     for number, line in enumerate(lines):
@@ -87,27 +94,39 @@ class Unusable(Exception):
 
 
 def _number(text: str) -> float | None:
+    """What a cell says, where it is a number above 0: none of the columns means anything by another."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         return None
+    return value if math.isfinite(value) and value > 0 else None
 
 
-def _need(line: Mapping[str, str], name: str) -> float:
+def _need(line: Mapping[str, str], name: str) -> int:
     value = _number(line.get(name, ""))
     if value is None:
         raise Unusable(f"no {name}")
-    return value
+    return max(1, round(value))
+
+
+def _count(line: Mapping[str, str], name: str) -> int:
+    """A degree; 1 where the row does not say."""
+    return max(1, round(_number(line.get(name, "")) or 1))
+
+
+def _says(line: Mapping[str, str], name: str, usual: str) -> bool:
+    """A flag, as 1, 1.0 or true; `usual` where the table has no such column."""
+    return line.get(name, usual).lower() in ("1", "1.0", "true", "yes")
 
 
 def _row(line: dict[str, str], number: int) -> Row:
-    status = line.get("status", "ok").lower()
+    status = (line.get("status") or "ok").lower()
     if status not in ("ok", "oom"):
         raise Unusable("status is neither ok nor OOM")
     if not line.get("layers") or not line.get("hidden"):
         raise Unusable("the model's shape is not given")
     model = row_model(line)
-    gpus = int(_need(line, "gpus"))
+    gpus = _need(line, "gpus")
     cluster = row_cluster(line, gpus)
     layout, batch = _layout(line, gpus)
     seconds, why_not = _time(line, status, gpus, batch, model.seq_len)
@@ -117,24 +136,25 @@ def _row(line: dict[str, str], number: int) -> Row:
         memory = None if "formula" in basis else memory * (1 if basis.startswith(("GiB", "torchtune")) else 1e9 / 2**30)
     kernel = re.search(r"kernel=([^;]*)", line.get("notes", ""))
     return Row(
-        source=line["source"], row_id=line.get("row_id") or str(number), model_name=line["model"], text=line,
+        source=line.get("source") or "unnamed", row_id=line.get("row_id") or str(number),
+        model_name=line.get("model") or "unnamed", text=line,
         model=model, cluster=cluster, layout=layout, global_batch=batch, seconds=seconds, why_not=why_not,
-        memory_gib=memory, fitted=None if line.get("complete") == "0" else status == "ok",
+        memory_gib=memory, fitted=status == "ok" if _says(line, "complete", "1") else None,
         kernel=kernel.group(1).strip() if kernel else "",
     )  # fmt: skip
 
 
 def row_model(line: Mapping[str, str]) -> ModelFacts:
     """The model of a row; what the columns do not say is known by its family's name, or by its parameter count."""
-    dim, heads = int(_need(line, "hidden")), int(_need(line, "heads"))
+    dim, heads = _need(line, "hidden"), _need(line, "heads")
     experts = int(_number(line.get("moe_experts", "")) or 0)
     ffn = int(_number(line.get("ffn", "")) or (0 if experts else 4 * dim))
-    known = known_model(line["model"], dim, heads, ffn, experts, int(_need(line, "layers")))
+    known = known_model(line.get("model", ""), dim, heads, ffn, experts, _need(line, "layers"))
     moe_ffn = int(_number(line.get("moe_ffn", "")) or ffn)
     vocab = int(_number(line.get("vocab", "")) or 50304)
     return ModelFacts(
-        layers=int(_need(line, "layers")), dim=dim, ffn=ffn or moe_ffn, heads=heads,
-        kv_heads=int(_number(line.get("kv_heads", "")) or heads), vocab=vocab, seq_len=int(_need(line, "seq_len")),
+        layers=_need(line, "layers"), dim=dim, ffn=ffn or moe_ffn, heads=heads,
+        kv_heads=int(_number(line.get("kv_heads", "")) or heads), vocab=vocab, seq_len=_need(line, "seq_len"),
         embedding_rows=vocab, experts=experts, top_k=int(_number(line.get("moe_topk", "")) or 0),
         moe_ffn=moe_ffn if experts else 0, shared_ffn=known.pop("shared", 0) * moe_ffn,
         frozen=int(line.get("task", "") == "lora"), 
@@ -147,15 +167,23 @@ def row_device(name: str) -> Device:
     try:
         return find_device(name)
     except JobError:
-        found = device_by_product(name) or device_by_product(name.replace("-", " "))
+        found = device_by_product(name) or device_by_product(re.sub(r"[-_]", " ", name))
         if found is None:
-            found = next(
-                (find_device(k) for k in ("a10g", "a6000", "l40s", "h20", "v100", "a100", "h100") if k in name.lower()),
-                None,
-            )
+            found = next((find_device(known) for words, known in _SPELT if re.search(words, name, re.I)), None)
         if found is None:
-            raise Unusable(f"no device is named {name}") from None
+            raise Unusable(f"no device is named {name}" if name else "no gpu") from None
         return found
+
+
+# How a name is read that the catalog does not know, the narrower first
+_SPELT = (
+    (r"gb300", "gb300"), (r"gb200", "gb200"), (r"gh200", "gh200"), (r"b300", "b300"), (r"b200", "b200"),
+    (r"h200", "h200"), (r"h800", "h800"), (r"h100.*pcie", "h100-pcie"), (r"h100", "h100"), (r"h20", "h20"),
+    (r"a100.*pcie.*80|a100.*80.*pcie", "a100-pcie"), (r"a[18]00.*40", "a100-40gb"), (r"a[18]00", "a100"),
+    (r"v100.*16", "v100-sxm-16gb"), (r"v100", "v100"), (r"l40s", "l40s"), (r"a10g", "a10g"), (r"a6000", "a6000"),
+    (r"4090", "rtx-4090"), (r"mi250", "mi250x"), (r"mi300", "mi300x"), (r"mi325", "mi325x"), (r"mi350", "mi350x"),
+    (r"mi355", "mi355x"),
+)  # fmt: skip
 
 
 def row_cluster(line: Mapping[str, str], gpus: int) -> ClusterFacts:
@@ -182,10 +210,8 @@ def network_of(text: str, per_node: int, device: Device) -> tuple[float, float]:
 
 
 def _layout(line: Mapping[str, str], gpus: int) -> tuple[dict[str, int], float]:
-    tp, pp = int(_number(line.get("tp", "")) or 1), int(_number(line.get("pp", "")) or 1)
-    cp, ep = int(_number(line.get("cp", "")) or 1), int(_number(line.get("ep", "")) or 1)
-    vpp, dp = int(_number(line.get("vpp", "")) or 1), _number(line.get("dp", ""))
-    dp = int(dp) if dp else gpus // (tp * pp * cp)
+    tp, pp, cp, ep, vpp = (_count(line, name) for name in ("tp", "pp", "cp", "ep", "vpp"))
+    dp = _count(line, "dp") if _number(line.get("dp", "")) else gpus // (tp * pp * cp)
     if dp * tp * pp * cp != gpus:
         raise Unusable("the layout does not multiply to the number of GPUs")
     batch, micro = _number(line.get("global_batch_seqs", "")), _number(line.get("micro_batch", ""))
@@ -201,7 +227,7 @@ def _layout(line: Mapping[str, str], gpus: int) -> tuple[dict[str, int], float]:
         shards = min(dp, int(_number(line.get("gpus_per_node", "")) or 8))
     if shards < 1 or dp % shards:
         shards = dp
-    precision = line.get("precision", "bf16").lower()
+    precision = (line.get("precision") or "bf16").lower()
     code = "fp8" if "fp8" in precision or "fp4" in precision else "bf16" if "bf16" in precision else precision[:4]
     if code not in PRECISIONS:
         code = "bf16"
@@ -213,7 +239,7 @@ def _layout(line: Mapping[str, str], gpus: int) -> tuple[dict[str, int], float]:
         schedule = "zbv"
     return {
         "dp_replicate": dp // shards if zero else dp, "dp_shard": shards if zero else 1, "zero": zero, "tp": tp,
-        "sequence": int(line.get("sp", "") in ("1", "1.0", "true", "True") and tp > 1), "cp": cp, "pp": pp,
+        "sequence": int(_says(line, "sp", "") and tp > 1), "cp": cp, "pp": pp,
         "virtual_stages": vpp if pp > 1 else 1, "schedule": SCHEDULE_NAMES.index(schedule), "ep": ep,
         "microbatch": max(1, round(micro)), "accumulation": max(1, round(batch / (dp * micro))),
         "recompute": RECOMPUTES.index(recompute), "precision": PRECISIONS.index(code),
@@ -233,7 +259,7 @@ def _time(line: Mapping[str, str], status: str, gpus: int, batch: float, seq_len
     """Seconds of a step as measured, and otherwise why there are none to compare with."""
     if status == "oom":
         return None, "ran out of memory (scored under fits)"
-    if line.get("complete", "1") != "1":
+    if not _says(line, "complete", "1"):
         return None, "incomplete row"
     if line.get("trust", "A") not in ("A", ""):
         return None, f"trust {line['trust']}"

@@ -170,7 +170,7 @@ def score(told: Predicted, index: Sequence[int]) -> dict[str, Any]:
     timed = [i for i in index if told.rows[i].seconds]
     heavy = [i for i in index if told.rows[i].memory_gib and told.rows[i].fitted]
     known = [i for i in index if told.rows[i].fitted is not None]
-    ran = np.array([bool(told.rows[i].fitted) for i in known])
+    ran = np.array([bool(told.rows[i].fitted) for i in known], bool)
     says = told.fits[known]
     swept = sweeps(told, index)
     regret = np.array([s["regret"] for s in swept])

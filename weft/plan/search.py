@@ -43,17 +43,24 @@ class Scene:
     cluster: ClusterFacts
     calibration: Calibration
     batch: int
+    heavier: float = 1.0
+    """What the engine's own count of memory says over this model's, where a layout was found to need more."""
 
     @property
     def limit_gib(self) -> float:
         return float(self.cluster.memory_gib * self.calibration.usable)
 
     def estimate(self, layouts: Layouts) -> Estimates:
-        return estimate(self.model, self.cluster, layouts, self.calibration, self.batch)
+        made = estimate(self.model, self.cluster, layouts, self.calibration, self.batch)
+        if self.heavier == 1:
+            return made
+        peak = made.peak_gib * self.heavier
+        memory = {part: gib * self.heavier for part, gib in made.memory.items()}
+        return replace(made, memory=memory, peak_gib=peak, fits=peak <= self.limit_gib)
 
     def peak_gib(self, layouts: Layouts) -> NDArray[np.float64]:
         held = hold(self.model, layouts, self.calibration)
-        return np.asarray(sum(held.values()) / GIB)
+        return np.asarray(sum(held.values()) / GIB * self.heavier)
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,16 @@ class Found:
 
     def __len__(self) -> int:
         return len(self.layouts)
+
+    def outgrown(self, need_gib: float | None) -> float:
+        """How much more the engine counts for the winner than the search did; 1 where it fits by both."""
+        if need_gib is None or len(self) == 0 or need_gib <= self.scene.limit_gib:
+            return 1.0
+        return need_gib / float(self.peaks[0])
+
+    def taking(self, layouts: Layouts, seconds: float, gib: float) -> Found:
+        """The same with one layout as what was found."""
+        return replace(self, layouts=layouts, times=np.array([seconds]), peaks=np.array([gib]))
 
     def best(self, number: int) -> Ints:
         """Indices of the best layout of each of the first `number` different sets of degrees."""
@@ -251,6 +268,8 @@ def _most_frugal(
         if peaks[lowest[0]] >= least:
             break
         layouts = layouts_of(space, expand(space, {key: array[lowest] for key, array in rows.items()}))
+        if len(layouts) == 0:  # no schedule makes so many stages
+            continue
         real = scene.peak_gib(layouts)
         at = int(np.argmin(real))
         if real[at] < least:

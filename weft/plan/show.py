@@ -13,7 +13,7 @@ from weft.plan.calibration import Calibration
 from weft.plan.compare import compare_offers
 from weft.plan.explain import draw, explain
 from weft.plan.history import read_history
-from weft.plan.make import Start, begin, check_fits, finish, pick
+from weft.plan.make import Start, begin, check_fits, finish, pick, trained_here
 from weft.plan.mend import changes
 from weft.plan.mixed import mixed
 from weft.plan.own import own_calibration
@@ -59,7 +59,7 @@ def show(job: Job, nproc: int | None, asked: Asked) -> Shown:
         told, calibration = read_history(asked.history, start.device.name, calibration)
         data["history"] = told.to_json()
         blocks.append(past(told))
-    made = survey(start, asked.top, asked.front, trainable=_here(start), calibration=calibration)
+    made = survey(start, asked.top, asked.front, trainable=trained_here(start), calibration=calibration)
     data = {**made.to_json(), **data}
     text = [explain(made.job, made.plan), under(made, _slower(made, start, calibration))]
     if asked.gantt:
@@ -81,7 +81,7 @@ def show(job: Job, nproc: int | None, asked: Asked) -> Shown:
 def _extras(
     start: Start, made: Survey, asked: Asked, calibration: Calibration, data: dict[str, Any], blocks: list[str]
 ) -> None:
-    if asked.why_not:
+    if asked.why_not is not None:
         data["why_not"] = why_not(made, asked.why_not)
         blocks.append(f"why not {asked.why_not}: {data['why_not']['verdict']}; {data['why_not']['because']}")
     if asked.compare:
@@ -96,11 +96,6 @@ def _extras(
         settings = tune(start.job, start.world, asked.tokens)
         data["tune"] = [t.to_json() for t in settings]
         blocks.append(tuned(settings))
-
-
-def _here(start: Start) -> bool:
-    """Whether the job runs on this machine, so that the plan must be one that this version trains."""
-    return start.job.cluster.device in ("auto", "cpu", "cuda") and start.job.cluster.nodes == 1
 
 
 def _slower(made: Survey, start: Start, calibration: Calibration) -> str:

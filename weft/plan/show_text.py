@@ -136,8 +136,9 @@ def several(ways: Sequence[Mixed]) -> str:
 
 def past(told: History) -> str:
     """What earlier runs took beside what was predicted for them."""
+    unread = f"{told.unread} folders hold nothing to learn from: broken, too short, or a model of one's own"
     if not told.runs:
-        return "history: no finished runs of Weft's models were found"
+        return "history: no finished runs of Weft's models were found" + (f"; {unread}" if told.unread else "")
     rows = [
         (r.name, r.device, seconds(r.predicted_s), seconds(r.measured_s), f"{100 * (1 / r.ratio - 1):+.0f} %", r.layout)
         for r in told.runs
@@ -150,6 +151,7 @@ def past(told: History) -> str:
         lines.append(text + f"by {100 * told.after:.0f} %: times × {told.factor:.3g}")
     else:
         lines.append(f"none of them ran on {told.device}, so nothing is corrected")
+    lines += [unread] if told.unread else []
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from weft.plan.layouts import (
     Layouts,
 )
 from weft.plan.rules import divisors
+from weft.plan.schedule import SCHEDULES
 
 __all__ = [
     "COMPRESSIONS", "CP_STYLES", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RECOMPUTES", "SCHEDULE_NAMES", "Layouts",
@@ -76,6 +77,8 @@ class Space:
     heads: int = 0
     kv_heads: int = 0
     experts: int = 0
+    blocks: int | None = None
+    """How many of all blocks are recomputed, where the job says a number."""
     by_block: bool = True
     """Recompute may also be for some of a stage's blocks."""
 
@@ -97,6 +100,7 @@ def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RE
         "microbatch": None if job.train.microbatch == "auto" else job.train.microbatch,
         "accumulation": None if job.train.accumulation == "auto" else job.train.accumulation,
         "recompute": _recomputes(job, recompute),
+        "blocks": job.memory.recompute if isinstance(job.memory.recompute, int) else None,
     }  # fmt: skip
     if model.module:  # nothing of it can be cut but its states
         return Space(**share, parts=1, **fixed)
@@ -110,6 +114,13 @@ def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RE
     if experts:
         expert_width = (model.experts.ffn if model.experts else 0) or width
         tp = [d for d in tp if expert_width % d == 0]
+    if (
+        job.memory.offload == "activations"
+        or job.memory.chunk not in ("auto", 0)
+        or job.memory.recompute == "selective"
+    ):
+        # these pass once through a block's backward, so a schedule that splits it is no choice (plan/rules.py)
+        fixed["schedules"] = tuple((name, stages) for name, stages in _PIPELINES if not SCHEDULES[name].splits)
     return Space(
         **share, parts=layers + 2, tp=tuple(tp), cp=tuple(cp), pp=tuple(d for d in options if d <= layers + 2),
         ep=tuple(d for d in options if experts % d == 0) if experts else (1,), heads=heads, kv_heads=kv,
@@ -139,7 +150,10 @@ def coarse(space: Space) -> Rows:
     for name, names in (("offload", OFFLOADS), ("precision", PRECISIONS), ("compression", COMPRESSIONS)):
         codes = [names.index(word) for word in getattr(space, name)]
         rows = _spread(rows, name, [np.full(len(rows["tp"]), code) for code in codes])
-    return _microbatches(space, rows)
+    rows = _microbatches(space, rows)
+    if space.blocks is None:
+        return rows
+    return {**rows, "recompute_blocks": -(-space.blocks // rows["pp"])}
 
 
 def expand(space: Space, rows: Rows) -> Rows:

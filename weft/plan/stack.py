@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.plan.calibration import FOLDER, Calibration, load
+from weft.plan.calibration import FOLDER, Calibration, load, read
 from weft.plan.rows import Row
 
 
@@ -34,9 +33,8 @@ class Stack:
 
 @cache
 def load_stack(name: str) -> Stack:
-    """A stack by its name."""
-    told = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    return Stack(name, load(name), told.get("variants", {}))
+    """A stack by its name, or from a JSON file."""
+    return Stack(name, load(name), read(name).get("variants", {}))
 
 
 # The sources whose rows a shipped calibration was fitted on.

@@ -16,7 +16,7 @@ from weft.plan.choose import scene_for, settle, space_for
 from weft.plan.estimate import OVERHEAD, POWER_SHARE, estimate_job
 from weft.plan.goodput import Goodput, goodput
 from weft.plan.layout import Plan
-from weft.plan.make import Start, finish
+from weft.plan.make import TRIES, Start, finish
 from weft.plan.own import own_calibration
 from weft.plan.rules import RUNNABLE
 from weft.plan.search import Bounds, Found
@@ -97,21 +97,30 @@ def survey(
     job, plan = start.job, start.plan
     calibration = calibration or own_calibration(start.device)
     scene = scene_for(job, start.world, start.device, start.memory_gib, calibration)
-    bounds = Bounds(space_for(job, plan, start.world, trainable), scene)
+    space = space_for(job, plan, start.world, trainable)
+    bounds = Bounds(space, scene)
     if bounds.size == 0:
         raise JobError(
             f"no layout shares train.global_batch={job.train.global_batch} among {start.world} ranks; "
             f"a multiple of {start.world} would work"
         )
-    found = bounds.find(top, front)
-    if len(found) == 0:
-        _, chosen = finish(start, settle(job, plan, found.frugal.plan(0, plan)), [])
-        return Survey(
-            job, chosen, start, bounds, found, estimate_job(job, chosen, calibration), _kept(job, chosen, 1.0)
+    for _ in range(TRIES):
+        found = bounds.find(top, front)
+        said = reasons(bounds, found, pinned=job.parallel != "auto") if len(found) else []
+        winner = found.layouts if len(found) else found.frugal
+        _, chosen = finish(start, settle(job, plan, winner.plan(0, plan)), said)
+        told = estimate_job(job, chosen, calibration)
+        more = found.outgrown(told["peak_memory_gib"])
+        if more == 1:
+            break
+        bounds = Bounds(space, replace(bounds.scene, heavier=bounds.scene.heavier * more))
+    if len(found) == 0 and told["fits"]:  # the engine's count of the most frugal layout is finer than the search's
+        found = found.taking(found.frugal, told["step_time_s"], told["peak_memory_gib"])
+    if len(found) == 0 or not told["fits"]:
+        found = replace(
+            found, layouts=found.layouts.take(slice(0, 0)), least_gib=max(found.least_gib, told["peak_memory_gib"])
         )
-    said = reasons(bounds, found, pinned=job.parallel != "auto")
-    _, chosen = finish(start, settle(job, plan, found.layouts.plan(0, plan)), said)
-    told = estimate_job(job, chosen, calibration)
+        return Survey(job, chosen, start, bounds, found, told, _kept(job, chosen, 1.0))
     kept = _kept(job, chosen, told["step_time_s"])
     others = tuple(_point(start, found, int(i), compare(found, found.layouts, int(i))) for i in found.best(top)[1:])
     refused = tuple(text for rule in RUNNABLE if (text := rule(job, chosen)))

@@ -80,14 +80,20 @@ def stage_weights(model: Model, plan: Plan, stage: int) -> list[Weight]:
     return list(make(model, plan.sequence, first, end, begins, ends))
 
 
+def shards_of(plan: Plan) -> int:
+    """Ranks among which weights are cut: those of dp_shard, and of cp with them, which see other tokens."""
+    return plan.dp_shard * plan.cp if plan.dp_shard > 1 else 1
+
+
 def pieces_of(model: Model, plan: Plan, stage: int, coords: dict[str, int]) -> list[Piece]:
     """What a rank holds of each weight of one of its stages."""
     out = []
+    ways, place = shards_of(plan), coords["dp_shard"] * plan.cp + coords["cp"]
     for weight in stage_weights(model, plan, stage):
         shape = weight.on_tp(plan.tp, coords["tp"])
         rows, row = shape[0], prod(shape[1:])
-        chunk = -(-rows // plan.dp_shard)
-        held = max(0, min(chunk, rows - coords["dp_shard"] * chunk))
+        chunk = -(-rows // ways)
+        held = max(0, min(chunk, rows - place * chunk)) if ways > 1 else rows
         out.append(Piece(weight, rows * row, chunk * row, held * row))
     return out
 

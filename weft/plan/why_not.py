@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from weft.plan.layouts import Layouts
+from weft.job.errors import JobError
+from weft.plan.layout import AXES
+from weft.plan.layouts import SCHEDULE_NAMES, Layouts
 from weft.plan.parse import parse_layout
 from weft.plan.rules import RULES, divisors
+from weft.plan.schedule import SCHEDULES
 from weft.plan.search import Bounds
+from weft.plan.space import space_of
 from weft.plan.survey import Survey
 from weft.plan.why import TIME_WORDS, gib, percent, seconds
 
@@ -24,11 +30,16 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"asked": text, "settings": named}
     if broken := _broken(made, named):
         return {**answer, "verdict": "cannot be", "because": broken}
-    bounds = _open(made)
+    if "microbatches" in named:
+        only["accumulation"] = (named["microbatches"],)
+    bounds = _open(made, named)
     space = bounds.space
-    if "schedule" in named:
-        stages = (named["virtual_stages"],) if "virtual_stages" in named else tuple(range(1, 9))
-        space = space.restricted(schedules=((named["schedule"], stages),))
+    if not space.experts:
+        only.pop("ep", None)
+    if "schedule" in named or "virtual_stages" in named:
+        space = space.restricted(schedules=_schedules(named))
+    if named.get("cp_style") in space.cp_style:
+        space = space.restricted(cp_style=(named["cp_style"],))
     if "recompute" in named:
         space = space.restricted(recompute=(named["recompute"],), by_block=False)
     found = bounds.find(fine=space, **only)
@@ -71,7 +82,7 @@ def _beside(made: Survey, other: Layouts) -> dict[str, Any]:
 
 def _named(text: str) -> dict[str, Any]:
     """The settings a person wrote, and no others."""
-    rest = text.replace(",", " ")
+    rest = text.lower().replace(",", " ")
     named: dict[str, Any] = {}
     for name, pattern in (
         ("recompute", r"recompute\s*=?\s*(none|selective|full)"),
@@ -81,6 +92,8 @@ def _named(text: str) -> dict[str, Any]:
             named[name] = found.group(1) if name == "recompute" else int(found.group(1))
             rest = rest.replace(found.group(0), " ")
     if not rest.strip():
+        if not named:
+            raise JobError("--why-not names no layout; write for example --why-not 'tp=8 pp=2'")
         return named
     section = parse_layout(rest)
     # parse_layout says 1 for the data-parallel axes that were not named; here those stay open
@@ -90,27 +103,40 @@ def _named(text: str) -> dict[str, Any]:
     return {**said, **named}
 
 
-def _open(made: Survey) -> Bounds:
-    """The bounds to look in: those of the survey, or of everything where the job pinned its layout."""
-    if made.job.parallel == "auto":
-        return made.bounds
-    from weft.plan.choose import space_for
+def _schedules(named: dict[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The schedules a person may have meant, each with the stages a rank that it can have."""
+    said = named.get("schedule")
+    names = {None: SCHEDULE_NAMES, "zero-bubble": ("zb-h1", "zbv")}.get(said, (str(said),))
+    stages = (named["virtual_stages"],) if "virtual_stages" in named else tuple(range(1, 9))
+    return tuple((n, tuple(s for s in stages if s in (SCHEDULES[n].allowed or stages))) for n in names)
 
-    free = made.job.model_copy(update={"parallel": "auto"})
-    return Bounds(space_for(free, made.start.plan, made.start.world, False), made.bounds.scene)
+
+def _open(made: Survey, named: dict[str, Any]) -> Bounds:
+    """The bounds to look in: the survey's, or of everything where the job or the search left out what was asked for."""
+    job, plan, space = made.job, made.start.plan, made.bounds.space
+    everything = space_of(job, made.start.world, plan.precision)
+    if (cp := named.get("cp", 1)) not in everything.cp and everything.heads:
+        everything = everything.restricted(cp=(cp,))
+    left_out = [axis for axis in ("pp", "tp", "cp", "ep") if named.get(axis, 1) not in getattr(space, axis)]
+    if job.parallel == "auto" and not left_out and space.dp is None:
+        return made.bounds
+    return Bounds(everything, made.bounds.scene)
 
 
 def _broken(made: Survey, named: dict[str, Any]) -> str | None:
-    from dataclasses import replace
-
     degrees = {k: v for k, v in named.items() if k in ("tp", "cp", "pp", "ep")}
+    for name in (*AXES, "ep", "microbatch", "microbatches", "virtual_stages"):
+        if named.get(name, 1) < 1:
+            return f"{name}={named[name]} is less than 1"
+    if named.get("ep", 1) > 1 and made.job.model.experts is None:
+        return f"ep={named['ep']} cuts experts, and the model has none"
     tried = replace(made.plan, dp_replicate=1, dp_shard=1, **{"tp": 1, "cp": 1, "pp": 1, **degrees})
     said = [text for rule in RULES if rule.__name__.startswith("_tp") and (text := rule(made.job, tried))]
     return said[0] if said else None
 
 
 def _no_product(made: Survey, named: dict[str, Any]) -> str:
-    product = int(np.prod([named.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")]))
+    product = math.prod(named.get(axis, 1) for axis in AXES)
     world, batch = made.start.world, made.job.train.global_batch
     if world % product:
         near = max(d for d in divisors(world) if d <= product)
@@ -118,4 +144,7 @@ def _no_product(made: Survey, named: dict[str, Any]) -> str:
     dp = int(named.get("dp_replicate", 1) * named.get("dp_shard", 1))
     if batch % dp:
         return f"train.global_batch={batch} does not divide among {dp} data-parallel ranks"
+    parts, stages = (made.job.model.layers or 0) + 2, named.get("pp", 1) * named.get("virtual_stages", 1)
+    if stages > parts:
+        return f"{stages} stages cannot be made of {parts} parts: {parts - 2} blocks, the embedding and the head"
     return f"no layout of {world} ranks and {batch} sequences has it: a batch, a head or a stage would not divide"

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from weft.job.errors import JobError
 from weft.watch.figures import Figure
 from weft.watch.page import card, esc, shell
 from weft.watch.pipeline_figure import pipeline_figure
@@ -31,6 +32,8 @@ def write_plan_page(path: Path, data: Data) -> Path:
     """Write the page of what `weft plan --json` gives."""
     from plotly.offline import get_plotlyjs
 
+    if path.is_dir():
+        raise JobError(f"--html {path} is a folder; a file in it, such as {path / 'plan.html'}, would work")
     path.parent.mkdir(parents=True, exist_ok=True)
     waiting = path.with_name(f".{path.name}.{os.getpid()}")
     waiting.write_text(plan_page(data, get_plotlyjs()), encoding="utf-8")
