@@ -75,6 +75,11 @@ def refused(world: int | None = None, **job: Any) -> str:
          "parallel.dp_shard and parallel.tp are both -1; only one axis can take the rest"),
         (2, {"model": "own:Net", "parallel": {"cp": 2}},
          "parallel.cp=2 cuts a sequence, and own:Net has none that Weft knows; use dp_replicate or dp_shard"),
+        (2, {"model": {**SMALL, "family": "mlp"}, "parallel": {"cp": 2}},
+         "parallel.cp=2 cuts a sequence, and model.family=mlp has none that Weft knows; use dp_replicate or dp_shard"),
+        (1, {"model": {**SMALL, "family": "mlp"}, "memory": {"chunk": 8}},
+         "memory.chunk=8 works on a transformer's blocks, and model.family=mlp is none; memory.recompute=full would "
+         "work"),
         (16, {"model": SMALL, "parallel": {"cp": 16, "cp_style": "ulysses"}},
          "parallel.cp_style=ulysses cannot deal out model.heads=8 and model.kv_heads=2 to cp=16 ranks; "
          "cp=1, 2, 4 or 8 would work, or cp_style=ring"),

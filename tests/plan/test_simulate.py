@@ -139,6 +139,23 @@ def test_a_pinned_split_that_does_not_add_up_is_said(pinned: list[int], said: st
         split_stages([1.0] * 8, 2, pinned)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "stages", "split"),
+    [(6, 2, [(0, 3), (3, 8)]), (5, 2, [(0, 3), (3, 7)]), (7, 3, [(0, 3), (3, 5), (5, 9)]), (2, 2, [(0, 1), (1, 4)])],
+)
+def test_pairs_stay_together(blocks: int, stages: int, split: list[tuple[int, int]]) -> None:
+    assert split_stages([0.0, *[1.0] * blocks, 0.0], stages, pairs=True) == split
+    sizes = [min(blocks, b - 1) - max(0, a - 1) for a, b in split]
+    assert split_stages([0.0, *[1.0] * blocks, 0.0], stages, sizes, pairs=True) == split
+
+
+def test_a_pinned_split_of_a_pair_is_refused() -> None:
+    with pytest.raises(JobError, match=r"parallel.split=\[3, 3\] cuts between layers 2 and 3, a pair that parallel.tp"):
+        split_stages([1.0] * 8, 2, [3, 3], pairs=True)
+    with pytest.raises(JobError, match=r"cuts the 4 layers in pairs, .* = 6 stages cannot each have one; 2 would work"):
+        split_stages([1.0] * 6, 6, pairs=True)
+
+
 def test_a_pinned_stage_in_the_middle_has_something_to_do() -> None:
     with pytest.raises(JobError, match="leaves stage 1 with nothing to do"):
         split_stages([1.0] * 8, 3, [3, 0, 3])
