@@ -26,7 +26,7 @@ from weft.plan.rules import SPLITTING, attends, check, divisors
 from weft.plan.schedule import SCHEDULES, check_schedule
 from weft.plan.search import Found
 from weft.plan.space import MAX_TOKENS
-from weft.plan.split import split_stages
+from weft.plan.split import split_layers, split_stages
 
 CPU_RANKS = 4
 """Ranks started on a CPU unless the job or --nproc says otherwise; they share all cores as threads."""
@@ -291,10 +291,10 @@ def _stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
         return plan
     pinned = job.parallel.split if job.parallel != "auto" else None
     parts = part_costs(job.model, job.data.seq_len)
-    pairs = job.model.family == "mlp" and plan.tp > 1  # one layer by column, the next by row
-    ranges = split_stages(parts, plan.pp * plan.virtual_stages, pinned, pairs)
-    layers = len(parts) - 2
-    split = tuple((max(0, a - 1), min(layers, b - 1)) for a, b in ranges)
+    layers, stages = len(parts) - 2, plan.pp * plan.virtual_stages
+    if job.model.family == "mlp":
+        return replace(plan, split=tuple(split_layers(parts[1:-1], stages, pinned, pairs=plan.tp > 1)))
+    split = tuple((max(0, a - 1), min(layers, b - 1)) for a, b in split_stages(parts, stages, pinned))
     if len({b - a for a, b in split}) > 1 and not pinned:
         reasons.append(f"stages of {runs([b - a for a, b in split])} blocks: embedding and head weigh too")
     return replace(plan, split=split)

@@ -8,19 +8,14 @@ from itertools import accumulate, pairwise
 from weft.job.errors import JobError
 
 
-def split_stages(
-    costs: Sequence[float], stages: int, pinned: Sequence[int] | None = None, pairs: bool = False
-) -> list[tuple[int, int]]:
+def split_stages(costs: Sequence[float], stages: int, pinned: Sequence[int] | None = None) -> list[tuple[int, int]]:
     """The parts [start, stop) of each stage; parts are the embedding, the blocks and the head, with their costs.
 
     Of all contiguous splits the largest stage is smallest, exactly; among those the stages are as even as can be, and
     the lighter ones come first, where most activations wait. A pinned split gives the number of blocks of each stage.
-    With `pairs` the blocks 0 and 1, 2 and 3, … stay together.
     """
     if pinned is not None:
-        return _pinned(len(costs), stages, pinned, pairs)
-    if pairs:
-        return _in_pairs(costs, stages)
+        return _pinned(len(costs), stages, pinned)
     if stages < 1 or stages > len(costs):
         raise JobError(
             f"a model of {max(0, len(costs) - 2)} blocks, an embedding and a head cannot be cut into {stages} stages "
@@ -32,16 +27,40 @@ def split_stages(
     return _most_even(sums, stages, largest)
 
 
-def _in_pairs(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
-    first, *blocks, head = costs
-    joined = [first, *(sum(blocks[i : i + 2]) for i in range(0, len(blocks), 2)), head]
-    if stages > len(joined):
+def split_layers(
+    costs: Sequence[float], stages: int, pinned: Sequence[int] | None = None, pairs: bool = False
+) -> list[tuple[int, int]]:
+    """The same for a model of nothing but layers, every stage with one at least.
+
+    With `pairs` the layers 0 and 1, 2 and 3, … stay together, as tp cuts the first by column and the second by row.
+    """
+    layers, each = len(costs), 2 if pairs else 1
+    if pinned is not None:
+        return _pinned_layers(layers, stages, pinned, pairs)
+    units = [sum(costs[i : i + each]) for i in range(0, layers, each)]
+    if stages > len(units):
+        how = ", cut in pairs by parallel.tp," if pairs else ""
         raise JobError(
-            f"parallel.tp cuts the {len(blocks)} layers in pairs, of which parallel.pp × parallel.virtual_stages = "
-            f"{stages} stages cannot each have one; {len(joined) - 2} would work"
+            f"model.layers={layers}{how} cannot be cut into {stages} stages (parallel.pp × parallel.virtual_stages); "
+            f"{len(units)} would work"
         )
-    starts = [0, *range(1, len(costs) - 1, 2), len(costs) - 1, len(costs)]
-    return [(starts[a], starts[b]) for a, b in split_stages(joined, stages)]
+    whole = _exact(units)
+    split = _most_even([0, *accumulate(whole)], stages, _smallest_largest(whole, stages))
+    return [(each * a, min(layers, each * b)) for a, b in split]
+
+
+def _pinned_layers(layers: int, stages: int, pinned: Sequence[int], pairs: bool) -> list[tuple[int, int]]:
+    _pinned(layers + 2, stages, pinned)
+    said, cuts = f"parallel.split={list(pinned)}", [0, *accumulate(pinned)]
+    if 0 in pinned:
+        raise JobError(f"{said} leaves stage {pinned.index(0)} with nothing to do; every stage needs a layer")
+    inside = [cut for cut in cuts if cut % 2 and cut < layers]
+    if pairs and inside:
+        raise JobError(
+            f"{said} cuts between layers {inside[0] - 1} and {inside[0]}, a pair that parallel.tp cuts by column "
+            "and by row; an even number of layers in every stage but the last would work"
+        )
+    return list(pairwise(cuts))
 
 
 def _exact(costs: Sequence[float]) -> list[int]:
@@ -96,7 +115,7 @@ def _most_even(sums: Sequence[int], stages: int, largest: int) -> list[tuple[int
     return list(pairwise(cuts))
 
 
-def _pinned(parts: int, stages: int, pinned: Sequence[int], pairs: bool) -> list[tuple[int, int]]:
+def _pinned(parts: int, stages: int, pinned: Sequence[int]) -> list[tuple[int, int]]:
     said = f"parallel.split={list(pinned)}"
     blocks = parts - 2
     if len(pinned) != stages:
@@ -115,12 +134,6 @@ def _pinned(parts: int, stages: int, pinned: Sequence[int], pairs: bool) -> list
         raise JobError(
             f"{said} leaves stage {empty[0]} with nothing to do; only the first stage (with the embedding) and the "
             "last (with the head) may have 0 blocks"
-        )
-    inside = [total for total in accumulate(pinned) if total % 2 and total < blocks]
-    if pairs and inside:
-        raise JobError(
-            f"{said} cuts between layers {inside[0] - 1} and {inside[0]}, a pair that parallel.tp cuts by column "
-            "and by row; an even number of layers in every stage but the last would work"
         )
     cuts = [0, *(1 + total for total in accumulate(pinned))]
     cuts[-1] = parts
