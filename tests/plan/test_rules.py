@@ -95,6 +95,9 @@ def refused(world: int | None = None, **job: Any) -> str:
         (2, {"parallel": {"ep": 2}}, "parallel.ep=2 can be planned but not trained yet; ep=1 would work"),
         (2, {"precision": "fp8", "cluster": {"device": "a100", "devices_per_node": 2}},
          "precision=fp8 needs fp8 products, which a100-sxm-80gb does not have; precision=bf16 would work"),
+        (2, {"precision": "fp8", "model": {**SMALL, "dim": 16, "ffn": 24}, "parallel": {"tp": 2}},
+         "precision=fp8 has nothing to multiply: with model.dim=16 over tp=2 no layer's sizes are multiples of 16; "
+         "precision=bf16 would work"),
         (2, {"fp8": {"amax": "delayed", "scaling": "rowwise"}},
          "fp8.amax=delayed and fp8.scaling=rowwise: the rows of one step are not those of the next; scaling=tensorwise "
          "or amax=dynamic would work"),

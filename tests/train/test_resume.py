@@ -145,7 +145,7 @@ def test_a_run_moves_through_layouts_and_reads_every_sample_once(folder: Path, u
 def test_an_evaluation_is_the_last_thing_done_after_ctrl_c(folder: Path) -> None:
     """The record of step 4 is written when step 5 is taken, just before its evaluation."""
     run = run_of(folder, "evaluating")
-    often = ("train.eval_every=5", "train.eval_batches=400")
+    often = ("train.eval_every=5", "train.eval_batches=100")
     started = Started(folder, "train", "job.yaml", "name=evaluating", ALONE, *often)
     started.wait_for(lambda: step_of(run) >= 4)
     started.process.send_signal(signal.SIGINT)

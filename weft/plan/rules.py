@@ -9,6 +9,7 @@ from weft.hardware.catalog import DEVICES
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.context import ulysses_fits
+from weft.plan.fp8 import fp8_share
 from weft.plan.layout import Plan
 from weft.plan.schedule import SCHEDULES
 
@@ -167,6 +168,12 @@ def _fp8(job: Job, plan: Plan) -> str | None:
         return (
             "fp8.amax=delayed and fp8.scaling=rowwise: the rows of one step are not those of the next; "
             "scaling=tensorwise or amax=dynamic would work"
+        )
+    if plan.precision == "fp8" and not job.fp8.skip and not job.model.experts and fp8_share(job, plan) == 0:
+        over = f" over tp={plan.tp}" if plan.tp > 1 else ""
+        return (
+            f"precision=fp8 has nothing to multiply: with model.dim={job.model.dim}{over} no layer's sizes are "
+            "multiples of 16; precision=bf16 would work"
         )
     if plan.precision != "fp8" or plan.device_name not in DEVICES or plan.device == "cpu":
         return None
