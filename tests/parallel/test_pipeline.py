@@ -72,6 +72,20 @@ def test_every_kind_of_model(pool: RankPool, name: str) -> None:
     check(pool, gpt2(**MODELS[name]), ["pp 2 1f1b", "pp 2 zb-h1", "pp 2 1f1b × tp 2"])
 
 
+def test_layers_that_tp_cuts_in_pairs_are_not_cut_apart(pool: RankPool) -> None:
+    """Half of 6 layers would end inside a pair; of 5 the last is no half of one."""
+    for layers in (6, 5):
+        mlp = {**MODELS["mlp"]["model"], "layers": layers}
+        check(pool, gpt2(model=mlp), ["pp 2 1f1b × tp 2", "pp 2 zb-h1 × tp 2"])
+
+
+def test_recomputed_blocks_under_a_split_backward(pool: RankPool) -> None:
+    for again in ("full", 3):
+        check(
+            pool, gpt2(memory={"recompute": again}), ["pp 2 zbv", "pp 2 zb-h1 × dp_shard 2", "pp 2 dualpipe-v × tp 2"]
+        )
+
+
 def test_a_split_of_ones_own(pool: RankPool) -> None:
     """As `weft prove` takes it, too."""
     layout = "pp 2 split=[5, 2]"

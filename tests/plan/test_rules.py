@@ -75,6 +75,11 @@ def refused(world: int | None = None, **job: Any) -> str:
          "parallel.dp_shard and parallel.tp are both -1; only one axis can take the rest"),
         (2, {"model": "own:Net", "parallel": {"cp": 2}},
          "parallel.cp=2 cuts a sequence, and own:Net has none that Weft knows; use dp_replicate or dp_shard"),
+        (2, {"model": {**SMALL, "family": "mlp"}, "parallel": {"cp": 2}},
+         "parallel.cp=2 cuts a sequence, and model.family=mlp has none that Weft knows; use dp_replicate or dp_shard"),
+        (1, {"model": {**SMALL, "family": "mlp"}, "memory": {"chunk": 8}},
+         "memory.chunk=8 works on a transformer's blocks, and model.family=mlp is none; memory.recompute=full would "
+         "work"),
         (16, {"model": SMALL, "parallel": {"cp": 16, "cp_style": "ulysses"}},
          "parallel.cp_style=ulysses cannot deal out model.heads=8 and model.kv_heads=2 to cp=16 ranks; "
          "cp=1, 2, 4 or 8 would work, or cp_style=ring"),
@@ -90,6 +95,9 @@ def refused(world: int | None = None, **job: Any) -> str:
         (2, {"parallel": {"ep": 2}}, "parallel.ep=2 can be planned but not trained yet; ep=1 would work"),
         (2, {"precision": "fp8", "cluster": {"device": "a100", "devices_per_node": 2}},
          "precision=fp8 needs fp8 products, which a100-sxm-80gb does not have; precision=bf16 would work"),
+        (2, {"precision": "fp8", "model": {**SMALL, "dim": 16, "ffn": 24}, "parallel": {"tp": 2}},
+         "precision=fp8 has nothing to multiply: with model.dim=16 over tp=2 no layer's sizes are multiples of 16; "
+         "precision=bf16 would work"),
         (2, {"fp8": {"amax": "delayed", "scaling": "rowwise"}},
          "fp8.amax=delayed and fp8.scaling=rowwise: the rows of one step are not those of the next; scaling=tensorwise "
          "or amax=dynamic would work"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from weft.job.errors import JobError
 from weft.plan.schedule import make_schedule, messages
 from weft.plan.simulate import Costs, equal_costs, simulate, split_stages
+from weft.plan.split import split_layers
 
 
 def test_times_by_hand() -> None:
@@ -137,6 +138,35 @@ def test_a_pinned_split_counts_blocks(pinned: list[int], split: list[tuple[int, 
 def test_a_pinned_split_that_does_not_add_up_is_said(pinned: list[int], said: str) -> None:
     with pytest.raises(JobError, match=said):
         split_stages([1.0] * 8, 2, pinned)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "pairs", "split"),
+    [
+        (6, 2, True, [(0, 2), (2, 6)]),
+        (5, 2, True, [(0, 2), (2, 5)]),
+        (5, 3, True, [(0, 2), (2, 4), (4, 5)]),
+        (6, 2, False, [(0, 3), (3, 6)]),
+        (2, 2, False, [(0, 1), (1, 2)]),
+    ],
+)
+def test_layers_alone_fill_every_stage(layers: int, stages: int, pairs: bool, split: list[tuple[int, int]]) -> None:
+    assert split_layers([1.0] * layers, stages, pairs=pairs) == split
+    assert split_layers([1.0] * layers, stages, [b - a for a, b in split], pairs=pairs) == split
+
+
+@pytest.mark.parametrize(
+    ("stages", "pinned", "said"),
+    [
+        (2, [3, 3], r"parallel.split=\[3, 3\] cuts between layers 2 and 3, a pair that parallel.tp cuts by column and"),
+        (2, [6, 0], r"parallel.split=\[6, 0\] leaves stage 1 with nothing to do; every stage needs a layer"),
+        (2, [2, 2], r"adds up to 4 blocks, but model.layers=6; 2 more would work"),
+        (4, None, r"model.layers=6, cut in pairs by parallel.tp, cannot be cut into 4 stages .* 3 would work"),
+    ],
+)
+def test_layers_that_cannot_be_split_so(stages: int, pinned: list[int] | None, said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        split_layers([1.0] * 6, stages, pinned, pairs=True)
 
 
 def test_a_pinned_stage_in_the_middle_has_something_to_do() -> None:

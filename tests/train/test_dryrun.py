@@ -64,8 +64,10 @@ def assert_exact(found: DryRun) -> None:
         (LLAMA, "zero3 tp=2", 1, {"memory": {"recompute": "full"}, "optim": {"name": "muon"}}),
         (GPT2, "pp=3 tp=2 dp_shard=2", 9, {"precision": "bf16"}),
         (LLAMA, "pp2 zbv dp_shard=2", 2, {}),
+        (LLAMA, "pp2 zb-h1 tp=2", 1, {"memory": {"recompute": "full"}}),
         (VIT, "dp_replicate=2 tp=2", 1, {}),
         (MLP, "pp2 tp2", 3, {}),
+        ({**MLP, "layers": 6}, "pp2 tp2", 0, {}),
     ],
 )
 def test_traced_is_what_was_counted(model: dict[str, Any], layout: str, rank: int, sections: dict[str, Any]) -> None:

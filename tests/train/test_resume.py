@@ -142,6 +142,19 @@ def test_a_run_moves_through_layouts_and_reads_every_sample_once(folder: Path, u
     }
 
 
+def test_an_evaluation_is_the_last_thing_done_after_ctrl_c(folder: Path) -> None:
+    """The record of step 4 is written when step 5 is taken, just before its evaluation."""
+    run = run_of(folder, "evaluating")
+    often = ("train.eval_every=5", "train.eval_batches=100")
+    started = Started(folder, "train", "job.yaml", "name=evaluating", ALONE, *often)
+    started.wait_for(lambda: step_of(run) >= 4)
+    started.process.send_signal(signal.SIGINT)
+    said = started.end()
+    assert said.code == Exit.INTERRUPTED, said.err
+    assert step_of(run) == 5, said.err
+    assert "stopped and saved" in said.err
+
+
 def test_a_finished_run_says_so(folder: Path, killed: tuple[Said, Said]) -> None:
     run = run_of(folder, "killed")
     before = run.metrics.read_bytes()

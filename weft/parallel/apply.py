@@ -45,7 +45,9 @@ def parallelize(
         first, end = plan.split[index]
         stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
         stages[index] = weave(stage, mesh, plan, seed, again)
-    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], plan.tp if plan.sequence else 1)
+    cut = plan.tp if plan.sequence else 1
+    at_once = frozenset(i for i, stage in stages.items() if again.keys() & find_units(stage.module).keys())
+    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], cut, at_once)
 
 
 def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, str], summed: bool = True) -> Woven:

@@ -44,8 +44,11 @@ class Pipelined:
 
     def __init__(
         self, stages: dict[int, Woven], schedule: Schedule, axis: Axis, device: torch.device, dtype: torch.dtype,
-        sequence_cut: int,
+        sequence_cut: int, at_once: frozenset[int] = frozenset(),
     ):  # fmt: skip
+        """`at_once` are the stages with recomputed blocks: each pass back through a block computes it again, so theirs
+        makes the gradients of inputs and weights together, and nothing is left for a schedule's W."""
+        self.at_once = at_once
         self.stages, self.schedule, self.axis, self.sequence_cut = stages, schedule, axis, sequence_cut
         self.device = device
         self.wire = Wire(axis, device, dtype)
@@ -220,10 +223,12 @@ class _Step:
         if hidden is not None:
             assert hidden.grad is not None
             self._send(action, hidden.grad)
-        p.spans.add("B", stage, m, began)
+        p.spans.add(action.kind, stage, m, began)
 
     def _input(self, action: Action, last: bool) -> None:
         p, (_, stage, m) = self.p, action
+        if stage in p.at_once:
+            return self._backward(action, last)
         grad = self._grad_of_output(action)
         began = p.spans.now()
         hidden, out = self.held.pop((stage, m))
@@ -242,8 +247,9 @@ class _Step:
     def _weights(self, action: Action, last: bool) -> None:
         p, (_, stage, m) = self.p, action
         began = p.spans.now()
-        weights = list(p.stages[stage].module.parameters())
-        stage_backward_weight(iter(weights), self.later.pop((stage, m)))
+        if stage not in p.at_once:
+            weights = list(p.stages[stage].module.parameters())
+            stage_backward_weight(iter(weights), self.later.pop((stage, m)))
         p.stages[stage].data.collect()
         p.spans.add("W", stage, m, began)
 

@@ -262,13 +262,14 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
             "attribute `parts` such as {'*.up': 'column', '*.down': 'row'}"
         )
     regions = {name for name, _ in model.named_modules() if _role(table, name) == "region"}
-    if not any(_role(table, name) in CUTTING for name, _ in model.named_modules()):
+    stage = hasattr(model, "keep")  # then it has a table for all stages, and this one may hold what tp leaves whole
+    if not stage and not any(_role(table, name) in CUTTING for name, _ in model.named_modules()):
         example = next((n for n, m in model.named_modules() if isinstance(m, nn.Linear)), "layers.0.up")
         raise JobError(
             f"the table of parts of {type(model).__name__} cuts none of its modules ({', '.join(table)}); write "
             f"patterns that fit their paths, such as {example!r}"
         )
-    if not hasattr(model, "keep"):  # a model that can be cut into stages has a table for all of them
+    if not stage:
         _check_patterns(model, table)
     for name, module in modules:
         if role := _role(table, name):

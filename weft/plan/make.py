@@ -22,11 +22,11 @@ from weft.plan.memory import communication_bytes, predict_memory
 from weft.plan.own_time import step_seconds
 from weft.plan.peaks import peak_flops
 from weft.plan.recompute import least_recompute
-from weft.plan.rules import SPLITTING, check, divisors
+from weft.plan.rules import SPLITTING, attends, check, divisors
 from weft.plan.schedule import SCHEDULES, check_schedule
 from weft.plan.search import Found
 from weft.plan.space import MAX_TOKENS
-from weft.plan.split import split_stages
+from weft.plan.split import split_layers, split_stages
 
 CPU_RANKS = 4
 """Ranks started on a CPU unless the job or --nproc says otherwise; they share all cores as threads."""
@@ -134,6 +134,8 @@ def _remember(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
     """The least recompute that fits by the engine's own count, which is finer than the search's."""
     if job.memory.recompute != "auto" or job.model.module or job.model.experts:
         return plan
+    if plan.long and not job.memory.budget_gib:
+        return plan  # its blocks are computed again as it is
     limit = job.memory.budget_gib or USABLE * memory
     reasons[:] = [said for said in reasons if not said.startswith("recompute ")]  # the search's, which it now settles
     bare = replace(plan, recompute="none")
@@ -325,7 +327,7 @@ def _long(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Plan:
     chunk = job.memory.chunk
     if chunk == "auto":
         most = job.data.seq_len / plan.cp
-        plain = job.model.module or not job.model.heads or (plan.pp > 1 and plan.schedule in SPLITTING)
+        plain = not attends(job) or (plan.pp > 1 and plan.schedule in SPLITTING)
         chunk = LONG_CHUNK if most > MAX_TOKENS and not plain else 0
         if chunk:
             reasons.append(f"blocks in chunks of {chunk} tokens: {most:.0f} on a rank make large activations")
@@ -341,9 +343,10 @@ def _stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
         return plan
     pinned = job.parallel.split if job.parallel != "auto" else None
     parts = part_costs(job.model, job.data.seq_len)
-    ranges = split_stages(parts, plan.pp * plan.virtual_stages, pinned)
-    layers = len(parts) - 2
-    split = tuple((max(0, a - 1), min(layers, b - 1)) for a, b in ranges)
+    layers, stages = len(parts) - 2, plan.pp * plan.virtual_stages
+    if job.model.family == "mlp":
+        return replace(plan, split=tuple(split_layers(parts[1:-1], stages, pinned, pairs=plan.tp > 1)))
+    split = tuple((max(0, a - 1), min(layers, b - 1)) for a, b in split_stages(parts, stages, pinned))
     if len({b - a for a, b in split}) > 1 and not pinned:
         reasons.append(f"stages of {runs([b - a for a, b in split])} blocks: embedding and head weigh too")
     return replace(plan, split=split)

@@ -9,6 +9,7 @@ from weft.hardware.catalog import DEVICES
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.context import ulysses_fits
+from weft.plan.fp8 import fp8_share
 from weft.plan.layout import Plan
 from weft.plan.schedule import SCHEDULES
 
@@ -35,7 +36,7 @@ def _or(options: list[int]) -> str:
 
 def _tp_heads(job: Job, plan: Plan) -> str | None:
     heads, kv = job.model.heads, job.model.kv_heads
-    if plan.tp == 1 or not heads or not kv:
+    if plan.tp == 1 or not attends(job) or not heads or not kv:
         return None
     fit = [d for d in divisors(heads) if kv % d == 0]
     if heads % plan.tp:
@@ -115,8 +116,13 @@ def _own(job: Job, plan: Plan) -> str | None:
     return None
 
 
+def attends(job: Job) -> bool:
+    """Whether the model is one of Weft's transformers; an mlp may carry a shape's heads and has no use for them."""
+    return not job.model.module and job.model.family != "mlp"
+
+
 def _cp_family(job: Job, plan: Plan) -> str | None:
-    if plan.cp == 1 or (job.model.heads and not job.model.module):
+    if plan.cp == 1 or attends(job):
         return None
     what = job.model.module or f"model.family={job.model.family}"
     return f"parallel.cp={plan.cp} cuts a sequence, and {what} has none that Weft knows; use dp_replicate or dp_shard"
@@ -124,7 +130,7 @@ def _cp_family(job: Job, plan: Plan) -> str | None:
 
 def _cp_heads(job: Job, plan: Plan) -> str | None:
     heads, kv = job.model.heads, job.model.kv_heads
-    if plan.cp == 1 or not heads or not kv or plan.cp_style not in ("ulysses", "hybrid"):
+    if plan.cp == 1 or not attends(job) or not heads or not kv or plan.cp_style not in ("ulysses", "hybrid"):
         return None
     mine, mine_kv = max(1, heads // plan.tp), max(1, kv // plan.tp)
     of_rank = f"model.heads={heads} and model.kv_heads={kv}" + (f" over tp={plan.tp}" if plan.tp > 1 else "")
@@ -146,7 +152,7 @@ def _long(job: Job, plan: Plan) -> str | None:
     if not plan.long:
         return None
     setting = "memory.offload=activations" if plan.offload == "activations" else f"memory.chunk={plan.chunk}"
-    if job.model.module or not job.model.heads:
+    if not attends(job):
         what = job.model.module or f"model.family={job.model.family}"
         return f"{setting} works on a transformer's blocks, and {what} is none; memory.recompute=full would work"
     if plan.pp > 1 and plan.schedule in SPLITTING:
@@ -162,6 +168,12 @@ def _fp8(job: Job, plan: Plan) -> str | None:
         return (
             "fp8.amax=delayed and fp8.scaling=rowwise: the rows of one step are not those of the next; "
             "scaling=tensorwise or amax=dynamic would work"
+        )
+    if plan.precision == "fp8" and not job.fp8.skip and not job.model.experts and fp8_share(job, plan) == 0:
+        over = f" over tp={plan.tp}" if plan.tp > 1 else ""
+        return (
+            f"precision=fp8 has nothing to multiply: with model.dim={job.model.dim}{over} no layer's sizes are "
+            "multiples of 16; precision=bf16 would work"
         )
     if plan.precision != "fp8" or plan.device_name not in DEVICES or plan.device == "cpu":
         return None

@@ -27,6 +27,42 @@ def split_stages(costs: Sequence[float], stages: int, pinned: Sequence[int] | No
     return _most_even(sums, stages, largest)
 
 
+def split_layers(
+    costs: Sequence[float], stages: int, pinned: Sequence[int] | None = None, pairs: bool = False
+) -> list[tuple[int, int]]:
+    """The same for a model of nothing but layers, every stage with one at least.
+
+    With `pairs` the layers 0 and 1, 2 and 3, … stay together, as tp cuts the first by column and the second by row.
+    """
+    layers, each = len(costs), 2 if pairs else 1
+    if pinned is not None:
+        return _pinned_layers(layers, stages, pinned, pairs)
+    units = [sum(costs[i : i + each]) for i in range(0, layers, each)]
+    if stages > len(units):
+        how = ", cut in pairs by parallel.tp," if pairs else ""
+        raise JobError(
+            f"model.layers={layers}{how} cannot be cut into {stages} stages (parallel.pp × parallel.virtual_stages); "
+            f"{len(units)} would work"
+        )
+    whole = _exact(units)
+    split = _most_even([0, *accumulate(whole)], stages, _smallest_largest(whole, stages))
+    return [(each * a, min(layers, each * b)) for a, b in split]
+
+
+def _pinned_layers(layers: int, stages: int, pinned: Sequence[int], pairs: bool) -> list[tuple[int, int]]:
+    _pinned(layers + 2, stages, pinned)
+    said, cuts = f"parallel.split={list(pinned)}", [0, *accumulate(pinned)]
+    if 0 in pinned:
+        raise JobError(f"{said} leaves stage {pinned.index(0)} with nothing to do; every stage needs a layer")
+    inside = [cut for cut in cuts if cut % 2 and cut < layers]
+    if pairs and inside:
+        raise JobError(
+            f"{said} cuts between layers {inside[0] - 1} and {inside[0]}, a pair that parallel.tp cuts by column "
+            "and by row; an even number of layers in every stage but the last would work"
+        )
+    return list(pairwise(cuts))
+
+
 def _exact(costs: Sequence[float]) -> list[int]:
     """The costs as whole numbers of one small unit, so that sums that are equal compare as equal."""
     for cost in costs:

@@ -109,8 +109,7 @@ def make_stage(job: Job, plan: Plan, stage: int, coords: dict[str, int]) -> Stag
         passing = Passing(
             passing.kept + (0.0 if plan.recompute == "full" else mask), passing.forward + mask, passing.backward
         )
-    again = block_passing(m, z, False).kept - passing.kept if plan.recompute == "full" else 0.0
-    later = again + z.tokens * c * (z.heads + 2 * z.kv + (2 if m.activation == "swiglu" else 1) * z.ffn) + 4 * hidden
+    later = z.tokens * c * (z.heads + 2 * z.kv + (2 if m.activation == "swiglu" else 1) * z.ffn) + 4 * hidden
     blocks = tuple(_unit(plan, units[f"blocks.{i}"], passing) for i in range(first, end))
     return Stage(blocks, _unit(plan, root, NOTHING), begin, tail, head_grad, hidden, extra, later)
 

@@ -62,7 +62,8 @@ class Step:
         schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
         actions = schedule.actions[self.pp_rank]
         self.split = any(a.kind in "IW" for a in actions)
-        final = {a.stage: i for i, a in enumerate(actions) if a.kind in "BW"}
+        at_once = plan.recompute == "full"  # a block that is computed again makes all its gradients in one pass
+        final = {a.stage: i for i, a in enumerate(actions) if a.kind in ("BI" if at_once else "BW")}
         sources = {schedule.rank_of[o] for s in self.stages for o in (s - 1, s + 1) if 0 <= o < schedule.stages}
         one = next(iter(self.stages.values())).hidden
         self.walk.add(AHEAD * one * len(sources - {self.pp_rank}))
@@ -71,10 +72,10 @@ class Step:
             if action.kind == "F":
                 self.forward(action.stage)
                 continue
-            if action.kind == "W":
+            if action.kind != "W":
+                self.backward(action.stage, last, whole=at_once or action.kind == "B")
+            elif not at_once:
                 self.weights(action.stage, last)
-            else:
-                self.backward(action.stage, last, whole=action.kind == "B")
             if (
                 plan.backend == "gloo" and action.kind in "BI"
             ):  # it says that a message has left only when asked to wait

@@ -85,7 +85,8 @@ class Ledger:
         self.began = time.perf_counter()
 
     def agree(self) -> None:
-        """Ask all ranks at once whether anyone was told to stop, before the first step."""
+        """Ask all ranks at once whether anyone was told to stop: before the first step, and after an evaluation, which
+        may have been long enough for someone to lose patience."""
         flags = self._flags()
         if self.mesh.everyone is not None:
             self.mesh.everyone.all_reduce(flags)

@@ -45,6 +45,7 @@ def fit(session: Session, signals: Signals) -> Exit:
         ledger.agree()
         if state.step == 0 and not ledger.stop:
             evaluate()
+            ledger.agree()
         ledger.start_clock()
         with closing(session.loader()) as loader, Collector() as collector:
             while state.step < steps and not ledger.stop:
@@ -57,6 +58,7 @@ def fit(session: Session, signals: Signals) -> Exit:
                 collector.tick(state.step)
                 if _due(state.step, job.train.eval_every, steps):
                     ledger.settle(**evaluate())
+                    ledger.agree()
                     ledger.start_clock()
                 if _due(state.step, job.checkpoint.every, steps):
                     ledger.settle()
