@@ -4,11 +4,9 @@
 
 Every rank holds the model and its share of the batch; the batch's gradient is the sum of the ranks'. What you learn:
 
-1. Naive. Backward, then one all-reduce for each weight. Right, but each message costs a latency, and while they travel
-   nobody computes.
-2. Buckets. Gradients that travel together share one flat buffer, and it leaves as soon as the last of them is there,
-   while the backward pass computes the next: the hook of a weight tells when its gradient is ready. All ranks must send
-   their buckets in the same order, which the backward pass gives.
+1. Naive. Backward, then an all-reduce for each weight. Each costs a latency, and while they travel nobody computes.
+2. Buckets. Gradients share a flat buffer that leaves as soon as the last of them is there, which a hook tells, while
+   the backward pass computes the next. Ranks must agree on the order of buckets; the backward pass gives it.
 3. ZeRO. Every rank does the same update with the same momentum: n times the memory for nothing. So each rank updates
    1/n of the weights: a reduce-scatter gives it its gradients, and an all-gather hands out the new weights. Together
    they send what one all-reduce sends, and the optimizer's state shrinks to 1/n.
@@ -39,7 +37,7 @@ def give(flat: Tensor, to: list[Tensor]) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
-def naive(layers: nn.ModuleList, loss: Tensor) -> str:
+def naive(layers: nn.ModuleList, loss: Tensor, _: Tensor) -> str:
     """One message a weight, after the backward pass."""
     loss.backward()
     for weight in layers.parameters():
@@ -47,7 +45,7 @@ def naive(layers: nn.ModuleList, loss: Tensor) -> str:
     return f"{len(list(layers.parameters()))} messages a step"
 
 
-def buckets(layers: nn.ModuleList, loss: Tensor) -> str:
+def buckets(layers: nn.ModuleList, loss: Tensor, _: Tensor) -> str:
     """Messages that leave while the backward pass goes on."""
     flying: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
     ready: list[Tensor] = []
@@ -76,10 +74,8 @@ def zero(layers: nn.ModuleList, loss: Tensor, momentum: Tensor) -> str:
     loss.backward()
     rank, n, weights = dist.get_rank(), dist.get_world_size(), list(layers.parameters())
     flat = torch.cat([w.detach().flatten() for w in weights])
-    spare = (0, len(momentum) * n - len(flat))
-    grads = F.pad(torch.cat([w.grad.flatten() for w in weights]), spare).chunk(n)
-    mine = torch.empty_like(momentum)
-    dist.reduce_scatter(mine, list(grads))
+    grads, spare = torch.cat([w.grad.flatten() for w in weights]), (0, len(momentum) * n - len(flat))
+    dist.reduce_scatter(mine := torch.empty_like(momentum), list(F.pad(grads, spare).chunk(n)))
     momentum.mul_(MOMENTUM).add_(mine)
     pieces = list(F.pad(flat, spare).chunk(n))
     dist.all_gather(pieces, pieces[rank] - LR * momentum)
@@ -89,17 +85,16 @@ def zero(layers: nn.ModuleList, loss: Tensor, momentum: Tensor) -> str:
 
 def train(way: str, share: slice) -> tuple[list[Tensor], str]:
     torch.manual_seed(0)
+    step = {"one": lambda layers, loss, _: loss.backward(), "naive": naive, "buckets": buckets, "zero": zero}[way]
     layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(LAYERS))
-    weights, said = list(layers.parameters()), ""
+    weights = list(layers.parameters())
     momentum = torch.zeros(-(-sum(w.numel() for w in weights) // RANKS))
     optimizer = torch.optim.SGD(weights, LR, MOMENTUM)
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = squared_error(layers, torch.randn(BATCH, DIM)[share], torch.randn(BATCH, DIM)[share], BATCH)
-        if way == "zero":
-            said = zero(layers, loss, momentum)
-        else:
-            said = {"one": lambda _, loss: loss.backward(), "naive": naive, "buckets": buckets}[way](layers, loss)
+        said = step(layers, loss, momentum)
+        if way != "zero":
             optimizer.step()
     return [w.detach() for w in weights], said
 

@@ -1,4 +1,4 @@
-"""Collectives by hand equal plain sums, on any number of ranks, of any size, shape and dtype, and send what they say."""
+"""Collectives by hand equal plain sums, on any number of ranks, of any size, shape and dtype, in the bytes they say."""
 
 from __future__ import annotations
 
