@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_axis import everyone
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -44,7 +44,7 @@ def numbers(case: Case, rank: int) -> Tensor:
     x = (made.abs() if case.dtype == torch.uint8 else made).to(case.dtype)
     if case.dtype.is_floating_point:
         x = x + torch.rand(shape, generator=random).to(case.dtype)
-    return x.permute(*reversed(range(x.dim()))) if case.turned else x
+    return x.permute(tuple(reversed(range(x.dim())))) if case.turned else x
 
 
 def on_rank(cases: list[Case]) -> list[tuple[Tensor, int, Tensor | None]]:
@@ -97,7 +97,7 @@ def test_every_algorithm_of_every_size_and_dtype(pool: RankPool, world: int) -> 
     cases = [
         Case(name, shape, dtype, near, chunks, turned=len(shape) > 1)
         for name in BY_HAND
-        for near in ((1, 2, 3, 8) if name == "hierarchical" else (1,))
+        for near in ((2, 3, 8) if name == "hierarchical" else (1,))
         for shape, dtype, chunks in [
             ((), torch.float32, None), ((0,), torch.float32, None), ((1,), torch.float32, None),
             ((world - 1,), torch.float32, None), ((7, 13), torch.float32, 3), ((1000,), torch.float32, 7),
@@ -112,7 +112,7 @@ def test_other_ways_to_reduce(pool: RankPool, world: int) -> None:
     check(pool, world, [Case(name, (31,), torch.float32, 2, op=op) for name in BY_HAND for op in OPS])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, phases=[Phase.generate])  # a failed rank is dear: no shrinking
 @given(data=st.data())
 def test_any_case(pool: RankPool, data: st.DataObject) -> None:
     world = data.draw(st.integers(2, 5))

@@ -2,7 +2,8 @@
 
 Each is a generator that begins the messages of one round and yields them; who drives it waits and goes on. A tensor
 is cut into chunks, each with a generator of its own, and all go on in turn: while one waits for a round, the next is
-on its way. Messages between two ranks go by round, then by chunk, on both sides, so none needs a name.
+on its way. Messages between two ranks go by round, then by chunk, on both sides, so none needs a name; a rank that has
+nothing to say in a round yields an empty one, so that several sums may be under way at once.
 
 A sum is added up in one order and handed out, or in a way that is the same on both sides, so all ranks end with the
 same bits. Ring and halving send 2 (n - 1) / n of the tensor from each rank, which is the least there is; tree and
@@ -12,13 +13,12 @@ doubling send more in fewer rounds, log n of them; two levels send little betwee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.axis import Axis, Exchange
+from weft.comm.axis import Axis, Exchange, Waits
 
 Rounds = Iterator[Exchange]
 Op = dist.ReduceOp.RedOpType
@@ -34,28 +34,15 @@ JOIN: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Waits(Protocol):
-    """Something under way."""
-
-    def wait(self) -> object: ...
-
-
 class ByHand:
     """Generators under way; wait() drives them to their end."""
 
-    def __init__(self, chunks: list[Rounds], begin: bool = True, after: Callable[[], object] | None = None):
-        self.waiting, self.after = chunks, after
-        self.under_way: list[tuple[Rounds, Exchange]] = []
-        if begin:
-            self.begin()
-
-    def begin(self) -> None:
-        self.under_way += [(rounds, next(rounds)) for rounds in self.waiting]
-        self.waiting = []
+    def __init__(self, chunks: list[Rounds], after: Callable[[], object] | None = None):
+        self.under_way = [(rounds, next(rounds)) for rounds in chunks]
+        self.after = after
 
     def wait(self) -> None:
         """Every chunk a round further, in turn, until all are done."""
-        self.begin()
         while self.under_way:
             going = []
             for rounds, exchange in self.under_way:
@@ -167,6 +154,8 @@ def tree_reduce(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rou
             came = torch.empty_like(flat)
             yield _pass(axis, [], [(members[me + distance], came)])
             flat.copy_(JOIN[op](flat, came))
+        else:
+            yield _pass(axis, [], [])
         distance *= 2
 
 
@@ -212,6 +201,8 @@ def _folded(
         came = torch.empty_like(flat)
         yield _pass(axis, [], [(members[me + core], came)])
         flat.copy_(JOIN[op](flat, came))
+    elif core < len(members):
+        yield _pass(axis, [], [])
     yield from algorithm(axis, flat, op, members[:core])
     if served:
         yield _pass(axis, [(members[me + core], flat)], [])
@@ -240,9 +231,7 @@ def start_all_reduce(
         rounds = [hierarchical(axis, part, op, members, near) for part in parts]
     else:
         rounds = [_FLAT[algorithm](axis, part, op, members) for part in parts]
-    # NCCL keeps all messages of a rank in one order, in which two of these, begun at once, could wait in a circle
-    begin = "nccl" not in dist.get_backend(axis.group)
-    return ByHand(rounds, begin, None if tensor.is_contiguous() else lambda: tensor.detach().copy_(held))
+    return ByHand(rounds, None if tensor.is_contiguous() else lambda: tensor.detach().copy_(held))
 
 
 def all_reduce(

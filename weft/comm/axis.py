@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,12 @@ from torch import Tensor
 # torch 2.13 renamed both and warns of the old names
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Waits(Protocol):
+    """Something under way."""
+
+    def wait(self) -> object: ...
 
 
 @dataclass
@@ -115,7 +122,7 @@ class Axis:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
-    def start_all_reduce(self, tensor: Tensor) -> dist.Work | Waiting:
+    def start_all_reduce(self, tensor: Tensor) -> Waits:
         """Begin a sum in place; wait() on what is returned."""
         self.count("all_reduce", tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from weft.comm import Axis
-from weft.comm.algorithms import Start, Waits
+from weft.comm import Axis, Waits
+from weft.comm.algorithms import Start
 from weft.comm.pieces import like, local_of
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
