@@ -10,6 +10,7 @@ A layer is y = x Wᵀ + b. What you learn:
    part of the sum that is y: an all-reduce adds them. Nothing is sent backward. b is added once, after the sum.
 3. In pairs. What a layer cut by column makes is just what a layer cut by row takes, and a GELU between them works on
    each number alone. So two layers need one all-reduce forward and one backward, and no rank ever holds a whole matrix.
+   (The first pair needs none backward: nobody asks for the gradient of the data.)
 
 In Megatron's words: f copies forward and sums backward, g sums forward and copies backward.
 """
