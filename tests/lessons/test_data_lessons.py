@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
+import io
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_axis import everyone
-from command import weft
 from torch import Tensor, nn
 
 from weft.comm import algorithms
@@ -155,9 +157,17 @@ SAID = {
 }
 
 
+def taught(name: str, store: str) -> str:
+    """What a rank says when it is given the lesson."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        load_lesson(name).lesson(int(os.environ["RANK"]), store)
+    return said.getvalue()
+
+
 @pytest.mark.parametrize("name", SAID)
-def test_the_lesson_runs_and_says_what_it_shows(tmp_path: Path, name: str) -> None:
-    said = weft(tmp_path, "lesson", name)
-    assert said.code == 0, said.err
-    assert said.out.splitlines()[-1] == SAID[name]
+def test_the_lesson_runs_and_says_what_it_shows(pool: RankPool, tmp_path: Path, name: str) -> None:
+    first, *others = pool.run(taught, RANKS, name, str(tmp_path / "store"))
+    assert first.splitlines()[-1] == SAID[name]
+    assert not any(others)
     assert len(lessons()[name].read_text(encoding="utf-8").splitlines()) < 120

@@ -30,7 +30,9 @@ def test_replicas_are_the_same_run(pool: RankPool, reference: parity.Run, by: st
     if world == 3:
         job = parity.make_job(SMALL, f"comm.allreduce={by}", "train.global_batch=6", "train.accumulation=1")
         reference = parity.run(pool, job, "1")
-    assert not parity.differences(reference, parity.run(pool, job, f"dp_replicate={world}"))
+    run = parity.run(pool, job, f"dp_replicate={world}", 2, None, True)
+    assert not parity.differences(reference, run)
+    assert all(bool(step["send"] or step["recv"]) == (by != "native") for one in run.seen for step in one.collectives)
 
 
 def test_two_nodes_sum_in_two_levels(pool: RankPool, reference: parity.Run) -> None:
