@@ -357,7 +357,7 @@ def bench_collectives(
     smallest: Annotated[str, typer.Option("--min", help="The smallest size.")] = "1K",
     largest: Annotated[str, typer.Option("--max", help="The largest size.")] = "4M",
     device: Annotated[str, typer.Option(help="cpu or cuda. auto: GPUs where there are several.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=0, help="About how long to measure.")] = 25.0,
+    seconds: Annotated[float, typer.Option(min=0, help="About how long to measure.")] = 15.0,
     html: Annotated[Path | None, typer.Option("--html", help="Draw it as one offline page.")] = None,
     as_json: AsJson = False,
 ) -> None:

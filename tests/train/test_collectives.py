@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import weft
 
 from weft.comm.bench import KINDS, cases, fit_line
 from weft.job.errors import JobError
-from weft.train.collectives import Row, lines_of, read_size, sizes_between
+from weft.train.collectives import Found, Row, lines_of, read_size, run_and_show, show, sizes_between
 
 
 def test_every_kind_algorithm_dtype_and_size(tmp_path: Path) -> None:
@@ -37,35 +38,44 @@ def test_every_kind_algorithm_dtype_and_size(tmp_path: Path) -> None:
     assert all(f'id="{name}"' in text for name in ("kinds", "algorithms", "dtypes"))
 
 
-def test_the_table_is_for_people(tmp_path: Path) -> None:
-    said = weft(tmp_path, "bench", "collectives", "-n", "2", "--kinds", "all-reduce,broadcast", "--algorithms",
-                "native,ring", "--dtypes", "bf16", "--max", "4K", "--seconds", "0")  # fmt: skip
-    assert said.code == 0, said.err
-    lines = said.out.splitlines()
+def test_the_table_is_for_people() -> None:
+    rows = [
+        Row(kind, by, "bf16", size, 1e-4, size / 1e5, size / 1e5)
+        for kind, by in (("all_reduce", "native"), ("all_reduce", "ring"), ("broadcast", "native"))
+        for size in (1024, 4096)
+    ]
+    lines = show(Found(2, "cpu", "gloo", "2.13", tuple(rows), lines_of(rows, 2), 1.0)).splitlines()
     assert lines[0].startswith("2 ranks over gloo on cpu")
+    assert lines[3].split() == ["all_reduce", "native", "bf16", "1K", "100.0", "0.01024", "0.01024"]
     assert [line.split()[:4] for line in lines[3:9]] == [
         [kind, by, "bf16", size]
         for kind, by in (("all_reduce", "native"), ("all_reduce", "ring"), ("broadcast", "native"))
         for size in ("1K", "4K")
     ]
     assert lines[10] == "time = α + β · bytes"
+    assert lines[12].split() == ["all_reduce", "native", "bf16", "100.0", "0.0", "–"]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("given", "message"),
     [
-        (["--nproc", "1"], "--nproc 1 has nobody to talk to; --nproc 2 would work"),
-        (["--max", "1Q"], "the size '1Q' is not known; write bytes, or 1K, 64M, 1G"),
-        (["--algorithms", "rign"], "--algorithms 'rign' is not known; use native, ring, halving, doubling, tree, "
-                                   "hierarchical"),
-        (["--kinds", "gather", "--algorithms", "tree"], "--kinds gather is not done by --algorithms tree; native does "
-                                                        "every kind"),
+        ({"nproc": 1}, "--nproc 1 has nobody to talk to; --nproc 2 would work"),
+        ({"device": "tpu"}, "--device 'tpu' is not known; use auto, cpu or cuda"),
+        ({"largest": "1Q"}, "the size '1Q' is not known; write bytes, or 1K, 64M, 1G"),
+        ({"algorithms": "rign"}, "--algorithms 'rign' is not known; use native, ring, halving, doubling, tree, "
+                                 "hierarchical"),
+        ({"kinds": "gather", "algorithms": "tree"}, "--kinds gather is not done by --algorithms tree; native does "
+                                                    "every kind"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_sentence(tmp_path: Path, words: list[str], message: str) -> None:
-    said = weft(tmp_path, "bench", "collectives", *words)
-    assert said.code == 2
-    assert said.last == f"weft: {message}"
+def test_mistakes_are_one_sentence(given: dict[str, Any], message: str) -> None:
+    usual: dict[str, Any] = {
+        "nproc": 2, "kinds": None, "algorithms": None, "dtypes": "fp32", "smallest": "1K", "largest": "4K",
+        "device": "cpu", "seconds": 0.0, "html": None, "as_json": False,
+    }  # fmt: skip
+    with pytest.raises(JobError) as said:
+        run_and_show(**{**usual, **given})
+    assert str(said.value) == message
 
 
 def test_sizes() -> None:

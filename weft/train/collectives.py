@@ -164,8 +164,8 @@ def show(found: Found) -> str:
     for (kind, by, dtype), group in groupby(found.rows, lambda r: (r.kind, r.algorithm, r.dtype)):
         for r in group:
             rows.append(
-                f"{kind:15}{by:14}{dtype:6}{human(r.bytes):>8}{r.seconds * 1e6:11.1f}{r.algbw_gb_s:12.3f}"
-                f"{r.busbw_gb_s:12.3f}"
+                f"{kind:15}{by:14}{dtype:6}{human(r.bytes):>8}{r.seconds * 1e6:11.1f}{r.algbw_gb_s:12.4g}"
+                f"{r.busbw_gb_s:12.4g}"
             )
     rows += [
         "",
