@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import weft
 
+from weft.comm.algorithms import ALGORITHMS
 from weft.comm.bench import KINDS, cases, fit_line
 from weft.job.errors import JobError
-from weft.train.collectives import Found, Row, lines_of, read_size, run_and_show, show, sizes_between
+from weft.launch.pool import RankPool
+from weft.train.collectives import Found, Row, bench, lines_of, read_size, run_and_show, show, sizes_between
+from weft.watch.collectives_page import write_collectives_page
 
 
-def test_every_kind_algorithm_dtype_and_size(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    said = weft(tmp_path, "bench", "collectives", "--nproc", "3", "--dtypes", "fp32,int64", "--max", "8K", "--seconds",
-                "0", "--json", "--html", str(page))  # fmt: skip
-    assert said.code == 0, said.err
-    found = json.loads(said.out)
+def test_every_kind_algorithm_dtype_and_size(pool: RankPool, tmp_path: Path) -> None:
+    asked = cases(KINDS, ALGORITHMS, ["fp32", "int64"], sizes_between(1024, 8192))
+    found = json.loads(json.dumps(bench(pool, asked, 3, "cpu", "gloo", 0.0).to_json()))
+    page = write_collectives_page(tmp_path / "page.html", found)
     assert (found["ranks"], found["device"], found["backend"]) == (3, "cpu", "gloo")
     seen = {(r["kind"], r["algorithm"], r["dtype"]) for r in found["rows"]}
     assert seen == {(k, by, d) for k, kind in KINDS.items() for by in kind.by for d in ("fp32", "int64")}

@@ -120,12 +120,11 @@ def on_rank(plan: Plan, asked: list[Case], budget_s: float) -> list[tuple[int, f
     return measure(mesh.everyone, mesh.device, asked, budget_s)
 
 
-def bench(asked: list[Case], ranks: int, device: str, backend: str, seconds: float) -> Found:
-    """Measure the cases on local ranks, in about so many seconds; the slowest rank's time counts."""
+def bench(pool: RankPool, asked: list[Case], ranks: int, device: str, backend: str, seconds: float) -> Found:
+    """Measure the cases on a pool's ranks, in about so many seconds; the slowest rank's time counts."""
     began = time.perf_counter()
     plan = Plan(device, device, backend, dp_replicate=ranks)
-    with RankPool(timeout_s=600) as pool:
-        told = pool.run(on_rank, ranks, plan, asked, seconds / max(1, len(asked)))
+    told = pool.run(on_rank, ranks, plan, asked, seconds / max(1, len(asked)))
     rows = []
     for case, *seen in zip(asked, *told, strict=True):
         size, took = seen[0][0], max(t for _, t in seen)
@@ -193,7 +192,8 @@ def run_and_show(
     if not asked:
         raise JobError(f"--kinds {kinds} is not done by --algorithms {algorithms}; native does every kind")
     print(f"measuring {len(asked)} cases on {ranks} ranks …", file=sys.stderr, flush=True)
-    found = bench(asked, ranks, kind, backend, seconds)
+    with RankPool(timeout_s=600) as pool:
+        found = bench(pool, asked, ranks, kind, backend, seconds)
     print(json.dumps(found.to_json(), indent=2) if as_json else show(found))
     if html is not None:
         print(f"written: {write_collectives_page(html, found.to_json())}", file=sys.stderr)
