@@ -348,6 +348,25 @@ def bench_step(
         _say(f"profile: {run.profile}; picture: {run.report}")
 
 
+@bench_app.command("collectives")
+def bench_collectives(
+    nproc: Nproc = None,
+    kinds: Annotated[str | None, typer.Option(help="Such as all_reduce,broadcast. Left out: every collective.")] = None,
+    algorithms: Annotated[str | None, typer.Option(help="Such as native,ring. Left out: every algorithm.")] = None,
+    dtypes: Annotated[str, typer.Option(help="Such as fp32,bf16,fp16,int64.")] = "fp32,bf16",
+    smallest: Annotated[str, typer.Option("--min", help="The smallest size.")] = "1K",
+    largest: Annotated[str, typer.Option("--max", help="The largest size.")] = "4M",
+    device: Annotated[str, typer.Option(help="cpu or cuda. auto: GPUs where there are several.")] = "auto",
+    seconds: Annotated[float, typer.Option(min=0, help="About how long to measure.")] = 15.0,
+    html: Annotated[Path | None, typer.Option("--html", help="Draw it as one offline page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure every collective on local ranks: latency, bandwidth, and the fitted α and β."""
+    from weft.train.collectives import run_and_show
+
+    run_and_show(nproc, kinds, algorithms, dtypes, smallest, largest, device, seconds, html, as_json)
+
+
 def main() -> None:
     """The entry point: a person's mistake is one sentence and an exit code, never a traceback."""
     from weft.job.errors import Exit, WeftError

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +16,12 @@ from torch import Tensor
 # torch 2.13 renamed both and warns of the old names
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Waits(Protocol):
+    """Something under way."""
+
+    def wait(self) -> object: ...
 
 
 @dataclass
@@ -23,11 +33,13 @@ class Exchange:
     arrived: list[Tensor]
     wanted: list[Tensor]
     """Where they are wanted, if that is not where they arrive."""
+    clock: AbstractContextManager[None] = field(default_factory=nullcontext)
 
     def wait(self) -> list[Tensor]:
         """What was received, in the order in which it was asked for."""
-        for work in self.works:
-            work.wait()
+        with self.clock:
+            for work in self.works:
+                work.wait()
         for arrived, wanted in zip(self.arrived, self.wanted, strict=True):
             if arrived is not wanted:
                 wanted.copy_(arrived)
@@ -35,8 +47,34 @@ class Exchange:
 
 
 @dataclass
+class Waiting:
+    """A collective under way on an axis that is timed."""
+
+    work: dist.Work
+    clock: AbstractContextManager[None]
+
+    def wait(self) -> None:
+        with self.clock:
+            self.work.wait()
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What was counted of one kind of collective."""
+
+    calls: int
+    bytes: int
+    seconds: float
+
+
+@dataclass
 class Axis:
-    """A named group of ranks. `calls` and `bytes` count what this rank asked for, by collective."""
+    """A named group of ranks. `calls` and `bytes` count what this rank asked for and handed over, by collective.
+
+    A rank that only receives from a root counts the call and no bytes. `seconds` counts how long this rank waited, once
+    `timed` is set: until then no clock is read and no device is waited for. A collective made by hand of messages
+    (weft.comm.algorithms) counts as the messages that it sends.
+    """
 
     name: str
     group: dist.ProcessGroup
@@ -44,31 +82,60 @@ class Axis:
     rank: int
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    timed: bool = False
 
-    def count(self, what: str, tensor: Tensor) -> None:
-        """Note a message that this rank hands over."""
+    def count(self, what: str, tensor: Tensor, share: float = 1) -> None:
+        """Note a message of which this rank hands over a share."""
         self.calls[what] += 1
-        self.bytes[what] += tensor.numel() * tensor.element_size()
+        self.bytes[what] += round(tensor.numel() * tensor.element_size() * share)
+
+    def read(self) -> dict[str, Tally]:
+        """What was counted so far, by collective."""
+        return {what: Tally(n, self.bytes[what], self.seconds.get(what, 0.0)) for what, n in self.calls.items()}
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.calls.clear()
+        self.bytes.clear()
+        self.seconds.clear()
+
+    def _clock(self, what: str, tensor: Tensor) -> AbstractContextManager[None]:
+        return self._watch(what, tensor.device) if self.timed else nullcontext()
+
+    @contextmanager
+    def _watch(self, what: str, device: torch.device) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+
+    def _by_host(self, tensor: Tensor) -> bool:
+        """Gloo cannot do everything from GPU memory: there some messages pass through the host."""
+        return tensor.is_cuda and dist.get_backend(self.group) == "gloo"
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce in place and return the tensor."""
         self.count("all_reduce", tensor)
-        dist.all_reduce(tensor, op=op, group=self.group)
+        with self._clock("all_reduce", tensor):
+            dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
-    def start_all_reduce(self, tensor: Tensor) -> dist.Work:
+    def start_all_reduce(self, tensor: Tensor) -> Waits:
         """Begin a sum in place; wait() on what is returned."""
         self.count("all_reduce", tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
-        return work
+        return Waiting(work, self._clock("all_reduce", tensor)) if self.timed else work
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The pieces of all ranks, joined along dim."""
         tensor = tensor.contiguous()
         self.count("all_gather", tensor)
         out = tensor.new_empty((self.size, *tensor.shape))
-        _ALL_GATHER(out.view(-1), tensor.view(-1), group=self.group)
+        with self._clock("all_gather", tensor):
+            _ALL_GATHER(out.view(-1), tensor.view(-1), group=self.group)
         return _join(out, dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
@@ -76,7 +143,8 @@ class Axis:
         pieces = torch.stack(tensor.chunk(self.size, dim))
         self.count("reduce_scatter", pieces)
         out = torch.empty_like(pieces[0])
-        _REDUCE_SCATTER(out.view(-1), pieces.view(-1), group=self.group)
+        with self._clock("reduce_scatter", tensor):
+            _REDUCE_SCATTER(out.view(-1), pieces.view(-1), group=self.group)
         return out
 
     def all_to_all(self, pieces: Tensor, peers: range) -> Tensor:
@@ -86,8 +154,58 @@ class Axis:
         self.bytes["all_to_all"] += pieces[1:].numel() * pieces.element_size()  # its own piece stays
         splits = [int(r in peers) for r in range(self.size)]
         out = torch.empty_like(pieces)
-        dist.all_to_all_single(out, pieces, splits, splits, group=self.group)
+        with self._clock("all_to_all", pieces):
+            dist.all_to_all_single(out, pieces, splits, splits, group=self.group)
         return out
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Fill the tensor with that of one rank of the axis, in place, and return it."""
+        self.count("broadcast", tensor, float(self.rank == source))
+        whole = tensor.contiguous()
+        with self._clock("broadcast", tensor):
+            dist.broadcast(whole, group=self.group, group_src=source)
+        return tensor if whole is tensor else tensor.copy_(whole)
+
+    def reduce(self, tensor: Tensor, to: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor | None:
+        """The sum over all ranks, on one of them; None on the others. The tensor itself stays as it was."""
+        self.count("reduce", tensor, float(self.rank != to))
+        held = tensor.cpu() if self._by_host(tensor) else tensor
+        held = held.clone(memory_format=torch.contiguous_format)
+        with self._clock("reduce", tensor):
+            dist.reduce(held, op=op, group=self.group, group_dst=to)
+        return held.to(tensor.device) if self.rank == to else None
+
+    def scatter(self, pieces: Tensor | None, out: Tensor, source: int) -> Tensor:
+        """Give pieces[i], [ranks, ...], of one rank to the i-th; each gets its own in `out`."""
+        others = (self.size - 1.0) if self.rank == source else 0.0
+        self.count("scatter", out, others)
+        host = self._by_host(out)
+        into = torch.empty_like(out, device="cpu" if host else None, memory_format=torch.contiguous_format)
+        given = None
+        if pieces is not None and self.rank == source:
+            given = list((pieces.cpu() if host else pieces).contiguous().unbind(0))
+        with self._clock("scatter", out):
+            dist.scatter(into, given, group=self.group, group_src=source)
+        return out.copy_(into)
+
+    def gather(self, tensor: Tensor, to: int) -> Tensor | None:
+        """The tensors of all ranks on one of them, [ranks, ...]; None on the others."""
+        self.count("gather", tensor, float(self.rank != to))
+        held = (tensor.cpu() if self._by_host(tensor) else tensor).contiguous()
+        out = held.new_empty((self.size, *held.shape)) if self.rank == to else None
+        with self._clock("gather", tensor):
+            dist.gather(held, None if out is None else list(out.unbind(0)), group=self.group, group_dst=to)
+        return None if out is None else out.to(tensor.device)
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send to one rank of the axis, which receives; returns when it has."""
+        self.start_exchange([(to, tensor)], []).wait()
+
+    def receive(self, out: Tensor, source: int) -> Tensor:
+        """Fill `out` with what one rank of the axis sends."""
+        into = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        self.start_exchange([], [(source, into)]).wait()
+        return out if into is out else out.copy_(into)
 
     def start_exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
         """Begin to send to and receive from some ranks of the axis; messages between two ranks keep their order."""
@@ -100,7 +218,8 @@ class Axis:
         ops = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for to, t in outgoing]
         ops += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=of) for of, t in incoming]
         works = dist.batch_isend_irecv(ops) if ops else []
-        return Exchange(works, [t for _, t in outgoing], [t for _, t in incoming], [t for _, t in receives])
+        clock = self._clock("send" if sends else "receive", (sends or receives)[0][1]) if ops else nullcontext()
+        return Exchange(works, [t for _, t in outgoing], [t for _, t in incoming], [t for _, t in receives], clock)
 
     def open(self) -> None:
         """Connect all ranks now: NCCL wants every rank in a group's first call, and an exchange may be of a few."""

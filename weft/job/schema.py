@@ -318,6 +318,9 @@ class Comm(Section):
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto is nccl where each rank has its own GPU, gloo elsewhere."""
+    allreduce: Literal["auto", "native", "ring", "tree", "hierarchical"] = "auto"
+    """How replicas sum their gradients: by the backend's own all-reduce (native, which auto is), or by messages around
+    a ring, up and down a tree, or inside each node first and then between nodes (hierarchical)."""
     compression: Literal["none"] = "none"
     """Gradients travel as they are."""
     bucket_mb: float = Field(25.0, gt=0)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.comm.algorithms import summing
 from weft.job.errors import JobError
 from weft.memory import Park, chosen, lengthen, recompute
 from weft.mesh import Mesh, joint_axis
@@ -85,7 +86,9 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, 
     if sharded:
         data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None)
     else:
-        data = Replicas(model, mesh.axis(joint_axis(plan)), dtype, plan.bucket_mb, summed)
+        axis = mesh.axis(joint_axis(plan))
+        start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes)) if axis else None
+        data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start)
     partial = tuple(n for n in data.masters if split and n in split.partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}

@@ -11,12 +11,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from weft.comm import Axis
+from weft.comm import Axis, Waits
+from weft.comm.algorithms import Start
 from weft.comm.pieces import like, local_of
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
@@ -53,11 +53,16 @@ class Replicas:
 
     Weights compute in `dtype`; where that is not fp32 the masters are a copy, and gradients are summed in fp32. Buckets
     leave in one fixed order on every rank, so a parameter without a gradient cannot make ranks disagree. `summed` says
-    that a step adds up the gradients of several microbatches; alone and without that, no bucket is needed.
+    that a step adds up the gradients of several microbatches; alone and without that, no bucket is needed. `start`
+    begins to sum a bucket over the axis; left out, by the backend's own all-reduce.
     """
 
-    def __init__(self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool):
+    def __init__(
+        self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool,
+        start: Start | None = None,
+    ):  # fmt: skip
         self.module, self.axis, self.last = module, axis, True
+        self.start = start or (axis.start_all_reduce if axis else None)
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.masters: dict[str, Tensor] = dict(self.weights)
         self.mixed = dtype != torch.float32
@@ -67,7 +72,7 @@ class Replicas:
         self.leaves: dict[str, Tensor] = self.masters
         self.copies: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
         self.buckets: list[Bucket] = []
-        self.works: list[dist.Work] = []
+        self.works: list[Waits] = []
         if axis is not None or (self.mixed and summed):
             self._fill_buckets(int(bucket_mb * 2**20 / 4))
         elif self.mixed:
@@ -104,13 +109,13 @@ class Replicas:
         return arrived
 
     def _send_ready(self, all_of_them: bool = False) -> None:
-        if self.axis is None:
+        if self.start is None:
             return
         while len(self.works) < len(self.buckets):
             bucket = self.buckets[len(self.works)]
             if bucket.missing > 0 and not all_of_them:
                 return
-            self.works.append(self.axis.start_all_reduce(bucket.flat))
+            self.works.append(self.start(bucket.flat))
 
     def microbatch(self, last: bool) -> None:
         """Only the last microbatch of a step talks to the other replicas."""

@@ -55,6 +55,8 @@ class Plan:
     placement: str = "shards-near"
     """What lies on neighbouring ranks beside tp and cp: shards-near, the mesh's own order, or stages-near."""
     bucket_mb: float = 25.0
+    allreduce: str = "auto"
+    """How replicas sum their gradients."""
     reasons: tuple[str, ...] = ()
     predicted: dict[str, float] = field(default_factory=dict)
 

@@ -87,7 +87,7 @@ def begin(job: Job, world: int | None = None) -> Start:
         device=kind, device_name=device.name, backend=_backend(job, machine, kind, world), nodes=job.cluster.nodes,
         precision=precision, offload=job.memory.offload, compression=job.comm.compression, bucket_mb=job.comm.bucket_mb,
         recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
-        fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {},
+        fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,
     )  # fmt: skip
     if job.parallel != "auto":
         plan = _pin(job.parallel, plan, world)

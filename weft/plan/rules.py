@@ -201,6 +201,15 @@ def _recompute(job: Job, plan: Plan) -> str | None:
     return None
 
 
+def _allreduce(job: Job, plan: Plan) -> str | None:
+    if job.comm.allreduce in ("auto", "native") or plan.dp_shard == 1:
+        return None
+    return (
+        f"comm.allreduce={job.comm.allreduce} is how replicas sum their gradients, and under "
+        f"parallel.dp_shard={plan.dp_shard} the backend sums them; allreduce=auto or dp_replicate would work"
+    )
+
+
 def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], object], works: str) -> Rule:
     def rule(job: Job, plan: Plan) -> str | None:
         text = f"{setting}={value(plan)} can be planned but not trained yet; {works} would work"
@@ -226,7 +235,7 @@ def _kinds(job: Job, plan: Plan) -> str | None:
 TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
 RULES: tuple[Rule, ...] = (
-    *TP_RULES, _batch, _microbatch, _pipeline_only, _own, _cp_family, _cp_heads, _long, _fp8, _recompute,
+    *TP_RULES, _batch, _microbatch, _pipeline_only, _own, _cp_family, _cp_heads, _long, _fp8, _recompute, _allreduce,
 )  # fmt: skip
 """Whatever breaks one of these can be neither planned nor run."""
 

@@ -101,6 +101,7 @@ def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RE
         "accumulation": None if job.train.accumulation == "auto" else job.train.accumulation,
         "recompute": _recomputes(job, recompute),
         "blocks": job.memory.recompute if isinstance(job.memory.recompute, int) else None,
+        "dp_shard": None if job.comm.allreduce in ("auto", "native") else (1,),
     }  # fmt: skip
     if model.module:  # nothing of it can be cut but its states
         return Space(**share, parts=1, **fixed)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm import Waits
 from weft.job.errors import DivergedError, Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -32,7 +32,7 @@ class Figures:
     they are read.
     """
 
-    def __init__(self, sums: Tensor, norm: Tensor, count: Tensor, work: dist.Work | None):
+    def __init__(self, sums: Tensor, norm: Tensor, count: Tensor, work: Waits | None):
         self.sums, self.norm, self.count, self.work = sums, norm, count, work
         self.copied: torch.cuda.Event | None = None
         if sums.is_cuda:

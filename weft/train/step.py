@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.comm import Waits
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.models import loss_sum
@@ -104,7 +104,7 @@ class Stepper:
         cut = Cut.of(self.plan, self.mesh.coord("cp"))
         return [cut.batch(b) for b in batches]
 
-    def _global_count(self, batches: list[Batch]) -> tuple[Tensor, dist.Work | None]:
+    def _global_count(self, batches: list[Batch]) -> tuple[Tensor, Waits | None]:
         """Valid targets of all ranks; the sum travels while the first microbatch computes."""
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
         if self.mesh.everyone is None:

@@ -1,0 +1,83 @@
+"""Draws the picture of docs/communication.md: python docs/make_communication.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.comm.algorithms import ring_places
+
+HERE = Path(__file__).parent
+RANKS = 4
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
+CELL, GAP, LEFT, TOP = 30, 26, 70, 70
+
+
+def ring_steps() -> list[tuple[list[list[set[int]]], list[int | None]]]:
+    """Before each step: of every rank's every piece, whose numbers it holds; and the piece that each rank sends."""
+    held = [[{rank} for _ in range(RANKS)] for rank in range(RANKS)]
+    steps: list[tuple[list[list[set[int]]], list[int | None]]] = []
+    for phase in range(2):
+        for step in range(RANKS - 1):
+            sent = [ring_places(rank + phase, step, RANKS)[0] for rank in range(RANKS)]
+            steps.append(([[set(p) for p in pieces] for pieces in held], list(sent)))
+            before = [[set(p) for p in pieces] for pieces in held]
+            for rank, piece in enumerate(sent):
+                to = (rank + 1) % RANKS
+                held[to][piece] = before[rank][piece] | (set() if phase else before[to][piece])
+    steps.append((held, [None] * RANKS))
+    return steps
+
+
+def ring_svg(title: str) -> str:
+    """Every rank before every step: each piece in four strips, one for each rank whose numbers are in it."""
+    steps = ring_steps()
+    side = RANKS * CELL
+    width, height = LEFT + len(steps) * (side + GAP), TOP + RANKS * (CELL + GAP) + 30
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f"<title>{title}</title>",
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="10" y="20" font-size="14">{title}</text>',
+    ]
+    for i, (held, sent) in enumerate(steps):
+        x = LEFT + i * (side + GAP)
+        phase = "reduce-scatter" if i < RANKS - 1 else "all-gather"
+        head = "done" if i == len(steps) - 1 else f"{phase} {i % (RANKS - 1) + 1}"
+        out.append(f'<text x="{x}" y="{TOP - 16}">{head}</text>')
+        for rank in range(RANKS):
+            y = TOP + rank * (CELL + GAP)
+            if i == 0:
+                out.append(f'<text x="10" y="{y + 19}" fill="{COLOURS[rank]}" font-weight="bold">rank {rank}</text>')
+            for piece in range(RANKS):
+                left = x + piece * CELL
+                for of in sorted(held[rank][piece]):
+                    where = f'x="{left + of * CELL / RANKS:g}" y="{y}" width="{CELL / RANKS:g}" height="{CELL}"'
+                    out.append(f'<rect {where} fill="{COLOURS[of]}"/>')
+                out.append(f'<rect x="{left}" y="{y}" width="{CELL}" height="{CELL}" fill="none" stroke="#bbb"/>')
+            piece_sent = sent[rank]
+            if piece_sent is not None:
+                left, down = x + piece_sent * CELL, y + CELL
+                out.append(
+                    f'<rect x="{left}" y="{y}" width="{CELL}" height="{CELL}" fill="none" stroke="black" '
+                    'stroke-width="2.5"/>'
+                )
+                middle = left + CELL / 2
+                out.append(
+                    f'<path d="M{middle:g} {down + 3}V{down + GAP - 7}m-4 -5l4 5l4 -5" fill="none" stroke="black" '
+                    'stroke-width="1.5"/>'
+                )
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def images() -> dict[Path, str]:
+    return {HERE / "images" / "ring-all-reduce.svg": ring_svg("A ring sums: 4 ranks, 4 pieces; what is framed is sent")}
+
+
+def main() -> None:
+    for path, picture in images().items():
+        path.write_text(picture, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

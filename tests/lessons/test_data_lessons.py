@@ -1,0 +1,173 @@
+"""The lessons on collectives, data and tensor parallelism give what the engine gives: same weights, same batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import io
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comm_axis import everyone
+from torch import Tensor, nn
+
+from weft.comm import algorithms
+from weft.data.dataset import open_dataset
+from weft.data.loader import Loader
+from weft.job.load import lessons, parse_job
+from weft.job.schema import Job
+from weft.launch.pool import RankPool
+from weft.models import build_model
+from weft.models.init import initialise
+from weft.plan import make_plan
+from weft.train.prove import Trace, trace
+
+RANKS, LAYERS, DIM, BATCH = 4, 4, 12, 24
+
+
+def load_lesson(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, lessons()[name])
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def both_sums(way: str, algorithm: str, size: int) -> tuple[Tensor, int, Tensor, int]:
+    """On one rank: the lesson's sum and the bytes it sent, and the engine's."""
+    lesson, axis = load_lesson("collectives"), everyone()
+    x = torch.randn(size, generator=torch.Generator().manual_seed(axis.rank))
+    mine = x.clone()
+    getattr(lesson, way)(mine)
+    return mine, lesson.SENT[0], algorithms.all_reduce(axis, x, algorithm, chunks=1), axis.bytes["send"]
+
+
+@pytest.mark.parametrize("way", ["ring", "tree"])
+@pytest.mark.parametrize(("world", "size"), [(4, 64), (3, 60), (2, 10)])
+def test_the_sums_are_those_of_the_engine(pool: RankPool, way: str, world: int, size: int) -> None:
+    for mine, sent, its, its_sent in pool.run(both_sums, world, way, way, size):
+        assert torch.equal(mine, its)
+        assert sent == its_sent
+
+
+def make_job(**layout: Any) -> Job:
+    return parse_job({
+        "model": {"family": "mlp", "dim": DIM, "layers": LAYERS, "bias": True}, "data": {"source": "synthetic"},
+        "train": {"global_batch": BATCH}, "cluster": {"device": "cpu", "devices_per_node": RANKS},
+        "parallel": {"dp_shard": 1, **layout},
+    })  # fmt: skip
+
+
+def engine_of(pool: RankPool, job: Job) -> Trace:
+    with tempfile.TemporaryDirectory() as folder:
+        pool.run(trace, RANKS, job, 1, folder)
+        found: Trace = torch.load(Path(folder) / "trace.pt", weights_only=False)
+    return found
+
+
+def first_batch(job: Job) -> dict[str, Tensor]:
+    loader = Loader(open_dataset(job), seed=job.train.seed, global_batch=BATCH, microbatch=BATCH, dp_rank=0, dp_size=1,
+                    prefetch=0)  # fmt: skip
+    return next(iter(loader))[0]
+
+
+def first_layers(job: Job) -> nn.ModuleList:
+    model = build_model(job.model).to_empty(device="cpu")
+    for name, weight in model.named_parameters():
+        with torch.no_grad():
+            initialise(name, weight, model, job.train.seed)
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def replicas(way: str, layers: nn.ModuleList, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """On one rank: the lesson's gradients of the whole batch."""
+    lesson, axis = load_lesson("data_parallel"), everyone()
+    lesson.BUCKET = 200
+    share = [batch[key].chunk(axis.size)[axis.rank] for key in ("inputs", "targets")]
+    getattr(lesson, way)(layers, lesson.squared_error(layers, *share, BATCH), torch.empty(0))
+    return {f"layers.{n}": p.grad for n, p in layers.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("way", ["naive", "buckets"])
+def test_replicas_have_the_gradients_of_the_engine(pool: RankPool, way: str) -> None:
+    job, _ = make_plan(make_job(dp_replicate=RANKS))
+    engine = engine_of(pool, job)
+    for grads in pool.run(replicas, RANKS, way, first_layers(job), first_batch(job)):
+        assert grads.keys() == engine.gradients[0].keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, engine.gradients[0][name], msg=lambda text, n=name: f"{n}: {text}")
+
+
+def one_update(layers: nn.ModuleList, batch: dict[str, Tensor]) -> list[Tensor]:
+    """On one rank: the weights after the lesson's ZeRO step."""
+    lesson, axis = load_lesson("data_parallel"), everyone()
+    layers = copy.deepcopy(layers)  # what a pool hands over lies in memory that all ranks share
+    share = [batch[key].chunk(axis.size)[axis.rank] for key in ("inputs", "targets")]
+    momentum = torch.zeros(-(-sum(p.numel() for p in layers.parameters()) // axis.size))
+    lesson.zero(layers, lesson.squared_error(layers, *share, BATCH), momentum)
+    return [p.detach() for p in layers.parameters()]
+
+
+def test_zero_updates_by_the_gradients_of_the_engine(pool: RankPool) -> None:
+    job, _ = make_plan(make_job(dp_shard=RANKS, zero=1))
+    engine = engine_of(pool, job)
+    lr, start = load_lesson("data_parallel").LR, first_layers(job)
+    for weights in pool.run(one_update, RANKS, start, first_batch(job)):
+        for (name, before), after in zip(start.named_parameters(), weights, strict=True):
+            torch.testing.assert_close(after, before.detach() - lr * engine.gradients[0][f"layers.{name}"])
+
+
+def matrices(layers: nn.ModuleList, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """On one rank: the lesson's loss, and whole gradients put together from the ranks' pieces."""
+    lesson, axis = load_lesson("tensor_parallel"), everyone()
+    pieces = lesson.pieces_of(list(layers), axis.rank, axis.size)
+    loss = lesson.squared_error(lesson.forward(pieces, batch["inputs"]), batch["targets"])
+    loss.backward()
+    grads = {}
+    for i, (weight, bias) in enumerate(pieces):
+        grads[f"layers.{i}.weight"] = axis.all_gather(weight.grad, i % 2)
+        grads[f"layers.{i}.bias"] = bias.grad if i % 2 else axis.all_gather(bias.grad, 0)
+    assert lesson.SUMS == [LAYERS // 2, LAYERS // 2 - 1]  # nobody asks for the gradient of the data
+    dist.barrier()
+    return float(loss), grads
+
+
+def test_matrices_have_the_gradients_of_the_engine(pool: RankPool) -> None:
+    job, _ = make_plan(make_job(tp=RANKS))
+    engine = engine_of(pool, job)
+    for loss, grads in pool.run(matrices, RANKS, first_layers(job), first_batch(job)):
+        assert loss == pytest.approx(engine.losses[0], rel=1e-6)
+        assert grads.keys() == engine.gradients[0].keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, engine.gradients[0][name], msg=lambda text, n=name: f"{n}: {text}")
+
+
+SAID = {
+    "collectives": "All three equal the library's all-reduce. S is 33,792 bytes.",
+    "data_parallel": "After 5 steps the weights of all three equal those of one process.",
+    "tensor_parallel": "Loss and gradients equal the single process's.",
+}
+
+
+def taught(name: str, store: str) -> str:
+    """What a rank says when it is given the lesson."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        load_lesson(name).lesson(int(os.environ["RANK"]), store)
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_the_lesson_runs_and_says_what_it_shows(pool: RankPool, tmp_path: Path, name: str) -> None:
+    first, *others = pool.run(taught, RANKS, name, str(tmp_path / "store"))
+    assert first.splitlines()[-1] == SAID[name]
+    assert not any(others)
+    assert len(lessons()[name].read_text(encoding="utf-8").splitlines()) < 120

@@ -1,0 +1,279 @@
+"""Collectives by hand, of messages alone: ring, recursive halving and doubling, tree, and two levels; in chunks.
+
+Each is a generator that begins the messages of one round and yields them; who drives it waits and goes on. A tensor
+is cut into chunks, each with a generator of its own, and all go on in turn: while one waits for a round, the next is
+on its way. Messages between two ranks go by round, then by chunk, on both sides, so none needs a name; a rank that has
+nothing to say in a round yields an empty one, so that several sums may be under way at once.
+
+A sum is added up in one order and handed out, or in a way that is the same on both sides, so all ranks end with the
+same bits. Ring and halving send 2 (n - 1) / n of the tensor from each rank, which is the least there is; tree and
+doubling send more in fewer rounds, log n of them; two levels send little between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.axis import Axis, Exchange, Waits
+
+Rounds = Iterator[Exchange]
+Op = dist.ReduceOp.RedOpType
+
+CHUNK_BYTES, MOST_CHUNKS = 2**20, 8
+"""A tensor travels in as many chunks of this size as it has, but not in more than so many."""
+
+JOIN: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+}
+
+
+class ByHand:
+    """Generators under way; wait() drives them to their end."""
+
+    def __init__(self, chunks: list[Rounds], after: Callable[[], object] | None = None):
+        self.under_way = [(rounds, next(rounds)) for rounds in chunks]
+        self.after = after
+
+    def wait(self) -> None:
+        """Every chunk a round further, in turn, until all are done."""
+        while self.under_way:
+            going = []
+            for rounds, exchange in self.under_way:
+                exchange.wait()
+                following = next(rounds, None)
+                if following is not None:
+                    going.append((rounds, following))
+            self.under_way = going
+        if self.after is not None:
+            self.after()
+
+
+def cut(flat: Tensor, parts: int) -> list[Tensor]:
+    """Parts of nearly the same size, as views; some are empty where there are fewer elements than parts."""
+    count = flat.numel()
+    return [flat[i * count // parts : (i + 1) * count // parts] for i in range(parts)]
+
+
+def _pass(axis: Axis, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
+    """One round; what is empty is not sent."""
+    return axis.start_exchange([(to, t) for to, t in sends if t.numel()], [(of, t) for of, t in receives if t.numel()])
+
+
+def ring_reduce_scatter(axis: Axis, pieces: list[Tensor], op: Op, members: Sequence[int]) -> Rounds:
+    """Member i ends with the whole sum of pieces[i]; its other pieces hold sums of some members."""
+    n, me = len(members), members.index(axis.rank)
+    for step in range(n - 1):
+        mine, theirs = ring_places(me, step, n)
+        came = torch.empty_like(pieces[theirs])
+        yield _pass(axis, [(members[(me + 1) % n], pieces[mine])], [(members[(me - 1) % n], came)])
+        pieces[theirs].copy_(JOIN[op](pieces[theirs], came))
+
+
+def ring_all_gather(axis: Axis, pieces: list[Tensor], members: Sequence[int]) -> Rounds:
+    """Member i begins with pieces[i] and ends with all of them."""
+    n, me = len(members), members.index(axis.rank)
+    for step in range(n - 1):
+        mine, theirs = ring_places(me + 1, step, n)
+        yield _pass(axis, [(members[(me + 1) % n], pieces[mine])], [(members[(me - 1) % n], pieces[theirs])])
+
+
+def ring_places(me: int, step: int, n: int) -> tuple[int, int]:
+    """Which piece a member of the ring hands on at a step of a reduce-scatter, and which it gets."""
+    return (me - 1 - step) % n, (me - 2 - step) % n
+
+
+def ring(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
+    """All-reduce as it is taught: a reduce-scatter, then an all-gather."""
+    pieces = cut(flat, len(members))
+    yield from ring_reduce_scatter(axis, pieces, op, members)
+    yield from ring_all_gather(axis, pieces, members)
+
+
+def halving(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
+    """Recursive halving, then doubling (Rabenseifner): the bytes of a ring in 2 log n rounds."""
+    yield from _folded(axis, flat, op, members, 1 << (len(members).bit_length() - 1), _halving)
+
+
+def _halving(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
+    n, me, count = len(members), members.index(axis.rank), flat.numel()
+    low, high = 0, n
+    passed: list[tuple[int, Tensor, Tensor]] = []
+    while high - low > 1:
+        middle = (low + high) // 2
+        halves = (
+            flat[low * count // n : middle * count // n],
+            flat[middle * count // n : high * count // n],
+        )
+        upper = me >= middle
+        kept, given = halves[upper], halves[not upper]
+        other = members[me ^ (high - middle)]
+        came = torch.empty_like(kept)
+        yield _pass(axis, [(other, given)], [(other, came)])
+        kept.copy_(JOIN[op](kept, came))
+        passed.append((other, kept, given))
+        low, high = (middle, high) if upper else (low, middle)
+    for other, kept, given in reversed(passed):
+        yield _pass(axis, [(other, kept)], [(other, given)])
+
+
+def doubling(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
+    """Recursive doubling: everything to a partner twice as far each round; the fewest rounds, for small tensors."""
+    yield from _folded(axis, flat, op, members, 1 << (len(members).bit_length() - 1), _doubling)
+
+
+def _doubling(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
+    me, distance = members.index(axis.rank), 1
+    while distance < len(members):
+        other = members[me ^ distance]
+        came = torch.empty_like(flat)
+        yield _pass(axis, [(other, flat)], [(other, came)])
+        flat.copy_(JOIN[op](flat, came))
+        distance *= 2
+
+
+def tree(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
+    """Up a binomial tree to the first member, and down again."""
+    yield from tree_reduce(axis, flat, op, members)
+    yield from tree_broadcast(axis, flat, members)
+
+
+def tree_reduce(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
+    """The first member ends with the sum; the others with sums of some members."""
+    n, me, distance = len(members), members.index(axis.rank), 1
+    while distance < n:
+        if me % (2 * distance) == distance:
+            yield _pass(axis, [(members[me - distance], flat)], [])
+        elif me % (2 * distance) == 0 and me + distance < n:
+            came = torch.empty_like(flat)
+            yield _pass(axis, [], [(members[me + distance], came)])
+            flat.copy_(JOIN[op](flat, came))
+        else:
+            yield _pass(axis, [], [])
+        distance *= 2
+
+
+def tree_broadcast(axis: Axis, flat: Tensor, members: Sequence[int]) -> Rounds:
+    """All members end with what the first has."""
+    n, me = len(members), members.index(axis.rank)
+    for distance in (1 << i for i in reversed(range((n - 1).bit_length()))):
+        if me % (2 * distance) == distance:
+            yield _pass(axis, [], [(members[me - distance], flat)])
+        elif me % (2 * distance) == 0 and me + distance < n:
+            yield _pass(axis, [(members[me + distance], flat)], [])
+
+
+def hierarchical(axis: Axis, flat: Tensor, op: Op, members: Sequence[int], near: int) -> Rounds:
+    """Two levels: a reduce-scatter among `near` neighbours, rings between them, an all-gather among neighbours."""
+    near = max(1, min(near, len(members)))
+    core = len(members) // near * near
+
+    def levels(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
+        me = members.index(axis.rank)
+        inside = members[me // near * near :][:near]
+        pieces = cut(flat, near)
+        yield from ring_reduce_scatter(axis, pieces, op, inside)
+        yield from ring(axis, pieces[me % near], op, members[me % near :: near])
+        yield from ring_all_gather(axis, pieces, inside)
+
+    yield from _folded(axis, flat, op, members, core, levels)
+
+
+def _folded(
+    axis: Axis, flat: Tensor, op: Op, members: Sequence[int], core: int,
+    algorithm: Callable[[Axis, Tensor, Op, Sequence[int]], Rounds],
+) -> Rounds:  # fmt: skip
+    """An algorithm that wants another number of members: those beyond `core` go through another's."""
+    me = members.index(axis.rank)
+    if me >= core:
+        other = members[me - core]
+        yield _pass(axis, [(other, flat)], [])
+        yield _pass(axis, [], [(other, flat)])
+        return
+    served = me + core < len(members)
+    if served:
+        came = torch.empty_like(flat)
+        yield _pass(axis, [], [(members[me + core], came)])
+        flat.copy_(JOIN[op](flat, came))
+    elif core < len(members):
+        yield _pass(axis, [], [])
+    yield from algorithm(axis, flat, op, members[:core])
+    if served:
+        yield _pass(axis, [(members[me + core], flat)], [])
+
+
+ALGORITHMS = ("native", "ring", "halving", "doubling", "tree", "hierarchical")
+_FLAT = {"ring": ring, "halving": halving, "doubling": doubling, "tree": tree}
+
+
+def start_all_reduce(
+    axis: Axis, tensor: Tensor, algorithm: str, op: Op = dist.ReduceOp.SUM, near: int = 1, chunks: int | None = None
+) -> Waits:
+    """Begin to reduce in place; wait() on what is returned. Those begun on an axis are waited for in the same order.
+
+    `near` is how many ranks of the axis share a node (hierarchical); `chunks` are pipelined, left out as the size asks.
+    """
+    if algorithm == "native":
+        assert op == dist.ReduceOp.SUM
+        return axis.start_all_reduce(tensor)
+    held = tensor.detach().contiguous()
+    flat, members = held.view(-1), range(axis.size)
+    if chunks is None:
+        chunks = min(MOST_CHUNKS, max(1, flat.numel() * flat.element_size() // CHUNK_BYTES))
+    parts = [part for part in cut(flat, chunks) if part.numel()] if axis.size > 1 else []
+    if algorithm == "hierarchical":
+        rounds = [hierarchical(axis, part, op, members, near) for part in parts]
+    else:
+        rounds = [_FLAT[algorithm](axis, part, op, members) for part in parts]
+    return ByHand(rounds, None if tensor.is_contiguous() else lambda: tensor.detach().copy_(held))
+
+
+def all_reduce(
+    axis: Axis, tensor: Tensor, algorithm: str, op: Op = dist.ReduceOp.SUM, near: int = 1, chunks: int | None = None
+) -> Tensor:
+    """Reduce in place by an algorithm, and return the tensor."""
+    start_all_reduce(axis, tensor, algorithm, op, near, chunks).wait()
+    return tensor
+
+
+def reduce_scatter(axis: Axis, tensor: Tensor, op: Op = dist.ReduceOp.SUM) -> Tensor:
+    """By a ring: this rank's piece, of cut(), of the flat sum. The tensor stays as it was."""
+    pieces = cut(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1), axis.size)
+    if axis.size > 1:
+        ByHand([ring_reduce_scatter(axis, pieces, op, range(axis.size))]).wait()
+    return pieces[axis.rank]
+
+
+def all_gather(axis: Axis, piece: Tensor, count: int) -> Tensor:
+    """By a ring: the whole flat tensor of `count` elements of which each rank has its piece, of cut()."""
+    whole = piece.new_empty(count)
+    pieces = cut(whole, axis.size)
+    pieces[axis.rank].copy_(piece.reshape(-1))
+    if axis.size > 1:
+        ByHand([ring_all_gather(axis, pieces, range(axis.size))]).wait()
+    return whole
+
+
+def ranks_near(axis: Axis, per_node: int) -> int:
+    """How many ranks of an axis share this rank's node, where nodes hold `per_node` ranks in order."""
+    ranks = dist.get_process_group_ranks(axis.group)
+    return max(sum(1 for r in ranks if r // per_node == node) for node in {r // per_node for r in ranks})
+
+
+Start = Callable[[Tensor], Waits]
+"""Begins to sum a tensor over the ranks, in place."""
+
+
+def summing(axis: Axis, algorithm: str, per_node: int) -> Start:
+    """How the tensors of an axis are summed, as `comm.allreduce` says; nodes hold `per_node` ranks in order."""
+    if algorithm in ("auto", "native"):
+        return axis.start_all_reduce
+    near = ranks_near(axis, per_node)
+    axis.open()
+    return lambda tensor: start_all_reduce(axis, tensor, algorithm, near=near)

@@ -1,0 +1,160 @@
+"""How long collectives take on an axis, by kind, algorithm, dtype and size; and the line that fits them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm import algorithms
+from weft.comm.axis import Axis
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64, "int8": torch.int8,
+    "uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64,
+}  # fmt: skip
+ROUNDS = 3
+
+Work = Callable[[], object]
+Maker = Callable[[Axis, Tensor], Work]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A collective: how its bus bandwidth follows from its algorithm bandwidth, and the ways to do it."""
+
+    bus: Callable[[int], float]
+    """nccl-tests' factor for n ranks: the share of the tensor that the slowest link must carry."""
+    by: dict[str, Maker]
+    """On a tensor of the whole size, [ranks, ...]: what one call does."""
+
+
+def _all_reduce(name: str) -> Maker:
+    # two neighbours stand for a node, since all ranks of a bench may share one
+    return lambda axis, x: lambda: algorithms.all_reduce(axis, x, name, near=2)
+
+
+def _pieces(axis: Axis, x: Tensor) -> Tensor:
+    return x.view(axis.size, -1)
+
+
+def _pairs(axis: Axis, x: Tensor) -> Work:
+    into, n = torch.empty_like(x), axis.size
+    return lambda: axis.start_exchange([((axis.rank + 1) % n, x)], [((axis.rank - 1) % n, into)]).wait()
+
+
+KINDS: dict[str, Kind] = {
+    "all_reduce": Kind(
+        lambda n: 2 * (n - 1) / n,
+        {
+            "native": lambda axis, x: lambda: axis.all_reduce(x),
+            **{name: _all_reduce(name) for name in algorithms.ALGORITHMS if name != "native"},
+        },
+    ),
+    "reduce_scatter": Kind(
+        lambda n: (n - 1) / n,
+        {
+            "native": lambda axis, x: lambda: axis.reduce_scatter(_pieces(axis, x), 0),
+            "ring": lambda axis, x: lambda: algorithms.reduce_scatter(axis, x),
+        },
+    ),
+    "all_gather": Kind(
+        lambda n: (n - 1) / n,
+        {
+            "native": lambda axis, x: lambda: axis.all_gather(_pieces(axis, x)[axis.rank], 0),
+            "ring": lambda axis, x: lambda: algorithms.all_gather(axis, _pieces(axis, x)[axis.rank], x.numel()),
+        },
+    ),
+    "all_to_all": Kind(
+        lambda n: (n - 1) / n,
+        {"native": lambda axis, x: lambda: axis.all_to_all(_pieces(axis, x), range(axis.size))},
+    ),
+    "broadcast": Kind(lambda n: 1.0, {"native": lambda axis, x: lambda: axis.broadcast(x, 0)}),
+    "reduce": Kind(lambda n: 1.0, {"native": lambda axis, x: lambda: axis.reduce(x, 0)}),
+    "scatter": Kind(
+        lambda n: (n - 1) / n,
+        {"native": lambda axis, x: lambda: axis.scatter(_pieces(axis, x), torch.empty_like(_pieces(axis, x)[0]), 0)},
+    ),
+    "gather": Kind(
+        lambda n: (n - 1) / n,
+        {"native": lambda axis, x: lambda: axis.gather(_pieces(axis, x)[axis.rank], 0)},
+    ),
+    "send_receive": Kind(lambda n: 1.0, {"native": _pairs}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured."""
+
+    kind: str
+    algorithm: str
+    dtype: str
+    bytes: int
+    """Of the whole tensor, as nccl-tests count: all that a rank gathers, or gives to be scattered."""
+
+
+def cases(kinds: Iterable[str], algorithms: Iterable[str], dtypes: Iterable[str], sizes: Iterable[int]) -> list[Case]:
+    """Every combination there is."""
+    wanted, dtypes, sizes = set(algorithms), list(dtypes), list(sizes)
+    return [
+        Case(kind, by, dtype, size)
+        for kind in kinds
+        for by in KINDS[kind].by
+        if by in wanted
+        for dtype in dtypes
+        for size in sizes
+    ]
+
+
+def measure(axis: Axis, device: torch.device, asked: Sequence[Case], budget_s: float) -> list[tuple[int, float]]:
+    """On one rank, of each case: the bytes, rounded to whole pieces, and the median seconds of a call."""
+    found = []
+    for case in asked:
+        dtype = DTYPES[case.dtype]
+        count = max(1, case.bytes // dtype.itemsize // axis.size) * axis.size
+        x = torch.zeros(count, dtype=dtype, device=device)
+        found.append(
+            (count * dtype.itemsize, seconds(axis, KINDS[case.kind].by[case.algorithm](axis, x), device, budget_s))
+        )
+    return found
+
+
+def seconds(axis: Axis, work: Work, device: torch.device, budget_s: float) -> float:
+    """Of one call: the median of a few rounds, all of as many calls as all ranks agree on."""
+
+    def one_round(calls: int) -> float:
+        dist.barrier(group=axis.group)
+        began = time.perf_counter()
+        for _ in range(calls):
+            work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / calls
+
+    one_round(1)
+    one = torch.tensor([one_round(1)], dtype=torch.float64, device=device)
+    dist.all_reduce(one, op=dist.ReduceOp.MAX, group=axis.group)
+    calls = max(1, min(1000, int(budget_s / ROUNDS / max(one.item(), 1e-6))))
+    return statistics.median(one_round(calls) for _ in range(ROUNDS))
+
+
+def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
+    """α and β, neither below 0, of time = α + β · bytes, by least squares of what the line is off by, as a share."""
+    w = [1 / t**2 for t in times]
+    total = sum(w)
+    x = sum(a * s for a, s in zip(w, sizes, strict=True)) / total
+    y = sum(a * t for a, t in zip(w, times, strict=True)) / total
+    across = sum(a * (s - x) ** 2 for a, s in zip(w, sizes, strict=True))
+    beta = sum(a * (s - x) * (t - y) for a, s, t in zip(w, sizes, times, strict=True)) / across if across else 0.0
+    if beta < 0:
+        return y, 0.0
+    if y < beta * x:  # the line meets no time below zero
+        squares = sum(a * s * s for a, s in zip(w, sizes, strict=True))
+        return 0.0, sum(a * s * t for a, s, t in zip(w, sizes, times, strict=True)) / squares
+    return y - beta * x, beta
