@@ -75,7 +75,9 @@ def test_traced_is_what_was_counted(model: dict[str, Any], layout: str, rank: in
     assert found.traced["peak_memory"] == pytest.approx(found.estimated["peak_memory"], rel=0.06)
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2 cp=2 ulysses zero3", "dp_replicate=2 cp=2 ulysses", "cp=2 tp=2 ulysses"])
+@pytest.mark.parametrize(
+    "layout", ["dp_shard=2 cp=2 ulysses zero3", "dp_replicate=2 cp=2 ulysses", "cp=2 tp=2 ulysses"]
+)
 def test_under_cp_weights_are_cut_and_bytes_counted_with_the_data_s(layout: str) -> None:
     assert_exact(traced(make({**LLAMA, "kv_heads": 4}, layout), 3))
 
