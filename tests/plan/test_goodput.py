@@ -20,6 +20,7 @@ from weft.plan.goodput import best_interval, expected, goodput
 from weft.plan.history import read_history
 from weft.plan.make import begin, make_plan
 from weft.plan.mixed import mixed
+from weft.plan.show_text import past
 from weft.plan.tune import tune
 
 
@@ -97,6 +98,23 @@ def test_history_corrects_the_calibration_and_says_how_far_off_it_was(tmp_path: 
     assert other.factor == 1.0 and same == load("weft")
     with pytest.raises(JobError, match="there is no such folder"):
         read_history(tmp_path / "nowhere", "cpu", load("weft"))
+
+
+def test_broken_runs_teach_nothing_and_are_counted(tmp_path: Path) -> None:
+    plan = '{"device": "cuda", "device_name": "h100-sxm", "backend": "nccl"}'
+    slow = '{"step_time_s": NaN}\n{"step_time_s": "x"}\n[1]\n{"step_time_s": -1}\n{"step_time_s": 1}\n'
+    for name, files in {"a": ("{", "x", ""), "b": ("[]", "[]", "[]"), "c": (plan, "model: llama-8b\n", slow)}.items():
+        (tmp_path / name).mkdir()
+        for file, text in zip(("plan.json", "job.yaml", "metrics.jsonl"), files, strict=True):
+            (tmp_path / name / file).write_text(text)
+    told, same = read_history(tmp_path, "h100-sxm", load("weft"))
+    assert (told.runs, told.unread, told.factor) == ((), 3, 1.0) and same == load("weft")
+    assert "3 folders hold nothing to learn from" in past(told)
+
+
+def test_a_run_that_never_gets_on_has_a_finite_end() -> None:
+    failures = Failures(device_hours=1e-6)
+    assert 0 < goodput(failures, 1024, 128, 8e9, 2.0).share < 1e-6
 
 
 def test_two_kinds_of_devices_share_unevenly() -> None:

@@ -77,6 +77,13 @@ def test_traced_is_what_was_counted(model: dict[str, Any], layout: str, rank: in
     assert found.traced["peak_memory"] == pytest.approx(found.estimated["peak_memory"], rel=0.06)
 
 
+@pytest.mark.parametrize(
+    "layout", ["dp_shard=2 cp=2 ulysses zero3", "dp_replicate=2 cp=2 ulysses", "cp=2 tp=2 ulysses"]
+)
+def test_under_cp_weights_are_cut_and_bytes_counted_with_the_data_s(layout: str) -> None:
+    assert_exact(traced(make({**LLAMA, "kv_heads": 4}, layout), 3))
+
+
 def test_one_of_thousands_of_ranks() -> None:
     raw = {
         "model": {**LLAMA, "layers": 4, "dim": 1024, "heads": 16, "kv_heads": 8},

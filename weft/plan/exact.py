@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 from weft.job.schema import Job
+from weft.plan.context import context_bytes
 from weft.plan.layout import Plan
 from weft.plan.schedule import Schedule, make_schedule
-from weft.plan.weights import Piece, Weight, coords_of, pieces_of, stage_range, stages_of
+from weft.plan.weights import Piece, Weight, coords_of, pieces_of, shards_of, stage_range, stages_of
 
 ALIGN = 64
 """Elements between gradients in a bucket of replicas (parallel/data.py)."""
@@ -52,6 +53,14 @@ def width(plan: Plan) -> int:
 def bare_gradients(plan: Plan) -> bool:
     """Whether gradients stay in the compute dtype, where the backward pass left them: nothing is summed."""
     return plan.precision != "fp32" and plan.dp == plan.cp == plan.pp == plan.accumulation == 1
+
+
+def joint_axis(plan: Plan) -> str:
+    """The axis over which gradients are summed, as mesh.py names it: cp's ranks see other tokens, like the data's."""
+    data = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
+    if plan.cp == 1:
+        return data
+    return "cp" if plan.dp == 1 else f"{data}_cp"
 
 
 def rank_pieces(job: Job, plan: Plan, rank: int) -> list[list[Piece]]:
@@ -103,13 +112,14 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
     stages = stages_of(plan, coords["pp"])
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages) if plan.pp > 1 else None
     held = schedule is not None and any(a.kind in "IW" for a in schedule.actions[coords["pp"]])
-    out: dict[str, Counter[str]] = {axis: Counter() for axis in (*plan.axes, "everyone")}
+    joint = joint_axis(plan)
+    out: dict[str, Counter[str]] = {axis: Counter() for axis in (*plan.axes, joint, "everyone")}
     for stage in stages:
         pieces = pieces_of(job.model, plan, stage, coords)
         if plan.dp_shard > 1:
             _shards(plan, pieces, held, out)
-        elif plan.dp_replicate > 1:
-            out["dp_replicate"]["all_reduce"] += FLOAT * sum(-(-p.whole // ALIGN) * ALIGN for p in pieces)
+        elif plan.dp_replicate * plan.cp > 1:
+            out[joint]["all_reduce"] += FLOAT * sum(-(-p.whole // ALIGN) * ALIGN for p in pieces)
         if plan.tp > 1:
             add = _mlp_tp if job.model.family == "mlp" else _transformer_tp
             add(job, plan, stage, out["tp"])
@@ -120,19 +130,26 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
         _tied(job, plan, schedule, coords, out["pp"])
     _norms(job, plan, coords, out)
     _optimizer_traffic(job, plan, coords, out)
+    if plan.cp > 1:
+        seen = plan.microbatch * plan.accumulation * job.data.seq_len
+        sent = context_bytes(job.model, plan, seen, width(plan), coords["cp"] // plan.cp_group)
+        whole = {"all_to_all": plan.cp_group / max(1, plan.cp_group - 1)}  # with what a rank keeps of its own
+        for kind, amount in sent.items():
+            out["cp"][kind] += round(amount * whole.get(kind, 1))
     if plan.world > 1:  # where one axis is all there is, it is everyone
-        everyone = next((axis for axis, degree in plan.axes.items() if degree == plan.world), "everyone")
+        degrees = {**plan.axes, joint: (plan.dp_shard if plan.dp_shard > 1 else plan.dp_replicate) * plan.cp}
+        everyone = next((axis for axis, degree in degrees.items() if degree == plan.world), "everyone")
         out[everyone]["all_reduce"] += COUNT
     return {axis: dict(kinds) for axis, kinds in out.items() if kinds.total()}
 
 
 def _shards(plan: Plan, pieces: list[Piece], held: bool, out: dict[str, Counter[str]]) -> None:
     """FSDP2's: weights are gathered in the compute dtype, gradients summed and cut in fp32, copies' once a step."""
-    padded = sum(p.padded for p in pieces)
+    padded, ways, joint = sum(p.padded for p in pieces), shards_of(plan), joint_axis(plan)
     gathers = 2 * plan.accumulation if plan.zero == 3 and not held else 1
     scatters = 1 if plan.zero == 1 or held else plan.accumulation
-    out["dp_shard"]["all_gather"] += gathers * padded * plan.dp_shard * width(plan)
-    out["dp_shard"]["reduce_scatter"] += scatters * padded * plan.dp_shard * FLOAT
+    out[joint]["all_gather"] += gathers * padded * ways * width(plan)
+    out[joint]["reduce_scatter"] += scatters * padded * ways * FLOAT
     if plan.dp_replicate > 1:
         out["dp_replicate"]["all_reduce"] += padded * FLOAT
 
@@ -142,7 +159,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     model, times = job.model, plan.accumulation
     first, end, begins, ends = stage_range(model, plan, stage)
     blocks = end - first
-    one = plan.microbatch * job.data.seq_len * (model.dim or 0) * width(plan)
+    one = plan.microbatch * job.data.seq_len // plan.cp * (model.dim or 0) * width(plan)
     enters = 2 * blocks + (1 if ends else 0)
     leaves = 2 * blocks + (1 if begins and model.family != "vit" else 0)
     # a block that runs again stops at the last matrix, whose input is all that is missing (unless dropout follows)
@@ -153,7 +170,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     else:
         tp["all_reduce"] += times * one * (enters + leaves + again[1])
     if ends:  # for each target: the largest logit, and three sums over the vocabulary
-        targets = plan.microbatch * (1 if model.family == "vit" else job.data.seq_len)
+        targets = plan.microbatch * (1 if model.family == "vit" else job.data.seq_len // plan.cp)
         tp["all_reduce"] += times * targets * 4 * FLOAT
 
 
@@ -167,7 +184,7 @@ def _mlp_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
 
 
 def _messages(job: Job, plan: Plan, schedule: Schedule, stage: int, here: int, pp: Counter[str]) -> None:
-    seq = 1 if job.model.family == "mlp" else job.data.seq_len // (plan.tp if plan.sequence else 1)
+    seq = 1 if job.model.family == "mlp" else job.data.seq_len // plan.cp // (plan.tp if plan.sequence else 1)
     one = plan.accumulation * plan.microbatch * seq * (job.model.dim or 0) * width(plan)
     for other in (stage - 1, stage + 1):
         if 0 <= other < schedule.stages and schedule.rank_of[other] != here:
@@ -194,7 +211,7 @@ def _norms(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[
     cuts = {p.weight.cut is not None and plan.tp > 1 for p in pieces}
     for cut in cuts:
         if plan.dp_shard > 1:
-            out["dp_shard"]["all_reduce"] += COUNT
+            out[joint_axis(plan)]["all_reduce"] += COUNT
         if cut:
             out["tp"]["all_reduce"] += COUNT
     if plan.pp > 1:
@@ -244,9 +261,9 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 passes += 1.0 if plan.recompute == "full" and not name.endswith("mlp.down.weight") else 0.0
                 if model.family == "mlp":
                     passes = 2.0 if begins and piece.weight.unit == "layers.0" else 3.0
-            total += 2.0 * passes * tokens * size
+            total += 2.0 * passes * tokens * size / plan.cp
         if model.family != "mlp":
-            scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp
+            scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
             passes = 4.0 if plan.recompute == "full" else 3.0
             total += passes * (end - first) * scores / (2.0 if model.causal else 1.0)
         if job.optim.name == "muon":

@@ -47,7 +47,7 @@ def changes(start: Start, calibration: Calibration, number: int = 3) -> list[Cha
     for group in _ideas(start):
         # a group goes from small changes to large, so those after the first that work are no cheaper in effort
         tries = (_try(start, what, job, calibration) for what, job in group)
-        tried = sorted(islice((change for change in tries if change), number - 1), key=_cost)
+        tried = sorted(islice((change for change in tries if change), number), key=_cost)
         works += tried[:1]
         rest += tried[1:]
     few = max(0, number - len(works))  # where few kinds of change help, more of the same kind
