@@ -64,9 +64,9 @@ class Started:
             )
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes it started, in rank order."""
-        children = psutil.Process(self.process.pid).children()
-        return sorted(children, key=lambda p: int(p.environ()["RANK"]))
+        """The processes it started, in rank order; one that is just being started has no rank yet."""
+        found = {p: p.environ() for p in psutil.Process(self.process.pid).children()}
+        return sorted((p for p in found if "RANK" in found[p]), key=lambda p: int(found[p]["RANK"]))
 
     def wait_for(self, what: Callable[[], bool]) -> None:
         """Look until something is so; the command must not end before."""
