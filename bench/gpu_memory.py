@@ -65,8 +65,9 @@ def run_one(index: int, steps: int) -> dict[str, Any]:
     from weft.hardware.probe import probe
     from weft.mesh import connect
     from weft.plan import make_plan
-    from weft.plan.make import USABLE, device_memory
+    from weft.plan.make import USABLE
     from weft.plan.own_time import step_seconds
+    from weft.plan.ranks import device_memory
     from weft.train.session import build_state, to_device
     from weft.train.step import Stepper
 

@@ -165,7 +165,8 @@ def dryrun(
 ) -> None:
     """Trace one rank's real step without data, devices or peers: memory, FLOPs and collectives beside the estimate."""
     from weft.job.load import load_job
-    from weft.plan.make import make_plan, on_nodes
+    from weft.plan.make import make_plan
+    from weft.plan.ranks import on_nodes
     from weft.train.dryrun import dryrun as trace
     from weft.train.dryrun import show
 

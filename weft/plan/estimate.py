@@ -17,10 +17,10 @@ from weft.plan.facts import ClusterFacts, ModelFacts, cluster_facts, facts_of
 from weft.plan.hold import GIB, stage
 from weft.plan.layout import Plan
 from weft.plan.layouts import Layouts
-from weft.plan.make import device_memory, device_of
-from weft.plan.memory import predict_memory, stage_peaks
+from weft.plan.memory import counts, predict_memory, stage_peaks
 from weft.plan.own import own_calibration
 from weft.plan.own_time import step_seconds
+from weft.plan.ranks import device_memory, device_of
 
 POWER_SHARE = 0.85
 """Share of its rated power that a device draws while it trains."""
@@ -53,7 +53,7 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         raise JobError(f"model.module={job.model.module} cannot be estimated before it is built; use weft dryrun")
     model, cluster = facts(job, plan)
     name = stack if isinstance(stack, str) else stack.name
-    own = name.startswith("weft") and not job.model.experts and not (plan.cp > 1 and plan.pp > 1)
+    own = name.startswith("weft") and counts(job, plan)
     device = device_of(job, plan)
     cal = own_calibration(device) if stack == "weft" else load(stack) if isinstance(stack, str) else stack
     layouts = Layouts.one(plan)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.hardware.catalog import Device, Network, device_by_product, find_device, find_network
+from weft.hardware.catalog import Device, Network, find_network
 from weft.hardware.measured import load_measured
 from weft.hardware.probe import Machine, probe
-from weft.job.errors import FitError, JobError, MachineError
+from weft.job.errors import FitError, JobError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
 from weft.plan.calibration import Calibration
@@ -18,33 +18,28 @@ from weft.plan.counts import part_costs
 from weft.plan.explain import runs
 from weft.plan.layout import AXES, Plan
 from weft.plan.layouts import Layouts
-from weft.plan.memory import communication_bytes, predict_memory
+from weft.plan.memory import communication_bytes, counts, predict_memory
 from weft.plan.own_time import step_seconds
 from weft.plan.peaks import peak_flops
+from weft.plan.ranks import backend_of, device_for, device_memory, world_of
 from weft.plan.recompute import least_recompute
-from weft.plan.rules import SPLITTING, attends, check, divisors
-from weft.plan.schedule import SCHEDULES, check_schedule
+from weft.plan.rules import attends, check, divisors
+from weft.plan.schedule import SCHEDULES, check_schedule, splits
 from weft.plan.search import Found
 from weft.plan.space import MAX_TOKENS
 from weft.plan.split import split_layers, split_stages
 
-CPU_RANKS = 4
-"""Ranks started on a CPU unless the job or --nproc says otherwise; they share all cores as threads."""
-NODE = 8
-"""Devices on a node, where a job names a device of the catalog and not how many stand together."""
 LONG_CHUNK = 16_384
 """Tokens of a long sequence in one chunk: enough for the matrix units, and little beside the sequence."""
 USABLE = 0.9
 """Share of a device's memory a plan may fill."""
+TRIES = 4
+"""Searches for a layout that fits by the engine's own count too, which is finer than the search's."""
 
 
 def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
     """The resolved job and its plan. `world` is the number of ranks already decided (--nproc, torchrun)."""
     return best(begin(job, world), trainable=True, calibration=calibration)[:2]
-
-
-TRIES = 4
-"""Searches for a layout that fits by the engine's own count too, which is finer than the search's."""
 
 
 def best(start: Start, trainable: bool, calibration: Calibration | None = None) -> tuple[Job, Plan, Found | None]:
@@ -76,15 +71,15 @@ def begin(job: Job, world: int | None = None) -> Start:
     """Find the ranks and the device, and take in what the person pinned."""
     job = resolve(job)
     machine = probe()
-    device = _device(job, machine)
+    device = device_for(job, machine)
     if job.cluster.network != "auto":
         find_network(job.cluster.network, job.cluster.catalog)
-    world, reasons = _world(job, machine, device, world)
+    world, reasons = world_of(job, machine, device, world)
     kind = "cpu" if device.kind == "cpu" else "cuda"
     memory = device_memory(job, device, machine, world)
     precision = job.precision if job.precision != "auto" else ("fp32" if kind == "cpu" else "bf16")
     plan = Plan(
-        device=kind, device_name=device.name, backend=_backend(job, machine, kind, world), nodes=job.cluster.nodes,
+        device=kind, device_name=device.name, backend=backend_of(job, machine, kind, world), nodes=job.cluster.nodes,
         precision=precision, offload=job.memory.offload, compression=job.comm.compression, bucket_mb=job.comm.bucket_mb,
         recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
         fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,
@@ -120,7 +115,7 @@ def finish(start: Start, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
     if job.parallel == "auto":
         plan = _context(job, plan, start.device, reasons)
     plan = _long(job, plan, probe(), reasons)
-    if job.memory.recompute == "auto" and plan.recompute == "selective" and plan.pp > 1 and plan.schedule in SPLITTING:
+    if job.memory.recompute == "auto" and plan.recompute == "selective" and splits(plan):
         plan = replace(plan, recompute="full")  # a split backward passes through a block twice
     check(job, plan)
     plan = _stages(job, replace(plan, compile=_compile(job, plan)), reasons)
@@ -150,7 +145,7 @@ def trained_here(start: Start) -> bool:
 def check_fits(job: Job, plan: Plan) -> None:
     """Refuse what cannot fit: the states alone, which are counted exactly, exceed the device."""
     needed = sum(plan.predicted.get(k, 0.0) for k in ("states_gib", "gathered_gib"))
-    limit = device_memory(job, _device(job, probe()), probe(), plan.world)
+    limit = device_memory(job, device_for(job, probe()), probe(), plan.world)
     if needed > limit:
         raise FitError(
             f"weights, gradients and optimizer need {needed:.1f} GiB a rank, but {plan.device_name} has {limit:.1f}; "
@@ -167,88 +162,8 @@ def _relief(job: Job, plan: Plan) -> str:
     return f"use more ranks, in parallel.dp_shard{'' if job.model.module else ', parallel.tp or parallel.pp'}"
 
 
-def device_memory(job: Job, device: Device, machine: Machine, world: int) -> float:
-    """GiB a rank may use: what the job says, else the catalog's; CPU ranks share this machine's memory."""
-    if job.cluster.memory_gib:
-        return job.cluster.memory_gib
-    return machine.memory_gib * job.cluster.nodes / world if device.kind == "cpu" else device.memory_gib
-
-
-def _device(job: Job, machine: Machine) -> Device:
-    name = job.cluster.device
-    if name in ("auto", "cuda"):
-        if machine.gpus:
-            return device_by_product(machine.gpus[0].name) or replace(
-                find_device("cpu"), name=machine.gpus[0].name, kind="cuda", memory_gib=machine.gpus[0].memory_gib
-            )
-        if name == "auto":
-            return find_device("cpu")
-        raise MachineError("cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto")
-    return find_device(name, job.cluster.catalog)
-
-
-def device_of(job: Job, plan: Plan) -> Device:
-    """A plan's device: the catalog's, or this machine's where the catalog lacks it."""
-    try:
-        return find_device(plan.device_name, job.cluster.catalog)
-    except JobError:
-        here = _device(job, probe())
-        if here.name != plan.device_name:
-            raise
-        return here
-
-
 def _network(job: Job) -> Network:
     return find_network("ib-ndr" if job.cluster.network == "auto" else job.cluster.network, job.cluster.catalog)
-
-
-def on_nodes(job: Job, given: int | None) -> Job:
-    """As many nodes as the ranks that were given fill, on a cluster that stands elsewhere."""
-    cluster = job.cluster
-    if given is None or cluster.device in ("auto", "cpu", "cuda"):
-        return job
-    per_node = NODE if cluster.devices_per_node == "auto" else cluster.devices_per_node
-    nodes = -(-given // per_node)
-    return (
-        job
-        if nodes == cluster.nodes
-        else job.model_copy(update={"cluster": cluster.model_copy(update={"nodes": nodes})})
-    )
-
-
-def _world(job: Job, machine: Machine, device: Device, given: int | None) -> tuple[int, list[str]]:
-    """How many ranks: those that were started, else those the cluster names, else what this machine can carry."""
-    if given is not None:
-        return given, []
-    per_node = job.cluster.devices_per_node
-    if per_node != "auto":
-        return job.cluster.nodes * per_node, []
-    pinned, open_axis = 1, True
-    if job.parallel != "auto":
-        degrees = [getattr(job.parallel, axis) for axis in AXES]
-        open_axis = -1 in degrees
-        for degree in degrees:
-            pinned *= max(1, degree)
-    if device.kind != "cpu":
-        count = len(machine.gpus) if job.cluster.device in ("auto", "cuda") else NODE
-        return job.cluster.nodes * (count or 1), []
-    if not open_axis:
-        return pinned, []
-    ranks = max(pinned, min(machine.cores_physical, CPU_RANKS) // pinned * pinned)
-    while ranks > pinned and job.train.global_batch % (ranks // pinned):
-        ranks -= pinned
-    return ranks, [f"{ranks} ranks on this machine's {machine.cores_physical} cores (--nproc sets another number)"]
-
-
-def _backend(job: Job, machine: Machine, kind: str, world: int) -> str:
-    if job.comm.backend != "auto":
-        if job.comm.backend == "nccl" and kind == "cpu":
-            raise JobError("comm.backend=nccl needs GPUs, and the ranks compute on CPUs; gloo would work")
-        return job.comm.backend
-    if kind == "cpu":
-        return "gloo"
-    shared = job.cluster.device in ("auto", "cuda") and job.cluster.nodes == 1 and world > len(machine.gpus)
-    return "gloo" if shared else "nccl"
 
 
 def _pin(given: Parallel, plan: Plan, world: int) -> Plan:
@@ -327,7 +242,7 @@ def _long(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Plan:
     chunk = job.memory.chunk
     if chunk == "auto":
         most = job.data.seq_len / plan.cp
-        plain = not attends(job) or (plan.pp > 1 and plan.schedule in SPLITTING)
+        plain = not attends(job) or splits(plan)
         chunk = LONG_CHUNK if most > MAX_TOKENS and not plain else 0
         if chunk:
             reasons.append(f"blocks in chunks of {chunk} tokens: {most:.0f} on a rank make large activations")
@@ -377,7 +292,7 @@ def _predict(start: Start, plan: Plan) -> dict[str, float]:
         measured = load_measured(plan.device_name)
         if measured and (seconds := step_seconds(job, plan, measured)):  # one device, and it was measured: no model
             predicted |= {"step_time_s": seconds, "mfu": predicted["mfu"] * predicted["step_time_s"] / seconds}
-        if job.model.experts or (plan.cp > 1 and plan.pp > 1):  # what only the estimate knows how to cut
+        if not counts(job, plan):
             predicted |= _parts({name: float(gib[0]) for name, gib in made.memory.items()})
     return predicted
 

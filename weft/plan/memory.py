@@ -22,6 +22,11 @@ def predict_memory(job: Job, plan: Plan) -> dict[str, float]:
     return {"memory_gib": sum(found.values()), **found}
 
 
+def counts(job: Job, plan: Plan) -> bool:
+    """Whether this count is Weft's own; experts, and cp in a pipeline, only the estimate (hold.py) knows how to cut."""
+    return not (job.model.module or job.model.experts or (plan.cp > 1 and plan.pp > 1))
+
+
 def stage_peaks(job: Job, plan: Plan) -> list[dict[str, float]]:
     """Bytes by part on the first rank of each stage, where the walk knows the layout; else nothing."""
     stride = plan.world // plan.pp

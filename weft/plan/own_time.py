@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import exp, log
+from math import exp, log, prod
 
 from weft.hardware.measured import Attention, Block, Measured, Product
 from weft.job.schema import Job
@@ -31,19 +30,12 @@ def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
     once = (1 if kept else 1 + again) * (ahead + forward) + (1 + again) * rest / 3 / scale
     block = once + back + backward + 2 * rest / 3 / scale
     head = _head_seconds(job, plan, measured)
-    parameters = sum(_count(w.shape) for w in stage_weights(m, plan, 0))
+    parameters = sum(prod(w.shape) for w in stage_weights(m, plan, 0))
     fastest = max(measured.copy_gb_s.values()) * 1e9
     summed = 0 if bare_gradients(plan) or plan.precision == "fp32" else 4 + (2 + 4 + 4) * plan.accumulation
     norm = 2 if bare_gradients(plan) else 4
     update = parameters * (measured.optimizer_ns * 1e-9 + (summed + norm) / fastest)
     return plan.accumulation * ((m.layers or 0) * block + head) + update
-
-
-def _count(shape: Sequence[int]) -> int:
-    out = 1
-    for size in shape:
-        out *= size
-    return out
 
 
 def _matrices(job: Job) -> list[tuple[int, int]]:

@@ -11,10 +11,7 @@ from weft.job.schema import Job
 from weft.plan.context import ulysses_fits
 from weft.plan.fp8 import fp8_share
 from weft.plan.layout import Plan
-from weft.plan.schedule import SCHEDULES
-
-SPLITTING = ("zero-bubble", "zb-h1", "zbv", "dualpipe-v")
-"""Schedules whose backward passes make the gradients of inputs and of weights apart."""
+from weft.plan.schedule import splits
 
 Rule = Callable[[Job, Plan], str | None]
 
@@ -155,7 +152,7 @@ def _long(job: Job, plan: Plan) -> str | None:
     if not attends(job):
         what = job.model.module or f"model.family={job.model.family}"
         return f"{setting} works on a transformer's blocks, and {what} is none; memory.recompute=full would work"
-    if plan.pp > 1 and plan.schedule in SPLITTING:
+    if splits(plan):
         return (
             f"{setting} makes a block's gradients all at once, and parallel.schedule={plan.schedule} splits them; "
             "schedule=1f1b would work"
@@ -193,7 +190,7 @@ def _recompute(job: Job, plan: Plan) -> str | None:
         )
     if job.memory.budget_gib and job.model.module:
         return "memory.budget_gib needs one of Weft's models, whose memory is known; set memory.recompute instead"
-    if plan.recompute == "selective" and plan.pp > 1 and SCHEDULES[plan.schedule].splits:
+    if plan.recompute == "selective" and splits(plan):
         return (
             f"parallel.schedule={plan.schedule} goes back through a block twice, for its input and for its weights, "
             "and memory.recompute=selective keeps its outputs for once; recompute=full or schedule=1f1b would work"

@@ -8,10 +8,21 @@ from dataclasses import dataclass
 
 from weft.job.errors import JobError
 from weft.plan.actions import Action, Schedule, messages, validate
+from weft.plan.layout import Plan
 from weft.plan.orders import Lists, gpipe, interleaved, naive, one_forward_one_backward
 from weft.plan.zero_bubble import dualpipe_v, zb_h1, zbv
 
-__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "check_schedule", "make_schedule", "messages", "validate"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Schedule",
+    "check_schedule",
+    "make_schedule",
+    "messages",
+    "splits",
+    "validate",
+]
 
 
 def _zero_bubble(ranks: int, microbatches: int, per_rank: int) -> Lists:
@@ -55,6 +66,11 @@ def make_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int 
     kind = SCHEDULES[name]
     rank_of, lists = kind.make(ranks, microbatches, virtual_stages or kind.usual)
     return Schedule(name, ranks, len(rank_of), microbatches, rank_of, tuple(tuple(actions) for actions in lists))
+
+
+def splits(plan: Plan) -> bool:
+    """Whether a plan's backward passes make the gradients of inputs and of weights apart."""
+    return plan.pp > 1 and SCHEDULES[plan.schedule].splits
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int | None = None) -> str | None:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.comm import bench
+from weft.comm.bench import Case
 from weft.hardware.catalog import device_by_product
 from weft.hardware.measured import Attention, Block, Head, Measured, Message, Product, file_name
 from weft.hardware.probe import Machine, probe
@@ -44,6 +45,7 @@ BLOCKS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 """dim, heads, kv_heads, ffn"""
 VOCAB = {"cpu": ((256, 128), (8192, 256)), "cuda": ((128256, 2048), (32000, 4096))}
 """vocabulary, dim"""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SIZES = {"cpu": (4096, 2**18, 2**22), "cuda": (2**16, 2**20, 2**24, 2**28)}
 """Bytes of a message."""
 
@@ -264,44 +266,13 @@ def _talk(kind: str, ranks: int, sizes: tuple[int, ...], budget: float) -> list[
     plan = Plan(device=kind, device_name=kind, backend=backend, dp_replicate=ranks // inner, tp=inner)
     mesh = connect(plan, 120.0)
     assert mesh.everyone is not None
-    out = []
-    for axis in ({**mesh.axes, "everyone": mesh.everyone} if ranks > inner else mesh.axes).values():
-        for size in sizes:
-            x = torch.zeros(size // 4, device=mesh.device).view(axis.size, -1)
-            other = torch.empty_like(x)
-            works: dict[str, Callable[[], object]] = {
-                "all_reduce": lambda axis=axis, x=x: axis.all_reduce(x),  # type: ignore[misc]
-                "all_gather": lambda axis=axis, x=x: axis.all_gather(x[0], 0),  # type: ignore[misc]
-                "reduce_scatter": lambda axis=axis, x=x: axis.reduce_scatter(x, 0),  # type: ignore[misc]
-                "all_to_all": lambda axis=axis, x=x, y=other: dist.all_to_all_single(y, x, group=axis.group),  # type: ignore[misc]
-                "broadcast": lambda axis=axis, x=x: dist.broadcast(x, group=axis.group, group_src=0),  # type: ignore[misc]
-            }
-            for what, work in works.items():
-                seconds = _together(work, mesh.device, budget, axis.group)
-                out.append(Message(axis.name, what, axis.size, size, seconds))
-    return out
-
-
-def _together(work: Callable[[], object], device: torch.device, budget: float, group: dist.ProcessGroup) -> float:
-    """timed(), with a number of calls that all ranks agree on."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    work()
-    wait()
-    began = time.perf_counter()
-    work()
-    wait()
-    one = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=device)
-    dist.all_reduce(one, op=dist.ReduceOp.MAX, group=group)
-    calls = max(2, min(200, int(budget / max(float(one), 1e-6))))
-    began = time.perf_counter()
-    for _ in range(calls):
-        work()
-    wait()
-    return (time.perf_counter() - began) / calls
+    asked = [Case(kind_, "native", "fp32", size) for size in sizes for kind_ in COLLECTIVES]
+    axes = {**mesh.axes, "everyone": mesh.everyone} if ranks > inner else mesh.axes
+    return [
+        Message(axis.name, case.kind, axis.size, bytes_, seconds)
+        for axis in axes.values()
+        for case, (bytes_, seconds) in zip(asked, bench.measure(axis, mesh.device, asked, budget), strict=True)
+    ]
 
 
 def show(found: Measured, path: Path) -> str:
