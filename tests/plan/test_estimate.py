@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from weft.plan.make import make_plan
 from weft.plan.pipeline import stage_layers, step_time
 from weft.plan.schedule import make_schedule
 from weft.plan.simulate import Costs, simulate
+from weft.plan.weights import stage_weights
 
 KEYS = {
     "step_time_s",
@@ -212,3 +214,13 @@ def test_a_recipe_can_be_estimated() -> None:
     described, plan = make_plan(load_job("demo"), 2)
     told = estimate_job(described, plan)
     assert told["step_time_s"] > 0 and told["fits"]
+
+
+def test_zero_1_holds_whole_gradients_while_it_adds_them_up() -> None:
+    """In fp32 beside the cut ones, compiled or not: an 8B model's are 30 GiB, and what leaves them out says it fits."""
+    (one, first), (_, second) = (
+        make_plan(job(parallel={"dp_shard": -1, "zero": zero}, memory={"recompute": "full"})) for zero in (1, 2)
+    )
+    assert first.compile and first.accumulation > 1
+    whole = 4 * sum(prod(w.shape) for w in stage_weights(one.model, first, 0)) / 2**30
+    assert first.predicted["memory_gib"] - second.predicted["memory_gib"] > 0.8 * whole

@@ -1,4 +1,4 @@
-"""Memory of compiled blocks on a GPU: what torch.compile keeps, and where in a step the peak stands.
+"""Memory of a whole model of compiled blocks on a GPU: what torch.compile keeps, and where in a step the peak stands.
 
 The counts were read off an H200 (bench/gpu_memory.py): the compiler keeps the inputs of every product and what
 attention asks for, and computes the rest of a block again inside the fused kernels of the backward pass.
@@ -7,7 +7,6 @@ attention asks for, and computes the rest of a block again inside the fused kern
 from __future__ import annotations
 
 from weft.job.schema import Job, Model
-from weft.plan.counts import count_parameters
 from weft.plan.exact import states_of, width
 from weft.plan.layout import Plan
 from weft.plan.limits import LOGITS_BYTES
@@ -37,10 +36,9 @@ def compiled_memory(job: Job, plan: Plan) -> dict[str, float]:
     first = kept + summed + embedding + back
     last = states.gradients + back + kept / max(1, layers)
     working = max(kept + summed + loss, first, last) + WORKSPACE
-    gathered = _gathered(model, plan, wide)
     return {
         "states_gib": (lasting + min(states.gradients, working)) / GIB,
-        "gathered_gib": gathered / GIB,
+        "gathered_gib": 0.0,
         "activations_gib": max(0.0, working - states.gradients) / GIB,
     }
 
@@ -69,12 +67,3 @@ def loss_bytes(model: Model, plan: Plan, wide: int, tokens: float) -> float:
         return logits + head * wide
     chunks = -(-logits // LOGITS_BYTES["cuda"])
     return logits / chunks + head * (4 + wide)
-
-
-def _gathered(model: Model, plan: Plan, wide: int) -> float:
-    counts = count_parameters(model)
-    if counts is None or plan.dp_shard == 1:
-        return 0.0
-    if plan.zero < 3:
-        return wide * float(counts.total)
-    return wide * (counts.embedding + counts.head + 2 * counts.block)

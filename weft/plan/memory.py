@@ -39,7 +39,7 @@ def _walked(plan: Plan) -> bool:
 
 
 def _parts(job: Job, plan: Plan) -> dict[str, float]:
-    if plan.compile and plan.cp == plan.tp == plan.pp == 1 and not plan.long:
+    if plan.compile and plan.world == plan.dp_replicate and not plan.long:  # what is cut, the walk knows better
         return compiled_memory(job, plan)
     if not _walked(plan):
         return rough_memory(job, plan)
