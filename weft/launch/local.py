@@ -121,9 +121,11 @@ def _forwarding(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
     try:
         yield interrupts
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # also where a rank could not be started
+        if len(interrupts) >= AT_ONCE:  # whoever is that impatient goes on; the last words are still to be said
+            before[signal.SIGINT] = signal.SIG_IGN
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # also where a rank could not be started
 
 
 def _watch(run: RunDir, ranks: list[subprocess.Popen[bytes]], say: Callable[[str], None]) -> int:
