@@ -159,8 +159,8 @@ def _long(job: Job, plan: Plan) -> str | None:
         )
     if job.memory.recompute not in ("auto", "full") and (job.memory.offload == "activations" or job.memory.chunk):
         return (
-            f"memory.recompute={job.memory.recompute} has no say beside {setting}, which computes most of a block again "
-            "by itself; recompute=auto would work"
+            f"memory.recompute={job.memory.recompute} has no say beside {setting}, which computes most of a block "
+            "again by itself; recompute=auto would work"
         )
     return None
 
