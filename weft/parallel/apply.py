@@ -60,6 +60,7 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, 
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
     context = Context(cp, Cut.of(plan, cp.rank)) if cp else None
+    between = ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
     park = Park(mesh.device, plan.host_gib / plan.virtual_stages)
     units = find_units(model)
     for prefix, unit in [*units.items(), ("", model)]:
@@ -82,9 +83,9 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, 
                 compile_parts(unit, ("forward",))
         if sharded:
             _refuse_scalars(unit)
-            shard(unit, mesh.submesh("dp_replicate", joint_axis(plan)), plan.zero, dtype)
+            shard(unit, mesh.submesh(*between, joint_axis(plan)), plan.zero, dtype)
     if sharded:
-        data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None)
+        data: Replicas | Shards = Shards(model, plan.zero, bool(between))
     else:
         axis = mesh.axis(joint_axis(plan))
         start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes)) if axis else None

@@ -12,6 +12,7 @@ from weft.plan.context import ulysses_fits
 from weft.plan.fp8 import fp8_share
 from weft.plan.layout import Plan
 from weft.plan.schedule import splits
+from weft.plan.sync import sync_rule
 
 Rule = Callable[[Job, Plan], str | None]
 
@@ -238,12 +239,14 @@ TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
 RULES: tuple[Rule, ...] = (
     *TP_RULES, _batch, _microbatch, _pipeline_only, _own, _cp_family, _cp_heads, _long, _fp8, _recompute, _allreduce,
+    sync_rule,
 )  # fmt: skip
 """Whatever breaks one of these can be neither planned nor run."""
 
 RUNNABLE: tuple[Rule, ...] = (
     _experts,
     _kinds,
+    _not_yet("train.sync", lambda p: p.sync == "step" or p.alone, lambda p: p.sync, "diloco"),
     _not_yet("parallel.ep", lambda p: p.ep == 1, lambda p: p.ep, "ep=1"),
     _not_yet("placement", lambda p: p.placement == "shards-near", lambda p: p.placement, "placement=shards-near"),
 )

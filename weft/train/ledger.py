@@ -26,34 +26,31 @@ from weft.train.step import Gradients
 
 
 class Figures:
-    """The loss, the ranks' wishes, the norm and the count of one step, on their way to the host.
+    """The loss, the norm, the count and the ranks' wishes of one step, summed over all ranks, on their way to the host.
 
     A GPU copies them behind the step's own kernels, and the next step is queued meanwhile: nobody waits for them until
     they are read.
     """
 
-    def __init__(self, sums: Tensor, norm: Tensor, count: Tensor, work: Waits | None):
-        self.sums, self.norm, self.count, self.work = sums, norm, count, work
+    def __init__(self, sums: Tensor, work: Waits | None):
+        self.sums, self.work = sums, work
         self.copied: torch.cuda.Event | None = None
         if sums.is_cuda:
             if work is not None:
                 work.wait()
-            self.host = self._joined().to("cpu", non_blocking=True)
+            self.host = sums.to("cpu", non_blocking=True)
             self.copied = torch.cuda.Event()
             self.copied.record()
 
-    def _joined(self) -> Tensor:
-        return torch.cat([x.reshape(-1).double() for x in (self.norm, self.count, self.sums)])
-
     def read(self) -> tuple[float, int, float, list[float]]:
-        """Norm, count, summed loss, wishes."""
+        """Norm (the replicas' mean, where they train alone), count, summed loss, wishes."""
         if self.copied is not None:
             self.copied.synchronize()
         else:
             if self.work is not None:
                 self.work.wait()
-            self.host = self._joined()
-        norm, count, loss, *flags = self.host.tolist()
+            self.host = self.sums
+        loss, norm, count, *flags = self.host.tolist()
         return norm, round(count), loss, flags
 
 
@@ -67,6 +64,7 @@ class _Open:
     loss_scale: float
     figures: Figures
     seconds: float
+    more: dict[str, Any]
 
 
 class Ledger:
@@ -98,11 +96,13 @@ class Ledger:
 
     def post(self, grads: Gradients, norm: Tensor, lr: float, taken: bool) -> None:
         """Send off this step's figures, and settle those of the step before."""
-        sums = torch.cat([grads.loss.reshape(1) / self.plan.tp, self._flags()])
+        apart = self.plan.dp_replicate if self.plan.alone else 1
+        mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world, self._flags())
+        sums = torch.cat([x.reshape(-1).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
-        figures = Figures(sums, norm, grads.count, work)
         now = time.perf_counter()
-        opened = _Open(self.state.step, lr, taken, grads.scale, figures, now - self.began)
+        more = self.state.rounds.figures()
+        opened = _Open(self.state.step, lr, taken, grads.scale, Figures(sums, work), now - self.began, more)
         self.began = now
         self.settle()
         self.open = opened
@@ -133,6 +133,7 @@ class Ledger:
             "mfu": mfu,
             "peak_memory_gib": peak_memory_gib(self.mesh.device),
             **({"loss_scale": entry.loss_scale, "skipped": not entry.taken} if self.state.scale.dynamic else {}),
+            **entry.more,
             **extra,
         }
         self.last = record
