@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.comm import Axis
+from weft.comm import Axis, mpi
+from weft.hardware.network import name_interface
+from weft.hardware.world import standing, under_mpi
 from weft.job.errors import MachineError
 from weft.plan.layout import Plan
 
@@ -109,24 +111,44 @@ def local_device(plan: Plan, local_rank: int) -> torch.device:
 def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
     """Join the ranks of a plan.
 
-    The launcher or torchrun says who we are through RANK, WORLD_SIZE and LOCAL_RANK; they meet in the file WEFT_STORE
-    where it is given (one machine: no port to race for), else at MASTER_ADDR:MASTER_PORT.
+    Who started us says who we are (weft.hardware.world). The ranks meet in the file WEFT_STORE where it is given (one
+    machine: no port to race for), else at MASTER_ADDR:MASTER_PORT, else through MPI.
     """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world != plan.world:
-        raise MachineError(f"the plan needs {plan.world} ranks, but {world} were started")
-    device = local_device(plan, int(os.environ.get("LOCAL_RANK", rank)))
+    here = standing()
+    if here.world != plan.world:
+        raise MachineError(f"the plan needs {plan.world} ranks, but {here.world} were started")
+    device = local_device(plan, here.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world == 1:
+    if here.world == 1:
         return Mesh(0, 1, device, None, {}, None, None, None)
-    file = os.environ.get("WEFT_STORE")
-    store = dist.FileStore(file, world) if file else None
-    backend = "cpu:gloo,cuda:nccl" if plan.backend == "nccl" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank if store else -1, world_size=world if store else -1,
-                            timeout=timeout)  # fmt: skip
-    return mesh_of(plan, device, timeout)
+    if here.local_world < here.world:
+        name_interface()
+    if plan.backend == "mpi":
+        if not under_mpi():
+            raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
+        mpi.register()
+    store, (backend, host_backend) = _meeting(timeout), BACKENDS[plan.backend]
+    dist.init_process_group(backend, store=store, rank=here.rank if store else -1,
+                            world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
+    return mesh_of(plan, device, timeout, host_backend)
+
+
+BACKENDS: dict[str, tuple[str, str]] = {
+    "nccl": ("cpu:gloo,cuda:nccl", "gloo"),
+    "gloo": ("gloo", "gloo"),
+    "mpi": (mpi.NAME, mpi.NAME),
+}
+"""By a plan's backend: what torch calls it, and what carries the small values between steps."""
+
+
+def _meeting(timeout: datetime.timedelta) -> dist.Store | None:
+    """Where the ranks meet; None leaves it to torch, which reads MASTER_ADDR and MASTER_PORT."""
+    file = os.environ.get("WEFT_STORE")
+    if file:
+        return dist.FileStore(file, standing().world)
+    return mpi.meet(timeout) if under_mpi() and "MASTER_ADDR" not in os.environ else None
 
 
 def pretend(plan: Plan, rank: int) -> Mesh:

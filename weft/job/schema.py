@@ -316,8 +316,8 @@ class Fp8(Section):
 class Comm(Section):
     """How ranks talk."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto is nccl where each rank has its own GPU, gloo elsewhere."""
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    """auto is nccl where each rank has its own GPU, mpi on CPUs where mpirun started the ranks, gloo elsewhere."""
     allreduce: Literal["auto", "native", "ring", "tree", "hierarchical"] = "auto"
     """How replicas sum their gradients: by the backend's own all-reduce (native, which auto is), or by messages around
     a ring, up and down a tree, or inside each node first and then between nodes (hierarchical)."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from math import isqrt
 
 from weft.hardware.catalog import DEVICES
+from weft.hardware.world import under_mpi
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.context import ulysses_fits
@@ -234,6 +235,12 @@ def _kinds(job: Job, plan: Plan) -> str | None:
     return f"cluster.also={names}: several kinds of devices can be planned but not trained on yet; leave it out"
 
 
+def _mpi(job: Job, plan: Plan) -> str | None:
+    if plan.backend != "mpi" or plan.world == 1 or under_mpi():
+        return None
+    return f"comm.backend=mpi needs ranks that MPI started: mpirun -n {plan.world} weft train …; gloo would work"
+
+
 TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
 RULES: tuple[Rule, ...] = (
@@ -244,6 +251,7 @@ RULES: tuple[Rule, ...] = (
 RUNNABLE: tuple[Rule, ...] = (
     _experts,
     _kinds,
+    _mpi,
     _not_yet("parallel.ep", lambda p: p.ep == 1, lambda p: p.ep, "ep=1"),
     _not_yet("placement", lambda p: p.placement == "shards-near", lambda p: p.placement, "placement=shards-near"),
 )
