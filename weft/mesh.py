@@ -23,6 +23,11 @@ JOINT: dict[str, tuple[str, str]] = {
 """The ranks of a cp group hold the same weights and see other tokens: their gradients are summed, as the data's are."""
 
 
+FOLDED = ("pp", "dp_replicate", "ep_shard", "ep")
+"""dp_shard × cp × tp as experts see it: neighbours hold different ones (ep), and ranks that are ep apart the same ones
+(ep_shard). With dp_replicate, those that hold the same are expert_replicate."""
+
+
 def joint_axis(plan: Plan) -> str:
     """The axis over which gradients are summed; under shards the one over which weights are cut."""
     data = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
@@ -49,6 +54,8 @@ class Mesh:
     coords: dict[str, int] = field(default_factory=dict)
     joined: DeviceMesh | None = None
     """The mesh of the joint axis."""
+    folded: DeviceMesh | None = None
+    """The same ranks as the experts see them (FOLDED), where ep cuts these."""
 
     def axis(self, name: str) -> Axis | None:
         """The axis, or None where it has one rank and there is nothing to say."""
@@ -174,5 +181,16 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     if (joint := joint_axis(plan)) in JOINT:
         joined = device_mesh[JOINT[joint]]._flatten(joint)
         axes[joint] = Axis(joint, joined.get_group(), joined.size(), joined.get_local_rank())
+    folded = None
+    if plan.ep > 1:
+        shape = (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp // plan.ep, plan.ep)
+        folded = init_device_mesh(device.type, shape, mesh_dim_names=FOLDED)
+        for name in ("ep_shard", "ep"):
+            if (part := folded[name]).size() > 1:
+                axes[name] = Axis(name, part.get_group(), part.size(), part.get_local_rank())
+        if (copies := folded["dp_replicate", "ep_shard"]._flatten("expert_replicate")).size() > 1:
+            axes["expert_replicate"] = Axis(
+                "expert_replicate", copies.get_group(), copies.size(), copies.get_local_rank()
+            )
     host_group, disk_group = (dist.new_group(backend=host_backend, timeout=timeout) for _ in range(2))
-    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined)
+    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, folded)

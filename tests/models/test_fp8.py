@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from weft.job.schema import Model
 from weft.models.fp8 import E4M3, E5M2, Fp8Linear, Maxima, Recipe, cast, fp8_linear, largest, scale_for, scaled_mm
 from weft.models.fp8_gated import Fp8FeedForward
-from weft.models.transformer import FeedForward
+from weft.models.feedforward import FeedForward
 from weft.parallel.fp8 import use_fp8
 
 RECIPES = [Recipe(), Recipe(scaling="rowwise"), Recipe(amax="delayed")]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.models.fp8 import ALIGN, E4M3, E5M2, FAST, Fp8Linear, G, Maxima, Recipe, W, X, cast, scale_for, scaled_mm
-from weft.models.transformer import FeedForward
+from weft.models.feedforward import FeedForward
 
 Both = tuple[Tensor, Tensor]
 """A matrix in fp8: [rows, columns], and [columns, rows]."""
