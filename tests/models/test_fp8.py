@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.job.schema import Model
+from weft.models.feedforward import FeedForward
 from weft.models.fp8 import E4M3, E5M2, Fp8Linear, Maxima, Recipe, cast, fp8_linear, largest, scale_for, scaled_mm
 from weft.models.fp8_gated import Fp8FeedForward
-from weft.models.feedforward import FeedForward
 from weft.parallel.fp8 import use_fp8
 
 RECIPES = [Recipe(), Recipe(scaling="rowwise"), Recipe(amax="delayed")]
@@ -121,7 +121,7 @@ def test_a_gated_part_is_one_function(compiled: bool) -> None:
         found = []
         for module, run in ((apart, apart), (joined, call)):
             inputs = x.clone().requires_grad_()
-            y = run(inputs)
+            y = run(inputs, None)
             grads = torch.autograd.grad(y.float().square().sum(), (inputs, *module.parameters()))
             layers = [m.maxima for m in module.modules() if isinstance(m, Fp8Linear)]
             found.append((y.detach(), *grads, torch.stack([m.seen for m in layers if m]).clone()))

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.fp8 import ALIGN, E4M3, E5M2, FAST, Fp8Linear, G, Maxima, Recipe, W, X, cast, scale_for, scaled_mm
+from weft.models.attention import Where
 from weft.models.feedforward import FeedForward
+from weft.models.fp8 import ALIGN, E4M3, E5M2, FAST, Fp8Linear, G, Maxima, Recipe, W, X, cast, scale_for, scaled_mm
 
 Both = tuple[Tensor, Tensor]
 """A matrix in fp8: [rows, columns], and [columns, rows]."""
@@ -115,9 +116,9 @@ class Fp8FeedForward(FeedForward):
     past: Tensor
     recipe: Recipe
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, where: Where) -> Tensor:
         if not self.layers[0].known or not torch.is_grad_enabled():
-            return super().forward(x)  # the first step makes its own scales, and an evaluation leaves no trace
+            return super().forward(x, where)  # the first step makes its own scales, and an evaluation leaves no trace
         assert self.gate is not None
         flat = x.reshape(-1, x.shape[-1])
         tokens = flat.shape[0]

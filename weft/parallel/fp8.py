@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from weft.comm import Axis
 from weft.job.errors import JobError, MachineError
 from weft.mesh import Mesh
+from weft.models.feedforward import FeedForward
 from weft.models.fp8 import Fp8Linear, InFp8, Maxima, Recipe
 from weft.models.fp8_gated import join_gated
-from weft.models.feedforward import FeedForward
 from weft.parallel.tensor import ColumnLinear, RowLinear, local
 from weft.plan.fp8 import left_out
 from weft.plan.layout import Plan
