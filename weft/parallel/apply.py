@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -17,7 +18,9 @@ from weft.models.init import initialise
 from weft.parallel.context import Context, split_context
 from weft.parallel.cut import Cut
 from weft.parallel.data import Replicas, Shards, shard
+from weft.parallel.expert import compile_around, dress, experts_apart, keep_own, shard_experts, spread_experts
 from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8
+from weft.parallel.load import ExpertLoad
 from weft.parallel.pipeline import Pipelined
 from weft.parallel.tensor import TensorSplit, split_tensors
 from weft.parallel.woven import Woven
@@ -37,8 +40,11 @@ def parallelize(
     pp = mesh.axis("pp")
     again = chosen(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
+    load = ExpertLoad(model, mesh.device, mesh.everyone)
     if pp is None:
-        return weave(model, mesh, plan, seed, again, summed=plan.accumulation > 1 or not bare_gradients)
+        woven = weave(model, mesh, plan, seed, again, summed=plan.accumulation > 1 or not bare_gradients)
+        load.watch(woven.module)
+        return replace(woven, load=load)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
@@ -48,7 +54,8 @@ def parallelize(
         stages[index] = weave(stage, mesh, plan, seed, again)
     cut = plan.tp if plan.sequence else 1
     at_once = frozenset(i for i, stage in stages.items() if again.keys() & find_units(stage.module).keys())
-    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], cut, at_once)
+    load.watch(*(stage.module for stage in stages.values()))
+    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], cut, load, at_once)
 
 
 def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, str], summed: bool = True) -> Woven:
@@ -65,7 +72,10 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, 
     units = find_units(model)
     for prefix, unit in [*units.items(), ("", model)]:
         modules = members(model, prefix, skip=() if prefix else tuple(units))
+        keep_own(modules, mesh)
         materialise(model, modules, mesh, seed)
+        dress(modules, mesh)
+        spread_experts(modules, mesh, split is not None and split.sequence)
         if split:
             split_tensors(split, model, modules)
         if context:
@@ -80,16 +90,18 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, 
             if prefix in again:
                 recompute(unit, again[prefix])
             if plan.compile:
+                compile_around(modules)
                 compile_parts(unit, ("forward",))
         if sharded:
             _refuse_scalars(unit)
+            shard_experts(modules, mesh, plan, dtype)
             shard(unit, mesh.submesh(*between, joint_axis(plan)), plan.zero, dtype)
     if sharded:
         data: Replicas | Shards = Shards(model, plan.zero, bool(between))
     else:
         axis = mesh.axis(joint_axis(plan))
         start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes)) if axis else None
-        data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start)
+        data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh))
     partial = tuple(n for n in data.masters if split and n in split.partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
@@ -150,6 +162,7 @@ def members(model: nn.Module, prefix: str, skip: tuple[str, ...]) -> list[tuple[
 def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Mesh, seed: int) -> None:
     """Give the modules' parameters their values on this rank's device; ties between modules stay tied."""
     made: dict[int, nn.Parameter] = {}
+    described = any(p.is_meta for _, m in modules for p in m.parameters(recurse=False))  # one of Weft's own
     for path, module in modules:
         for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(param) not in made:
@@ -157,13 +170,15 @@ def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Me
                 if param.is_meta:
                     value = torch.empty(param.shape, dtype=torch.float32, device=mesh.device)
                     name = f"{path}.{key}"
-                    initialise(getattr(model, "aliases", {}).get(name, name), value, model, seed)
+                    name = getattr(model, "aliases", {}).get(name, name)
+                    initialise(name, value, model, seed, first=getattr(module, "first", 0))
                 else:
                     value = _same_everywhere(value.to(mesh.device), mesh)
                 made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
             module.register_parameter(key, made[id(param)])
         for key, buffer in module.named_buffers(recurse=False):
-            module._buffers[key] = _same_everywhere(buffer.to(mesh.device), mesh)
+            value = buffer.to(mesh.device)
+            module._buffers[key] = value if described else _same_everywhere(value, mesh)
 
 
 def _same_everywhere(value: Tensor, mesh: Mesh) -> Tensor:

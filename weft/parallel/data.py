@@ -7,6 +7,7 @@ backward pass, `finish()` after the last, `refresh()` after the masters changed 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from weft.comm import Axis, Waits
 from weft.comm.algorithms import Start
@@ -36,8 +38,8 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 class Bucket:
     """Gradients that travel together in one buffer, in the order in which the backward pass makes them."""
 
-    def __init__(self, names: list[str], masters: dict[str, Tensor]):
-        self.names = names
+    def __init__(self, names: list[str], masters: dict[str, Tensor], start: Start | None):
+        self.names, self.start = names, start
         sizes = [-(-local_of(masters[n]).numel() // ALIGN) * ALIGN for n in names]
         device = local_of(masters[names[0]]).device
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
@@ -54,15 +56,17 @@ class Replicas:
     Weights compute in `dtype`; where that is not fp32 the masters are a copy, and gradients are summed in fp32. Buckets
     leave in one fixed order on every rank, so a parameter without a gradient cannot make ranks disagree. `summed` says
     that a step adds up the gradients of several microbatches; alone and without that, no bucket is needed. `start`
-    begins to sum a bucket over the axis; left out, by the backend's own all-reduce.
+    begins to sum a bucket over the axis; left out, by the backend's own all-reduce. The weights in `apart` have copies
+    on other ranks than the rest: `start_apart` sums theirs.
     """
 
     def __init__(
         self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool,
-        start: Start | None = None,
+        start: Start | None = None, apart: frozenset[str] = frozenset(), start_apart: Start | None = None,
     ):  # fmt: skip
         self.module, self.axis, self.last = module, axis, True
         self.start = start or (axis.start_all_reduce if axis else None)
+        self.apart, self.start_apart = apart, start_apart
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.masters: dict[str, Tensor] = dict(self.weights)
         self.mixed = dtype != torch.float32
@@ -73,23 +77,23 @@ class Replicas:
         self.copies: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
         self.buckets: list[Bucket] = []
         self.works: list[Waits] = []
-        if axis is not None or (self.mixed and summed):
+        self.sent = 0
+        """Buckets on their way, or with no way to go."""
+        if self.start or self.start_apart or (self.mixed and summed):
             self._fill_buckets(int(bucket_mb * 2**20 / 4))
         elif self.mixed:
             self.leaves = self.copies
 
     def _fill_buckets(self, limit: int) -> None:
-        names: list[str] = []
-        held = 0
+        kinds: dict[bool, tuple[list[str], Start | None]] = {False: ([], self.start), True: ([], self.start_apart)}
         for name in reversed(self.weights):  # the backward pass makes the last gradients first
-            size = local_of(self.masters[name]).numel()
-            if names and held + size > limit:
-                self.buckets.append(Bucket(names, self.masters))
-                names, held = [], 0
+            names, start = kinds[name in self.apart]
+            held = sum(local_of(self.masters[n]).numel() for n in names)
+            if names and held + local_of(self.masters[name]).numel() > limit:
+                self.buckets.append(Bucket(list(names), self.masters, start))
+                names.clear()
             names.append(name)
-            held += size
-        if names:
-            self.buckets.append(Bucket(names, self.masters))
+        self.buckets += [Bucket(names, self.masters, start) for names, start in kinds.values() if names]
         for bucket in self.buckets:
             for name, view in bucket.views.items():
                 weight = self.weights[name]
@@ -109,13 +113,13 @@ class Replicas:
         return arrived
 
     def _send_ready(self, all_of_them: bool = False) -> None:
-        if self.start is None:
-            return
-        while len(self.works) < len(self.buckets):
-            bucket = self.buckets[len(self.works)]
+        while self.sent < len(self.buckets):
+            bucket = self.buckets[self.sent]
             if bucket.missing > 0 and not all_of_them:
                 return
-            self.works.append(self.start(bucket.flat))
+            self.sent += 1
+            if bucket.start is not None:
+                self.works.append(bucket.start(bucket.flat))
 
     def microbatch(self, last: bool) -> None:
         """Only the last microbatch of a step talks to the other replicas."""
@@ -141,7 +145,7 @@ class Replicas:
             work.wait()
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
-        self.works = []
+        self.works, self.sent = [], 0
 
     def zero_grad(self) -> None:
         if not self.buckets:
@@ -251,8 +255,11 @@ def fsdp_groups(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, zero: int, dtype: torch.dtype) -> None:
+def shard(
+    module: nn.Module, mesh: DeviceMesh, zero: int, dtype: torch.dtype,
+    dim_of: Callable[[nn.Parameter], Shard | None] | None = None,
+) -> None:  # fmt: skip
     """Cut one unit's parameters over dp_shard (and copy them over dp_replicate where the mesh has it)."""
     param_dtype = None if dtype == torch.float32 else dtype
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+    fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, shard_placement_fn=dim_of)

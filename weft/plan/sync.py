@@ -64,6 +64,11 @@ def sync_rule(job: Job, plan: Plan) -> str | None:
             f"{name} trains with whole copies of the model, and the layout is {plan.layout()}; "
             "parallel.dp_replicate=-1 would work"
         )
+    if job.model.experts is not None:
+        return (
+            f"model.experts are balanced by the load that all ranks see, and under {name} they do not wait for each "
+            "other; train.sync=step would work"
+        )
     if plan.precision == "fp16":
         return (
             f"precision=fp16 scales the loss by what every rank saw, and under {name} they do not wait for each other; "

@@ -125,7 +125,7 @@ def _padded(part: memoryview) -> int:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _tensors(listed: list[list[Any]], payload: bytearray) -> dict[str, Tensor]:

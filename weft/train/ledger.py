@@ -26,32 +26,37 @@ from weft.train.step import Gradients
 
 
 class Figures:
-    """The loss, the norm, the count and the ranks' wishes of one step, summed over all ranks, on their way to the host.
+    """The loss, the norm, the count and the ranks' wishes of one step, summed over all ranks, and more, on their way to
+    the host.
 
     A GPU copies them behind the step's own kernels, and the next step is queued meanwhile: nobody waits for them until
     they are read.
     """
 
-    def __init__(self, sums: Tensor, work: Waits | None):
-        self.sums, self.work = sums, work
+    def __init__(self, sums: Tensor, work: Waits | None, more: Tensor):
+        self.sums, self.work, self.more = sums, work, more
         self.copied: torch.cuda.Event | None = None
         if sums.is_cuda:
             if work is not None:
                 work.wait()
-            self.host = sums.to("cpu", non_blocking=True)
+            self.host = self._joined().to("cpu", non_blocking=True)
             self.copied = torch.cuda.Event()
             self.copied.record()
 
-    def read(self) -> tuple[float, int, float, list[float]]:
-        """Norm (the replicas' mean, where they train alone), count, summed loss, wishes."""
+    def _joined(self) -> Tensor:
+        return torch.cat([self.sums, self.more.reshape(-1).double()])
+
+    def read(self) -> tuple[float, int, float, list[float], list[float]]:
+        """Norm (the replicas' mean, where they train alone), count, summed loss, wishes, and the rest."""
         if self.copied is not None:
             self.copied.synchronize()
         else:
             if self.work is not None:
                 self.work.wait()
-            self.host = self.sums
-        loss, norm, count, *flags = self.host.tolist()
-        return norm, round(count), loss, flags
+            self.host = self._joined()
+        loss, norm, count, *rest = self.host.tolist()
+        flags = len(self.sums) - 3
+        return norm, round(count), loss, rest[:flags], rest[flags:]
 
 
 @dataclass
@@ -100,9 +105,10 @@ class Ledger:
         mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world, self._flags())
         sums = torch.cat([x.reshape(-1).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
+        figures = Figures(sums, work, self.state.woven.figures())
         now = time.perf_counter()
         more = self.state.rounds.figures()
-        opened = _Open(self.state.step, lr, taken, grads.scale, Figures(sums, work), now - self.began, more)
+        opened = _Open(self.state.step, lr, taken, grads.scale, figures, now - self.began, more)
         self.began = now
         self.settle()
         self.open = opened
@@ -116,7 +122,7 @@ class Ledger:
         entry, self.open = self.open, None
         if entry is None:
             return
-        norm, count, loss_sum, flags = entry.figures.read()
+        norm, count, loss_sum, flags, more = entry.figures.read()
         self.stop = Signals.decide(flags)
         loss = loss_sum / max(1, count)
         self.state.tokens += count
@@ -134,6 +140,7 @@ class Ledger:
             "peak_memory_gib": peak_memory_gib(self.mesh.device),
             **({"loss_scale": entry.loss_scale, "skipped": not entry.taken} if self.state.scale.dynamic else {}),
             **entry.more,
+            **self.state.woven.words(more, count),
             **extra,
         }
         self.last = record
