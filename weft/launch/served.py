@@ -52,18 +52,14 @@ def launch_served(run: RunDir, servers: int, workers: int, lock: int, say: Calla
                 processes.append(places[0].process)  # who alone is told to stop, and tells the others
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
 
-        def speak(text: str) -> None:
-            if len(interrupts) < AT_ONCE:
-                say(text)
-
         try:
-            code = _watch(run, places, processes, lock, speak)
+            code = _watch(run, places, processes, lock, say, lambda: len(interrupts) >= AT_ONCE)
         finally:
             for place in places:
                 with contextlib.suppress(ProcessLookupError):
                     place.process.kill()
                 place.process.wait()
-    return code if len(interrupts) < AT_ONCE else KILLED
+    return code
 
 
 def _start(run: RunDir, role: str, index: int, lock: int) -> subprocess.Popen[bytes]:
@@ -77,10 +73,12 @@ def _start(run: RunDir, role: str, index: int, lock: int) -> subprocess.Popen[by
 
 
 def _watch(
-    run: RunDir, places: list[Place], told: list[subprocess.Popen[bytes]], lock: int, say: Callable[[str], None]
-) -> int:
+    run: RunDir, places: list[Place], told: list[subprocess.Popen[bytes]], lock: int, say: Callable[[str], None],
+    at_once: Callable[[], bool],
+) -> int:  # fmt: skip
+    """Until the chief has ended; `at_once` says that someone wants it now. `told` are those whom signals reach."""
     chief, restarts = places[0], 0
-    while True:
+    while not at_once():
         for place in places:
             code = place.process.poll()
             if code is None or (code in QUIET and place is not chief):
@@ -105,6 +103,7 @@ def _watch(
                 say("every worker has ended, and the run has not; see logs/")
                 return int(Exit.DIFFERS)
         time.sleep(0.02)
+    return KILLED
 
 
 def _let_go(places: list[Place]) -> None:

@@ -284,7 +284,6 @@ RULES: tuple[Rule, ...] = (
 
 RUNNABLE: tuple[Rule, ...] = (
     _kinds,
-    _not_yet("train.sync", lambda p: p.sync != "federated", lambda p: p.sync, "diloco"),
     _mpi,
     _not_yet("placement", lambda p: p.placement == "shards-near", lambda p: p.placement, "placement=shards-near"),
 )

@@ -52,17 +52,21 @@ class Book:
         """Whether something that happens every so many steps, and after the last, falls into these."""
         return step > before and (step >= self.job.train.steps or (every > 0 and step // every > before // every))
 
-    def step(self, number: int, of: int, loss: float, count: int, norm: float, lr: float, tokens: int, bytes_: int,
-             **more: Any) -> None:  # fmt: skip
-        """A step's record; `of` steps were taken since the last one."""
+    def lap(self, steps: int) -> float:
+        """Seconds that each of the steps took that were made since the last lap."""
         now = time.perf_counter()
-        seconds, self.began = (now - self.began) / max(1, of), now
+        seconds, self.began = (now - self.began) / max(1, steps), now
+        return seconds
+
+    def step(self, number: int, loss: float, count: int, norm: float, lr: float, tokens: int, seconds: float,
+             bytes_: int, **more: Any) -> None:  # fmt: skip
+        """A step's record."""
         sample, peak = flops_per_sample(self.job.model, self.job.data.seq_len), peak_flops(self.plan, self.job)
         flops = sample * self.job.train.global_batch if sample else None
         sent, self.told = bytes_ - self.told, bytes_
         self.last = {
             "step": number, "loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "step_time_s": seconds,
-            "tokens_per_s": count / seconds / max(1, of),
+            "tokens_per_s": count / seconds if seconds > 0 else None,
             "mfu": flops / (seconds * peak * self.plan.world) if flops and peak else None,
             "sync_bytes": sent, **more,
         }  # fmt: skip

@@ -29,8 +29,10 @@ from weft.train.ledger import peak_memory_gib
 from weft.train.served.book import Book, Copy
 from weft.train.served.hub import Desk, Hub
 from weft.train.served.meeting import folder, run_secret, say_address
+from weft.train.served.rounds import Averaging
 from weft.train.served.shard import Remote, Shard, deal_out
 from weft.train.served.updates import Updates
+from weft.train.served.worker import client_shares
 from weft.train.session import build_state, to_device
 from weft.train.signals import Signals
 from weft.train.state import State
@@ -150,6 +152,11 @@ class Chief:
         if found is None:
             return {}, {}
         self.state.adopt(tensors, found.meta)
+        if found.meta.get("sync", {}).get("velocity"):
+            masters = self.state.woven.masters
+            outer = {f"outer.velocity.{n}": torch.empty_like(m.detach()) for n, m in masters.items()}
+            self.checkpoints.load(found, outer)
+            tensors |= outer
         before = Plan.from_json(found.meta["plan"])
         self.book.event("resume", step=self.state.step, path=str(found.path), layout=self.plan.layout(),
                         was=before.layout())  # fmt: skip
@@ -182,7 +189,12 @@ def lead(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
         chief = Chief(run, job, plan, state, Stepper(job, inside(plan), mesh, state), checkpoints, book, held_out, log)
         tensors, sync = chief.load()
         secret = run_secret(run)
-        desk: Lead = Updates(job, plan.dp, make_shard(run, job, state, 0), book, lambda a: reach_shard(a, secret))
+        shard = make_shard(run, job, state, 0)
+        desk: Lead = (
+            Updates(job, plan.dp, shard, book, lambda a: reach_shard(a, secret))
+            if plan.sync == "server"
+            else Averaging(job, [len(s) for s in client_shares(job, dataset)], shard, book)
+        )
         hub = Hub(job.train.sync.host, secret, desk, log)
         desk.bytes = hub.sent
         say_address(run, hub.address)

@@ -63,6 +63,8 @@ class Shard:
         for tensor in self.optimizers.state().values():  # it counted a step that was none
             tensor.zero_()
         self.version = 0
+        self.extra: Tensors = {}
+        """What else is saved with them, by its name in a checkpoint."""
         self.lock = threading.Lock()
         self.staged: dict[str, Tensors] = {}
 
@@ -104,7 +106,9 @@ class Shard:
 
     def _tensors(self, what: str) -> Tensors:
         held = {f"model.{n}": m.detach() for n, m in self.masters.items()}
-        return held if what == "weights" else held | {f"optim.{n}": t for n, t in self.optimizers.state().items()}
+        if what == "weights":
+            return held
+        return held | {f"optim.{n}": t for n, t in self.optimizers.state().items()} | self.extra
 
     def load(self, tensors: Tensors, version: int) -> None:
         """Begin from these tensors, of which some may be foreign; without any, from what is here. Older snapshots are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -117,6 +118,7 @@ class Updates:
             if peer.role == "server":
                 index = int(peer.about["index"])
                 if self.servers.get(index) is peer:  # else another has taken its place
+                    del self.servers[index]
                     self._lost(index)
             else:
                 lost = [key for key, out in self.out.items() if out.peer is peer]
@@ -137,6 +139,10 @@ class Updates:
     def tick(self) -> None:
         """Now and then: bring a server back in, and give up on workers that take too long."""
         with self.changed:
+            for index in self.servers:  # one that is there may have refused a request
+                if self.holders[index] is None:
+                    with contextlib.suppress(WireError):
+                        self.holders[index] = self.connect(self.addresses[index])
             if not self.ready and not self.ended and all(h is not None for h in self.holders):
                 self._restore()  # or again at the next tick
                 self.changed.notify_all()
@@ -316,9 +322,10 @@ class Updates:
 
     def _close_step(self, before: int, norm: float, lr: float) -> None:
         loss, count, stale, number = self.sums
-        self.sums = [0.0, 0, 0, 0]
+        self.sums, taken = [0.0, 0, 0, 0], self.step - before
         self.book.step(
-            self.step, self.step - before, loss / max(1, count), int(count), norm, lr, self.tokens, self.bytes(),
+            self.step, loss / max(1, count), round(count / taken), norm, lr, self.tokens, self.book.lap(taken),
+            self.bytes(),
             peak_memory_gib=peak_memory_gib(torch.device("cpu")), staleness=stale / max(1, number),
             workers=len(self.workers),
         )  # fmt: skip
