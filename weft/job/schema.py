@@ -367,6 +367,9 @@ class Watch(Section):
     """Steps between plain progress lines."""
     gantt_step: int = Field(5, ge=0)
     """The step of a pipelined run whose time line the report shows; 0 records none."""
+    comm_every: int = Field(10, ge=0)
+    """Steps between those whose communication is timed: its share of the step, what of it nothing hid, its speed. 0
+    times none."""
     trackers: list[str] = Field(default_factory=list)
     """Other programs that are told the metrics; metrics.jsonl is always written."""
 
