@@ -54,6 +54,11 @@ class Mesh:
     coords: dict[str, int] = field(default_factory=dict)
     joined: DeviceMesh | None = None
     """The mesh of the joint axis."""
+
+    def every_axis(self) -> list[Axis]:
+        """The named axes and everyone."""
+        return [*self.axes.values(), *([self.everyone] if self.everyone else [])]
+
     folded: DeviceMesh | None = None
     """The same ranks as the experts see them (FOLDED), where ep cuts these."""
 
@@ -169,18 +174,33 @@ def pretend(plan: Plan, rank: int) -> Mesh:
     return mesh_of(plan, device, datetime.timedelta(seconds=60), host_backend="fake")
 
 
+def ranks_of_a_node(plan: Plan) -> int:
+    """Ranks lie on nodes in order, as many on each as its starter put there, or as the plan says if that is fewer."""
+    here = standing()
+    started = here.local_world if here.world == plan.world else plan.world
+    return max(1, min(plan.world // plan.nodes, started))
+
+
+def axis_of(name: str, group: dist.ProcessGroup | None, per_node: int) -> Axis:
+    """A group of ranks as an axis that knows which of its ranks share a node."""
+    assert group is not None
+    nodes = tuple(r // per_node for r in dist.get_process_group_ranks(group))
+    return Axis(name, group, len(nodes), dist.get_rank(group), nodes=nodes if len(set(nodes)) > 1 else ())
+
+
 def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_backend: str = "gloo") -> Mesh:
     """The mesh of a plan over a default process group that exists already."""
     rank, world = dist.get_rank(), dist.get_world_size()
     wide = {name: degree for name, degree in plan.axes.items() if degree > 1}
     device_mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
     coords = dict(zip(wide, device_mesh.get_coordinate() or (), strict=True))
-    axes = {n: Axis(n, device_mesh.get_group(n), degree, coords[n]) for n, degree in wide.items()}
-    everyone = Axis("everyone", dist.group.WORLD, world, rank)  # type: ignore[arg-type]
+    per_node = ranks_of_a_node(plan)
+    axes = {n: axis_of(n, device_mesh.get_group(n), per_node) for n in wide}
+    everyone = axis_of("everyone", dist.group.WORLD, per_node)
     joined = None
     if (joint := joint_axis(plan)) in JOINT:
         joined = device_mesh[JOINT[joint]]._flatten(joint)
-        axes[joint] = Axis(joint, joined.get_group(), joined.size(), joined.get_local_rank())
+        axes[joint] = axis_of(joint, joined.get_group(), per_node)
     folded = None
     if plan.ep > 1:
         shape = (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp // plan.ep, plan.ep)

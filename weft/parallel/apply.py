@@ -16,6 +16,7 @@ from weft.memory import Park, chosen, lengthen, recompute
 from weft.mesh import Mesh, joint_axis
 from weft.models.init import initialise
 from weft.parallel.context import Context, split_context
+from weft.parallel.counted import count_shards
 from weft.parallel.cut import Cut
 from weft.parallel.data import Replicas, Shards, shard
 from weft.parallel.expert import compile_around, dress, experts_apart, keep_own, shard_experts, spread_experts
@@ -96,6 +97,8 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, 
             shard_experts(modules, mesh, plan, dtype)
             shard(unit, mesh.submesh("dp_replicate", joint_axis(plan)), plan.zero, dtype)
     if sharded:
+        if plan.compression == "none":  # what compresses counts for itself
+            count_shards(model, mesh)
         data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None)
     else:
         axis = mesh.axis(joint_axis(plan))

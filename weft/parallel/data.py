@@ -8,6 +8,7 @@ backward pass, `finish()` after the last, `refresh()` after the masters changed 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -141,8 +142,9 @@ class Replicas:
     def finish(self) -> None:
         """Every master's gradient is the sum over the replicas when this returns."""
         self._send_ready(all_of_them=True)
-        for work in self.works:
-            work.wait()
+        with nullcontext() if self.axis is None or self.axis.spans is None else self.axis.spans.waiting():
+            for work in self.works:
+                work.wait()
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self.works, self.sent = [], 0

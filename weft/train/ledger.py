@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Waits
+from weft.comm.spans import Spans
 from weft.job.errors import DivergedError, Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -23,6 +24,7 @@ from weft.precision import FLOOR
 from weft.train.signals import Signals
 from weft.train.state import State
 from weft.train.step import Gradients
+from weft.train.traffic import Traffic
 
 
 class Figures:
@@ -68,6 +70,7 @@ class _Open:
     loss_scale: float
     figures: Figures
     seconds: float
+    spans: Spans | None
 
 
 class Ledger:
@@ -81,6 +84,7 @@ class Ledger:
         sample = flops_per_sample(job.model, job.data.seq_len)
         self.flops = sample * job.train.global_batch if sample else None
         self.peak = peak_flops(plan, job)
+        self.traffic = Traffic(mesh, job.watch.comm_every)
         self.open: _Open | None = None
         self.last: dict[str, Any] = {}
         self.began = time.perf_counter()
@@ -95,15 +99,17 @@ class Ledger:
 
     def start_clock(self) -> None:
         """Leave out of the next step's time what was not training: evaluation, start-up."""
+        self.traffic.turn(self.state.step)
         self.began = time.perf_counter()
 
     def post(self, grads: Gradients, norm: Tensor, lr: float, taken: bool) -> None:
         """Send off this step's figures, and settle those of the step before."""
+        spans = self.traffic.turn(self.state.step)
         sums = torch.cat([grads.loss.reshape(1) / self.plan.tp, self._flags()])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
         figures = Figures(sums, norm, grads.count, work, self.state.woven.figures())
         now = time.perf_counter()
-        opened = _Open(self.state.step, lr, taken, grads.scale, figures, now - self.began)
+        opened = _Open(self.state.step, lr, taken, grads.scale, figures, now - self.began, spans)
         self.began = now
         self.settle()
         self.open = opened
@@ -135,6 +141,7 @@ class Ledger:
             "peak_memory_gib": peak_memory_gib(self.mesh.device),
             **({"loss_scale": entry.loss_scale, "skipped": not entry.taken} if self.state.scale.dynamic else {}),
             **self.state.woven.words(more, count),
+            **self.traffic.figures(entry.spans, entry.seconds),
             **extra,
         }
         self.last = record
