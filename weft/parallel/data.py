@@ -45,9 +45,9 @@ class Bucket:
         device = local_of(masters[names[0]]).device
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.views: dict[str, Tensor] = {}
-        for name, size, start in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
+        for name, size, first in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
             master = local_of(masters[name])
-            self.views[name] = self.flat[start : start + size][: master.numel()].view(master.shape)
+            self.views[name] = self.flat[first : first + size][: master.numel()].view(master.shape)
         self.missing = len(names)
 
 
