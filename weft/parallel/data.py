@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from weft.comm import Axis, Waits
 from weft.comm.algorithms import Start
 from weft.comm.pieces import like, local_of
+from weft.parallel.compressed import Compressor, Segment
+from weft.parallel.shard_comm import Gather, Scatter
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
 
@@ -42,10 +44,14 @@ class Bucket:
         device = local_of(masters[names[0]]).device
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.views: dict[str, Tensor] = {}
+        self.segments: list[Segment] = []
         for name, size, start in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
             master = local_of(masters[name])
             self.views[name] = self.flat[start : start + size][: master.numel()].view(master.shape)
+            self.segments.append(Segment(name, start, master.numel(), master.shape))
         self.missing = len(names)
+        self.start: Start | None = None
+        """Begins to sum it over the replicas."""
 
 
 class Replicas:
@@ -59,9 +65,9 @@ class Replicas:
 
     def __init__(
         self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool,
-        start: Start | None = None,
+        start: Start | None = None, compressor: Compressor | None = None,
     ):  # fmt: skip
-        self.module, self.axis, self.last = module, axis, True
+        self.module, self.axis, self.last, self.compressor = module, axis, True, compressor
         self.start = start or (axis.start_all_reduce if axis else None)
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.masters: dict[str, Tensor] = dict(self.weights)
@@ -79,22 +85,35 @@ class Replicas:
             self.leaves = self.copies
 
     def _fill_buckets(self, limit: int) -> None:
-        names: list[str] = []
-        held = 0
-        for name in reversed(self.weights):  # the backward pass makes the last gradients first
-            size = local_of(self.masters[name]).numel()
-            if names and held + size > limit:
-                self.buckets.append(Bucket(names, self.masters))
-                names, held = [], 0
-            names.append(name)
-            held += size
-        if names:
-            self.buckets.append(Bucket(names, self.masters))
+        order = list(reversed(self.weights))  # the backward pass makes the last gradients first
+        packed = self.compressor
+        small = {n for n in order if packed and packed.takes(n, local_of(self.masters[n]).shape)}
+        for group in ([n for n in order if n in small], [n for n in order if n not in small]):
+            names: list[str] = []
+            held = 0
+            for name in group:
+                size = local_of(self.masters[name]).numel()
+                if names and held + size > limit:
+                    self._add_bucket(names, name in small)
+                    names, held = [], 0
+                names.append(name)
+                held += size
+            if names:
+                self._add_bucket(names, names[0] in small)
         for bucket in self.buckets:
             for name, view in bucket.views.items():
                 weight = self.weights[name]
                 self.masters[name].grad = like(view, self.masters[name])
                 weight.register_post_accumulate_grad_hook(self._hook(bucket, view))
+
+    def _add_bucket(self, names: list[str], small: bool) -> None:
+        bucket = Bucket(names, self.masters)
+        bucket.start = self.start
+        if self.compressor is not None:
+            bucket.start = self.compressor.start_plain
+            if small:
+                bucket.start = self.compressor.starting(bucket.segments, bucket.flat.numel())
+        self.buckets.append(bucket)
 
     def _hook(self, bucket: Bucket, view: Tensor) -> Any:
         def arrived(weight: Tensor) -> None:
@@ -109,13 +128,11 @@ class Replicas:
         return arrived
 
     def _send_ready(self, all_of_them: bool = False) -> None:
-        if self.start is None:
-            return
         while len(self.works) < len(self.buckets):
             bucket = self.buckets[len(self.works)]
-            if bucket.missing > 0 and not all_of_them:
+            if bucket.start is None or (bucket.missing > 0 and not all_of_them):
                 return
-            self.works.append(self.start(bucket.flat))
+            self.works.append(bucket.start(bucket.flat))
 
     def microbatch(self, last: bool) -> None:
         """Only the last microbatch of a step talks to the other replicas."""
@@ -172,19 +189,38 @@ class Shards:
     | 3 | cut after every use | cut at once |
     """
 
-    def __init__(self, module: nn.Module, zero: int, replicated: bool):
+    def __init__(self, module: nn.Module, zero: int, replicated: bool, compressor: Compressor | None = None):
         assert isinstance(module, FSDPModule)
         self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
+        self.compressor = compressor
         self.fsdp_modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for m in self.fsdp_modules:
             m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
             m.set_force_sum_reduction_for_comms(True)
         self.masters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.leaves, self.copies = self.masters, dict[str, Tensor]()
+        if compressor is not None:
+            self._compress(compressor)
+
+    def _compress(self, compressor: Compressor) -> None:
+        """Let each unit's collectives go through the compressor."""
+        names = {id(p): n for n, p in self.module.named_parameters()}
+        unit: Any
+        for unit in self.fsdp_modules:
+            for group in fsdp_groups(unit._get_fsdp_state()):
+                weights = [(names[id(p.sharded_param)], p._orig_size, p.sharded_param) for p in group.fsdp_params]
+                if weights:
+                    scatter = Scatter(compressor, [(n, size) for n, size, p in weights if p.requires_grad])
+                    unit.set_custom_reduce_scatter(scatter)
+                    unit.set_custom_all_gather(Gather(compressor, scatter, [(n, size) for n, size, _ in weights]))
+                    if compressor.across is not None:
+                        unit.set_all_reduce_hook(scatter.across)
 
     def microbatch(self, last: bool) -> None:
         if self.held:
             return
+        if self.compressor is not None:
+            self.compressor.last = last
         self.module.set_is_last_backward(last)
         if self.zero == 1:
             self.module.set_requires_gradient_sync(last)

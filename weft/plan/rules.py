@@ -204,7 +204,14 @@ def _recompute(job: Job, plan: Plan) -> str | None:
 
 
 def _allreduce(job: Job, plan: Plan) -> str | None:
-    if job.comm.allreduce in ("auto", "native") or plan.dp_shard == 1:
+    if job.comm.allreduce in ("auto", "native"):
+        return None
+    if job.comm.compression != "none":
+        return (
+            f"comm.allreduce={job.comm.allreduce} sums gradients as they are, and "
+            f"comm.compression={job.comm.compression} sends them otherwise; allreduce=auto would work"
+        )
+    if plan.dp_shard == 1:
         return None
     return (
         f"comm.allreduce={job.comm.allreduce} is how replicas sum their gradients, and under "
