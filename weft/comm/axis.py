@@ -16,8 +16,8 @@ from torch import Tensor
 from weft.comm.spans import Spans
 
 # torch 2.13 renamed both and warns of the old names
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Waits(Protocol):
@@ -169,7 +169,7 @@ class Axis:
         self.count("all_gather", tensor)
         out = tensor.new_empty((self.size, *tensor.shape))
         with self._clock("all_gather", tensor):
-            _ALL_GATHER(out.view(-1), tensor.view(-1), group=self.group)
+            native_all_gather(out.view(-1), tensor.view(-1), group=self.group)
         return _join(out, dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
@@ -178,7 +178,7 @@ class Axis:
         self.count("reduce_scatter", pieces)
         out = torch.empty_like(pieces[0])
         with self._clock("reduce_scatter", tensor):
-            _REDUCE_SCATTER(out.view(-1), pieces.view(-1), group=self.group)
+            native_reduce_scatter(out.view(-1), pieces.view(-1), group=self.group)
         return out
 
     def all_to_all(self, pieces: Tensor, peers: range) -> Tensor:

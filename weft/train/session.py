@@ -24,6 +24,7 @@ from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
 from weft.train.checkpoint import Checkpoints
+from weft.train.owed import load_owed
 from weft.train.state import State
 from weft.train.step import Stepper
 from weft.watch import logs
@@ -50,6 +51,12 @@ class Session:
         """One line in events.jsonl, from rank 0."""
         if self.journal is not None:
             self.journal.event(kind, **fields)
+
+    def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
+        """Adaptive compression has changed its mind."""
+        if self.journal is not None:
+            self.event("compression", step=self.state.step, was=was, now=now, why=why, **fields)
+            self.log.info("%s", f"compression at step {self.state.step}: {now} (was {was}): {why}")
 
     def loader(self) -> Loader:
         """Batches from the next unread sample on."""
@@ -119,6 +126,8 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
     )  # fmt: skip
     session = Session(job, plan, run, mesh, state, Stepper(job, plan, mesh, state), dataset, checkpoints, journal, log)
+    for compressor in state.woven.compressors:
+        compressor.tell = session.compression
     _write_slices(session)
     _resume(session)
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
@@ -163,6 +172,8 @@ def _resume(session: Session) -> None:
         checkpoints.load(found, own)
         tensors |= own
     state.adopt(tensors, found.meta)
+    if note := load_owed(checkpoints, found, state):
+        session.log.info("%s", note)
     _warn_of_changes(session, found.meta["job"])
     _forget_samples_after(session)
     before = Plan.from_json(found.meta["plan"])

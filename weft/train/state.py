@@ -17,6 +17,9 @@ from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
 
+OWED = ("residual.", "powersgd.", "dice.")
+"""Names of what compression keeps between steps."""
+
 
 @dataclass
 class State:
@@ -40,6 +43,9 @@ class State:
         out |= {f"buffer.{n}": b for n, b in self.woven.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
         out |= {f"ema.{n}": t for n, t in self.ema.averages.items()}
+        out |= self.woven.owed()
+        if self.woven.compressors:
+            out[f"dice.{self.mesh.rank}"] = torch.tensor([c.dice.rolls for c in self.woven.compressors])
         out[f"random.{self.mesh.rank}"] = torch.get_rng_state()
         if self.mesh.device.type == "cuda":
             out[f"random_cuda.{self.mesh.rank}"] = torch.cuda.get_rng_state(self.mesh.device)
@@ -74,12 +80,11 @@ class State:
         }
 
     def empty_like(self, saved_world: int) -> dict[str, Tensor]:
-        """Tensors to read a checkpoint into. A random state only fits the world that wrote it."""
+        """Tensors to read a checkpoint into. A random state only fits the world that wrote it; what compression owes is
+        read apart (train/owed.py), for a checkpoint may have none of it, or another number of shares."""
         self.optimizers.allocate()
-        tensors = self.tensors()
-        if saved_world != self.mesh.world:
-            tensors = {n: t for n, t in tensors.items() if not n.startswith("random")}
-        return tensors
+        apart = OWED if saved_world == self.mesh.world else (*OWED, "random")
+        return {n: t for n, t in self.tensors().items() if not n.startswith(apart)}
 
     def adopt(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Continue from tensors that were just read in place."""
