@@ -29,11 +29,10 @@ FOLDED = ("pp", "dp_replicate", "ep_shard", "ep")
 
 
 def joint_axis(plan: Plan) -> str:
-    """The axis over which gradients are summed; under shards the one over which weights are cut."""
-    data = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
-    if plan.cp == 1:
-        return data
-    return "cp" if plan.dp == 1 else f"{data}_cp"
+    """The axis over which gradients are summed; under shards the one over which weights are cut. Replicas that train
+    alone sum none between them."""
+    data = "dp_shard" if plan.dp_shard > 1 else "" if plan.alone or plan.dp == 1 else "dp_replicate"
+    return data if plan.cp == 1 else f"{data}_cp" if data else "cp"
 
 
 @dataclass

@@ -9,10 +9,11 @@ from pydantic import Field, field_validator, model_validator
 from weft.job.cluster import Cluster, Failures, Group, Level
 from weft.job.compression import parse_compression
 from weft.job.section import Section
+from weft.job.sync import Sync
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
-    "Optim", "Parallel", "RopeScaling", "Section", "Train", "Watch",
+    "Optim", "Parallel", "RopeScaling", "Section", "Sync", "Train", "Watch",
 ]  # fmt: skip
 
 
@@ -188,6 +189,9 @@ class Train(Section):
     """Compile each block with torch.compile. auto does so on GPUs, for Weft's own models."""
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights; 0 keeps none. 0.999 is usual."""
+    sync: Sync = Sync()
+    """How often ranks that read different samples come together: step, local:8, diloco:50, server:async, server:sync,
+    federated, or a section of these."""
 
     @field_validator("microbatch", "accumulation")
     @classmethod

@@ -76,6 +76,7 @@ def weave(
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
     context = Context(cp, Cut.of(plan, cp.rank)) if cp else None
+    between = ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
     park = Park(mesh.device, plan.host_gib / plan.virtual_stages)
     units = find_units(model)
     for prefix, unit in [*units.items(), ("", model)]:
@@ -104,7 +105,7 @@ def weave(
             _refuse_scalars(unit)
             shard_experts(modules, mesh, plan, dtype)
             # compressed, shards are summed over their replicas by hand
-            copied = ("dp_replicate",) if beside is None else ()
+            copied = between if beside is None else ()
             shard(unit, mesh.submesh(*copied, joint_axis(plan)), plan.zero, dtype)
     axis, compressor = mesh.axis(joint_axis(plan)), None
     if beside is not None:
@@ -112,7 +113,7 @@ def weave(
     if sharded:
         if compressor is None:  # what compresses counts for itself
             count_shards(model, mesh)
-        data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None, compressor)
+        data: Replicas | Shards = Shards(model, plan.zero, bool(between), compressor)
     else:
         start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes)) if axis else None
         data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor)
@@ -132,7 +133,10 @@ def compressor_of(
     plan: Plan, mesh: Mesh, beside: Beside, seed: int, params: dict[str, nn.Parameter], split: TensorSplit | None
 ) -> Compressor:
     """What compresses the gradients of a stage over its data-parallel axes."""
-    axis, across = mesh.axis(joint_axis(plan)), mesh.axis("dp_replicate") if plan.dp_shard > 1 else None
+    axis, across = (
+        mesh.axis(joint_axis(plan)),
+        mesh.axis("dp_replicate") if plan.dp_shard > 1 and not plan.alone else None,
+    )
     assert axis is not None
 
     def alike(name: str) -> bool:

@@ -13,6 +13,7 @@ from weft.plan.context import ulysses_fits
 from weft.plan.fp8 import fp8_share
 from weft.plan.layout import Plan
 from weft.plan.schedule import splits
+from weft.plan.sync import sync_rule
 
 Rule = Callable[[Job, Plan], str | None]
 
@@ -293,12 +294,13 @@ TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
 RULES: tuple[Rule, ...] = (
     *TP_RULES, _batch, _microbatch, _pipeline_only, _own, _cp_family, _cp_heads, _long, _fp8, _experts, _recompute,
-    _allreduce, _compressed_experts,
+    _allreduce, _compressed_experts, sync_rule,
 )  # fmt: skip
 """Whatever breaks one of these can be neither planned nor run."""
 
 RUNNABLE: tuple[Rule, ...] = (
     _kinds,
+    _not_yet("train.sync", lambda p: p.sync == "step" or p.alone, lambda p: p.sync, "diloco"),
     _mpi,
     _not_yet("placement", lambda p: p.placement == "shards-near", lambda p: p.placement, "placement=shards-near"),
 )

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from weft.comm.algorithms import summing
 from weft.comm.pieces import piece_of
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import Batch, Loader, val_batches
@@ -23,6 +24,7 @@ from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
+from weft.sync.outer import EveryStep, Rounds
 from weft.train.checkpoint import Checkpoints
 from weft.train.owed import load_owed
 from weft.train.state import State
@@ -83,7 +85,7 @@ class Session:
 
     def save(self, wait: bool = False) -> None:
         self.state.agree()
-        self.checkpoints.save(self.state.step, self.state.tensors(), self.state.meta(self.job, self.plan), wait=wait)
+        self.checkpoints.save(self.state.step, self.state.saved(), self.state.meta(self.job, self.plan), wait=wait)
 
     def close(self) -> None:
         self.mesh.close()
@@ -140,13 +142,20 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
 def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
     """The model spread over the mesh, its optimizer, average and loss scale, at step 0."""
     woven = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
-    return State(
-        woven,
-        make_optimizers(job, woven),
-        Ema(woven.masters, job.train.ema),
-        LossScale.for_precision(plan.precision),
-        mesh,
-    )
+    ema = Ema(woven.masters, job.train.ema)
+    state = State(woven, make_optimizers(job, woven), ema, LossScale.for_precision(plan.precision), mesh)
+    state.rounds = make_rounds(job, plan, mesh, state)
+    return state
+
+
+def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
+    """How replicas come together, as train.sync says."""
+    axis = mesh.axis("dp_replicate")
+    if not plan.alone or axis is None:
+        return EveryStep()
+    start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes))
+    limit = int(plan.bucket_mb * 2**20 / 4)
+    return Rounds(job.train.sync, axis, start, state.woven.masters, state.ema.averages, job.train.steps, limit)
 
 
 def make_optimizers(job: Job, woven: Woven | Pipelined) -> Optimizers:
@@ -167,10 +176,9 @@ def _resume(session: Session) -> None:
         state.optimizers = make_optimizers(session.job, state.woven)
         _say_restart(session)
         return
-    if found.meta["plan"]["world"] == session.mesh.world:
-        own = {n: t for n, t in state.tensors().items() if n.startswith("random")}
-        checkpoints.load(found, own)
-        tensors |= own
+    own = state.own(found.meta)
+    checkpoints.load(found, own)
+    tensors |= {n: t for n, t in own.items() if n.startswith("random")}
     state.adopt(tensors, found.meta)
     if note := load_owed(checkpoints, found, state):
         session.log.info("%s", note)
