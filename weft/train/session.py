@@ -23,6 +23,7 @@ from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
+from weft.train.armed import arm
 from weft.train.checkpoint import Checkpoints
 from weft.train.state import State
 from weft.train.step import Stepper
@@ -125,6 +126,7 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
     _, scaling = peak_lr(job)
     if scaling:
         log.info("%s", scaling)
+    arm(session)
     return session
 
 
