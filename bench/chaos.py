@@ -140,8 +140,8 @@ def page(results: dict[str, Any]) -> str:
         "# What faults cost",
         "",
         "Written by `python bench/chaos.py` (parts, flags and peers: its docstring). Four CPU ranks on "
-        f"{os.cpu_count()} cores, dp_replicate 2 × dp_shard 2 (the others: DDP of four); every figure from the moment of "
-        "the fault to the first step committed after it.",
+        f"{os.cpu_count()} cores, dp_replicate 2 × dp_shard 2 (the others: DDP of four); every figure from the "
+        "moment of the fault to the first step committed after it.",
         "",
         *table,
         "",
