@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.job.schema import Job
@@ -59,9 +58,7 @@ class State:
                     mean = axis.all_reduce(buffer.double()) / axis.size  # in doubles what is equal stays as it is
                     buffer.copy_(mean)
                 else:
-                    first = buffer.contiguous()
-                    dist.broadcast(first, group_src=0, group=axis.group)
-                    buffer.copy_(first)
+                    axis.broadcast(buffer, 0)
 
     def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
         return {
