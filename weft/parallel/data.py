@@ -244,7 +244,7 @@ def reduce_now(module: nn.Module) -> None:
 def see_waits(module: nn.Module, meter: Meter, axis: str, replicated: bool) -> None:
     """Let the meter see when an FSDP2 module waits: in gathers and scatters, and from a scatter to the sum that follows
     it over the replicas, after which FSDP2 calls a hook."""
-    for group in fsdp_groups(fully_shard.state(module)):
+    for group in fsdp_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
         group._all_gather_comm = _Seen(group._all_gather_comm, meter, axis, "all_gather")
         group._reduce_scatter_comm = _Seen(group._reduce_scatter_comm, meter, axis, "reduce_scatter")
         if replicated:

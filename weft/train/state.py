@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class State:
     """Samples read, and so the number of the next one: the whole state of the data."""
     tokens: int = 0
     """Valid targets learned from."""
+    skipped_steps: set[int] = field(default_factory=set)
+    """Steps whose samples are read and not learned from: what they did to the run was undone."""
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, whatever the layout. The random state is each rank's own."""
@@ -65,6 +67,7 @@ class State:
             "step": self.step,
             "tokens": self.tokens,
             "samples": self.samples,
+            "skipped_steps": sorted(self.skipped_steps),
             "scale": self.scale.state(),
             "job": job.model_dump(mode="json"),
             "plan": plan.to_json(),
@@ -81,6 +84,7 @@ class State:
     def adopt(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Continue from tensors that were just read in place."""
         self.step, self.tokens, self.samples = meta["step"], meta["tokens"], meta["samples"]
+        self.skipped_steps = set(meta.get("skipped_steps", ()))
         self.scale.restore(meta["scale"])
         if (cpu := tensors.get(f"random.{self.mesh.rank}")) is not None:
             torch.set_rng_state(cpu)
