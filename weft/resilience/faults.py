@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
     "nan": Kind("a rank's gradients become NaN", "inside", ("nan",), exact=False, phases=("backward",)),
     "spike": Kind(
         "a batch is poisoned: targets that nothing could foresee", "inside", ("spike",), exact=False, in_one_rank=False,
-        history=20, room=6, phases=("forward",),
+        history=30, room=26, phases=("forward",),
     ),
     "bitflip": Kind(
         "a bit of a rank's weights flips", "inside", ("divergence", "spike", "nan"), exact=False, room=12,
