@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from weft.job.cluster import Cluster, Failures, Group, Level
+from weft.job.compression import parse_compression
 from weft.job.section import Section
 from weft.job.sync import Sync
 
@@ -343,12 +344,20 @@ class Comm(Section):
     allreduce: Literal["auto", "native", "ring", "tree", "hierarchical"] = "auto"
     """How replicas sum their gradients: by the backend's own all-reduce (native, which auto is), or by messages around
     a ring, up and down a tree, or inside each node first and then between nodes (hierarchical)."""
-    compression: Literal["none"] = "none"
-    """Gradients travel as they are."""
+    compression: str = "none"
+    """What gradients travel as between data-parallel ranks: as they are (none), rounded (fp16, bf16, int8, int4), the
+    largest of them (topk:0.01, that share; threshold:3, those above so many times their root mean square), as matrices
+    of a low rank (powersgd:4), as signs (onebit), or as the link asks (adaptive). Weights that dp_shard gathers travel
+    in fp16, bf16 or int8 then."""
     bucket_mb: float = Field(25.0, gt=0)
     """Gradients of replicas are averaged in buckets of this size, while the backward pass goes on."""
     timeout_s: float = Field(600.0, gt=0)
     """A collective that takes longer ends the run and names the ranks that did not arrive."""
+
+    @field_validator("compression")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return str(parse_compression(value))
 
 
 class Checkpoint(Section):
@@ -371,6 +380,9 @@ class Watch(Section):
     """Steps between plain progress lines."""
     gantt_step: int = Field(5, ge=0)
     """The step of a pipelined run whose time line the report shows; 0 records none."""
+    comm_every: int = Field(10, ge=0)
+    """Steps between those whose communication is timed: its share of the step, what of it nothing hid, its speed. 0
+    times none."""
     trackers: list[str] = Field(default_factory=list)
     """Other programs that are told the metrics; metrics.jsonl is always written."""
 

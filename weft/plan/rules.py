@@ -245,11 +245,27 @@ def _recompute(job: Job, plan: Plan) -> str | None:
 
 
 def _allreduce(job: Job, plan: Plan) -> str | None:
-    if job.comm.allreduce in ("auto", "native") or plan.dp_shard == 1:
+    if job.comm.allreduce in ("auto", "native"):
+        return None
+    if job.comm.compression != "none":
+        return (
+            f"comm.allreduce={job.comm.allreduce} sums gradients as they are, and "
+            f"comm.compression={job.comm.compression} sends them otherwise; allreduce=auto would work"
+        )
+    if plan.dp_shard == 1:
         return None
     return (
         f"comm.allreduce={job.comm.allreduce} is how replicas sum their gradients, and under "
         f"parallel.dp_shard={plan.dp_shard} the backend sums them; allreduce=auto or dp_replicate would work"
+    )
+
+
+def _compressed_experts(job: Job, plan: Plan) -> str | None:
+    if job.comm.compression == "none" or plan.ep == 1:
+        return None
+    return (
+        f"comm.compression={job.comm.compression} acts on gradients that all data-parallel ranks sum, and "
+        f"parallel.ep={plan.ep} gives each rank experts of its own; compression=none or ep=1 would work"
     )
 
 
@@ -278,7 +294,7 @@ TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
 RULES: tuple[Rule, ...] = (
     *TP_RULES, _batch, _microbatch, _pipeline_only, _own, _cp_family, _cp_heads, _long, _fp8, _experts, _recompute,
-    _allreduce, sync_rule,
+    _allreduce, _compressed_experts, sync_rule,
 )  # fmt: skip
 """Whatever breaks one of these can be neither planned nor run."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Waits
+from weft.comm.spans import Spans
 from weft.job.errors import DivergedError, Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -23,6 +24,7 @@ from weft.precision import FLOOR
 from weft.train.signals import Signals
 from weft.train.state import State
 from weft.train.step import Gradients
+from weft.train.traffic import Traffic
 
 
 class Figures:
@@ -69,6 +71,7 @@ class _Open:
     loss_scale: float
     figures: Figures
     seconds: float
+    spans: Spans | None
     more: dict[str, Any]
 
 
@@ -83,6 +86,7 @@ class Ledger:
         sample = flops_per_sample(job.model, job.data.seq_len)
         self.flops = sample * job.train.global_batch if sample else None
         self.peak = peak_flops(plan, job)
+        self.traffic = Traffic(mesh, job.watch.comm_every)
         self.open: _Open | None = None
         self.last: dict[str, Any] = {}
         self.began = time.perf_counter()
@@ -97,10 +101,12 @@ class Ledger:
 
     def start_clock(self) -> None:
         """Leave out of the next step's time what was not training: evaluation, start-up."""
+        self.traffic.turn(self.state.step)
         self.began = time.perf_counter()
 
     def post(self, grads: Gradients, norm: Tensor, lr: float, taken: bool) -> None:
         """Send off this step's figures, and settle those of the step before."""
+        spans = self.traffic.turn(self.state.step)
         apart = self.plan.dp_replicate if self.plan.alone else 1
         mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world, self._flags())
         sums = torch.cat([x.reshape(-1).double() for x in mine])
@@ -108,7 +114,7 @@ class Ledger:
         figures = Figures(sums, work, self.state.woven.figures())
         now = time.perf_counter()
         more = self.state.rounds.figures()
-        opened = _Open(self.state.step, lr, taken, grads.scale, figures, now - self.began, more)
+        opened = _Open(self.state.step, lr, taken, grads.scale, figures, now - self.began, spans, more)
         self.began = now
         self.settle()
         self.open = opened
@@ -141,6 +147,7 @@ class Ledger:
             **({"loss_scale": entry.loss_scale, "skipped": not entry.taken} if self.state.scale.dynamic else {}),
             **entry.more,
             **self.state.woven.words(more, count),
+            **self.traffic.figures(entry.spans, entry.seconds),
             **extra,
         }
         self.last = record

@@ -163,7 +163,8 @@ def client_batches(worker: Worker, client: int, step: int) -> list[Batch]:
     size = job.train.global_batch // job.train.sync.drawn
     ids = np.arange(step * size, (step + 1) * size, dtype=np.int64)
     indices = own[sample_index(job.train.seed + 1 + client, ids, len(own))]
-    return read_samples(worker.dataset, ids + (client << 40), indices, worker.plan.microbatch)
+    parts = [slice(i, i + worker.plan.microbatch) for i in range(0, size, worker.plan.microbatch)]
+    return read_samples(worker.dataset, ids + (client << 40), indices, parts)
 
 
 def train_client(worker: Worker, task: dict[str, Any]) -> None:
