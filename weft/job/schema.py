@@ -341,10 +341,18 @@ class Comm(Section):
     a ring, up and down a tree, or inside each node first and then between nodes (hierarchical)."""
     compression: Literal["none"] = "none"
     """Gradients travel as they are."""
-    bucket_mb: float = Field(25.0, gt=0)
-    """Gradients of replicas are averaged in buckets of this size, while the backward pass goes on."""
+    bucket_mb: float | Literal["auto"] = "auto"
+    """Gradients of replicas are summed in buckets of this size, while the backward pass goes on. auto weighs what a
+    message costs against what a byte does."""
     timeout_s: float = Field(600.0, gt=0)
     """A collective that takes longer ends the run and names the ranks that did not arrive."""
+
+    @field_validator("bucket_mb")
+    @classmethod
+    def _size(cls, value: float | str) -> float | str:
+        if isinstance(value, float) and value <= 0:
+            raise ValueError("must be more than 0, or auto")
+        return value
 
 
 class Checkpoint(Section):
