@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.comm import Axis, mpi
+from weft.comm import Axis, Meter, mpi
 from weft.hardware.network import name_interface
 from weft.hardware.world import standing, under_mpi
 from weft.job.errors import MachineError
@@ -29,11 +29,10 @@ FOLDED = ("pp", "dp_replicate", "ep_shard", "ep")
 
 
 def joint_axis(plan: Plan) -> str:
-    """The axis over which gradients are summed; under shards the one over which weights are cut."""
-    data = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
-    if plan.cp == 1:
-        return data
-    return "cp" if plan.dp == 1 else f"{data}_cp"
+    """The axis over which gradients are summed; under shards the one over which weights are cut. Replicas that train
+    alone sum none between them."""
+    data = "dp_shard" if plan.dp_shard > 1 else "" if plan.alone or plan.dp == 1 else "dp_replicate"
+    return data if plan.cp == 1 else f"{data}_cp" if data else "cp"
 
 
 @dataclass
@@ -54,6 +53,8 @@ class Mesh:
     coords: dict[str, int] = field(default_factory=dict)
     joined: DeviceMesh | None = None
     """The mesh of the joint axis."""
+    meter: Meter = field(default_factory=Meter)
+    """Where this rank waits for others."""
 
     def every_axis(self) -> list[Axis]:
         """The named axes and everyone."""
@@ -92,12 +93,14 @@ class Mesh:
         if self.everyone is None:
             return [value]
         out: list[object] = [None] * self.world
-        dist.all_gather_object(out, value, group=self.host_group)
+        with self.meter.inside("everyone", "all_gather_object"):
+            dist.all_gather_object(out, value, group=self.host_group)
         return out
 
     def barrier(self) -> None:
         if self.everyone is not None:
-            dist.barrier(group=self.host_group)
+            with self.meter.inside("everyone", "barrier"):
+                dist.barrier(group=self.host_group)
 
     def close(self) -> None:
         if self.everyone is not None:
@@ -181,11 +184,12 @@ def ranks_of_a_node(plan: Plan) -> int:
     return max(1, min(plan.world // plan.nodes, started))
 
 
-def axis_of(name: str, group: dist.ProcessGroup | None, per_node: int) -> Axis:
+def axis_of(name: str, group: dist.ProcessGroup | None, per_node: int, meter: Meter) -> Axis:
     """A group of ranks as an axis that knows which of its ranks share a node."""
     assert group is not None
     nodes = tuple(r // per_node for r in dist.get_process_group_ranks(group))
-    return Axis(name, group, len(nodes), dist.get_rank(group), nodes=nodes if len(set(nodes)) > 1 else ())
+    between = nodes if len(set(nodes)) > 1 else ()
+    return Axis(name, group, len(nodes), dist.get_rank(group), nodes=between, meter=meter)
 
 
 def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_backend: str = "gloo") -> Mesh:
@@ -194,23 +198,19 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     wide = {name: degree for name, degree in plan.axes.items() if degree > 1}
     device_mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
     coords = dict(zip(wide, device_mesh.get_coordinate() or (), strict=True))
-    per_node = ranks_of_a_node(plan)
-    axes = {n: axis_of(n, device_mesh.get_group(n), per_node) for n in wide}
-    everyone = axis_of("everyone", dist.group.WORLD, per_node)
+    per_node, meter = ranks_of_a_node(plan), Meter()
+    axes = {n: axis_of(n, device_mesh.get_group(n), per_node, meter) for n in wide}
+    everyone = axis_of("everyone", dist.group.WORLD, per_node, meter)
     joined = None
     if (joint := joint_axis(plan)) in JOINT:
         joined = device_mesh[JOINT[joint]]._flatten(joint)
-        axes[joint] = axis_of(joint, joined.get_group(), per_node)
+        axes[joint] = axis_of(joint, joined.get_group(), per_node, meter)
     folded = None
     if plan.ep > 1:
         shape = (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp // plan.ep, plan.ep)
         folded = init_device_mesh(device.type, shape, mesh_dim_names=FOLDED)
-        for name in ("ep_shard", "ep"):
-            if (part := folded[name]).size() > 1:
-                axes[name] = Axis(name, part.get_group(), part.size(), part.get_local_rank())
-        if (copies := folded["dp_replicate", "ep_shard"]._flatten("expert_replicate")).size() > 1:
-            axes["expert_replicate"] = Axis(
-                "expert_replicate", copies.get_group(), copies.size(), copies.get_local_rank()
-            )
+        parts = {name: folded[name] for name in ("ep_shard", "ep")}
+        parts["expert_replicate"] = folded["dp_replicate", "ep_shard"]._flatten("expert_replicate")
+        axes |= {n: axis_of(n, part.get_group(), per_node, meter) for n, part in parts.items() if part.size() > 1}
     host_group, disk_group = (dist.new_group(backend=host_backend, timeout=timeout) for _ in range(2))
-    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, folded)
+    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, meter, folded)

@@ -45,9 +45,10 @@ def test_two_hosts_train_the_run_of_one(tmp_path: Path, pool: RankPool) -> None:
         said = "".join((tmp_path / f"host-{host}.txt").read_text() for host in range(2))
         assert codes == [0, 0], said[-4000:]
         sent = [hosts.sent(host) - before[host] for host in range(2)]
-        line = ["env", "-u", GLOO, "-u", NCCL, sys.executable, "-c", LOOK]
-        met = {**ENV, "MASTER_ADDR": hosts.address(0)}
-        look = hosts.start(1, line, env=met, stdout=subprocess.PIPE, text=True)
+        look = hosts.start(
+            1, ["env", "-u", GLOO, "-u", NCCL, sys.executable, "-c", LOOK],
+            env={**ENV, "MASTER_ADDR": hosts.address(0)}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         name, why, told = look.communicate(timeout=DEADLINE_S)[0].strip().split(" | ")
         assert (name, why) == ("eth0", f"it leads to MASTER_ADDR={hosts.address(0)}")
         assert told.startswith("eth0")

@@ -7,11 +7,13 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from weft.job.cluster import Cluster, Failures, Group, Level
+from weft.job.compression import parse_compression
 from weft.job.section import Section
+from weft.job.sync import Sync
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
-    "Optim", "Parallel", "RopeScaling", "Section", "Train", "Watch",
+    "Optim", "Parallel", "RopeScaling", "Section", "Sync", "Train", "Watch",
 ]  # fmt: skip
 
 
@@ -187,6 +189,9 @@ class Train(Section):
     """Compile each block with torch.compile. auto does so on GPUs, for Weft's own models."""
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights; 0 keeps none. 0.999 is usual."""
+    sync: Sync = Sync()
+    """How often ranks that read different samples come together: step, local:8, diloco:50, server:async, server:sync,
+    federated, or a section of these."""
 
     @field_validator("microbatch", "accumulation")
     @classmethod
@@ -339,13 +344,21 @@ class Comm(Section):
     allreduce: Literal["auto", "native", "ring", "tree", "hierarchical"] = "auto"
     """How replicas sum their gradients: by the backend's own all-reduce (native, which auto is), or by messages around
     a ring, up and down a tree, or inside each node first and then between nodes (hierarchical)."""
-    compression: Literal["none"] = "none"
-    """Gradients travel as they are."""
+    compression: str = "none"
+    """What gradients travel as between data-parallel ranks: as they are (none), rounded (fp16, bf16, int8, int4), the
+    largest of them (topk:0.01, that share; threshold:3, those above so many times their root mean square), as matrices
+    of a low rank (powersgd:4), as signs (onebit), or as the link asks (adaptive). Weights that dp_shard gathers travel
+    in fp16, bf16 or int8 then."""
     bucket_mb: float | Literal["auto"] = "auto"
     """Gradients of replicas are summed in buckets of this size, while the backward pass goes on. auto weighs what a
     message costs against what a byte does."""
     timeout_s: float = Field(600.0, gt=0)
     """A collective that takes longer ends the run and names the ranks that did not arrive."""
+
+    @field_validator("compression")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return str(parse_compression(value))
 
     @field_validator("bucket_mb")
     @classmethod

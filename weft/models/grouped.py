@@ -34,10 +34,9 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts = counts.tolist()
-        out = x.new_empty((len(x), weight.shape[1]))
-        for e, rows, y in zip(*_groups(ctx.counts, x, out), strict=True):
-            torch.mm(rows, weight[e].t(), out=y)
-        return out
+        # selective recompute keeps each product, so none may be a piece of what the next one writes to
+        parts = [rows @ weight[e].t() for e, rows in zip(*_groups(ctx.counts, x), strict=True)]
+        return torch.cat(parts) if parts else x.new_empty((0, weight.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from weft.comm import Axis, Waits
+from weft.comm import Axis, Meter, Waits
 from weft.comm.algorithms import Start
 from weft.comm.pieces import like, local_of
+from weft.parallel.compressed import Compressor, Segment
 from weft.parallel.queue import Queue
+from weft.parallel.shard_comm import Gather, Scatter
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
 
@@ -40,16 +42,20 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 class Bucket:
     """Gradients that travel together in one buffer, in the order in which the backward pass makes them."""
 
-    def __init__(self, names: list[str], masters: dict[str, Tensor], start: Start | None):
-        self.names, self.start = names, start
+    def __init__(self, names: list[str], masters: dict[str, Tensor]):
+        self.names = names
         sizes = [-(-local_of(masters[n]).numel() // ALIGN) * ALIGN for n in names]
         device = local_of(masters[names[0]]).device
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.views: dict[str, Tensor] = {}
-        for name, size, start in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
+        self.segments: list[Segment] = []
+        for name, size, first in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
             master = local_of(masters[name])
-            self.views[name] = self.flat[start : start + size][: master.numel()].view(master.shape)
+            self.views[name] = self.flat[first : first + size][: master.numel()].view(master.shape)
+            self.segments.append(Segment(name, first, master.numel(), master.shape))
         self.missing = len(names)
+        self.start: Start | None = None
+        """Begins to sum it over the replicas."""
 
 
 class Replicas:
@@ -65,8 +71,9 @@ class Replicas:
     def __init__(
         self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool,
         start: Start | None = None, apart: frozenset[str] = frozenset(), start_apart: Start | None = None,
+        compressor: Compressor | None = None,
     ):  # fmt: skip
-        self.module, self.axis, self.last = module, axis, True
+        self.module, self.axis, self.last, self.compressor = module, axis, True, compressor
         self.start = start or (axis.start_all_reduce if axis else None)
         self.apart, self.start_apart = apart, start_apart
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -89,20 +96,41 @@ class Replicas:
             self.leaves = self.copies
 
     def _fill_buckets(self, limit: int) -> None:
-        kinds: dict[bool, tuple[list[str], Start | None]] = {False: ([], self.start), True: ([], self.start_apart)}
+        filling: dict[str, list[str]] = {}
         for name in reversed(self.weights):  # the backward pass makes the last gradients first
-            names, start = kinds[name in self.apart]
-            held = sum(local_of(self.masters[n]).numel() for n in names)
-            if names and held + local_of(self.masters[name]).numel() > limit:
-                self.buckets.append(Bucket(list(names), self.masters, start))
-                names.clear()
+            kind, size = self._kind(name), local_of(self.masters[name]).numel()
+            names = filling.setdefault(kind, [])
+            if names and sum(local_of(self.masters[n]).numel() for n in names) + size > limit:
+                self._add_bucket(names, kind)
+                names = filling[kind] = []
             names.append(name)
-        self.buckets += [Bucket(names, self.masters, start) for names, start in kinds.values() if names]
+        for kind, names in filling.items():
+            self._add_bucket(names, kind)
         for number, bucket in enumerate(self.buckets):
             for name, view in bucket.views.items():
                 weight = self.weights[name]
                 self.masters[name].grad = like(view, self.masters[name])
                 weight.register_post_accumulate_grad_hook(self._hook(number, bucket, view))
+
+    def _kind(self, name: str) -> str:
+        """Which weights travel with which."""
+        if name in self.apart:
+            return "apart"
+        if self.compressor is not None and self.compressor.takes(name, local_of(self.masters[name]).shape):
+            return "compressed"
+        return "plain"
+
+    def _add_bucket(self, names: list[str], kind: str) -> None:
+        bucket, packed = Bucket(names, self.masters), self.compressor
+        if kind == "apart":
+            bucket.start = self.start_apart
+        elif packed is None:
+            bucket.start = self.start
+        elif kind == "compressed":
+            bucket.start = packed.starting(bucket.segments, bucket.flat.numel())
+        else:
+            bucket.start = packed.start_plain
+        self.buckets.append(bucket)
 
     def _hook(self, number: int, bucket: Bucket, view: Tensor) -> Any:
         def arrived(weight: Tensor) -> None:
@@ -153,7 +181,9 @@ class Replicas:
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self.works, self.sent = [], 0
-        if self.axis is not None and self.start_apart is None:  # of two groups of ranks none knows the other's order
+        if (
+            self.axis is not None and self.start_apart is None and self.compressor is None
+        ):  # each has an order of its own
             self.queue.step_over(self.axis, [bucket.flat for bucket in self.buckets])
 
     def zero_grad(self) -> None:
@@ -185,19 +215,43 @@ class Shards:
     | 3 | cut after every use | cut at once |
     """
 
-    def __init__(self, module: nn.Module, zero: int, replicated: bool):
+    def __init__(
+        self, module: nn.Module, zero: int, replicated: bool, meter: Meter, axis: str,
+        compressor: Compressor | None = None,
+    ):  # fmt: skip
+        """`axis` is the name under which the meter counts FSDP2's waits."""
         assert isinstance(module, FSDPModule)
         self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
+        self.compressor = compressor
         self.fsdp_modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for m in self.fsdp_modules:
             m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
             m.set_force_sum_reduction_for_comms(True)
+            see_waits(m, meter, axis, replicated)
         self.masters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.leaves, self.copies = self.masters, dict[str, Tensor]()
+        if compressor is not None:
+            self._compress(compressor)
+
+    def _compress(self, compressor: Compressor) -> None:
+        """Let each unit's collectives go through the compressor."""
+        names = {id(p): n for n, p in self.module.named_parameters()}
+        unit: Any
+        for unit in self.fsdp_modules:
+            for group in fsdp_groups(unit._get_fsdp_state()):
+                weights = [(names[id(p.sharded_param)], p._orig_size, p.sharded_param) for p in group.fsdp_params]
+                if weights:
+                    scatter = Scatter(compressor, [(n, size) for n, size, p in weights if p.requires_grad])
+                    unit.set_custom_reduce_scatter(scatter)
+                    unit.set_custom_all_gather(Gather(compressor, scatter, [(n, size) for n, size, _ in weights]))
+                    if compressor.across is not None:
+                        unit.set_all_reduce_hook(scatter.across)
 
     def microbatch(self, last: bool) -> None:
         if self.held:
             return
+        if self.compressor is not None:
+            self.compressor.last = last
         self.module.set_is_last_backward(last)
         if self.zero == 1:
             self.module.set_requires_gradient_sync(last)
@@ -250,6 +304,34 @@ def reduce_now(module: nn.Module) -> None:
         for group in fsdp_groups(each):
             group.post_backward()
     fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def see_waits(module: nn.Module, meter: Meter, axis: str, replicated: bool) -> None:
+    """Let the meter see when an FSDP2 module waits: in gathers and scatters, and from a scatter to the sum that follows
+    it over the replicas, after which FSDP2 calls a hook."""
+    for group in fsdp_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+        group._all_gather_comm = _Seen(group._all_gather_comm, meter, axis, "all_gather")
+        group._reduce_scatter_comm = _Seen(group._reduce_scatter_comm, meter, axis, "reduce_scatter")
+        if replicated:
+            group._reduce_scatter_comm.then = group
+            group._all_reduce_hook = lambda summed: meter.leave()
+
+
+class _Seen:
+    """One of FSDP2's collectives, under the eyes of the meter."""
+
+    def __init__(self, comm: Any, meter: Meter, axis: str, what: str):
+        self.comm, self.meter, self.axis, self.what = comm, meter, axis, what
+        self.allocate = comm.allocate
+        self.then: Any = None
+        """The group that sums over the replicas next, if any does."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with self.meter.inside(self.axis, self.what):
+            work = self.comm(*args, **options)
+        if self.then is not None and self.then.all_reduce_grads:
+            self.meter.enter("dp_replicate", "all_reduce")
+        return work
 
 
 def fsdp_states(module: nn.Module) -> list[Any]:

@@ -13,6 +13,7 @@ from weft.plan.context import ulysses_fits
 from weft.plan.fp8 import fp8_share
 from weft.plan.layout import Plan
 from weft.plan.schedule import splits
+from weft.plan.sync import sync_rule
 
 Rule = Callable[[Job, Plan], str | None]
 
@@ -244,11 +245,27 @@ def _recompute(job: Job, plan: Plan) -> str | None:
 
 
 def _allreduce(job: Job, plan: Plan) -> str | None:
-    if job.comm.allreduce in ("auto", "native") or plan.dp_shard == 1:
+    if job.comm.allreduce in ("auto", "native"):
+        return None
+    if job.comm.compression != "none":
+        return (
+            f"comm.allreduce={job.comm.allreduce} sums gradients as they are, and "
+            f"comm.compression={job.comm.compression} sends them otherwise; allreduce=auto would work"
+        )
+    if plan.dp_shard == 1:
         return None
     return (
         f"comm.allreduce={job.comm.allreduce} is how replicas sum their gradients, and under "
         f"parallel.dp_shard={plan.dp_shard} the backend sums them; allreduce=auto or dp_replicate would work"
+    )
+
+
+def _compressed_experts(job: Job, plan: Plan) -> str | None:
+    if job.comm.compression == "none" or plan.ep == 1:
+        return None
+    return (
+        f"comm.compression={job.comm.compression} acts on gradients that all data-parallel ranks sum, and "
+        f"parallel.ep={plan.ep} gives each rank experts of its own; compression=none or ep=1 would work"
     )
 
 
@@ -277,12 +294,13 @@ TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
 RULES: tuple[Rule, ...] = (
     *TP_RULES, _batch, _microbatch, _pipeline_only, _own, _cp_family, _cp_heads, _long, _fp8, _experts, _recompute,
-    _allreduce,
+    _allreduce, _compressed_experts, sync_rule,
 )  # fmt: skip
 """Whatever breaks one of these can be neither planned nor run."""
 
 RUNNABLE: tuple[Rule, ...] = (
     _kinds,
+    _not_yet("train.sync", lambda p: p.sync == "step" or p.alone, lambda p: p.sync, "diloco"),
     _mpi,
     _not_yet("placement", lambda p: p.placement == "shards-near", lambda p: p.placement, "placement=shards-near"),
 )

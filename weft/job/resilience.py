@@ -1,0 +1,22 @@
+"""The resilience section of a job: what a run does about faults."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from weft.job.section import Section
+
+
+class Resilience(Section):
+    """What a run does about faults. The defaults keep it alive and change nothing about its numbers."""
+
+    bad_steps: int = Field(3, ge=1)
+    """Steps in a row whose loss or gradients are not finite after which the run ends as diverged; fewer are skipped."""
+    check_every: int = Field(10, ge=0)
+    """Steps between comparisons of the weights that ranks hold alike; 0 compares never."""
+    evict_slow: bool = False
+    """Ask for another process in the place of a rank that stays slow."""
+    rebalance: bool = True
+    """Move sequences from a slow rank to fast ones. The same run within rounding, though not bit for bit."""
+    roll_back: bool = True
+    """Undo a step whose loss or gradient norm leaves all bounds, and pass over its batch."""
