@@ -7,11 +7,13 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from weft.job.cluster import Cluster, Failures, Group, Level
+from weft.job.compression import parse_compression
 from weft.job.section import Section
+from weft.job.sync import Sync
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
-    "Optim", "Parallel", "RopeScaling", "Section", "Train", "Watch",
+    "Optim", "Parallel", "RopeScaling", "Section", "Sync", "Train", "Watch",
 ]  # fmt: skip
 
 
@@ -187,6 +189,9 @@ class Train(Section):
     """Compile each block with torch.compile. auto does so on GPUs, for Weft's own models."""
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights; 0 keeps none. 0.999 is usual."""
+    sync: Sync = Sync()
+    """How often ranks that read different samples come together: step, local:8, diloco:50, server:async, server:sync,
+    federated, or a section of these."""
 
     @field_validator("microbatch", "accumulation")
     @classmethod
@@ -288,7 +293,7 @@ class Memory(Section):
     products and attention (selective), that many blocks (a number), or every block (full). auto is the least that
     fits."""
     budget_gib: float | None = Field(None, gt=0)
-    """Memory a rank may use, for recompute: auto. Left out: 90 % of the device's."""
+    """Memory a rank may use, by which the layout and recompute: auto are chosen. Left out: 90 % of the device's."""
     offload: Literal["none", "activations"] = "none"
     """none keeps everything on the device; activations parks what each block must remember in host memory until its
     backward pass, and computes the rest of the block again but for its attention."""
@@ -334,17 +339,25 @@ class Fp8(Section):
 class Comm(Section):
     """How ranks talk."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto is nccl where each rank has its own GPU, gloo elsewhere."""
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    """auto is nccl where each rank has its own GPU, mpi on CPUs where mpirun started the ranks, gloo elsewhere."""
     allreduce: Literal["auto", "native", "ring", "tree", "hierarchical"] = "auto"
     """How replicas sum their gradients: by the backend's own all-reduce (native, which auto is), or by messages around
     a ring, up and down a tree, or inside each node first and then between nodes (hierarchical)."""
-    compression: Literal["none"] = "none"
-    """Gradients travel as they are."""
+    compression: str = "none"
+    """What gradients travel as between data-parallel ranks: as they are (none), rounded (fp16, bf16, int8, int4), the
+    largest of them (topk:0.01, that share; threshold:3, those above so many times their root mean square), as matrices
+    of a low rank (powersgd:4), as signs (onebit), or as the link asks (adaptive). Weights that dp_shard gathers travel
+    in fp16, bf16 or int8 then."""
     bucket_mb: float = Field(25.0, gt=0)
     """Gradients of replicas are averaged in buckets of this size, while the backward pass goes on."""
     timeout_s: float = Field(600.0, gt=0)
     """A collective that takes longer ends the run and names the ranks that did not arrive."""
+
+    @field_validator("compression")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return str(parse_compression(value))
 
 
 class Checkpoint(Section):
@@ -367,6 +380,9 @@ class Watch(Section):
     """Steps between plain progress lines."""
     gantt_step: int = Field(5, ge=0)
     """The step of a pipelined run whose time line the report shows; 0 records none."""
+    comm_every: int = Field(10, ge=0)
+    """Steps between those whose communication is timed: its share of the step, what of it nothing hid, its speed. 0
+    times none."""
     trackers: list[str] = Field(default_factory=list)
     """Other programs that are told the metrics; metrics.jsonl is always written."""
 

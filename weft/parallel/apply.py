@@ -11,11 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm.algorithms import summing
+from weft.comm.beside import Beside
+from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.memory import Park, chosen, lengthen, recompute
 from weft.mesh import Mesh, joint_axis
 from weft.models.init import initialise
+from weft.parallel.compressed import Compressor, cut_over_tp
 from weft.parallel.context import Context, split_context
+from weft.parallel.counted import count_shards
 from weft.parallel.cut import Cut
 from weft.parallel.data import Replicas, Shards, shard
 from weft.parallel.expert import compile_around, dress, experts_apart, keep_own, shard_experts, spread_experts
@@ -38,11 +42,12 @@ def parallelize(
     says that the optimizer reads `leaves`, so gradients need not be brought to the masters where nothing is summed.
     """
     pp = mesh.axis("pp")
+    beside = Beside(mesh.device, at_once=joint_axis(plan) == "cp") if compresses(plan, mesh) else None
     again = chosen(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
     load = ExpertLoad(model, mesh.device, mesh.everyone)
     if pp is None:
-        woven = weave(model, mesh, plan, seed, again, summed=plan.accumulation > 1 or not bare_gradients)
+        woven = weave(model, mesh, plan, seed, again, plan.accumulation > 1 or not bare_gradients, beside)
         load.watch(woven.module)
         return replace(woven, load=load)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
@@ -51,22 +56,27 @@ def parallelize(
         stage = copy.deepcopy(model)
         first, end = plan.split[index]
         stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
-        stages[index] = weave(stage, mesh, plan, seed, again)
+        stages[index] = weave(stage, mesh, plan, seed, again, beside=beside)
     cut = plan.tp if plan.sequence else 1
     at_once = frozenset(i for i, stage in stages.items() if again.keys() & find_units(stage.module).keys())
     load.watch(*(stage.module for stage in stages.values()))
     return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], cut, load, at_once)
 
 
-def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, str], summed: bool = True) -> Woven:
+def weave(
+    model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, str], summed: bool = True,
+    beside: Beside | None = None,
+) -> Woven:  # fmt: skip
     """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole.
 
-    `again` says which units are recomputed, and how; `summed` that a step's gradients are added up in the masters'.
+    `again` says which units are recomputed, and how; `summed` that a step's gradients are added up in the masters';
+    `beside` what compresses gradients while the backward pass goes on.
     """
     dtype, fp8 = COMPUTE[plan.precision], recipe_of(plan)
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
     context = Context(cp, Cut.of(plan, cp.rank)) if cp else None
+    between = ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
     park = Park(mesh.device, plan.host_gib / plan.virtual_stages)
     units = find_units(model)
     for prefix, unit in [*units.items(), ("", model)]:
@@ -94,18 +104,48 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, 
         if sharded:
             _refuse_scalars(unit)
             shard_experts(modules, mesh, plan, dtype)
-            shard(unit, mesh.submesh("dp_replicate", joint_axis(plan)), plan.zero, dtype)
+            # compressed, shards are summed over their replicas by hand
+            copied = between if beside is None else ()
+            shard(unit, mesh.submesh(*copied, joint_axis(plan)), plan.zero, dtype)
+    axis, compressor = mesh.axis(joint_axis(plan)), None
+    if beside is not None:
+        compressor = compressor_of(plan, mesh, beside, seed, dict(model.named_parameters()), split)
     if sharded:
-        data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None)
+        if compressor is None:  # what compresses counts for itself
+            count_shards(model, mesh)
+        data: Replicas | Shards = Shards(model, plan.zero, bool(between), compressor)
     else:
-        axis = mesh.axis(joint_axis(plan))
         start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes)) if axis else None
-        data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh))
+        data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor)
     partial = tuple(n for n in data.masters if split and n in split.partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
     frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
     return Woven(model, data, tp, partial, frozen, aliases, DelayedScales(model, mesh))
+
+
+def compresses(plan: Plan, mesh: Mesh) -> bool:
+    """Whether gradients are summed over some axis and travel compressed."""
+    return plan.compression != "none" and mesh.axis(joint_axis(plan)) is not None
+
+
+def compressor_of(
+    plan: Plan, mesh: Mesh, beside: Beside, seed: int, params: dict[str, nn.Parameter], split: TensorSplit | None
+) -> Compressor:
+    """What compresses the gradients of a stage over its data-parallel axes."""
+    axis, across = (
+        mesh.axis(joint_axis(plan)),
+        mesh.axis("dp_replicate") if plan.dp_shard > 1 and not plan.alone else None,
+    )
+    assert axis is not None
+
+    def alike(name: str) -> bool:
+        return split is not None and name not in split.partial and not cut_over_tp(params[name])
+
+    return Compressor(
+        parse_compression(plan.compression), axis, across, beside, mesh.device, seed=seed,
+        careful=plan.precision == "fp16", alike=alike,
+    )  # fmt: skip
 
 
 def compile_parts(unit: nn.Module, parts: tuple[str, ...], backend: str = "inductor") -> None:

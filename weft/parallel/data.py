@@ -8,6 +8,7 @@ backward pass, `finish()` after the last, `refresh()` after the masters changed 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch.distributed.tensor import Shard
 from weft.comm import Axis, Waits
 from weft.comm.algorithms import Start
 from weft.comm.pieces import like, local_of
+from weft.parallel.compressed import Compressor, Segment
+from weft.parallel.shard_comm import Gather, Scatter
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
 
@@ -38,16 +41,20 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 class Bucket:
     """Gradients that travel together in one buffer, in the order in which the backward pass makes them."""
 
-    def __init__(self, names: list[str], masters: dict[str, Tensor], start: Start | None):
-        self.names, self.start = names, start
+    def __init__(self, names: list[str], masters: dict[str, Tensor]):
+        self.names = names
         sizes = [-(-local_of(masters[n]).numel() // ALIGN) * ALIGN for n in names]
         device = local_of(masters[names[0]]).device
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.views: dict[str, Tensor] = {}
+        self.segments: list[Segment] = []
         for name, size, first in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
             master = local_of(masters[name])
             self.views[name] = self.flat[first : first + size][: master.numel()].view(master.shape)
+            self.segments.append(Segment(name, first, master.numel(), master.shape))
         self.missing = len(names)
+        self.start: Start | None = None
+        """Begins to sum it over the replicas."""
 
 
 class Replicas:
@@ -63,8 +70,9 @@ class Replicas:
     def __init__(
         self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool,
         start: Start | None = None, apart: frozenset[str] = frozenset(), start_apart: Start | None = None,
+        compressor: Compressor | None = None,
     ):  # fmt: skip
-        self.module, self.axis, self.last = module, axis, True
+        self.module, self.axis, self.last, self.compressor = module, axis, True, compressor
         self.start = start or (axis.start_all_reduce if axis else None)
         self.apart, self.start_apart = apart, start_apart
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -85,20 +93,41 @@ class Replicas:
             self.leaves = self.copies
 
     def _fill_buckets(self, limit: int) -> None:
-        kinds: dict[bool, tuple[list[str], Start | None]] = {False: ([], self.start), True: ([], self.start_apart)}
+        filling: dict[str, list[str]] = {}
         for name in reversed(self.weights):  # the backward pass makes the last gradients first
-            names, start = kinds[name in self.apart]
-            held = sum(local_of(self.masters[n]).numel() for n in names)
-            if names and held + local_of(self.masters[name]).numel() > limit:
-                self.buckets.append(Bucket(list(names), self.masters, start))
-                names.clear()
+            kind, size = self._kind(name), local_of(self.masters[name]).numel()
+            names = filling.setdefault(kind, [])
+            if names and sum(local_of(self.masters[n]).numel() for n in names) + size > limit:
+                self._add_bucket(names, kind)
+                names = filling[kind] = []
             names.append(name)
-        self.buckets += [Bucket(names, self.masters, start) for names, start in kinds.values() if names]
+        for kind, names in filling.items():
+            self._add_bucket(names, kind)
         for bucket in self.buckets:
             for name, view in bucket.views.items():
                 weight = self.weights[name]
                 self.masters[name].grad = like(view, self.masters[name])
                 weight.register_post_accumulate_grad_hook(self._hook(bucket, view))
+
+    def _kind(self, name: str) -> str:
+        """Which weights travel with which."""
+        if name in self.apart:
+            return "apart"
+        if self.compressor is not None and self.compressor.takes(name, local_of(self.masters[name]).shape):
+            return "compressed"
+        return "plain"
+
+    def _add_bucket(self, names: list[str], kind: str) -> None:
+        bucket, packed = Bucket(names, self.masters), self.compressor
+        if kind == "apart":
+            bucket.start = self.start_apart
+        elif packed is None:
+            bucket.start = self.start
+        elif kind == "compressed":
+            bucket.start = packed.starting(bucket.segments, bucket.flat.numel())
+        else:
+            bucket.start = packed.start_plain
+        self.buckets.append(bucket)
 
     def _hook(self, bucket: Bucket, view: Tensor) -> Any:
         def arrived(weight: Tensor) -> None:
@@ -141,8 +170,9 @@ class Replicas:
     def finish(self) -> None:
         """Every master's gradient is the sum over the replicas when this returns."""
         self._send_ready(all_of_them=True)
-        for work in self.works:
-            work.wait()
+        with nullcontext() if self.axis is None or self.axis.spans is None else self.axis.spans.waiting():
+            for work in self.works:
+                work.wait()
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self.works, self.sent = [], 0
@@ -176,19 +206,38 @@ class Shards:
     | 3 | cut after every use | cut at once |
     """
 
-    def __init__(self, module: nn.Module, zero: int, replicated: bool):
+    def __init__(self, module: nn.Module, zero: int, replicated: bool, compressor: Compressor | None = None):
         assert isinstance(module, FSDPModule)
         self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
+        self.compressor = compressor
         self.fsdp_modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for m in self.fsdp_modules:
             m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
             m.set_force_sum_reduction_for_comms(True)
         self.masters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.leaves, self.copies = self.masters, dict[str, Tensor]()
+        if compressor is not None:
+            self._compress(compressor)
+
+    def _compress(self, compressor: Compressor) -> None:
+        """Let each unit's collectives go through the compressor."""
+        names = {id(p): n for n, p in self.module.named_parameters()}
+        unit: Any
+        for unit in self.fsdp_modules:
+            for group in fsdp_groups(unit._get_fsdp_state()):
+                weights = [(names[id(p.sharded_param)], p._orig_size, p.sharded_param) for p in group.fsdp_params]
+                if weights:
+                    scatter = Scatter(compressor, [(n, size) for n, size, p in weights if p.requires_grad])
+                    unit.set_custom_reduce_scatter(scatter)
+                    unit.set_custom_all_gather(Gather(compressor, scatter, [(n, size) for n, size, _ in weights]))
+                    if compressor.across is not None:
+                        unit.set_all_reduce_hook(scatter.across)
 
     def microbatch(self, last: bool) -> None:
         if self.held:
             return
+        if self.compressor is not None:
+            self.compressor.last = last
         self.module.set_is_last_backward(last)
         if self.zero == 1:
             self.module.set_requires_gradient_sync(last)

@@ -15,6 +15,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from weft.comm import Axis
 from weft.comm.pieces import local_of
+from weft.parallel.compressed import Compressor
 from weft.parallel.load import ExpertLoad
 from weft.parallel.wire import Message, Wire, sent_by
 from weft.parallel.woven import Batch, LossOf, Woven
@@ -82,6 +83,17 @@ class Pipelined:
     def frozen(self) -> dict[str, Tensor]:
         return {n: p for stage in self.stages.values() for n, p in stage.frozen.items()}
 
+    @property
+    def compressors(self) -> list[Compressor]:
+        return [c for stage in self.stages.values() for c in stage.compressors]
+
+    def owed(self) -> dict[str, Tensor]:
+        return {n: t for stage in self.stages.values() for n, t in stage.owed().items()}
+
+    def adopt_owed(self, held: dict[str, Tensor]) -> None:
+        for stage in self.stages.values():
+            stage.adopt_owed(held)
+
     def buffers(self) -> dict[str, Tensor]:
         return {n: b for stage in self.stages.values() for n, b in stage.buffers().items()}
 
@@ -95,6 +107,7 @@ class Pipelined:
         final = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
         self.wire.begin([list(x) for x in self.schedule.actions], self.schedule, step.shape)
         for stage in self.stages.values():
+            stage.begin(scale)
             stage.data.hold(self.splits)
         for i, action in enumerate(actions):
             step.do(action, last=final[action.stage] == i)

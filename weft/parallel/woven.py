@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from weft.comm import Axis
 from weft.comm.pieces import local_of
+from weft.parallel.compressed import Compressor
 from weft.parallel.data import Replicas, Shards
 from weft.parallel.fp8 import DelayedScales
 from weft.parallel.load import ExpertLoad
@@ -75,6 +76,13 @@ class Woven:
         }
         return {n: b for n, b in self.module.named_buffers() if b.numel() and n not in passing}
 
+    def begin(self, scale: float) -> None:
+        """A step begins, with gradients of the summed loss times `scale`."""
+        if self.load is not None:
+            self.load.begin(scale)
+        if self.compressor is not None:
+            self.compressor.begin(scale)
+
     def microbatch(self, last: bool) -> None:
         """For a loop of one's own: say before each backward pass whether it is the step's last."""
         self.data.microbatch(last)
@@ -82,8 +90,7 @@ class Woven:
     def backward(self, batches: list[Batch], loss_of: LossOf, scale: float) -> Tensor:
         """Forward and backward over a step's microbatches: the gradients of loss · scale. Returns the summed loss."""
         total = torch.zeros((), device=batches[0]["inputs"].device)
-        if self.load is not None:
-            self.load.begin(scale)
+        self.begin(scale)
         for i, batch in enumerate(batches):
             self.microbatch(last=i == len(batches) - 1)
             loss = loss_of(self.module, batch)
@@ -125,6 +132,8 @@ class Woven:
             self.scales.step()
         if self.load is not None:
             self.load.follow()
+        if self.compressor is not None:
+            self.compressor.keep()
 
     def figures(self) -> Tensor:
         """Of the last step, what only the model knows; words() says it."""
@@ -133,6 +142,29 @@ class Woven:
     def words(self, figures: list[float], tokens: int) -> dict[str, Any]:
         """Figures that the host has read, as the step's record tells them."""
         return {} if self.load is None else self.load.words(figures, tokens)
+
+    @property
+    def compressor(self) -> Compressor | None:
+        return self.data.compressor
+
+    def owed(self) -> dict[str, Tensor]:
+        """What compression has not sent yet and its bases, for a checkpoint. Each holder has its own share of what is
+        owed of a weight; a stage that holds another's weight a second time counts as a second set of holders."""
+        return {} if self.compressor is None else self.compressor.owed(self._holder, self.data.masters)
+
+    def adopt_owed(self, held: dict[str, Tensor]) -> None:
+        """Take in what owed() had named."""
+        if self.compressor is not None:
+            self.compressor.adopt(self._holder, self.data.masters, held)
+
+    def _holder(self, name: str) -> tuple[int, str]:
+        assert self.compressor is not None
+        twin = self.compressor.holders if name in self.aliases else 0
+        return self.compressor.holder + twin, self.aliases.get(name, name)
+
+    @property
+    def compressors(self) -> list[Compressor]:
+        return [] if self.compressor is None else [self.compressor]
 
     def refresh(self) -> None:
         """After the masters were changed by other hands than the optimizer's."""

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from math import isqrt
 
 from weft.hardware.catalog import DEVICES
+from weft.hardware.world import under_mpi
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.context import ulysses_fits
 from weft.plan.fp8 import fp8_share
 from weft.plan.layout import Plan
 from weft.plan.schedule import splits
+from weft.plan.sync import sync_rule
 
 Rule = Callable[[Job, Plan], str | None]
 
@@ -157,6 +159,11 @@ def _long(job: Job, plan: Plan) -> str | None:
             f"{setting} makes a block's gradients all at once, and parallel.schedule={plan.schedule} splits them; "
             "schedule=1f1b would work"
         )
+    if job.memory.recompute not in ("auto", "full") and (job.memory.offload == "activations" or job.memory.chunk):
+        return (
+            f"memory.recompute={job.memory.recompute} has no say beside {setting}, which computes most of a block "
+            "again by itself; recompute=auto would work"
+        )
     return None
 
 
@@ -238,11 +245,27 @@ def _recompute(job: Job, plan: Plan) -> str | None:
 
 
 def _allreduce(job: Job, plan: Plan) -> str | None:
-    if job.comm.allreduce in ("auto", "native") or plan.dp_shard == 1:
+    if job.comm.allreduce in ("auto", "native"):
+        return None
+    if job.comm.compression != "none":
+        return (
+            f"comm.allreduce={job.comm.allreduce} sums gradients as they are, and "
+            f"comm.compression={job.comm.compression} sends them otherwise; allreduce=auto would work"
+        )
+    if plan.dp_shard == 1:
         return None
     return (
         f"comm.allreduce={job.comm.allreduce} is how replicas sum their gradients, and under "
         f"parallel.dp_shard={plan.dp_shard} the backend sums them; allreduce=auto or dp_replicate would work"
+    )
+
+
+def _compressed_experts(job: Job, plan: Plan) -> str | None:
+    if job.comm.compression == "none" or plan.ep == 1:
+        return None
+    return (
+        f"comm.compression={job.comm.compression} acts on gradients that all data-parallel ranks sum, and "
+        f"parallel.ep={plan.ep} gives each rank experts of its own; compression=none or ep=1 would work"
     )
 
 
@@ -261,16 +284,24 @@ def _kinds(job: Job, plan: Plan) -> str | None:
     return f"cluster.also={names}: several kinds of devices can be planned but not trained on yet; leave it out"
 
 
+def _mpi(job: Job, plan: Plan) -> str | None:
+    if plan.backend != "mpi" or plan.world == 1 or under_mpi():
+        return None
+    return f"comm.backend=mpi needs ranks that MPI started: mpirun -n {plan.world} weft train …; gloo would work"
+
+
 TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
 RULES: tuple[Rule, ...] = (
     *TP_RULES, _batch, _microbatch, _pipeline_only, _own, _cp_family, _cp_heads, _long, _fp8, _experts, _recompute,
-    _allreduce,
+    _allreduce, _compressed_experts, sync_rule,
 )  # fmt: skip
 """Whatever breaks one of these can be neither planned nor run."""
 
 RUNNABLE: tuple[Rule, ...] = (
     _kinds,
+    _not_yet("train.sync", lambda p: p.sync == "step" or p.alone, lambda p: p.sync, "diloco"),
+    _mpi,
     _not_yet("placement", lambda p: p.placement == "shards-near", lambda p: p.placement, "placement=shards-near"),
 )
 """Whatever breaks one of these can be planned, but not trained by this version."""

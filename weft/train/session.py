@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from weft.comm.algorithms import summing
 from weft.comm.pieces import piece_of
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import Batch, Loader, val_batches
@@ -23,7 +24,9 @@ from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
+from weft.sync.outer import EveryStep, Rounds
 from weft.train.checkpoint import Checkpoints
+from weft.train.owed import load_owed
 from weft.train.state import State
 from weft.train.step import Stepper
 from weft.watch import logs
@@ -51,6 +54,12 @@ class Session:
         if self.journal is not None:
             self.journal.event(kind, **fields)
 
+    def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
+        """Adaptive compression has changed its mind."""
+        if self.journal is not None:
+            self.event("compression", step=self.state.step, was=was, now=now, why=why, **fields)
+            self.log.info("%s", f"compression at step {self.state.step}: {now} (was {was}): {why}")
+
     def loader(self) -> Loader:
         """Batches from the next unread sample on."""
         job, mesh = self.job, self.mesh
@@ -76,7 +85,7 @@ class Session:
 
     def save(self, wait: bool = False) -> None:
         self.state.agree()
-        self.checkpoints.save(self.state.step, self.state.tensors(), self.state.meta(self.job, self.plan), wait=wait)
+        self.checkpoints.save(self.state.step, self.state.saved(), self.state.meta(self.job, self.plan), wait=wait)
 
     def close(self) -> None:
         self.mesh.close()
@@ -119,6 +128,8 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
     )  # fmt: skip
     session = Session(job, plan, run, mesh, state, Stepper(job, plan, mesh, state), dataset, checkpoints, journal, log)
+    for compressor in state.woven.compressors:
+        compressor.tell = session.compression
     _write_slices(session)
     _resume(session)
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
@@ -131,13 +142,20 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
 def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
     """The model spread over the mesh, its optimizer, average and loss scale, at step 0."""
     woven = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
-    return State(
-        woven,
-        make_optimizers(job, woven),
-        Ema(woven.masters, job.train.ema),
-        LossScale.for_precision(plan.precision),
-        mesh,
-    )
+    ema = Ema(woven.masters, job.train.ema)
+    state = State(woven, make_optimizers(job, woven), ema, LossScale.for_precision(plan.precision), mesh)
+    state.rounds = make_rounds(job, plan, mesh, state)
+    return state
+
+
+def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
+    """How replicas come together, as train.sync says."""
+    axis = mesh.axis("dp_replicate")
+    if not plan.alone or axis is None:
+        return EveryStep()
+    start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes))
+    limit = int(plan.bucket_mb * 2**20 / 4)
+    return Rounds(job.train.sync, axis, start, state.woven.masters, state.ema.averages, job.train.steps, limit)
 
 
 def make_optimizers(job: Job, woven: Woven | Pipelined) -> Optimizers:
@@ -158,11 +176,12 @@ def _resume(session: Session) -> None:
         state.optimizers = make_optimizers(session.job, state.woven)
         _say_restart(session)
         return
-    if found.meta["plan"]["world"] == session.mesh.world:
-        own = {n: t for n, t in state.tensors().items() if n.startswith("random")}
-        checkpoints.load(found, own)
-        tensors |= own
+    own = state.own(found.meta)
+    checkpoints.load(found, own)
+    tensors |= {n: t for n, t in own.items() if n.startswith("random")}
     state.adopt(tensors, found.meta)
+    if note := load_owed(checkpoints, found, state):
+        session.log.info("%s", note)
     _warn_of_changes(session, found.meta["job"])
     _forget_samples_after(session)
     before = Plan.from_json(found.meta["plan"])

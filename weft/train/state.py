@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
+from weft.sync.outer import EveryStep
+
+OWED = ("residual.", "powersgd.", "dice.")
+"""Names of what compression keeps between steps."""
 
 
 @dataclass
@@ -33,6 +37,8 @@ class State:
     """Samples read, and so the number of the next one: the whole state of the data."""
     tokens: int = 0
     """Valid targets learned from."""
+    rounds: EveryStep = field(default_factory=EveryStep)
+    """How replicas come together between steps."""
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, whatever the layout. The random state is each rank's own."""
@@ -40,6 +46,10 @@ class State:
         out |= {f"buffer.{n}": b for n, b in self.woven.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
         out |= {f"ema.{n}": t for n, t in self.ema.averages.items()}
+        out |= self.woven.owed()
+        if self.woven.compressors:
+            out[f"dice.{self.mesh.rank}"] = torch.tensor([c.dice.rolls for c in self.woven.compressors])
+        out |= self.rounds.tensors()
         out[f"random.{self.mesh.rank}"] = torch.get_rng_state()
         if self.mesh.device.type == "cuda":
             out[f"random_cuda.{self.mesh.rank}"] = torch.cuda.get_rng_state(self.mesh.device)
@@ -69,17 +79,28 @@ class State:
             "tokens": self.tokens,
             "samples": self.samples,
             "scale": self.scale.state(),
+            "sync": self.rounds.meta(),
             "job": job.model_dump(mode="json"),
             "plan": plan.to_json(),
         }
 
     def empty_like(self, saved_world: int) -> dict[str, Tensor]:
-        """Tensors to read a checkpoint into. A random state only fits the world that wrote it."""
+        """Tensors to read a checkpoint into, that every one has. A random state only fits the world that wrote it; what
+        compression owes is read apart (train/owed.py), for a checkpoint may have none of it, or other shares."""
         self.optimizers.allocate()
+        apart = (*OWED, "outer.", *(() if saved_world == self.mesh.world else ("random",)))
+        return {n: t for n, t in self.tensors().items() if not n.startswith(apart)}
+
+    def own(self, meta: dict[str, Any]) -> dict[str, Tensor]:
+        """By its name in a checkpoint, what is read after that: what this rank or its replica alone left there."""
         tensors = self.tensors()
-        if saved_world != self.mesh.world:
-            tensors = {n: t for n, t in tensors.items() if not n.startswith("random")}
-        return tensors
+        same = meta["plan"]["world"] == self.mesh.world
+        random = {n: t for n, t in tensors.items() if n.startswith("random") and same}
+        return random | self.rounds.own(meta.get("sync", {}), tensors)
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: the tensors, under names and with values that a run of any kind can go on from."""
+        return self.rounds.saved(self.tensors())
 
     def adopt(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Continue from tensors that were just read in place."""
@@ -89,4 +110,5 @@ class State:
             torch.set_rng_state(cpu)
         if (cuda := tensors.get(f"random_cuda.{self.mesh.rank}")) is not None:
             torch.cuda.set_rng_state(cuda.cpu(), self.mesh.device)
+        self.rounds.adopt(meta.get("sync", {}))
         self.woven.refresh()
