@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
+
+from weft.data.dataset import open_dataset
+from weft.data.loader import Loader, val_batches
 from weft.job import parse_job
-from weft.job.shapes import resolve
+from weft.mesh import connect
+from weft.plan import make_plan
 from weft.plan.counts import count_parameters
-from weft.train.api import train
+from weft.train.session import build_state
+from weft.train.step import Stepper
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"shape": "tiny"},
@@ -34,21 +39,25 @@ EVEN = 1.3
 
 def measure(model: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
     """One run's validation loss, load and size."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = parse_job(
-            {
-                "name": "run", "model": model, "runs_dir": folder, "cluster": {"device": "cpu"},
-                "train": {"steps": steps, "global_batch": 8, "eval_every": steps, "eval_batches": 32, "seed": seed},
-                "optim": {"lr": 2e-3}, "watch": {"every": 100}, "checkpoint": {"every": 0},
-            }
-        )  # fmt: skip
-        run = train(job, 1)
-        records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    counts = count_parameters(resolve(job).model)
+    raw = {
+        "model": model, "cluster": {"device": "cpu"}, "optim": {"lr": 2e-3},
+        "train": {"steps": steps, "global_batch": 8, "seed": seed},
+    }  # fmt: skip
+    job, plan = make_plan(parse_job(raw), 1)
+    mesh = connect(plan)
+    stepper, dataset = Stepper(job, plan, mesh, build_state(job, plan, mesh)), open_dataset(job)
+    load = stepper.state.woven.load
+    assert load is not None
+    by_step = []
+    loader = Loader(dataset, seed=seed, global_batch=8, microbatch=plan.microbatch, dp_rank=0, dp_size=1, prefetch=0)
+    for _, batches in zip(range(steps), loader, strict=False):
+        stepper.update(stepper.gradients(batches), stepper.learning_rate())
+        by_step.append(load.figures()[:, :-3].tolist())
+    held_out = val_batches(dataset, global_batch=8, microbatch=plan.microbatch, dp_rank=0, dp_size=1, limit=64)
+    counts = count_parameters(job.model)
     assert counts is not None
-    found = {"val_loss": records[-1]["val_loss"], "active": counts.active, "total": counts.total}
-    if "experts" in records[0]:
-        by_step = [r["experts"]["counts"] for r in records]
+    found = {"val_loss": stepper.evaluate(list(held_out)), "active": counts.active, "total": counts.total}
+    if by_step[0]:
         uneven = [_uneven(by_step[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(by_step))]
         found |= {"max_over_mean": uneven[-1], "first": uneven[WINDOW - 1]}
         even = [i for i, x in enumerate(uneven) if i >= WINDOW - 1 and x < EVEN]
@@ -56,7 +65,7 @@ def measure(model: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
     return found
 
 
-def _uneven(window: list[list[list[int]]]) -> float:
+def _uneven(window: list[list[list[float]]]) -> float:
     """Largest over mean load of the worst block, over some steps together."""
     blocks = [[sum(n) for n in zip(*block, strict=True)] for block in zip(*window, strict=True)]
     return max(max(block) / mean(block) for block in blocks)
@@ -84,6 +93,7 @@ def page(found: dict[str, list[dict[str, Any]]], steps: int, command: str) -> st
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
