@@ -48,6 +48,7 @@ class Mesh:
     joined: DeviceMesh | None = None
     """The mesh of the joint axis."""
     meter: Meter = field(default_factory=Meter)
+    store: dist.Store | None = None
     """Where this rank waits for others."""
 
     def axis(self, name: str) -> Axis | None:
@@ -110,8 +111,8 @@ def local_device(plan: Plan, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
-    """Join the ranks of a plan.
+def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = None) -> Mesh:
+    """Join the ranks of a plan, at a store if one is given.
 
     The launcher or torchrun says who we are through RANK, WORLD_SIZE and LOCAL_RANK; they meet in the file WEFT_STORE
     where it is given (one machine: no port to race for), else at MASTER_ADDR:MASTER_PORT.
@@ -125,12 +126,15 @@ def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
     if world == 1:
         return Mesh(0, 1, device, None, {}, None, None, None)
     file = os.environ.get("WEFT_STORE")
-    store = dist.FileStore(file, world) if file else None
+    if store is None and file:
+        store = dist.FileStore(file, world)
     backend = "cpu:gloo,cuda:nccl" if plan.backend == "nccl" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank if store else -1, world_size=world if store else -1,
                             timeout=timeout)  # fmt: skip
-    return mesh_of(plan, device, timeout)
+    mesh = mesh_of(plan, device, timeout)
+    mesh.store = store  # torch keeps only the half of it that is not Python
+    return mesh
 
 
 def pretend(plan: Plan, rank: int) -> Mesh:
