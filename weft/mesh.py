@@ -54,7 +54,6 @@ class Mesh:
     joined: DeviceMesh | None = None
     """The mesh of the joint axis."""
     meter: Meter = field(default_factory=Meter)
-    store: dist.Store | None = None
     """Where this rank waits for others."""
 
     def every_axis(self) -> list[Axis]:
@@ -63,6 +62,8 @@ class Mesh:
 
     folded: DeviceMesh | None = None
     """The same ranks as the experts see them (FOLDED), where ep cuts these."""
+    store: dist.Store | None = None
+    """Where the ranks met."""
 
     def axis(self, name: str) -> Axis | None:
         """The axis, or None where it has one rank and there is nothing to say."""
@@ -138,18 +139,6 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
         torch.cuda.set_device(device)
     if here.world == 1:
         return Mesh(0, 1, device, None, {}, None, None, None)
-<<<<<<< HEAD
-    file = os.environ.get("WEFT_STORE")
-    if store is None and file:
-        store = dist.FileStore(file, world)
-    backend = "cpu:gloo,cuda:nccl" if plan.backend == "nccl" else "gloo"
-    timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank if store else -1, world_size=world if store else -1,
-                            timeout=timeout)  # fmt: skip
-    mesh = mesh_of(plan, device, timeout)
-    mesh.store = store  # torch keeps only the half of it that is not Python
-    return mesh
-=======
     timeout = datetime.timedelta(seconds=timeout_s)
     if here.local_world < here.world:
         name_interface()
@@ -157,10 +146,12 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
         if not under_mpi():
             raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
         mpi.register()
-    store, (backend, host_backend) = _meeting(timeout), BACKENDS[plan.backend]
+    store, (backend, host_backend) = store or _meeting(timeout), BACKENDS[plan.backend]
     dist.init_process_group(backend, store=store, rank=here.rank if store else -1,
                             world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
-    return mesh_of(plan, device, timeout, host_backend)
+    mesh = mesh_of(plan, device, timeout, host_backend)
+    mesh.store = store  # torch keeps only the half of it that is not Python
+    return mesh
 
 
 BACKENDS: dict[str, tuple[str, str]] = {
@@ -177,7 +168,6 @@ def _meeting(timeout: datetime.timedelta) -> dist.Store | None:
     if file:
         return dist.FileStore(file, standing().world)
     return mpi.meet(timeout) if under_mpi() and "MASTER_ADDR" not in os.environ else None
->>>>>>> main
 
 
 def pretend(plan: Plan, rank: int) -> Mesh:

@@ -7,21 +7,14 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from weft.job.cluster import Cluster, Failures, Group, Level
-<<<<<<< HEAD
-from weft.job.resilience import Resilience
-=======
 from weft.job.compression import parse_compression
->>>>>>> main
+from weft.job.resilience import Resilience
 from weft.job.section import Section
 from weft.job.sync import Sync
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
-<<<<<<< HEAD
-    "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Train", "Watch",
-=======
-    "Optim", "Parallel", "RopeScaling", "Section", "Sync", "Train", "Watch",
->>>>>>> main
+    "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "Train", "Watch",
 ]  # fmt: skip
 
 

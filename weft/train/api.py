@@ -90,15 +90,9 @@ def join(job: Job, say: Callable[[str], None] = print) -> int:
     return code
 
 
-<<<<<<< HEAD
 def train(job: Job, nproc: int | None = None, *, fresh: bool = False, resilient: bool | None = None) -> RunDir:
-    """Train a job and return its run's folder. Joins when torchrun started this process, else spawns local ranks."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-=======
-def train(job: Job, nproc: int | None = None, *, fresh: bool = False) -> RunDir:
     """Train a job and return its run's folder. Joins what torchrun or mpirun started, else spawns local ranks."""
     if adopt():
->>>>>>> main
         code = join(job)
     else:
         code = start(*prepare(job, nproc), fresh=fresh, resilient=resilient)
