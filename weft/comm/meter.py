@@ -28,6 +28,10 @@ class Meter:
         """Told at every entry and exit."""
         self._depth, self._began = 0, 0.0
 
+    def read(self) -> dict[str, float]:
+        """Seconds waited so far, by axis."""
+        return dict(self.waited)
+
     def inside(self, axis: str, what: str) -> Inside:
         """Around whatever blocks until other ranks have come."""
         return Inside(self, axis, what)

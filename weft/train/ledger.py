@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from weft.comm import Waits
-from weft.job.errors import DivergedError, Exit
+from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.plan.counts import flops_per_sample
 from weft.plan.layout import Plan
 from weft.plan.peaks import peak_flops
-from weft.precision import FLOOR
+from weft.resilience.guards import Guards, Step
 from weft.train.signals import Signals
 from weft.train.state import State
 from weft.train.step import Gradients
 
 
 class Figures:
-    """The loss, the ranks' wishes, the norm and the count of one step, on their way to the host.
+    """The loss, the ranks' wishes and rows, the norm and the count of one step, on their way to the host.
 
     A GPU copies them behind the step's own kernels, and the next step is queued meanwhile: nobody waits for them until
     they are read.
@@ -46,15 +46,15 @@ class Figures:
         return torch.cat([x.reshape(-1).double() for x in (self.norm, self.count, self.sums)])
 
     def read(self) -> tuple[float, int, float, list[float]]:
-        """Norm, count, summed loss, wishes."""
+        """Norm, count, summed loss; then the ranks' wishes and rows."""
         if self.copied is not None:
             self.copied.synchronize()
         else:
             if self.work is not None:
                 self.work.wait()
             self.host = self._joined()
-        norm, count, loss, *flags = self.host.tolist()
-        return norm, round(count), loss, flags
+        norm, count, loss, *told = self.host.tolist()
+        return norm, round(count), loss, told
 
 
 @dataclass
@@ -70,12 +70,16 @@ class _Open:
 
 
 class Ledger:
-    """Posts a step's figures and reads those of the step before. All ranks read the same sums and so agree to stop."""
+    """Posts a step's figures and reads those of the step before. All ranks read the same sums and so agree to stop, and
+    on what the guards make of them."""
 
     def __init__(
-        self, job: Job, plan: Plan, mesh: Mesh, state: State, write: Callable[[dict[str, Any]], None], signals: Signals
-    ):
+        self, job: Job, plan: Plan, mesh: Mesh, state: State, write: Callable[[dict[str, Any]], None], signals: Signals,
+        guards: Guards,
+    ):  # fmt: skip
         self.job, self.plan, self.mesh, self.state, self.write, self.signals = job, plan, mesh, state, write, signals
+        self.guards = guards
+        guards.begin()
         self.stop: Exit | None = None
         sample = flops_per_sample(job.model, job.data.seq_len)
         self.flops = sample * job.train.global_batch if sample else None
@@ -95,15 +99,17 @@ class Ledger:
     def start_clock(self) -> None:
         """Leave out of the next step's time what was not training: evaluation, start-up."""
         self.began = time.perf_counter()
+        self.guards.start_clock()
 
     def post(self, grads: Gradients, norm: Tensor, lr: float, taken: bool) -> None:
         """Send off this step's figures, and settle those of the step before."""
-        sums = torch.cat([grads.loss.reshape(1) / self.plan.tp, self._flags()])
+        now = time.perf_counter()
+        seconds, self.began = now - self.began, now
+        sums = self.guards.tell(self.state.step, seconds, [0.0, *self.signals.flags()])
+        sums[0] = grads.loss / self.plan.tp
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
         figures = Figures(sums, norm, grads.count, work)
-        now = time.perf_counter()
-        opened = _Open(self.state.step, lr, taken, grads.scale, figures, now - self.began)
-        self.began = now
+        opened = _Open(self.state.step, lr, taken, grads.scale, figures, seconds)
         self.settle()
         self.open = opened
 
@@ -116,9 +122,13 @@ class Ledger:
         entry, self.open = self.open, None
         if entry is None:
             return
-        norm, count, loss_sum, flags = entry.figures.read()
-        self.stop = Signals.decide(flags)
+        norm, count, loss_sum, told = entry.figures.read()
+        wishes = len(Signals.CODES)
+        self.stop = Signals.decide(told[:wishes])
         loss = loss_sum / max(1, count)
+        taken = entry.taken and math.isfinite(norm)
+        step = Step(entry.step, loss, norm, taken, entry.loss_scale, entry.seconds)
+        self.guards.judge(step, told[wishes:])
         self.state.tokens += count
         rate = count / entry.seconds if entry.seconds > 0 else None
         mfu = self.flops / (entry.seconds * self.peak * self.plan.world) if rate and self.flops and self.peak else None
@@ -132,20 +142,12 @@ class Ledger:
             "tokens_per_s": rate,
             "mfu": mfu,
             "peak_memory_gib": peak_memory_gib(self.mesh.device),
-            **({"loss_scale": entry.loss_scale, "skipped": not entry.taken} if self.state.scale.dynamic else {}),
+            **({"loss_scale": entry.loss_scale} if self.state.scale.dynamic else {}),
+            **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),
             **extra,
         }
         self.last = record
         self.write(record)
-        hopeless = (
-            entry.taken or entry.loss_scale <= FLOOR
-        )  # a skipped step is mended by a smaller scale, if there is one
-        if not math.isfinite(loss) or (not math.isfinite(norm) and hopeless):
-            what = "loss" if not math.isfinite(loss) else "gradient norm"
-            raise DivergedError(
-                f"the {what} is {loss if what == 'loss' else norm} at step {entry.step}; try a lower optim.lr "
-                f"(now {self.job.optim.lr:g}), a longer optim.warmup, or precision=fp32"
-            )
 
 
 def peak_memory_gib(device: torch.device) -> float:

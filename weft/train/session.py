@@ -25,6 +25,7 @@ from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
+from weft.resilience.guards import Guards
 from weft.resilience.snapshots import Snapshots, newest_common
 from weft.train.checkpoint import Checkpoints
 from weft.train.state import State
@@ -49,6 +50,7 @@ class Session:
     """Only on rank 0: one file, one writer."""
     log: logging.Logger
     snapshots: Snapshots
+    guards: Guards
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line in events.jsonl, from rank 0."""
@@ -60,12 +62,13 @@ class Session:
         job, mesh = self.job, self.mesh
         first = not any(mesh.coord(axis) for axis in ("tp", "cp", "pp"))  # the others read the same samples
         record = self.run.samples / f"rank-{mesh.rank}.jsonl" if job.data.record_ids and first else None
-        return Loader(
+        loader = Loader(
             self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
             dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
             start_step=self.state.step, start_sample=self.state.samples, record=record,
             pin=mesh.device.type == "cuda",
         )  # fmt: skip
+        return self.guards.attach(loader)
 
     def held_out(self) -> list[list[Batch]]:
         """The batches of one evaluation."""
@@ -146,7 +149,14 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
     snapshots = Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
     stepper = Stepper(job, plan, mesh, state)
-    session = Session(job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots)
+
+    def warn(text: str) -> None:
+        if mesh.rank == 0:
+            log.warning("%s", text)
+
+    guards = Guards(job, plan, mesh, state, journal.event if journal else lambda kind, **fields: None, warn)
+    stepper.before_update = guards.before_update
+    session = Session(job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, guards)
     _write_slices(session)
     _resume(session)
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
