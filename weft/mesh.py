@@ -150,7 +150,7 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     wide = {name: degree for name, degree in plan.axes.items() if degree > 1}
     device_mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
     coords = dict(zip(wide, device_mesh.get_coordinate() or (), strict=True))
-    meter = Meter()
+    meter = Meter(cuda=device.type == "cuda")
     axes = {n: Axis(n, device_mesh.get_group(n), degree, coords[n], meter=meter) for n, degree in wide.items()}
     everyone = Axis("everyone", dist.group.WORLD, world, rank, meter=meter)  # type: ignore[arg-type]
     joined = None

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -124,7 +124,7 @@ class Guards:
         self.changed = torch.where(differs.any(), where, 0) if differs.is_cuda else int(where) if differs.any() else 0
         self.looked_s, self.sums = time.perf_counter() - began, None
 
-    def tell(self, step: int, seconds: float, head: list[float]) -> Tensor:
+    def tell(self, step: int, seconds: float, norm: Tensor, head: list[float]) -> Tensor:
         """`head` and this rank's row of the step that was just done, for the sum over all ranks."""
         waited = self.mesh.meter.read()
         waits = tuple(waited.get(axis, 0.0) - self.waited.get(axis, 0.0) for axis in self.table.axes)
@@ -133,9 +133,12 @@ class Guards:
         jump = time.time() - time.monotonic() - self.clock
         busy = max(0.0, seconds - sum(waits) - others - starved)
         changed = self.changed if isinstance(self.changed, int) else 0
-        out = self.table.message(self.mesh.rank, head, Row(busy, starved, jump, changed, waits, ()), self.mesh.device)
+        out = self.table.message(
+            self.mesh.rank, head, Row(busy, starved, jump, changed, 0.0, waits, ()), self.mesh.device
+        )
         if isinstance(self.changed, Tensor):
-            out[len(head) + self.mesh.rank * self.table.width + 3] = self.changed.double()
+            out[self.table.field(self.mesh.rank, len(head), "changed")] = self.changed.double()
+        out[self.table.field(self.mesh.rank, len(head), "norm")] = norm.double()
         self.start_clock()
         self._look(step, seconds, out, len(head))
         return out
@@ -157,6 +160,8 @@ class Guards:
     def judge(self, step: Step, values: list[float]) -> None:
         """Conclude from a step that all ranks have told of. May ask to go back, or end the run."""
         rows = self.table.rows(values)
+        step = replace(step, norm=rows[0].norm)  # whatever this rank has, all ranks must judge alike
+        self._gradients(step, rows)
         self._weights(step, rows)
         self._finite(step)
         if not self.bad and step.taken:
@@ -200,6 +205,19 @@ class Guards:
         self._fault("spike", spike.step, why, samples=self._samples(spike.step))
         self.warn(why)
         raise RollBack(spike.step - 1, (spike.step,), why, "spike")
+
+    def _gradients(self, step: Step, rows: list[Row]) -> None:
+        """Gradients that are finite on some ranks only: those took the step, the others did not."""
+        broken = [rank for rank, row in enumerate(rows) if not math.isfinite(row.norm)]
+        if not broken or len(broken) == len(rows):
+            return
+        why = (
+            f"the summed gradients of rank {broken[0]} are not finite at step {step.number}, and those of others are: "
+            "all ranks do that step again"
+        )
+        self._fault("divergence", step.number, why, broken[0])
+        self.warn(why)
+        raise RollBack(step.number - 1, (), why, "divergence")
 
     def _weights(self, step: Step, rows: list[Row]) -> None:
         """Weights that changed by themselves, or are not the same where they must be."""

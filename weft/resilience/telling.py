@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FIELDS = ("busy", "data", "jump", "changed")
-"""Seconds computed, seconds without data, seconds the wall clock jumped, and 1 + the number of a weight that changed
-between two updates. After them seconds waited on each axis, then the halves of each kind's checksum."""
+FIELDS = ("busy", "data", "jump", "changed", "norm")
+"""Seconds computed, seconds without data, seconds the wall clock jumped, 1 + the number of a weight that changed
+between two updates, and the gradient norm, which should be the same everywhere. After them seconds waited on each axis,
+then the halves of each kind's checksum."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Row:
     data: float
     jump: float
     changed: int
+    norm: float
     waited: tuple[float, ...]
     digests: tuple[float, ...]
 
@@ -39,11 +41,15 @@ class Table:
 
     def message(self, rank: int, head: list[float], row: Row, device: torch.device) -> Tensor:
         """`head` and this rank's row, among zeros where the other ranks' rows will be."""
-        values = [row.busy, row.data, row.jump, float(row.changed), *row.waited]
+        values = [row.busy, row.data, row.jump, float(row.changed), row.norm, *row.waited]
         flat = head + [0.0] * (rank * self.width) + values
         flat += [0.0] * (len(head) + self.world * self.width - len(flat))
         out = torch.tensor(flat, dtype=torch.float64, pin_memory=device.type == "cuda")
         return out.to(device, non_blocking=True)
+
+    def field(self, rank: int, head: int, name: str) -> int:
+        """Where in the message one of a rank's numbers lies."""
+        return head + rank * self.width + FIELDS.index(name)
 
     def place(self, rank: int, head: int) -> slice:
         """Where in the message a rank's checksums lie."""
@@ -56,7 +62,7 @@ class Table:
         out = []
         for rank in range(self.world):
             row = values[rank * self.width : (rank + 1) * self.width]
-            busy, data, jump, changed = row[:fixed]
+            busy, data, jump, changed, norm = row[:fixed]
             waited, digests = row[fixed : fixed + waits], row[fixed + waits :]
-            out.append(Row(busy, data, jump, round(changed), tuple(waited), tuple(digests)))
+            out.append(Row(busy, data, jump, round(changed), norm, tuple(waited), tuple(digests)))
         return out

@@ -105,7 +105,7 @@ class Ledger:
         """Send off this step's figures, and settle those of the step before."""
         now = time.perf_counter()
         seconds, self.began = now - self.began, now
-        sums = self.guards.tell(self.state.step, seconds, [0.0, *self.signals.flags()])
+        sums = self.guards.tell(self.state.step, seconds, norm, [0.0, *self.signals.flags()])
         sums[0] = grads.loss / self.plan.tp
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
         figures = Figures(sums, norm, grads.count, work)
@@ -126,9 +126,9 @@ class Ledger:
         wishes = len(Signals.CODES)
         self.stop = Signals.decide(told[:wishes])
         loss = loss_sum / max(1, count)
-        taken = entry.taken and math.isfinite(norm)
-        step = Step(entry.step, loss, norm, taken, entry.loss_scale, entry.seconds)
+        step = Step(entry.step, loss, norm, entry.taken, entry.loss_scale, entry.seconds)
         self.guards.judge(step, told[wishes:])
+        taken = step.taken and math.isfinite(norm)
         self.state.tokens += count
         rate = count / entry.seconds if entry.seconds > 0 else None
         mfu = self.flops / (entry.seconds * self.peak * self.plan.world) if rate and self.flops and self.peak else None

@@ -63,11 +63,11 @@ def fit(session: Session, signals: Signals) -> Exit:
                     ledger.start_clock()
                 if _due(state.step, job.checkpoint.every, steps):
                     ledger.settle()
-                    session.save()
+                    session.save(patient=state.step == steps)
                 session.keep()
         ledger.settle()
         if ledger.stop and state.step > first_step:
-            session.save()
+            session.save(patient=True)
         session.checkpoints.wait()
         if state.step > first_step and session.checkpoints.durable != state.step:
             raise MachineError(

@@ -28,7 +28,7 @@ from weft.precision import LossScale
 from weft.resilience.guards import Guards
 from weft.resilience.snapshots import Snapshots, newest_common
 from weft.train.checkpoint import Checkpoints
-from weft.train.state import State
+from weft.train.state import State, meta_problem
 from weft.train.step import Stepper
 from weft.watch import logs
 from weft.watch.journal import Journal
@@ -81,12 +81,15 @@ class Session:
             )
         ]  # fmt: skip
 
-    def save(self, wait: bool = False) -> None:
+    def save(self, patient: bool = False) -> None:
+        """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
         self.state.agree()
-        self.checkpoints.save(self.state.step, self.state.tensors(), self.state.meta(self.job, self.plan), wait=wait)
+        state, meta = self.state, self.state.meta(self.job, self.plan)
+        self.checkpoints.save(state.step, state.tensors(), meta, patient=patient)
 
     def keep(self) -> None:
         """Copy the step just done into memory that outlives this process, as often as that costs next to nothing."""
+        self.checkpoints.poll()
         snapshots, state = self.snapshots, self.state
         if snapshots.due(state.step):
             snapshots.take(state.step, state.pieces(), state.counts())
@@ -137,6 +140,10 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
         if kind in ("damaged", "checkpoint_failed"):
             words = "is damaged and was skipped" if kind == "damaged" else "could not be written; training goes on"
             log.warning("%s", f"checkpoint {fields['path']} {words}: {fields['why']}")
+            if journal is not None:
+                fault = "damaged" if kind == "damaged" else "disk_full"
+                journal.event("fault", fault=fault, rank=0, position=mesh.position, step=fields.get("step"),
+                              why=f"checkpoint {fields['path']} {words}: {fields['why']}")  # fmt: skip
         if journal is not None:
             journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
 
@@ -144,6 +151,7 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
     checkpoints = Checkpoints(
         run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
+        any_rank=lambda mine: any(mesh.all_gather_object(mine)), misfit=meta_problem,
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
@@ -223,6 +231,8 @@ def _resume(session: Session, at_most: int | None = None) -> None:
     _warn_of_changes(session, found.meta["job"])
     _forget_samples_after(session)
     before = Plan.from_json(found.meta["plan"])
+    if checkpoints.damaged:
+        session.event("recovered", fault="damaged", how="disk", step=state.step + 1, steps_lost=None, seconds=None)
     session.event("resume", step=state.step, path=str(found.path), layout=session.plan.layout(), was=before.layout())
     moved = "" if before.layout() == session.plan.layout() else f" (written as {before.layout()})"
     session.log.info("%s", f"resumed from step {state.step}, {found.path}{moved}")
