@@ -19,6 +19,7 @@ from weft.job.schema import Job
 from weft.launch.local import KILLED, QUIET, launch, locked
 from weft.launch.served import launch_served
 from weft.plan import RUNNABLE, Plan, check, check_fits, make_plan
+from weft.resilience.guardian import guard
 from weft.train.served.meeting import open_meeting
 from weft.watch.closing import closing_words
 from weft.watch.report import write_report
@@ -38,14 +39,19 @@ def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
     return job, plan
 
 
-def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], None] = print) -> int:
-    """Train a prepared job on local ranks. Returns the exit code; the run is in runs/NAME."""
+def start(
+    job: Job, plan: Plan, *, fresh: bool = False, resilient: bool | None = None, say: Callable[[str], None] = print
+) -> int:
+    """Train a prepared job on local ranks. Returns the exit code; the run is in runs/NAME.
+
+    `resilient` puts a supervisor beside the ranks, which replaces those that are lost; left out, with several ranks.
+    """
     run = RunDir(Path(job.runs_dir) / job.name)
     with locked(run) as lock:
         if fresh:
             _set_aside(run, say)
         before = write_description(run, job, plan)
-        code = start_processes(run, job, plan, lock, say)
+        code = start_processes(run, job, plan, lock, resilient, say)
         if code == Exit.JOB and not before:  # only the ranks could tell; a run that never was leaves no folder
             shutil.rmtree(run.path)
         elif code == Exit.JOB:
@@ -58,12 +64,16 @@ def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], Non
         return code
 
 
-def start_processes(run: RunDir, job: Job, plan: Plan, lock: int, say: Callable[[str], None]) -> int:
-    """The ranks of a mesh, or the servers and workers of a run that goes through a server."""
-    if plan.sync not in ("server", "federated"):
-        return launch(run, plan.world, lock, say)
-    open_meeting(run)
-    return launch_served(run, job.train.sync.servers, plan.world, lock, say)
+def start_processes(
+    run: RunDir, job: Job, plan: Plan, lock: int, resilient: bool | None, say: Callable[[str], None]
+) -> int:
+    """The ranks of a mesh, supervised or not, or the servers and workers of a run that goes through a server."""
+    if plan.sync in ("server", "federated"):
+        open_meeting(run)
+        return launch_served(run, job.train.sync.servers, plan.world, lock, say)
+    if plan.world > 1 if resilient is None else resilient:
+        return guard(run, plan.world, job.resilience.spares, lock, say)
+    return launch(run, plan.world, lock, say)
 
 
 def join(job: Job, say: Callable[[str], None] = print) -> int:
@@ -96,12 +106,12 @@ def join(job: Job, say: Callable[[str], None] = print) -> int:
     return code
 
 
-def train(job: Job, nproc: int | None = None, *, fresh: bool = False) -> RunDir:
+def train(job: Job, nproc: int | None = None, *, fresh: bool = False, resilient: bool | None = None) -> RunDir:
     """Train a job and return its run's folder. Joins what torchrun or mpirun started, else spawns local ranks."""
     if adopt():
         code = join(job)
     else:
-        code = start(*prepare(job, nproc), fresh=fresh)
+        code = start(*prepare(job, nproc), fresh=fresh, resilient=resilient)
     if code != Exit.DONE:
         raise SystemExit(code)
     return RunDir(Path(job.runs_dir) / job.name)

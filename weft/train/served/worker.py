@@ -16,6 +16,7 @@ from weft.comm.pieces import local_of
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import Batch, read_samples, read_share
 from weft.data.sampler import sample_index
+from weft.data.shares import Shares
 from weft.job.errors import MachineError
 from weft.job.run import RunDir
 from weft.job.schema import Job
@@ -163,7 +164,7 @@ def client_batches(worker: Worker, client: int, step: int) -> list[Batch]:
     size = job.train.global_batch // job.train.sync.drawn
     ids = np.arange(step * size, (step + 1) * size, dtype=np.int64)
     indices = own[sample_index(job.train.seed + 1 + client, ids, len(own))]
-    parts = [slice(i, i + worker.plan.microbatch) for i in range(0, size, worker.plan.microbatch)]
+    parts = Shares.even(size, worker.plan.microbatch, 1).slices(0)
     return read_samples(worker.dataset, ids + (client << 40), indices, parts)
 
 
