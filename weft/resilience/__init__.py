@@ -1,0 +1,1 @@
+"""Resilience: supervisors, snapshots, many nodes and what they agree on."""
