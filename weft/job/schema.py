@@ -270,7 +270,7 @@ class Memory(Section):
     products and attention (selective), that many blocks (a number), or every block (full). auto is the least that
     fits."""
     budget_gib: float | None = Field(None, gt=0)
-    """Memory a rank may use, for recompute: auto. Left out: 90 % of the device's."""
+    """Memory a rank may use, by which the layout and recompute: auto are chosen. Left out: 90 % of the device's."""
     offload: Literal["none", "activations"] = "none"
     """none keeps everything on the device; activations parks what each block must remember in host memory until its
     backward pass, and computes the rest of the block again but for its attention."""

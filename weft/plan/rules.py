@@ -157,6 +157,11 @@ def _long(job: Job, plan: Plan) -> str | None:
             f"{setting} makes a block's gradients all at once, and parallel.schedule={plan.schedule} splits them; "
             "schedule=1f1b would work"
         )
+    if job.memory.recompute not in ("auto", "full") and (job.memory.offload == "activations" or job.memory.chunk):
+        return (
+            f"memory.recompute={job.memory.recompute} has no say beside {setting}, which computes most of a block "
+            "again by itself; recompute=auto would work"
+        )
     return None
 
 
