@@ -7,15 +7,15 @@ decided, for all; there is no second decision of the same number, whatever the n
 
 - Only nodes of attempt n may claim n + 1; half of them or more at once, a minority only when after a while nobody else
   has: so in a partition the larger side goes on, a tie goes to the faster one, and whoever is left out stops.
-- A node commits (metrics, checkpoints) only while its *lease* lasts: until LEASE_S after the last report of its own that
-  **every** node of the attempt has acknowledged. Nobody leaves a node out before LOST_S of silence, and LOST_S is
+- A node commits (metrics, checkpoints) only while its *lease* lasts: until LEASE_S after the last of its own reports
+  that **every** node of the attempt has acknowledged. Nobody leaves a node out before LOST_S of silence, and LOST_S is
   longer: when the next attempt is claimed, no lease of a node left out is alive. Only rates of clocks are compared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -50,9 +50,7 @@ class Decision:
     seats: tuple[Seat, ...]
     why: str = ""
     how: str = "start"
-    """start, regroup, neighbour, disk, shrink or grow: as in the event `recovered`."""
-    step: int | None = None
-    """The step of the snapshots to go on from; None takes the newest checkpoint."""
+    """start, regroup, shrink or grow: as in the event `recovered`."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """What else the ranks must know: where they meet."""
 
@@ -79,11 +77,9 @@ class Decision:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Decision:
         seats = tuple(Seat(int(s["node"]), int(s["first"]), int(s["ranks"]), str(s["address"])) for s in data["seats"])
-        step = None if data["step"] is None else int(data["step"])
         return cls(
-            int(data["number"]), int(data["leader"]), seats, str(data["why"]), str(data["how"]), step,
-            dict(data["given"]),
-        )  # fmt: skip
+            int(data["number"]), int(data["leader"]), seats, str(data["why"]), str(data["how"]), dict(data["given"])
+        )
 
 
 @dataclass(frozen=True)
@@ -105,12 +101,12 @@ class Report:
     """Ranks it can run."""
     address: str = ""
     port: int = 0
-    held: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """By step: the ranks of the attempt whose snapshots lie in its memory, its own and its neighbour's."""
+    pausing: bool = False
+    """It leads, and has asked the ranks of the attempt to save and stop, so that others can join."""
     sent: float = 0.0
     """The sender's clock when it spoke."""
     seen: Mapping[int, float] = field(default_factory=dict)
-    """By node: the clock of its newest report that has arrived, in that node's own time, so that it can tell its lease."""
+    """By node: the clock of its newest report that has arrived, in that node's own time: its lease hangs on it."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -121,8 +117,7 @@ class Report:
         return cls(
             int(data["node"]), str(data["birth"]), int(data["attempt"]), str(data["state"]), str(data["why"]),
             None if code is None else int(code), int(data["slots"]), str(data["address"]), int(data["port"]),
-            {int(step): [int(r) for r in ranks] for step, ranks in data["held"].items()}, float(data["sent"]),
-            {int(node): float(clock) for node, clock in data["seen"].items()},
+            bool(data["pausing"]), float(data["sent"]), {int(n): float(clock) for n, clock in data["seen"].items()},
         )  # fmt: skip
 
 
@@ -148,6 +143,8 @@ class Council:
         self.reports: dict[int, Report] = {}
         self.heard_at: dict[int, float] = {}
         self.acknowledged: dict[int, float] = {}
+        self.newest = 0
+        """The last attempt that this node was in: it never goes back to an older one."""
         self._troubled: float | None = None
 
     def hear(self, report: Report, now: float) -> None:
@@ -169,15 +166,21 @@ class Council:
     def adopt(self, decision: Decision, now: float) -> bool:
         """Enter an attempt that was claimed, if it is newer and this node is in it."""
         born = decision.births.get(str(self.me), self.birth)
-        if decision.number <= self.mine.attempt or decision.seat(self.me) is None or born != self.birth:
+        if decision.number <= self.newest or decision.seat(self.me) is None or born != self.birth:
             return False
-        self.decision = decision
-        self.mine = replace(self.mine, attempt=decision.number, state=RUNNING, why="", code=None, held={})
+        self.decision, self.newest = decision, decision.number
+        self.mine = replace(self.mine, attempt=decision.number, state=RUNNING, why="", code=None, pausing=False)
         self.acknowledged.clear()
         self._troubled = None
         # everyone gets LOST_S to arrive in the new attempt
         self.heard_at |= {node: max(now, self.heard_at.get(node, now)) for node in decision.nodes if node != self.me}
         return True
+
+    def leave(self, number: int) -> None:
+        """The attempt `number` was claimed without this node: from here on it is one who would like to join."""
+        self.decision, self.newest = None, max(self.newest, number)
+        self.mine = replace(self.mine, attempt=0, state=HALTED, why="")
+        self.acknowledged.clear()
 
     def sees(self, node: int, now: float) -> bool:
         return node == self.me or now - self.heard_at.get(node, -math.inf) < LOST_S

@@ -49,7 +49,9 @@ def run_secret(folder: Path) -> bytes:
     """The secret of a run: WEFT_SECRET, or a file that only its owner can read, made by whoever comes first."""
     if given := os.environ.get("WEFT_SECRET"):
         if len(given) < 32:
-            raise MachineError(f"WEFT_SECRET has {len(given)} characters; at least 32 are needed (openssl rand -hex 32)")
+            raise MachineError(
+                f"WEFT_SECRET has {len(given)} characters; at least 32 are needed (openssl rand -hex 32)"
+            )
         return given.encode()
     path = folder / ".secret"
     folder.mkdir(parents=True, exist_ok=True)
