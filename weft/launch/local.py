@@ -66,6 +66,11 @@ def locked(run: RunDir, patience_s: float = 15.0) -> Iterator[int]:
         os.close(handle)
 
 
+def shared_memory() -> str | None:
+    """A folder whose files are memory, where the system has one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
+
+
 WORKER = ("weft.train.worker",)
 """The module that a rank runs; what follows it are arguments after the run's folder."""
 
@@ -75,7 +80,7 @@ def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None], worke
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+    with tempfile.TemporaryDirectory(prefix="weft-", dir=shared_memory()) as folder:
         # a rank inherits the mask and lifts it when it can answer: no Ctrl-C is lost or shot at torch's import
         signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
         ranks: list[subprocess.Popen[bytes]] = []
@@ -97,6 +102,7 @@ def _start(
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "WEFT_STORE": str(store),
+        "WEFT_MEMORY": str(store.parent),
         "PYTHONUNBUFFERED": "1",
     }
     env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads once it knows its share

@@ -78,13 +78,20 @@ class Optimizers:
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state as NAME.KEY."""
-        return {
-            f"{self.names[id(param)]}.{key}": self._dressed(param, value)
+        return {name: self._dressed(param, value) for name, param, value in self._held()}
+
+    def pieces(self) -> Params:
+        """The same tensors as they lie here."""
+        return {name: value for name, _, value in self._held()}
+
+    def _held(self) -> list[tuple[str, Tensor, Tensor]]:
+        return [
+            (f"{self.names[id(param)]}.{key}", param, value)
             for part in self.parts
             for param, state in part.state.items()
             for key, value in state.items()
             if isinstance(value, Tensor)
-        }
+        ]
 
     def _dressed(self, param: Tensor, value: Tensor) -> Tensor:
         master = self.masters[self.names[id(param)]]

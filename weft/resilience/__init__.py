@@ -1,1 +1,1 @@
-"""Resilience: supervisors, snapshots, many nodes and what they agree on."""
+"""Keeping a run alive: snapshots in memory, a board that shows what every rank does, and a supervisor that reads it."""

@@ -112,9 +112,10 @@ class Checkpoints:
         for name, fields in events:
             self._on_event(name, **fields)
 
-    def newest(self) -> Found | None:
-        """The newest good checkpoint, the same on all ranks; damaged ones are reported, skipped and left alone."""
-        return next(self._good(), None)
+    def newest(self, at_most: int | None = None) -> Found | None:
+        """The newest good checkpoint (of a step at most so large), the same on all ranks; damaged ones are reported,
+        skipped and left alone."""
+        return next(self._good(at_most), None)
 
     def load(self, found: Found, tensors: dict[str, Tensor]) -> None:
         """Fill the tensors in place. Raises on every rank alike: JobError when they do not fit, Damaged otherwise."""
@@ -140,10 +141,10 @@ class Checkpoints:
             why = f"its files are whole, but it cannot be loaded: {_words(error)}"
             raise self._report_damaged(found.path, why) from error
 
-    def load_newest(self, tensors: dict[str, Tensor]) -> Found | None:
+    def load_newest(self, tensors: dict[str, Tensor], at_most: int | None = None) -> Found | None:
         """Load the newest checkpoint that can be loaded; None when there is none to try, the tensors untouched."""
         failed: Damaged | None = None
-        for found in self._good():
+        for found in self._good(at_most):
             try:
                 self.load(found, tensors)
             except Damaged as error:
@@ -200,7 +201,7 @@ class Checkpoints:
         else:
             self._note("checkpoint_removed", path=entry.path, why=why)
 
-    def _good(self) -> Iterator[Found]:
+    def _good(self, at_most: int | None = None) -> Iterator[Found]:
         """The good checkpoints, newest first; each is read in full before it is given, spread over the ranks."""
         self.wait()
         swept = False
@@ -214,7 +215,8 @@ class Checkpoints:
             if not swept:
                 swept = True
                 self._sweep(manifest.step)
-            yield Found(manifest.step, path, manifest.meta)
+            if at_most is None or manifest.step <= at_most:
+                yield Found(manifest.step, path, manifest.meta)
         if not swept:
             self._sweep(-1)
 

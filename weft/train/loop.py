@@ -28,6 +28,7 @@ def fit(session: Session, signals: Signals) -> Exit:
         def write(record: dict[str, Any]) -> None:
             if session.journal is not None:
                 session.journal.metrics(record)
+            session.commit(record["step"])
             progress.update(record)
             if record.get("skipped"):
                 session.event("skipped", step=record["step"], loss_scale=record["loss_scale"])
@@ -63,6 +64,7 @@ def fit(session: Session, signals: Signals) -> Exit:
                 if _due(state.step, job.checkpoint.every, steps):
                     ledger.settle()
                     session.save()
+                session.keep()
         ledger.settle()
         if ledger.stop and state.step > first_step:
             session.save()

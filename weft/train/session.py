@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,6 +25,7 @@ from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
+from weft.resilience.snapshots import Snapshots, newest_common
 from weft.train.checkpoint import Checkpoints
 from weft.train.state import State
 from weft.train.step import Stepper
@@ -45,6 +48,7 @@ class Session:
     journal: Journal | None
     """Only on rank 0: one file, one writer."""
     log: logging.Logger
+    snapshots: Snapshots
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line in events.jsonl, from rank 0."""
@@ -77,6 +81,26 @@ class Session:
     def save(self, wait: bool = False) -> None:
         self.state.agree()
         self.checkpoints.save(self.state.step, self.state.tensors(), self.state.meta(self.job, self.plan), wait=wait)
+
+    def keep(self) -> None:
+        """Copy the step just done into memory that outlives this process, as often as that costs next to nothing."""
+        snapshots, state = self.snapshots, self.state
+        if snapshots.due(state.step):
+            snapshots.take(state.step, state.pieces(), state.counts())
+            if snapshots.refused:
+                self.log.warning("%s", snapshots.refused)
+        if snapshots.tick(state.step):
+            snapshots.every = max(cast(list[int], self.mesh.all_gather_object(snapshots.wish())))
+
+    def commit(self, step: int) -> None:
+        """A step's record is written: from here on it is done, and need not be done again after a fault."""
+        self.snapshots.seal(step, {"tokens": self.state.tokens})
+
+    def rewind(self, to: int) -> None:
+        """Go back to the newest step at or before `to` that is known: in memory, else on disk, else step 0."""
+        self.checkpoints.wait()
+        if not _recall(self, to):
+            _resume(self, at_most=to)
 
     def close(self) -> None:
         self.mesh.close()
@@ -118,7 +142,11 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
         run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
     )  # fmt: skip
-    session = Session(job, plan, run, mesh, state, Stepper(job, plan, mesh, state), dataset, checkpoints, journal, log)
+    memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
+    snapshots = Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
+    stepper = Stepper(job, plan, mesh, state)
+    session = Session(job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots)
     _write_slices(session)
     _resume(session)
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
@@ -146,14 +174,33 @@ def make_optimizers(job: Job, woven: Woven | Pipelined) -> Optimizers:
     return build_optimizers(job.optim, woven.masters, lambda name: name.startswith(units), woven.leaves, woven.copies)
 
 
-def _resume(session: Session) -> None:
+def _recall(session: Session, at_most: int | None = None) -> bool:
+    """Continue from the newest step that every rank has whole in memory, if there is one."""
+    state, snapshots = session.state, session.snapshots
+    held = cast(list[list[int]], session.mesh.all_gather_object(snapshots.held()))
+    step = newest_common(held, at_most)
+    if step is None:
+        return False
+    if not state.optimizers.pieces():
+        state.optimizers.allocate()
+    pieces = state.pieces()
+    if not all(session.mesh.all_gather_object(snapshots.holds(pieces))):  # of another layout
+        return False
+    state.adopt(pieces, snapshots.load(step, pieces))
+    _forget_samples_after(session)
+    return True
+
+
+def _resume(session: Session, at_most: int | None = None) -> None:
     state, checkpoints = session.state, session.checkpoints
-    newest = checkpoints.newest()
+    newest = checkpoints.newest(at_most)
     if newest is None:
+        if state.step:
+            _begin_anew(session)
         _say_restart(session)
         return
     tensors = state.empty_like(saved_world=0)
-    found = checkpoints.load_newest(tensors)
+    found = checkpoints.load_newest(tensors, at_most)
     if found is None:
         state.optimizers = make_optimizers(session.job, state.woven)
         _say_restart(session)
@@ -169,6 +216,13 @@ def _resume(session: Session) -> None:
     session.event("resume", step=state.step, path=str(found.path), layout=session.plan.layout(), was=before.layout())
     moved = "" if before.layout() == session.plan.layout() else f" (written as {before.layout()})"
     session.log.info("%s", f"resumed from step {state.step}, {found.path}{moved}")
+
+
+def _begin_anew(session: Session) -> None:
+    """Back to step 0, in the state that the run has already."""
+    torch.manual_seed(session.job.train.seed + session.mesh.rank)
+    vars(session.state).update(vars(build_state(session.job, session.plan, session.mesh)))
+    _forget_samples_after(session)
 
 
 def _say_restart(session: Session) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.pieces import local_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.optim import Ema, Optimizers
@@ -40,7 +41,19 @@ class State:
         out |= {f"buffer.{n}": b for n, b in self.woven.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
         out |= {f"ema.{n}": t for n, t in self.ema.averages.items()}
-        out[f"random.{self.mesh.rank}"] = torch.get_rng_state()
+        return out | self._random()
+
+    @torch.no_grad()
+    def pieces(self) -> dict[str, Tensor]:
+        """This rank's part of every tensor, plain and in place: what a snapshot copies."""
+        out = {f"model.{n}": local_of(m) for n, m in (self.woven.masters | self.woven.frozen).items()}
+        out |= {f"buffer.{n}": local_of(b) for n, b in self.woven.buffers().items()}
+        out |= {f"optim.{n}": local_of(t) for n, t in self.optimizers.pieces().items()}
+        out |= {f"ema.{n}": local_of(t) for n, t in self.ema.averages.items()}
+        return out | self._random()
+
+    def _random(self) -> dict[str, Tensor]:
+        out = {f"random.{self.mesh.rank}": torch.get_rng_state()}
         if self.mesh.device.type == "cuda":
             out[f"random_cuda.{self.mesh.rank}"] = torch.cuda.get_rng_state(self.mesh.device)
         return out
@@ -63,15 +76,12 @@ class State:
                     dist.broadcast(first, group_src=0, group=axis.group)
                     buffer.copy_(first)
 
+    def counts(self) -> dict[str, Any]:
+        """What is no tensor."""
+        return {"step": self.step, "tokens": self.tokens, "samples": self.samples, "scale": self.scale.state()}
+
     def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "samples": self.samples,
-            "scale": self.scale.state(),
-            "job": job.model_dump(mode="json"),
-            "plan": plan.to_json(),
-        }
+        return {**self.counts(), "job": job.model_dump(mode="json"), "plan": plan.to_json()}
 
     def empty_like(self, saved_world: int) -> dict[str, Tensor]:
         """Tensors to read a checkpoint into. A random state only fits the world that wrote it."""

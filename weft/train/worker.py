@@ -19,6 +19,7 @@ from weft.job.load import load_job
 from weft.job.run import RunDir
 from weft.job.schema import Job
 from weft.plan.layout import Plan
+from weft.resilience.rollback import RollBack
 from weft.train.signals import Signals
 
 if TYPE_CHECKING:
@@ -42,13 +43,22 @@ def run_rank(run: RunDir, job: Job, plan: Plan, signals: Signals, work: Work | N
     try:
         session = open_session(job, plan, run)
         position = session.mesh.position
-        code = (work or fit_or_explain)(session, signals)
+        code = attempt(session, signals, work or fit_or_explain)
         session.mesh.barrier()
         session.close()
         return int(code)
     except BaseException as error:
         _explain(run, rank, position, error)
         return exit_code(error)
+
+
+def attempt(session: Session, signals: Signals, work: Work) -> Exit:
+    """Do the work, and go back whenever all ranks agree that something went wrong which other samples would mend."""
+    while True:
+        try:
+            return work(session, signals)
+        except RollBack as wish:
+            session.rewind(wish.to_step)
 
 
 def keep_freed_memory() -> None:
