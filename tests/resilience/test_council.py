@@ -16,7 +16,7 @@ from weft.resilience.claims import Claims
 from weft.resilience.council import (
     ENDED,
     HALTED,
-    LEASE_S,
+    LEASE,
     LOST_S,
     PATIENCE_S,
     RUNNING,
@@ -151,7 +151,7 @@ def test_the_majority_goes_on_and_the_minority_stops_and_comes_back() -> None:
     world.run(LOST_S + 2)
     assert world.disk[2].nodes == {1, 2}
     assert world.commits[-1][1:] == (2, 1)
-    assert max(t for t, number, _ in world.commits if number == 1) < cut_at + LEASE_S + 2 * TICK
+    assert max(t for t, number, _ in world.commits if number == 1) < cut_at + LEASE * LOST_S + 2 * TICK
     assert world.nodes[0].mine.state == HALTED
     world.links.clear()
     world.run(1)

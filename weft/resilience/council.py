@@ -7,8 +7,8 @@ decided, for all; there is no second decision of the same number, whatever the n
 
 - Only nodes of attempt n may claim n + 1; half of them or more at once, a minority only when after a while nobody else
   has: so in a partition the larger side goes on, a tie goes to the faster one, and whoever is left out stops.
-- A node commits (metrics, checkpoints) only while its *lease* lasts: until LEASE_S after the last of its own reports
-  that **every** node of the attempt has acknowledged. Nobody leaves a node out before LOST_S of silence, and LOST_S is
+- A node commits (metrics, checkpoints) only while its *lease* lasts: for 0.7 × lost_s after the last of its own reports
+  that **every** node of the attempt has acknowledged. Nobody leaves a node out before lost_s of silence, which is
   longer: when the next attempt is claimed, no lease of a node left out is alive. Only rates of clocks are compared.
 """
 
@@ -21,10 +21,10 @@ from typing import Any
 
 BEAT_S = 0.2
 """Seconds between reports."""
-LEASE_S = 1.2
-"""Seconds a node may commit after its last report that all have acknowledged."""
-LOST_S = 2.0
-"""Seconds of silence after which a node is taken for lost; more than LEASE_S."""
+LOST_S = 2.4
+"""Seconds of silence after which a node is taken for lost."""
+LEASE = 0.7
+"""Of them, for how many a node may commit after its last report that all have acknowledged."""
 PATIENCE_S = 15.0
 """Seconds a minority waits for the others to go on without it, before it does."""
 
@@ -135,9 +135,9 @@ class Proposal:
 class Council:
     """What one node knows of the others, and what follows from it."""
 
-    def __init__(self, me: int, expected: int, birth: str = "", patience_s: float = PATIENCE_S):
-        self.me, self.expected, self.patience_s = me, expected, patience_s
-        self.birth = birth
+    def __init__(self, me: int, expected: int, birth: str = "", lost_s: float = LOST_S, patience_s: float = PATIENCE_S):
+        self.me, self.expected, self.birth = me, expected, birth
+        self.lost_s, self.lease_s, self.patience_s = lost_s, LEASE * lost_s, patience_s
         self.decision: Decision | None = None
         self.mine = Report(me, birth)
         self.reports: dict[int, Report] = {}
@@ -172,7 +172,7 @@ class Council:
         self.mine = replace(self.mine, attempt=decision.number, state=RUNNING, why="", code=None, pausing=False)
         self.acknowledged.clear()
         self._troubled = None
-        # everyone gets LOST_S to arrive in the new attempt
+        # everyone gets lost_s to arrive in the new attempt
         self.heard_at |= {node: max(now, self.heard_at.get(node, now)) for node in decision.nodes if node != self.me}
         return True
 
@@ -183,14 +183,14 @@ class Council:
         self.acknowledged.clear()
 
     def sees(self, node: int, now: float) -> bool:
-        return node == self.me or now - self.heard_at.get(node, -math.inf) < LOST_S
+        return node == self.me or now - self.heard_at.get(node, -math.inf) < self.lost_s
 
     def lease_until(self) -> float:
         """Until when this node may commit in its attempt; always, where it is alone in it."""
         if self.decision is None:
             return -math.inf
         others = self.decision.nodes - {self.me}
-        return min((self.acknowledged.get(n, -math.inf) for n in others), default=math.inf) + LEASE_S
+        return min((self.acknowledged.get(n, -math.inf) for n in others), default=math.inf) + self.lease_s
 
     def trouble(self, now: float) -> str:
         """Why the attempt cannot go on, as far as this node can tell; empty while it can."""

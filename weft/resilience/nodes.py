@@ -17,8 +17,19 @@ from typing import Any
 from weft.job.errors import MachineError
 from weft.job.run import RunDir
 from weft.resilience.claims import Claims
-from weft.resilience.council import BEAT_S, ENDED, HALTED, LOST_S, RUNNING, Council, Decision, Proposal, Report
-from weft.resilience.wire import Channel, Gone, Listener, Message, Refused, dial, run_secret
+from weft.resilience.council import (
+    BEAT_S,
+    ENDED,
+    HALTED,
+    LOST_S,
+    PATIENCE_S,
+    RUNNING,
+    Council,
+    Decision,
+    Proposal,
+    Report,
+)
+from weft.resilience.wire import HANDSHAKE_S, Channel, Gone, Listener, Message, Refused, dial, run_secret
 
 Decide = Callable[[Proposal, Mapping[int, Report]], Decision]
 """Fills in what a proposal leaves open: which ranks go where, under which plan."""
@@ -74,7 +85,8 @@ class Nodes:
         decide: Decide,
         on_news: Callable[[], None],
         note: Callable[[str], None],
-        patience_s: float | None = None,
+        lost_s: float = LOST_S,
+        patience_s: float = PATIENCE_S,
     ):
         self.run, self.place, self._decide, self._on_news, self._note = run, place, decide, on_news, note
         self.secret = run_secret(run.path)
@@ -85,8 +97,7 @@ class Nodes:
         self._registry.mkdir(parents=True, exist_ok=True)
         self._held = _only_one(self._registry / f"{place.node}.lock", place.node)
         birth = secrets.token_hex(8)
-        options = {} if patience_s is None else {"patience_s": patience_s}
-        self.council = Council(place.node, place.count, birth, **options)
+        self.council = Council(place.node, place.count, birth, lost_s, patience_s)
         self._changed = threading.Condition()
         self._closed = False
         self._senders: set[int] = set()
@@ -202,7 +213,7 @@ class Nodes:
             try:
                 if address is None:
                     raise Gone("it has left no address")
-                channel = dial(address, self.secret, timeout_s=LOST_S / 2)
+                channel = dial(address, self.secret, timeout_s=self.council.lost_s / 2)
                 try:
                     channel.send({"purpose": "report", "node": self.place.node})
                     self._keep_telling(channel)
@@ -222,19 +233,19 @@ class Nodes:
             message: Message = {"report": report.to_json()}
             if decision is not None and decision.number != told:
                 message["decision"], told = decision.to_json(), decision.number
-            channel.send(message, timeout_s=LOST_S)
+            channel.send(message, timeout_s=self.council.lost_s)
             with self._changed:
                 self._changed.wait(BEAT_S)
 
     def _serve(self, channel: Channel) -> None:
-        hello, _ = channel.receive(LOST_S)
+        hello, _ = channel.receive(HANDSHAKE_S)
         self.services[str(hello["purpose"])](channel, hello)
 
     def _listen(self, channel: Channel, hello: Message) -> None:
         """Hear one node's reports until it stops."""
         node = int(hello["node"])
         while not self._closed:
-            message, _ = channel.receive(5 * LOST_S)
+            message, _ = channel.receive(5 * self.council.lost_s)
             report = Report.from_json(message["report"])
             if report.node != node:
                 raise Refused(f"node {node} speaks for node {report.node}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -22,10 +23,18 @@ SLICE_S = 0.2
 class SecretStore(dist.Store):
     """A rank's end: what torch asks of a store, asked of the supervisor."""
 
-    def __init__(self, address: tuple[str, int], secret: bytes, attempt: int, timeout_s: float = 300.0):
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        attempt: int,
+        timeout_s: float = 300.0,
+        fence: Callable[[], None] = lambda: None,
+    ):
+        """fence raises when the attempt is over: nobody waits for a rank that will not come."""
         super().__init__()
         self._address, self._secret, self._attempt = address, secret, attempt
-        self._timeout_s = timeout_s
+        self._timeout_s, self._fence = timeout_s, fence
         self._lock = threading.Lock()
         self._channel: Channel | None = None
 
@@ -80,6 +89,7 @@ class SecretStore(dist.Store):
     def _wait(self, keys: list[str], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self._ask(op="check", keys=keys, within_s=SLICE_S)[0]["there"]:
+            self._fence()
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(f"timed out after {seconds:g} s waiting for {', '.join(keys)} in the store")
 
