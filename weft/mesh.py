@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.comm import Axis
+from weft.comm import Axis, Meter
 from weft.job.errors import MachineError
 from weft.plan.layout import Plan
 
@@ -47,6 +47,9 @@ class Mesh:
     coords: dict[str, int] = field(default_factory=dict)
     joined: DeviceMesh | None = None
     """The mesh of the joint axis."""
+    meter: Meter = field(default_factory=Meter)
+    store: dist.Store | None = None
+    """Where this rank waits for others."""
 
     def axis(self, name: str) -> Axis | None:
         """The axis, or None where it has one rank and there is nothing to say."""
@@ -78,12 +81,14 @@ class Mesh:
         if self.everyone is None:
             return [value]
         out: list[object] = [None] * self.world
-        dist.all_gather_object(out, value, group=self.host_group)
+        with self.meter.inside("everyone", "all_gather_object"):
+            dist.all_gather_object(out, value, group=self.host_group)
         return out
 
     def barrier(self) -> None:
         if self.everyone is not None:
-            dist.barrier(group=self.host_group)
+            with self.meter.inside("everyone", "barrier"):
+                dist.barrier(group=self.host_group)
 
     def close(self) -> None:
         if self.everyone is not None:
@@ -106,8 +111,8 @@ def local_device(plan: Plan, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
-    """Join the ranks of a plan.
+def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = None) -> Mesh:
+    """Join the ranks of a plan, at a store if one is given.
 
     The launcher or torchrun says who we are through RANK, WORLD_SIZE and LOCAL_RANK; they meet in the file WEFT_STORE
     where it is given (one machine: no port to race for), else at MASTER_ADDR:MASTER_PORT.
@@ -121,12 +126,15 @@ def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
     if world == 1:
         return Mesh(0, 1, device, None, {}, None, None, None)
     file = os.environ.get("WEFT_STORE")
-    store = dist.FileStore(file, world) if file else None
+    if store is None and file:
+        store = dist.FileStore(file, world)
     backend = "cpu:gloo,cuda:nccl" if plan.backend == "nccl" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank if store else -1, world_size=world if store else -1,
                             timeout=timeout)  # fmt: skip
-    return mesh_of(plan, device, timeout)
+    mesh = mesh_of(plan, device, timeout)
+    mesh.store = store  # torch keeps only the half of it that is not Python
+    return mesh
 
 
 def pretend(plan: Plan, rank: int) -> Mesh:
@@ -146,11 +154,12 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     wide = {name: degree for name, degree in plan.axes.items() if degree > 1}
     device_mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
     coords = dict(zip(wide, device_mesh.get_coordinate() or (), strict=True))
-    axes = {n: Axis(n, device_mesh.get_group(n), degree, coords[n]) for n, degree in wide.items()}
-    everyone = Axis("everyone", dist.group.WORLD, world, rank)  # type: ignore[arg-type]
+    meter = Meter()
+    axes = {n: Axis(n, device_mesh.get_group(n), degree, coords[n], meter=meter) for n, degree in wide.items()}
+    everyone = Axis("everyone", dist.group.WORLD, world, rank, meter=meter)  # type: ignore[arg-type]
     joined = None
     if (joint := joint_axis(plan)) in JOINT:
         joined = device_mesh[JOINT[joint]]._flatten(joint)
-        axes[joint] = Axis(joint, joined.get_group(), joined.size(), joined.get_local_rank())
+        axes[joint] = Axis(joint, joined.get_group(), joined.size(), joined.get_local_rank(), meter=meter)
     host_group, disk_group = (dist.new_group(backend=host_backend, timeout=timeout) for _ in range(2))
-    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined)
+    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, meter)

@@ -2,5 +2,6 @@
 
 from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along, sum_up
 from weft.comm.axis import Axis, Waits
+from weft.comm.meter import Meter
 
-__all__ = ["Axis", "Waits", "copy_in", "gather_along", "reduce_out", "scatter_along", "sum_up"]
+__all__ = ["Axis", "Meter", "Waits", "copy_in", "gather_along", "reduce_out", "scatter_along", "sum_up"]

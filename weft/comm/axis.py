@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.meter import Meter
+
 # torch 2.13 renamed both and warns of the old names
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -48,7 +50,7 @@ class Exchange:
 
 @dataclass
 class Waiting:
-    """A collective under way on an axis that is timed."""
+    """A collective under way: whoever waits for it is seen to."""
 
     work: dist.Work
     clock: AbstractContextManager[None]
@@ -84,6 +86,8 @@ class Axis:
     bytes: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     timed: bool = False
+    meter: Meter = field(default_factory=Meter, repr=False)
+    """The mesh's: where this rank waits now, and how long it has waited."""
 
     def count(self, what: str, tensor: Tensor, share: float = 1) -> None:
         """Note a message of which this rank hands over a share."""
@@ -101,14 +105,15 @@ class Axis:
         self.seconds.clear()
 
     def _clock(self, what: str, tensor: Tensor) -> AbstractContextManager[None]:
-        return self._watch(what, tensor.device) if self.timed else nullcontext()
+        return self._watch(what, tensor.device) if self.timed else self.meter.inside(self.name, what)
 
     @contextmanager
     def _watch(self, what: str, device: torch.device) -> Iterator[None]:
         began = time.perf_counter()
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        with self.meter.inside(self.name, what):
+            yield
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
 
     def _by_host(self, tensor: Tensor) -> bool:
@@ -127,7 +132,7 @@ class Axis:
         self.count("all_reduce", tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
-        return Waiting(work, self._clock("all_reduce", tensor)) if self.timed else work
+        return Waiting(work, self._clock("all_reduce", tensor))
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The pieces of all ranks, joined along dim."""
@@ -223,9 +228,9 @@ class Axis:
 
     def open(self) -> None:
         """Connect all ranks now: NCCL wants every rank in a group's first call, and an exchange may be of a few."""
-        dist.all_reduce(
-            torch.zeros(1, device="cuda" if "nccl" in dist.get_backend(self.group) else "cpu"), group=self.group
-        )
+        one = torch.zeros(1, device="cuda" if "nccl" in dist.get_backend(self.group) else "cpu")
+        with self.meter.inside(self.name, "open"):
+            dist.all_reduce(one, group=self.group)
 
     def narrow(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's piece along dim."""

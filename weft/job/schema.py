@@ -7,11 +7,12 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from weft.job.cluster import Cluster, Failures, Group, Level
+from weft.job.resilience import Resilience
 from weft.job.section import Section
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
-    "Optim", "Parallel", "RopeScaling", "Section", "Train", "Watch",
+    "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Train", "Watch",
 ]  # fmt: skip
 
 
@@ -388,6 +389,8 @@ class Job(Section):
     """Communication."""
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoints."""
+    resilience: Resilience = Resilience()
+    """What is done about faults."""
     watch: Watch = Watch()
     """Progress and metrics."""
     runs_dir: str = "runs"

@@ -84,7 +84,9 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, 
             _refuse_scalars(unit)
             shard(unit, mesh.submesh("dp_replicate", joint_axis(plan)), plan.zero, dtype)
     if sharded:
-        data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None)
+        data: Replicas | Shards = Shards(
+            model, plan.zero, mesh.axis("dp_replicate") is not None, mesh.meter, joint_axis(plan)
+        )
     else:
         axis = mesh.axis(joint_axis(plan))
         start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes)) if axis else None

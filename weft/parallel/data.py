@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from weft.comm import Axis, Waits
+from weft.comm import Axis, Meter, Waits
 from weft.comm.algorithms import Start
 from weft.comm.pieces import like, local_of
 
@@ -172,13 +172,15 @@ class Shards:
     | 3 | cut after every use | cut at once |
     """
 
-    def __init__(self, module: nn.Module, zero: int, replicated: bool):
+    def __init__(self, module: nn.Module, zero: int, replicated: bool, meter: Meter, axis: str):
+        """`axis` is the name under which the meter counts FSDP2's waits."""
         assert isinstance(module, FSDPModule)
         self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
         self.fsdp_modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for m in self.fsdp_modules:
             m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
             m.set_force_sum_reduction_for_comms(True)
+            see_waits(m, meter, axis, replicated)
         self.masters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.leaves, self.copies = self.masters, dict[str, Tensor]()
 
@@ -237,6 +239,34 @@ def reduce_now(module: nn.Module) -> None:
         for group in fsdp_groups(each):
             group.post_backward()
     fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def see_waits(module: nn.Module, meter: Meter, axis: str, replicated: bool) -> None:
+    """Let the meter see when an FSDP2 module waits: in gathers and scatters, and from a scatter to the sum that follows
+    it over the replicas, after which FSDP2 calls a hook."""
+    for group in fsdp_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+        group._all_gather_comm = _Seen(group._all_gather_comm, meter, axis, "all_gather")
+        group._reduce_scatter_comm = _Seen(group._reduce_scatter_comm, meter, axis, "reduce_scatter")
+        if replicated:
+            group._reduce_scatter_comm.then = group
+            group._all_reduce_hook = lambda summed: meter.leave()
+
+
+class _Seen:
+    """One of FSDP2's collectives, under the eyes of the meter."""
+
+    def __init__(self, comm: Any, meter: Meter, axis: str, what: str):
+        self.comm, self.meter, self.axis, self.what = comm, meter, axis, what
+        self.allocate = comm.allocate
+        self.then: Any = None
+        """The group that sums over the replicas next, if any does."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with self.meter.inside(self.axis, self.what):
+            work = self.comm(*args, **options)
+        if self.then is not None and self.then.all_reduce_grads:
+            self.meter.enter("dp_replicate", "all_reduce")
+        return work
 
 
 def fsdp_states(module: nn.Module) -> list[Any]:

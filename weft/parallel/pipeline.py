@@ -126,10 +126,10 @@ class Pipelined:
         for stage in self.stages.values():
             stage.zero_grad()
 
-    def follow(self) -> None:
+    def follow(self, taken: bool | Tensor = True) -> None:
         """After a step: a weight that is held twice is updated once, and its twin follows."""
         for stage in self.stages.values():
-            stage.follow()
+            stage.follow(taken)
         self._renew_twins()
 
     @torch.no_grad()

@@ -112,10 +112,10 @@ class Woven:
     def zero_grad(self) -> None:
         self.data.zero_grad()
 
-    def follow(self) -> None:
-        """After a step: let what the optimizer does not see learn from it."""
+    def follow(self, taken: bool | Tensor = True) -> None:
+        """After a step: let what the optimizer does not see learn from it, if it was taken."""
         if self.scales is not None:
-            self.scales.step()
+            self.scales.step(taken)
 
     def refresh(self) -> None:
         """After the masters were changed by other hands than the optimizer's."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from weft.resilience.snapfile import HEAD, MAGIC, SEAL
 
-KEEP = 4
+KEEP = 5
 """Steps in the ring. While one is written, the ranks may differ by one in the newest that they have sealed; the rest
 is for going back before a bad batch."""
 
@@ -119,7 +119,7 @@ class Snapshots:
         return all(slot.fits(pieces) for slot in self._slots if slot.sealed >= 0)
 
     def tick(self, step: int) -> bool:
-        """Measure the steps; true when it is time for all ranks to agree on `every` by the largest of their wishes()."""
+        """Measure the steps; true when it is time for all ranks to agree on `every`, the largest of their wishes."""
         now = time.perf_counter()
         if self._last is not None and step == self._last[0] + 1:
             self._steps.append(now - self._last[1])
@@ -176,7 +176,7 @@ class _Slot:
 
     def __init__(self, table: _Table, memory: Tensor, sealed: int = -1, meta: dict[str, Any] | None = None):
         self.table, self.memory, self.sealed, self.meta = table, memory, sealed, meta or {}
-        self.bytes = memoryview(memory.numpy())
+        self.bytes = memoryview(memory.numpy().data)
         self.views = {name: _view(memory, dtype, shape, at) for name, dtype, shape, at in table.entries}
         self.pinned = _pin(memory)
         self.copied: tuple[torch.cuda.Event, torch.cuda.Event] | None = None

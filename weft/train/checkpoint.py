@@ -52,7 +52,8 @@ class Checkpoints:
 
     group is a Gloo group of all ranks, made for this purpose alone: its collectives run in a thread while a checkpoint
     is written. None is one process, without torch.distributed. Every method but poll and wait is collective.
-    on_event is called on every rank, always in the caller's thread.
+    on_event is called on every rank, always in the caller's thread. fence is called before a checkpoint takes its name,
+    and raises where this rank may commit nothing any more.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Checkpoints:
         keep_every: int,
         background: bool,
         on_event: Callable[..., None] = _ignore,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         if keep < 1:
             raise JobError(f"checkpoint.keep is {keep}; at least 1 must be kept")
@@ -73,7 +75,7 @@ class Checkpoints:
         self.world = 1 if group is None else dist.get_world_size(group)
         self.durable: int | None = None
         """The step of the last checkpoint that this object saved and that is known to be on disk."""
-        self._on_event = on_event
+        self._on_event, self._fence = on_event, fence
         self._events: list[Event] = []
         self._thread: threading.Thread | None = None
         self.damaged: set[Path] = set()
@@ -165,7 +167,7 @@ class Checkpoints:
     def _write(self, manifest: Manifest, snapshot: Snapshot) -> None:
         began = time.monotonic()
         final = self.folder / checkpoint_name(manifest.step)
-        writer = Writer(self.folder, manifest, replaces_damaged=final in self.damaged)
+        writer = Writer(self.folder, manifest, replaces_damaged=final in self.damaged, fence=self._fence)
         try:
             run_save(snapshot, writer, self.group)
         except (CheckpointException, Exception) as error:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.pieces import local_of
@@ -34,6 +33,8 @@ class State:
     """Samples read, and so the number of the next one: the whole state of the data."""
     tokens: int = 0
     """Valid targets learned from."""
+    skipped_steps: set[int] = field(default_factory=set)
+    """Steps whose samples are read and not learned from: what they did to the run was undone."""
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, whatever the layout. The random state is each rank's own."""
@@ -72,13 +73,17 @@ class State:
                     mean = axis.all_reduce(buffer.double()) / axis.size  # in doubles what is equal stays as it is
                     buffer.copy_(mean)
                 else:
-                    first = buffer.contiguous()
-                    dist.broadcast(first, group_src=0, group=axis.group)
-                    buffer.copy_(first)
+                    axis.broadcast(buffer, 0)
 
     def counts(self) -> dict[str, Any]:
         """What is no tensor."""
-        return {"step": self.step, "tokens": self.tokens, "samples": self.samples, "scale": self.scale.state()}
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "samples": self.samples,
+            "skipped_steps": sorted(self.skipped_steps),
+            "scale": self.scale.state(),
+        }
 
     def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
         return {**self.counts(), "job": job.model_dump(mode="json"), "plan": plan.to_json()}
@@ -94,6 +99,7 @@ class State:
     def adopt(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Continue from tensors that were just read in place."""
         self.step, self.tokens, self.samples = meta["step"], meta["tokens"], meta["samples"]
+        self.skipped_steps = set(meta.get("skipped_steps", ()))
         self.scale.restore(meta["scale"])
         if (cpu := tensors.get(f"random.{self.mesh.rank}")) is not None:
             torch.set_rng_state(cpu)
