@@ -72,8 +72,11 @@ def train(
     """Train a job. Started again, it resumes; started by torchrun, it joins."""
     from weft.job.load import load_job
     from weft.train.api import join, prepare, start
+    from weft.train.several import start_node, this_node
 
     described = load_job(job, overrides or ())
+    if (place := this_node(described, nproc)) is not None:
+        raise typer.Exit(start_node(described, place, nproc, say=_say))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise typer.Exit(join(described, say=_say))
     raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, say=_say))

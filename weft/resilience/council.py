@@ -189,7 +189,7 @@ class Council:
         """Until when this node may commit in its attempt; always, where it is alone in it."""
         if self.decision is None:
             return -math.inf
-        others = self.decision.nodes - {self.me}
+        others = [n for n in self.decision.nodes if n != self.me and not self._ended(n)]  # who has ended claims nothing
         return min((self.acknowledged.get(n, -math.inf) for n in others), default=math.inf) + self.lease_s
 
     def trouble(self, now: float) -> str:
@@ -223,7 +223,7 @@ class Council:
 
     def _form(self, now: float) -> Proposal | None:
         """The first attempt since the nodes were started: by the lowest, when all that are expected are there."""
-        there = [n for n in range(self.expected) if self.sees(n, now)]
+        there = [n for n in range(self.expected) if n == self.me or (n in self.reports and self.sees(n, now))]
         fresh = all(n == self.me or self.reports[n].attempt == 0 for n in there)
         if len(there) < self.expected or not fresh or there[0] != self.me:
             return None
@@ -256,8 +256,8 @@ class Council:
         return report is not None and report.attempt == self.mine.attempt and report.state == ENDED
 
     def _halted(self, node: int) -> bool:
-        report = self.reports[node]
-        return report.attempt == self.mine.attempt and report.state == HALTED
+        report = self.reports.get(node)
+        return report is not None and report.attempt == self.mine.attempt and report.state == HALTED
 
     def _reborn(self, node: int) -> bool:
         """Whether a node of the attempt speaks with the voice of another process than the one that entered it."""

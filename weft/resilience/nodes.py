@@ -31,8 +31,8 @@ from weft.resilience.council import (
 )
 from weft.resilience.wire import HANDSHAKE_S, Channel, Gone, Listener, Message, Refused, dial, run_secret
 
-Decide = Callable[[Proposal, Mapping[int, Report]], Decision]
-"""Fills in what a proposal leaves open: which ranks go where, under which plan."""
+Decide = Callable[[Proposal, Mapping[int, Report]], Decision | None]
+"""Fills in what a proposal leaves open: which ranks go where, under which plan; None where there is no way."""
 
 Serve = Callable[[Channel, Message], None]
 
@@ -153,15 +153,19 @@ class Nodes:
         """The run is over here."""
         self._say(state=ENDED, code=code)
 
+    def known(self, since: float) -> bool:
+        """Whether every node of the attempt has heard what this one has said since then, or is gone."""
+        with self._changed:
+            now, decision = time.monotonic(), self.council.decision
+            others = decision.nodes - {self.place.node} if decision else frozenset()
+            return all(self.council.acknowledged.get(n, 0.0) > since or not self.council.sees(n, now) for n in others)
+
     def pause(self) -> bool:
         """Announce that the ranks will be asked to save and stop for guests; true once every node has heard it."""
-        now = time.monotonic()
         if not self.council.mine.pausing:
+            self._announced = time.monotonic()
             self._say(pausing=True)
-            self._announced = now
-        with self._changed:
-            others = self.council.decision.nodes - {self.place.node} if self.council.decision else ()
-            return all(self.council.acknowledged.get(n, 0.0) > self._announced for n in others)
+        return self.known(self._announced)
 
     def pausing(self) -> bool:
         """Whether the ranks of this attempt were asked to save and stop, and the run will go on."""
@@ -291,7 +295,7 @@ class Nodes:
         made = self._decide(Proposal(number, proposal.nodes, proposal.lost, proposal.joined, proposal.why), reports)
         with self._changed:
             again = self.council.propose(time.monotonic())
-        if again is None or again.nodes != proposal.nodes:
+        if made is None or again is None or again.nodes != proposal.nodes:
             return  # while the plan was made, someone came or went
         claimed = made if self.claims.make(made) else self.claims.read(number)
         if claimed is not None:
