@@ -24,7 +24,7 @@ from weft.resilience.board import TRAINING, Board, Record
 from weft.resilience.council import Decision, Proposal, Report, Seat
 from weft.resilience.diagnosis import Fault
 from weft.resilience.meeting import Meeting
-from weft.resilience.neighbours import Keeper, Sender
+from weft.resilience.neighbours import Errand, Keeper, Sender
 from weft.resilience.nodes import Nodes, Place, births
 from weft.resilience.replan import replan
 from weft.resilience.supervisor import LOOK_S, Supervisor, say
@@ -52,13 +52,14 @@ class NodeSupervisor(Supervisor):
         self.keeper, self.meeting = Keeper(folder), Meeting()
         self.nodes = Nodes(run, place, slots, self.decide, lambda: None, self.note, lost_s=job.resilience.node_lost_s)
         self.nodes.services |= {"store": self.meeting.serve, "copy": self.keeper.serve}
-        self.sender = Sender(folder, self.nodes.secret, self.where_to_send, self.note)
+        self.sender = Sender(folder, self.nodes.secret, self.errand, self.nodes.kept, self.note)
         threading.Thread(target=self._renew, daemon=True, name="lease").start()
 
     def _renew(self) -> None:
         """The ranks may commit as long as all nodes hear of this one, whatever the supervisor is busy with."""
         while not self.closed:
             self.board.lease_until = self.nodes.lease_until()
+            self.board["safe"], self.board["target"] = self.nodes.copies()
             time.sleep(LOOK_S)
 
     def note(self, text: str) -> None:
@@ -89,6 +90,7 @@ class NodeSupervisor(Supervisor):
             self.board["pause"] = self.attempt.number
         if self.free is not None:
             return self.wait_for_others()
+        self.nodes.aim(max((records[s].committed for s in self.attempt.ranks.values()), default=0))
         self.invite(records)
         return None
 
@@ -253,10 +255,12 @@ class NodeSupervisor(Supervisor):
                 path.unlink(missing_ok=True)
         self.keeper.forget(before=self.attempt.number)
 
-    def where_to_send(self) -> tuple[int, int, tuple[str, int], frozenset[int]] | None:
-        if self.free is not None or not self.attempt.ranks or (found := self.nodes.neighbour()) is None:
+    def errand(self) -> Errand | None:
+        """Which snapshots the neighbour should get now."""
+        found, target = self.nodes.neighbour(), self.nodes.copies()[1]
+        if self.free is not None or not self.attempt.ranks or not target or found is None:
             return None
-        return self.attempt.number, found[0], found[1], frozenset(self.attempt.ranks)
+        return Errand(self.attempt.number, frozenset(self.attempt.ranks), *found, target)
 
     def end(self, code: int, lines: list[str]) -> int:
         """Tell the others, and give them the time to hear it."""
