@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from weft.comm.algorithms import summing
 from weft.comm.pieces import piece_of
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import Batch, Loader, val_batches
@@ -28,8 +29,11 @@ from weft.precision import LossScale
 from weft.resilience.pulse import Pulse, Quiet
 from weft.resilience.snapfile import Places
 from weft.resilience.snapshots import Snapshots, newest_common
+from weft.sync.outer import EveryStep, Rounds
+from weft.train.armed import arm
 from weft.train.checkpoint import Checkpoints
 from weft.train.manifest import entries
+from weft.train.owed import load_owed
 from weft.train.shards import places_of, save_shards
 from weft.train.state import State
 from weft.train.step import Stepper
@@ -71,6 +75,12 @@ class Session:
         """Show what begins."""
         self.pulse.now(phase, self.state.step)
 
+    def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
+        """Adaptive compression has changed its mind."""
+        if self.journal is not None:
+            self.event("compression", step=self.state.step, was=was, now=now, why=why, **fields)
+            self.log.info("%s", f"compression at step {self.state.step}: {now} (was {was}): {why}")
+
     def loader(self) -> Loader:
         """Batches from the next unread sample on."""
         job, mesh = self.job, self.mesh
@@ -97,7 +107,7 @@ class Session:
     def save(self, wait: bool = False) -> None:
         self.now("checkpoint")
         self.state.agree()
-        self.checkpoints.save(self.state.step, self.state.tensors(), self.state.meta(self.job, self.plan), wait=wait)
+        self.checkpoints.save(self.state.step, self.state.saved(), self.state.meta(self.job, self.plan), wait=wait)
 
     def keep(self) -> None:
         """Copy the step just done into memory that outlives this process, as often as that costs next to nothing."""
@@ -186,6 +196,8 @@ def open_session(
     snapshots = Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
     stepper = Stepper(job, plan, mesh, state)
     session = Session(job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse)
+    for compressor in state.woven.compressors:
+        compressor.tell = session.compression
     _write_slices(session)
     if not _recall(session):
         _put_together(session)
@@ -195,19 +207,27 @@ def open_session(
     _, scaling = peak_lr(job)
     if scaling:
         log.info("%s", scaling)
+    arm(session)
     return session
 
 
 def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
     """The model spread over the mesh, its optimizer, average and loss scale, at step 0."""
     woven = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
-    return State(
-        woven,
-        make_optimizers(job, woven),
-        Ema(woven.masters, job.train.ema),
-        LossScale.for_precision(plan.precision),
-        mesh,
-    )
+    ema = Ema(woven.masters, job.train.ema)
+    state = State(woven, make_optimizers(job, woven), ema, LossScale.for_precision(plan.precision), mesh)
+    state.rounds = make_rounds(job, plan, mesh, state)
+    return state
+
+
+def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
+    """How replicas come together, as train.sync says."""
+    axis = mesh.axis("dp_replicate")
+    if not plan.alone or axis is None:
+        return EveryStep()
+    start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes))
+    limit = int(plan.bucket_mb * 2**20 / 4)
+    return Rounds(job.train.sync, axis, start, state.woven.masters, state.ema.averages, job.train.steps, limit)
 
 
 def make_optimizers(job: Job, woven: Woven | Pipelined) -> Optimizers:
@@ -228,7 +248,7 @@ def _recall(session: Session, at_most: int | None = None) -> bool:
     pieces = state.pieces()
     if not all(session.mesh.all_gather_object(_same_layout(session) and snapshots.holds(pieces))):
         return False
-    state.adopt(pieces, snapshots.load(step, pieces))
+    state.recall(pieces, snapshots.load(step, pieces))
     _forget_samples_after(session)
     return True
 
@@ -245,7 +265,7 @@ def _same_layout(session: Session) -> bool:
 def _put_together(session: Session) -> None:
     """Where the layout has changed: what the nodes' memories hold of the former one becomes a checkpoint."""
     snapshots = session.snapshots
-    if snapshots.folder is None:
+    if snapshots.folder is None or isinstance(session.state.rounds, Rounds):  # between rounds replicas differ
         return
     disk = _newest_on_disk(session)
     step = save_shards(snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, disk)
@@ -274,11 +294,12 @@ def _resume(session: Session, at_most: int | None = None) -> None:
         state.optimizers = make_optimizers(session.job, state.woven)
         _say_restart(session)
         return
-    if found.meta["plan"]["world"] == session.mesh.world:
-        own = {n: t for n, t in state.tensors().items() if n.startswith("random")}
-        checkpoints.load(found, own)
-        tensors |= own
+    own = state.own(found.meta)
+    checkpoints.load(found, own)
+    tensors |= {n: t for n, t in own.items() if n.startswith("random")}
     state.adopt(tensors, found.meta)
+    if note := load_owed(checkpoints, found, state):
+        session.log.info("%s", note)
     _warn_of_changes(session, found.meta["job"])
     _forget_samples_after(session)
     before = Plan.from_json(found.meta["plan"])
