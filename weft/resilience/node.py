@@ -12,8 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
-
+from weft.hardware.network import GLOO, NCCL, interfaces
 from weft.job.errors import Exit, WeftError
 from weft.job.load import load_job
 from weft.job.run import RunDir
@@ -223,8 +222,8 @@ class NodeSupervisor(Supervisor):
         ranks = dict(zip(range(seat.first, seat.first + seat.ranks), [*self.free, *others], strict=False))
         host, port = decision.given["store"]
         environment = {"WEFT_STORE_AT": f"{host}:{port}"}
-        if name := interface_of(self.place.host):
-            environment |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+        name = next((i.name for i in interfaces() if i.address == self.place.host), None)
+        environment |= {variable: name for variable in (GLOO, NCCL) if name and variable not in os.environ}
         how = "" if decision.how == "regroup" else decision.how
         self.attempt_first = self.committed
         self.free = self.guests_since = self.blameless = None
@@ -272,14 +271,6 @@ class NodeSupervisor(Supervisor):
         self.closed = True
         self.nodes.close()
         return super().end(code, lines)
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.address.split("%")[0] == address for a in addresses):
-            return name
-    return None
 
 
 def _write_plan(run: RunDir, plan: Plan) -> None:
