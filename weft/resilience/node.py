@@ -148,8 +148,8 @@ class NodeSupervisor(Supervisor):
             return None
         if decision is None and self.attempt.number:
             return self.outside(now)
-        if decision is None and now - self.since > self.settings.gather_s:
-            missing = ", ".join(map(str, self.nodes.missing()))
+        if decision is None and now - self.since > self.settings.gather_s and (absent := self.nodes.missing()):
+            missing = ", ".join(map(str, absent))
             words = f"node {missing} did not come within {self.settings.gather_s:g} s; it must see {self.run.path}"
             return self.end(int(Exit.MACHINE), [f"weft: {words} and the address {self.place.host}"])
         return None
@@ -158,7 +158,8 @@ class NodeSupervisor(Supervisor):
         """The others went on without this node. It waits to be taken back."""
         if not self.left_out:
             self.left_out = now
-            self.note("the others went on without it; it commits nothing and waits to be taken back")
+            if self.nodes.council.newest:  # else only its supervisor was replaced
+                self.note("the others went on without it; it commits nothing and waits to be taken back")
         over = [r.code for r in self.nodes.council.reports.values() if r.code is not None]
         if over:
             return self.end(over[0], [])
