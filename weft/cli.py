@@ -62,6 +62,12 @@ def train(
     overrides: Overrides = None,
     nproc: Nproc = None,
     fresh: Annotated[bool, typer.Option(help="Set an earlier run of this name aside and start from step 0.")] = False,
+    resilient: Annotated[
+        bool | None,
+        typer.Option(
+            help="Replace ranks that are lost and go on. Left out: with more than one rank.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Train a job. Started again, it resumes; started by torchrun or mpirun, it joins."""
     from weft.hardware.world import adopt
@@ -71,7 +77,7 @@ def train(
     described = load_job(job, overrides or ())
     if adopt():
         raise typer.Exit(join(described, say=_say))
-    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, say=_say))
+    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, say=_say))
 
 
 @app.command()

@@ -62,6 +62,8 @@ class Mesh:
 
     folded: DeviceMesh | None = None
     """The same ranks as the experts see them (FOLDED), where ep cuts these."""
+    store: dist.Store | None = None
+    """Where the ranks met."""
 
     def axis(self, name: str) -> Axis | None:
         """The axis, or None where it has one rank and there is nothing to say."""
@@ -123,8 +125,8 @@ def local_device(plan: Plan, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
-    """Join the ranks of a plan.
+def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = None) -> Mesh:
+    """Join the ranks of a plan, at a store if one is given.
 
     Who started us says who we are (weft.hardware.world). The ranks meet in the file WEFT_STORE where it is given (one
     machine: no port to race for), else at MASTER_ADDR:MASTER_PORT, else through MPI.
@@ -144,10 +146,12 @@ def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
         if not under_mpi():
             raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
         mpi.register()
-    store, (backend, host_backend) = _meeting(timeout), BACKENDS[plan.backend]
+    store, (backend, host_backend) = store or _meeting(timeout), BACKENDS[plan.backend]
     dist.init_process_group(backend, store=store, rank=here.rank if store else -1,
                             world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
-    return mesh_of(plan, device, timeout, host_backend)
+    mesh = mesh_of(plan, device, timeout, host_backend)
+    mesh.store = store  # torch keeps only the half of it that is not Python
+    return mesh
 
 
 BACKENDS: dict[str, tuple[str, str]] = {
@@ -198,7 +202,7 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     wide = {name: degree for name, degree in plan.axes.items() if degree > 1}
     device_mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
     coords = dict(zip(wide, device_mesh.get_coordinate() or (), strict=True))
-    per_node, meter = ranks_of_a_node(plan), Meter()
+    per_node, meter = ranks_of_a_node(plan), Meter(cuda=device.type == "cuda")
     axes = {n: axis_of(n, device_mesh.get_group(n), per_node, meter) for n in wide}
     everyone = axis_of("everyone", dist.group.WORLD, per_node, meter)
     joined = None

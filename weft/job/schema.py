@@ -8,12 +8,13 @@ from pydantic import Field, field_validator, model_validator
 
 from weft.job.cluster import Cluster, Failures, Group, Level
 from weft.job.compression import parse_compression
+from weft.job.resilience import Resilience
 from weft.job.section import Section
 from weft.job.sync import Sync
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
-    "Optim", "Parallel", "RopeScaling", "Section", "Sync", "Train", "Watch",
+    "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "Train", "Watch",
 ]  # fmt: skip
 
 
@@ -430,6 +431,8 @@ class Job(Section):
     """Communication."""
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoints."""
+    resilience: Resilience = Resilience()
+    """What is done about faults."""
     watch: Watch = Watch()
     """Progress and metrics."""
     runs_dir: str = "runs"
