@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from weft.comm.pieces import local_of
-from weft.mesh import JOINT
+from weft.mesh import UNDER
 
 Kind = tuple[str, ...]
 """The axes over which a weight is cut: ranks that differ only on other axes hold the same piece of it."""
@@ -21,7 +21,7 @@ def kind_of(master: Tensor) -> Kind:
         return ()
     names = master.device_mesh.mesh_dim_names or ()
     cut = [n for n, p in zip(names, master.placements, strict=True) if not p.is_replicate()]
-    return tuple(sorted({axis for name in cut for axis in JOINT.get(name, (name,))}))
+    return tuple(sorted({axis for name in cut for axis in UNDER.get(name, (name,))}))
 
 
 class Digests:

@@ -20,7 +20,7 @@ from weft.data.loader import Loader
 from weft.data.shares import Shares
 from weft.job.errors import DivergedError
 from weft.job.schema import Job
-from weft.mesh import JOINT, Mesh
+from weft.mesh import UNDER, Mesh
 from weft.plan.layout import Plan
 from weft.precision import FLOOR
 from weft.resilience.alike import odd_ones
@@ -79,9 +79,10 @@ class Guards:
         )
         self.coords, self.names = [c for c, _, _ in everyone], [n for _, _, n in everyone]
         self.kinds = sorted({kind for _, kinds, _ in everyone for kind in kinds})
-        self.alike = {kind: self._groups(_besides(self.coords[0], kind)) for kind in self.kinds}
+        apart = {"dp_replicate"} if plan.alone else set()
+        self.alike = {kind: self._groups(_besides(self.coords[0], kind) - apart) for kind in self.kinds}
         axes = tuple(mesh.axes)
-        self.links_of = {axis: self._groups(set(JOINT.get(axis, (axis,)))) for axis in axes}
+        self.links_of = {axis: self._groups(set(UNDER.get(axis, (axis,)))) for axis in axes}
         self.table = Table(mesh.world, axes, 2 * len(self.kinds))
         self.shares = Shares.even(job.train.global_batch, plan.microbatch, plan.dp)
         self.balance = Balance(plan, job.train.global_batch)
