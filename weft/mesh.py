@@ -207,6 +207,11 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
         for name in ("ep_shard", "ep"):
             if (part := folded[name]).size() > 1:
                 axes[name] = Axis(name, part.get_group(), part.size(), part.get_local_rank())
+        if 1 < plan.ep_hop < plan.ep:
+            nodes = (plan.world // plan.ep, plan.ep // plan.ep_hop, plan.ep_hop)
+            hops = init_device_mesh(device.type, nodes, mesh_dim_names=("ep_groups", "ep_far", "ep_near"))
+            for name in ("ep_far", "ep_near"):
+                axes[name] = Axis(name, hops[name].get_group(), hops[name].size(), hops[name].get_local_rank())
         if (copies := folded["dp_replicate", "ep_shard"]._flatten("expert_replicate")).size() > 1:
             axes["expert_replicate"] = Axis(
                 "expert_replicate", copies.get_group(), copies.size(), copies.get_local_rank()

@@ -31,7 +31,8 @@ bf16 differs in its last digit, fp8 may differ by a quarter of a number."""
 
 DEFAULT_LAYOUTS = (
     "ddp2", "zero1", "zero2", "zero3", "tp2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "hsdp", "pp2", "pp2 zbv",
-    "pp2 dp_shard=2", "pp2 tp2", "cp2 ring", "cp2 ulysses", "cp2 dp_shard=2", "cp2 tp2",
+    "pp2 dp_shard=2", "pp2 tp2", "cp2 ring", "cp2 ulysses", "cp2 dp_shard=2", "cp2 tp2", "dp_shard=2 ep=2",
+    "tp2 ep2", "cp2 ep2", "pp2 dp_shard=2 ep=2",
 )  # fmt: skip
 
 ADAM_EPS = 1e-6
@@ -92,6 +93,10 @@ def small(job: Job) -> Job:
         seq = min(job.data.seq_len, 64)
         updates["max_len"] = seq
         job = job.model_copy(update={"data": job.data.model_copy(update={"seq_len": seq})})
+    if m.experts is not None:
+        e = m.experts
+        less = {"count": min(e.count, 8), "top_k": min(e.top_k, 2), "ffn": min(e.ffn or 32, 32), "groups": 1}
+        updates["experts"] = e.model_copy(update={**less, "top_groups": None, "first_dense": min(e.first_dense, 1)})
     train = job.train.model_copy(
         update={"global_batch": min(job.train.global_batch, 16), "microbatch": "auto", "accumulation": "auto"}
     )

@@ -27,6 +27,7 @@ from weft.precision import LossScale
 from weft.sync.outer import EveryStep, Rounds
 from weft.train.checkpoint import Checkpoints
 from weft.train.owed import load_owed
+from weft.train.rebalance import rebalance
 from weft.train.state import State
 from weft.train.step import Stepper
 from weft.watch import logs
@@ -85,6 +86,8 @@ class Session:
 
     def save(self, wait: bool = False) -> None:
         self.state.agree()
+        if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan.ep, self.plan.ep_rebalance)):
+            self.event("rebalance", step=self.state.step, **moved)
         self.checkpoints.save(self.state.step, self.state.saved(), self.state.meta(self.job, self.plan), wait=wait)
 
     def close(self) -> None:
