@@ -18,6 +18,7 @@ from weft.data.loader import Loader
 from weft.job.errors import JobError, WeftError
 from weft.job.load import parse_job
 from weft.job.schema import Job
+from weft.job.shapes import resolve
 from weft.launch.pool import RankFailed, RankPool
 from weft.mesh import Mesh, connect
 from weft.plan import RUNNABLE, check, make_plan
@@ -78,8 +79,6 @@ def small(job: Job) -> Job:
     m = job.model
     if m.module:
         raise JobError("a model of your own cannot be shrunk; give it smaller model.args instead")
-    from weft.job.shapes import resolve
-
     m = resolve(job).model
     updates: dict[str, Any] = {"shape": None, "layers": min(m.layers or 2, 3), "dim": min(m.dim or 64, 64)}
     if m.family != "mlp":
@@ -105,7 +104,7 @@ def small(job: Job) -> Job:
 
 def with_layout(job: Job, section: dict[str, Any]) -> Job:
     """The job on local ranks under one layout: CPU ranks, or sharing the GPUs where the job says device=cuda."""
-    raw = job.model_dump(mode="json")
+    raw = resolve(job).model_dump(mode="json")
     raw["parallel"] = section
     device = "cuda" if job.cluster.device == "cuda" else "cpu"
     raw["cluster"] = {"device": device, "devices_per_node": ranks(section)}
