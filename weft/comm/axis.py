@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.meter import Meter
 from weft.comm.spans import Spans
 
 # torch 2.13 renamed both and warns of the old names
@@ -50,7 +51,7 @@ class Exchange:
 
 @dataclass
 class Waiting:
-    """A collective under way on an axis that is timed."""
+    """A collective under way: whoever waits for it is seen to."""
 
     work: dist.Work
     clock: AbstractContextManager[None]
@@ -96,6 +97,8 @@ class Axis:
     between: Counter[str] = field(default_factory=Counter)
     spans: Spans | None = None
     """Notes of a step that is watched more closely."""
+    meter: Meter = field(default_factory=Meter, repr=False)
+    """The mesh's: where this rank waits now, and how long it has waited."""
 
     def count(self, what: str, tensor: Tensor, share: float = 1, to: int | None = None) -> None:
         """Note a message of which this rank hands over a share, to one rank or around the ring."""
@@ -133,14 +136,23 @@ class Axis:
     def _clock(self, what: str, tensor: Tensor) -> AbstractContextManager[None]:
         if self.timed:
             return self._watch(what, tensor.device)
-        return nullcontext() if self.spans is None else self.spans.call()
+        inside = self.meter.inside(self.name, what)
+        return inside if self.spans is None else self._noted(inside, self.spans.call())
+
+    @contextmanager
+    def _noted(self, *notes: AbstractContextManager[None]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for note in notes:
+                stack.enter_context(note)
+            yield
 
     @contextmanager
     def _watch(self, what: str, device: torch.device) -> Iterator[None]:
         began = time.perf_counter()
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        with self.meter.inside(self.name, what):
+            yield
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
 
     def _by_host(self, tensor: Tensor) -> bool:
@@ -161,7 +173,8 @@ class Axis:
         assert work is not None
         if self.timed:
             return Waiting(work, self._clock("all_reduce", tensor))
-        return work if self.spans is None else self.spans.follow(work)
+        followed = work if self.spans is None else self.spans.follow(work)
+        return Waiting(followed, self.meter.inside(self.name, "all_reduce"))
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The pieces of all ranks, joined along dim."""
@@ -281,9 +294,9 @@ class Axis:
 
     def open(self) -> None:
         """Connect all ranks now: NCCL wants every rank in a group's first call, and an exchange may be of a few."""
-        dist.all_reduce(
-            torch.zeros(1, device="cuda" if "nccl" in dist.get_backend(self.group) else "cpu"), group=self.group
-        )
+        one = torch.zeros(1, device="cuda" if "nccl" in dist.get_backend(self.group) else "cpu")
+        with self.meter.inside(self.name, "open"):
+            dist.all_reduce(one, group=self.group)
 
     def narrow(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's piece along dim."""

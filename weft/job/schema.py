@@ -8,12 +8,13 @@ from pydantic import Field, field_validator, model_validator
 
 from weft.job.cluster import Cluster, Failures, Group, Level
 from weft.job.compression import parse_compression
+from weft.job.resilience import Resilience
 from weft.job.section import Section
 from weft.job.sync import Sync
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
-    "Optim", "Parallel", "RopeScaling", "Section", "Sync", "Train", "Watch",
+    "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "Train", "Watch",
 ]  # fmt: skip
 
 
@@ -355,8 +356,9 @@ class Comm(Section):
     largest of them (topk:0.01, that share; threshold:3, those above so many times their root mean square), as matrices
     of a low rank (powersgd:4), as signs (onebit), or as the link asks (adaptive). Weights that dp_shard gathers travel
     in fp16, bf16 or int8 then."""
-    bucket_mb: float = Field(25.0, gt=0)
-    """Gradients of replicas are averaged in buckets of this size, while the backward pass goes on."""
+    bucket_mb: float | Literal["auto"] = "auto"
+    """Gradients of replicas are summed in buckets of this size, while the backward pass goes on. auto weighs what a
+    message costs against what a byte does."""
     timeout_s: float = Field(600.0, gt=0)
     """A collective that takes longer ends the run and names the ranks that did not arrive."""
 
@@ -364,6 +366,13 @@ class Comm(Section):
     @classmethod
     def _known(cls, value: str) -> str:
         return str(parse_compression(value))
+
+    @field_validator("bucket_mb")
+    @classmethod
+    def _size(cls, value: float | str) -> float | str:
+        if isinstance(value, float) and value <= 0:
+            raise ValueError("must be more than 0, or auto")
+        return value
 
 
 class Checkpoint(Section):
@@ -428,6 +437,8 @@ class Job(Section):
     """Communication."""
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoints."""
+    resilience: Resilience = Resilience()
+    """What is done about faults."""
     watch: Watch = Watch()
     """Progress and metrics."""
     runs_dir: str = "runs"

@@ -113,7 +113,7 @@ def weave(
     if sharded:
         if compressor is None:  # what compresses counts for itself
             count_shards(model, mesh)
-        data: Replicas | Shards = Shards(model, plan.zero, bool(between), compressor)
+        data: Replicas | Shards = Shards(model, plan.zero, bool(between), mesh.meter, joint_axis(plan), compressor)
     else:
         start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes)) if axis else None
         data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor)
@@ -144,7 +144,7 @@ def compressor_of(
 
     return Compressor(
         parse_compression(plan.compression), axis, across, beside, mesh.device, seed=seed,
-        careful=plan.precision == "fp16", alike=alike,
+        alike=alike,
     )  # fmt: skip
 
 

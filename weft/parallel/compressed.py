@@ -1,7 +1,7 @@
 """Compressed gradients: what each bucket of replicas or unit of shards sends, and what it owes.
 
 A Channel stands for one bucket (replicas) or one unit (shards). What a codec did not send is owed: it is kept in the
-units of the summed loss, so that a loss scale may change, and added to what is sent next. A step that fp16 skips leaves
+units of the summed loss, so that a loss scale may change, and added to what is sent next. A step that is skipped leaves
 everything as it was. Vectors, small weights, and weights of which every rank of a tp group must make the same, travel
 uncompressed.
 """
@@ -59,9 +59,9 @@ class Channel:
     """A bucket or a unit: its weights, how they travel, and what is owed of them, [rows, n]."""
 
     def __init__(
-        self, way: Way, rank: int, segments: list[Segment], rows: int, width: int, careful: bool
+        self, way: Way, rank: int, segments: list[Segment], rows: int, width: int
     ) -> None:  # fmt: skip
-        self.way, self.rank, self.careful = way, rank, careful
+        self.way, self.rank = way, rank
         self.segments, self.rows, self.width = segments, rows, width
         self.owed: Tensor | None = None
         self.bases: dict[str, Tensor] = {}
@@ -75,12 +75,20 @@ class Channel:
         if self.before is not None:
             self.owed, self.bases = self.before
             self.before = None
-        if self.careful:
-            self.before = (self.owed, dict(self.bases))
+        self.before = (self.owed, dict(self.bases))
 
-    def keep(self) -> None:
-        """The step was taken."""
-        self.before = None
+    def keep(self, taken: bool | Tensor) -> None:
+        """The step was taken, or not; a GPU may know without the host."""
+        if isinstance(taken, Tensor) and self.before is not None:
+            owed, bases = self.before
+            if self.owed is not None:
+                self.owed = torch.where(taken, self.owed, torch.zeros_like(self.owed) if owed is None else owed)
+            for s in self.segments:
+                if (base := self.bases.get(s.name)) is not None:
+                    old = bases.get(s.name)
+                    self.bases[s.name] = torch.where(taken, base, self.first(s, base) if old is None else old)
+        if taken is not False:
+            self.before = None
 
     def take(self, x: Tensor, scale: float) -> None:
         """Add what is owed to what will be sent."""
@@ -112,13 +120,13 @@ class Compressor:
 
     def __init__(
         self, setting: Compression, axis: Axis, across: Axis | None, beside: Beside, device: torch.device, *,
-        seed: int, careful: bool, alike: Callable[[str], bool],
+        seed: int, alike: Callable[[str], bool],
     ):  # fmt: skip
-        """`axis` is the one that sums, under shards the one that cuts, and `across` the replicas of shards; `careful`
-        says that steps may be skipped; `alike` of which weights all ranks of a tp group make the same gradient."""
+        """`axis` is the one that sums, under shards the one that cuts, and `across` the replicas of shards; `alike`
+        says of which weights all ranks of a tp group make the same gradient."""
         self.setting, self.axis, self.across, self.beside, self.device = setting, axis, across, beside, device
         self.axes = [a for a in (axis, across) if a is not None]
-        self.careful, self.alike = careful, alike
+        self.alike = alike
         self.adaptive, self.low_rank = setting.kind == "adaptive", setting.kind == "powersgd"
         first = parse_compression(LADDER[0]) if self.adaptive else setting
         self.way = way_of(first)
@@ -139,7 +147,7 @@ class Compressor:
         return not self.low_rank or pays_low_rank(shape[0], shape[1:].numel(), int(self.setting.number))
 
     def channel(self, segments: list[Segment], rows: int, width: int) -> Channel:
-        self.channels.append(Channel(self.way, int(self.setting.number), segments, rows, width, self.careful))
+        self.channels.append(Channel(self.way, int(self.setting.number), segments, rows, width))
         return self.channels[-1]
 
     def begin(self, scale: float) -> None:
@@ -154,9 +162,9 @@ class Compressor:
             self._look(step_s)
             self.began = time.perf_counter()
 
-    def keep(self) -> None:
+    def keep(self, taken: bool | Tensor) -> None:
         for channel in self.channels:
-            channel.keep()
+            channel.keep(taken)
 
     def starting(self, segments: list[Segment], width: int) -> Start:
         """What begins to sum a bucket of replicas in place."""

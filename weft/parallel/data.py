@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from weft.comm import Axis, Waits
+from weft.comm import Axis, Meter, Waits
 from weft.comm.algorithms import Start
 from weft.comm.pieces import like, local_of
 from weft.parallel.compressed import Compressor, Segment
+from weft.parallel.queue import Queue
 from weft.parallel.shard_comm import Gather, Scatter
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
@@ -61,7 +62,7 @@ class Replicas:
     """Whole copies of the model: gradients are summed over the dp_replicate axis while the backward pass goes on.
 
     Weights compute in `dtype`; where that is not fp32 the masters are a copy, and gradients are summed in fp32. Buckets
-    leave in one fixed order on every rank, so a parameter without a gradient cannot make ranks disagree. `summed` says
+    leave in one order on every rank (queue.py): a parameter without a gradient cannot make them disagree. `summed` says
     that a step adds up the gradients of several microbatches; alone and without that, no bucket is needed. `start`
     begins to sum a bucket over the axis; left out, by the backend's own all-reduce. The weights in `apart` have copies
     on other ranks than the rest: `start_apart` sums theirs.
@@ -87,8 +88,10 @@ class Replicas:
         self.works: list[Waits] = []
         self.sent = 0
         """Buckets on their way, or with no way to go."""
+        self.queue = Queue()
         if self.start or self.start_apart or (self.mixed and summed):
             self._fill_buckets(int(bucket_mb * 2**20 / 4))
+            self.queue = Queue(len(self.buckets))
         elif self.mixed:
             self.leaves = self.copies
 
@@ -103,11 +106,11 @@ class Replicas:
             names.append(name)
         for kind, names in filling.items():
             self._add_bucket(names, kind)
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             for name, view in bucket.views.items():
                 weight = self.weights[name]
                 self.masters[name].grad = like(view, self.masters[name])
-                weight.register_post_accumulate_grad_hook(self._hook(bucket, view))
+                weight.register_post_accumulate_grad_hook(self._hook(number, bucket, view))
 
     def _kind(self, name: str) -> str:
         """Which weights travel with which."""
@@ -129,7 +132,7 @@ class Replicas:
             bucket.start = packed.start_plain
         self.buckets.append(bucket)
 
-    def _hook(self, bucket: Bucket, view: Tensor) -> Any:
+    def _hook(self, number: int, bucket: Bucket, view: Tensor) -> Any:
         def arrived(weight: Tensor) -> None:
             assert weight.grad is not None
             if self.mixed:  # an fp32 gradient is a view of the bucket, and autograd adds to it in place
@@ -137,13 +140,15 @@ class Replicas:
                 weight.grad = None
             if self.last:
                 bucket.missing -= 1
+                if bucket.missing == 0:
+                    self.queue.ready(number)
                 self._send_ready()
 
         return arrived
 
     def _send_ready(self, all_of_them: bool = False) -> None:
         while self.sent < len(self.buckets):
-            bucket = self.buckets[self.sent]
+            bucket = self.buckets[self.queue.order[self.sent]]
             if bucket.missing > 0 and not all_of_them:
                 return
             self.sent += 1
@@ -176,6 +181,10 @@ class Replicas:
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self.works, self.sent = [], 0
+        if (
+            self.axis is not None and self.start_apart is None and self.compressor is None
+        ):  # each has an order of its own
+            self.queue.step_over(self.axis, [bucket.flat for bucket in self.buckets])
 
     def zero_grad(self) -> None:
         if not self.buckets:
@@ -206,7 +215,11 @@ class Shards:
     | 3 | cut after every use | cut at once |
     """
 
-    def __init__(self, module: nn.Module, zero: int, replicated: bool, compressor: Compressor | None = None):
+    def __init__(
+        self, module: nn.Module, zero: int, replicated: bool, meter: Meter, axis: str,
+        compressor: Compressor | None = None,
+    ):  # fmt: skip
+        """`axis` is the name under which the meter counts FSDP2's waits."""
         assert isinstance(module, FSDPModule)
         self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
         self.compressor = compressor
@@ -214,6 +227,7 @@ class Shards:
         for m in self.fsdp_modules:
             m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
             m.set_force_sum_reduction_for_comms(True)
+            see_waits(m, meter, axis, replicated)
         self.masters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.leaves, self.copies = self.masters, dict[str, Tensor]()
         if compressor is not None:
@@ -290,6 +304,39 @@ def reduce_now(module: nn.Module) -> None:
         for group in fsdp_groups(each):
             group.post_backward()
     fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def see_waits(module: nn.Module, meter: Meter, axis: str, replicated: bool) -> None:
+    """Let the meter see when an FSDP2 module waits: in gathers and scatters, and from a scatter to the sum that follows
+    it over the replicas, after which FSDP2 calls a hook. On a GPU those run beside the stream that computes, which
+    waits where FSDP2 takes what was gathered, and where it hands over gradients."""
+    for group in fsdp_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+        if meter.cuda:
+            group.wait_for_unshard = _Seen(group.wait_for_unshard, meter, axis, "all_gather")
+            group.post_backward = _Seen(group.post_backward, meter, axis, "reduce_scatter")
+            continue
+        group._all_gather_comm = _Seen(group._all_gather_comm, meter, axis, "all_gather")
+        group._reduce_scatter_comm = _Seen(group._reduce_scatter_comm, meter, axis, "reduce_scatter")
+        if replicated:
+            group._reduce_scatter_comm.then = group
+            group._all_reduce_hook = lambda summed: meter.leave()
+
+
+class _Seen:
+    """One of FSDP2's collectives, under the eyes of the meter."""
+
+    def __init__(self, comm: Any, meter: Meter, axis: str, what: str):
+        self.comm, self.meter, self.axis, self.what = comm, meter, axis, what
+        self.allocate = getattr(comm, "allocate", None)
+        self.then: Any = None
+        """The group that sums over the replicas next, if any does."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with self.meter.inside(self.axis, self.what):
+            work = self.comm(*args, **options)
+        if self.then is not None and self.then.all_reduce_grads:
+            self.meter.enter("dp_replicate", "all_reduce")
+        return work
 
 
 def fsdp_states(module: nn.Module) -> list[Any]:

@@ -126,14 +126,14 @@ class Woven:
     def zero_grad(self) -> None:
         self.data.zero_grad()
 
-    def follow(self) -> None:
-        """After a step: let what the optimizer does not see learn from it."""
+    def follow(self, taken: bool | Tensor = True) -> None:
+        """After a step: let what the optimizer does not see learn from it, if it was taken."""
         if self.scales is not None:
-            self.scales.step()
+            self.scales.step(taken)
         if self.load is not None:
-            self.load.follow()
+            self.load.follow(taken)
         if self.compressor is not None:
-            self.compressor.keep()
+            self.compressor.keep(taken)
 
     def figures(self) -> Tensor:
         """Of the last step, what only the model knows; words() says it."""

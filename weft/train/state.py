@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.pieces import local_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.optim import Ema, Optimizers
@@ -20,6 +20,9 @@ from weft.sync.outer import EveryStep
 
 OWED = ("residual.", "powersgd.", "dice.")
 """Names of what compression keeps between steps."""
+
+LARGEST = 2**62
+"""Of any count in a checkpoint."""
 
 
 @dataclass
@@ -39,6 +42,8 @@ class State:
     """Valid targets learned from."""
     rounds: EveryStep = field(default_factory=EveryStep)
     """How replicas come together between steps."""
+    skipped_steps: set[int] = field(default_factory=set)
+    """Steps whose samples are read and not learned from: what they did to the run was undone."""
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, whatever the layout. The random state is each rank's own."""
@@ -46,11 +51,36 @@ class State:
         out |= {f"buffer.{n}": b for n, b in self.woven.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
         out |= {f"ema.{n}": t for n, t in self.ema.averages.items()}
-        out |= self.woven.owed()
-        if self.woven.compressors:
-            out[f"dice.{self.mesh.rank}"] = torch.tensor([c.dice.rolls for c in self.woven.compressors])
-        out |= self.rounds.tensors()
-        out[f"random.{self.mesh.rank}"] = torch.get_rng_state()
+        return out | self.woven.owed() | self._dice() | self.rounds.tensors() | self._random()
+
+    @torch.no_grad()
+    def pieces(self) -> dict[str, Tensor]:
+        """This rank's part of every tensor, plain: what a snapshot copies; in place but for what compression owes."""
+        out = {f"model.{n}": local_of(m) for n, m in (self.woven.masters | self.woven.frozen).items()}
+        out |= {f"buffer.{n}": local_of(b) for n, b in self.woven.buffers().items()}
+        out |= {f"optim.{n}": local_of(t) for n, t in self.optimizers.pieces().items()}
+        out |= {f"ema.{n}": local_of(t) for n, t in self.ema.averages.items()}
+        out |= {n: local_of(t) for n, t in (self.woven.owed() | self._dice() | self.rounds.tensors()).items()}
+        return out | self._random()
+
+    def recall(self, pieces: dict[str, Tensor], counts: dict[str, Any]) -> None:
+        """Continue from the pieces of a snapshot, which were just read."""
+        self.adopt(pieces, counts)
+        self.adopt_owed({n: t for n, t in pieces.items() if n.startswith(OWED)})
+
+    def adopt_owed(self, held: dict[str, Tensor]) -> None:
+        """Take in what compression owes, and how often its dice were rolled."""
+        self.woven.adopt_owed(held)
+        if (dice := held.get(f"dice.{self.mesh.rank}")) is not None:
+            for compressor, rolls in zip(self.woven.compressors, dice.tolist(), strict=True):
+                compressor.dice.rolls = rolls
+
+    def _dice(self) -> dict[str, Tensor]:
+        rolls = [c.dice.rolls for c in self.woven.compressors]
+        return {f"dice.{self.mesh.rank}": torch.tensor(rolls)} if rolls else {}
+
+    def _random(self) -> dict[str, Tensor]:
+        out = {f"random.{self.mesh.rank}": torch.get_rng_state()}
         if self.mesh.device.type == "cuda":
             out[f"random_cuda.{self.mesh.rank}"] = torch.cuda.get_rng_state(self.mesh.device)
         return out
@@ -69,20 +99,21 @@ class State:
                     mean = axis.all_reduce(buffer.double()) / axis.size  # in doubles what is equal stays as it is
                     buffer.copy_(mean)
                 else:
-                    first = buffer.contiguous()
-                    dist.broadcast(first, group_src=0, group=axis.group)
-                    buffer.copy_(first)
+                    axis.broadcast(buffer, 0)
 
-    def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
+    def counts(self) -> dict[str, Any]:
+        """What is no tensor."""
         return {
             "step": self.step,
             "tokens": self.tokens,
             "samples": self.samples,
+            "skipped_steps": sorted(self.skipped_steps),
             "scale": self.scale.state(),
             "sync": self.rounds.meta(),
-            "job": job.model_dump(mode="json"),
-            "plan": plan.to_json(),
         }
+
+    def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
+        return {**self.counts(), "job": job.model_dump(mode="json"), "plan": plan.to_json()}
 
     def empty_like(self, saved_world: int) -> dict[str, Tensor]:
         """Tensors to read a checkpoint into, that every one has. A random state only fits the world that wrote it; what
@@ -105,6 +136,7 @@ class State:
     def adopt(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Continue from tensors that were just read in place."""
         self.step, self.tokens, self.samples = meta["step"], meta["tokens"], meta["samples"]
+        self.skipped_steps = set(meta.get("skipped_steps", ()))
         self.scale.restore(meta["scale"])
         if (cpu := tensors.get(f"random.{self.mesh.rank}")) is not None:
             torch.set_rng_state(cpu)
@@ -112,3 +144,19 @@ class State:
             torch.cuda.set_rng_state(cuda.cpu(), self.mesh.device)
         self.rounds.adopt(meta.get("sync", {}))
         self.woven.refresh()
+
+
+def meta_problem(meta: dict[str, Any]) -> str | None:
+    """Why a run cannot continue from what a checkpoint says of itself; None when it can."""
+    try:
+        counts = [meta["step"], meta["tokens"], meta["samples"], *meta.get("skipped_steps", ())]
+        if not all(type(n) is int and 0 <= n < LARGEST for n in counts):
+            raise ValueError("its counts are no counts")
+        if not 0 < float(meta["scale"]["value"]) < LARGEST or not 0 <= int(meta["scale"]["quiet"]) < LARGEST:
+            raise ValueError("its loss scale is no number")
+        sections = [meta["job"][section] for section in ("model", "data", "train")]
+        if not 0 < Plan.from_json(meta["plan"]).world < LARGEST or not all(isinstance(s, dict) for s in sections):
+            raise ValueError("its plan or job is none")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        return f"what it says of itself is not what a run says ({type(error).__name__}: {error})"
+    return None

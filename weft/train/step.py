@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,8 @@ class Stepper:
     plan: Plan
     mesh: Mesh
     state: State
+    before_update: Callable[[], None] = lambda: None
+    """Called when the gradients are there and the weights are still as the last update left them."""
 
     def gradients(self, batches: list[Batch]) -> Gradients:
         """Forward and backward over this rank's microbatches of one step."""
@@ -59,17 +62,25 @@ class Stepper:
         return Gradients(total, count, nominal, state.scale.value)
 
     def update(self, grads: Gradients, lr: float) -> tuple[Tensor, bool]:
-        """Clip and apply. Returns the norm before clipping, and whether the step was taken (fp16 skips on overflow)."""
+        """Clip and apply. Returns the norm before clipping, and whether the step was taken.
+
+        It is not where the gradients are not finite, or where the state says that this step's batch is to be skipped.
+        Without fp16's scale a GPU knows this by itself: then True is returned, and the norm tells the rest.
+        """
         state = self.state
+        self.before_update()
         norm = grad_norm(state.woven.counted, self.mesh) * grads.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
-        taken = bool(torch.isfinite(norm)) if state.scale.dynamic else True
+        finite, wanted = torch.isfinite(norm), state.step + 1 not in state.skipped_steps
+        unseen = norm.is_cuda and not state.scale.dynamic
+        taken = wanted and (unseen or bool(finite))
         if taken:
-            state.optimizers.step(lr, clipped * grads.factor)
-            state.woven.follow()
-            state.ema.update()
-        state.scale.update(taken)
+            flag = finite if unseen else None
+            state.optimizers.step(lr, clipped * grads.factor, flag)
+            state.ema.update(flag)
+        state.woven.follow(finite if taken and unseen else taken)
+        state.scale.update(taken or not wanted)
         state.step += 1
         state.samples += self.job.train.global_batch
         state.rounds.after(state.step, grads.count, state.woven.refresh)
