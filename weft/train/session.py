@@ -35,6 +35,7 @@ from weft.train.armed import arm
 from weft.train.checkpoint import Checkpoints
 from weft.train.manifest import entries
 from weft.train.owed import load_owed
+from weft.train.rebalance import rebalance
 from weft.train.shards import places_of, save_shards
 from weft.train.state import State, meta_problem
 from weft.train.step import Stepper
@@ -111,6 +112,8 @@ class Session:
         """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
+        if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan.ep, self.plan.ep_rebalance)):
+            self.event("rebalance", step=self.state.step, **moved)
         state, meta = self.state, self.state.meta(self.job, self.plan)
         self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
 
