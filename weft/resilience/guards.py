@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -79,8 +79,8 @@ class Guards:
         )
         self.coords, self.names = [c for c, _, _ in everyone], [n for _, _, n in everyone]
         self.kinds = sorted({kind for _, kinds, _ in everyone for kind in kinds})
-        apart = {"dp_replicate"} if plan.alone else set()
-        self.alike = {kind: self._groups(_besides(self.coords[0], kind) - apart) for kind in self.kinds}
+        own = ("pp", "dp_replicate") if plan.alone else ("pp",)  # every stage, and a replica alone, has its own weights
+        self.alike = {kind: self._groups(set(self.coords[0]) - {*kind, *own}) for kind in self.kinds}
         axes = tuple(mesh.axes)
         self.links_of = {axis: self._groups(set(UNDER.get(axis, (axis,)))) for axis in axes}
         self.table = Table(mesh.world, axes, 2 * len(self.kinds))
@@ -199,6 +199,8 @@ class Guards:
     def _spikes(self, step: Step) -> None:
         if not self.settings.roll_back or step.number in self.state.skipped_steps:
             return
+        if self.plan.alone:  # an exchange may move the loss of replicas, and is no fault of a batch
+            return
         spike = self.spikes.judge(step.number, step.loss, step.norm)
         if spike is None:
             return
@@ -210,7 +212,7 @@ class Guards:
     def _gradients(self, step: Step, rows: list[Row]) -> None:
         """Gradients that are finite on some ranks only: those took the step, the others did not."""
         broken = [rank for rank, row in enumerate(rows) if not math.isfinite(row.norm)]
-        if not broken or len(broken) == len(rows):
+        if not broken or len(broken) == len(rows) or self.plan.alone:  # alone, each replica skips for itself
             return
         why = (
             f"the summed gradients of rank {broken[0]} are not finite at step {step.number}, and those of others are: "
@@ -346,8 +348,3 @@ class Guards:
 
     def _recovered(self, fault: str, how: str, step: int, seconds: float = 0.0, **more: Any) -> None:
         self.event("recovered", fault=fault, how=how, step=step, steps_lost=0, seconds=seconds, **more)
-
-
-def _besides(coords: Mapping[str, int], kind: Kind) -> set[str]:
-    """The axes along which weights of a kind are the same: all that do not cut them. Every stage has its own."""
-    return {axis for axis in coords if axis not in kind and axis != "pp"}
