@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -74,12 +74,12 @@ class Guards:
         self.settings = job.resilience
         self.digests = Digests(state.woven.masters)
         everyone = cast(
-            list[tuple[dict[str, int], list[Kind], list[str]]],
-            mesh.all_gather_object((mesh.coords, self.digests.kinds, self.digests.names)),
+            list[tuple[dict[str, int], dict[Kind, str], list[str]]],
+            mesh.all_gather_object((mesh.coords, self.digests.held, self.digests.names)),
         )
         self.coords, self.names = [c for c, _, _ in everyone], [n for _, _, n in everyone]
-        self.kinds = sorted({kind for _, kinds, _ in everyone for kind in kinds})
-        self.alike = {kind: self._groups(_besides(self.coords[0], kind)) for kind in self.kinds}
+        self.kinds = sorted({kind for _, held, _ in everyone for kind in held})
+        self.alike = {kind: self._alike(kind, [held for _, held, _ in everyone]) for kind in self.kinds}
         axes = tuple(mesh.axes)
         self.links_of = {axis: self._groups(set(JOINT.get(axis, (axis,)))) for axis in axes}
         self.table = Table(mesh.world, axes, 2 * len(self.kinds))
@@ -160,7 +160,6 @@ class Guards:
     def judge(self, step: Step, values: list[float]) -> None:
         """Conclude from a step that all ranks have told of. May ask to go back, or end the run."""
         rows = self.table.rows(values)
-        step = replace(step, norm=rows[0].norm)  # whatever this rank has, all ranks must judge alike
         self._gradients(step, rows)
         self._weights(step, rows)
         self._finite(step)
@@ -209,7 +208,7 @@ class Guards:
     def _gradients(self, step: Step, rows: list[Row]) -> None:
         """Gradients that are finite on some ranks only: those took the step, the others did not."""
         broken = [rank for rank, row in enumerate(rows) if not math.isfinite(row.norm)]
-        if not broken or len(broken) == len(rows):
+        if not broken or len(broken) == len(rows) or self.plan.alone:
             return
         why = (
             f"the summed gradients of rank {broken[0]} are not finite at step {step.number}, and those of others are: "
@@ -333,6 +332,15 @@ class Guards:
             groups.setdefault(key, []).append(rank)
         return [tuple(g) for g in groups.values() if len(g) > 1]
 
+    def _alike(self, kind: Kind, held: list[dict[Kind, str]]) -> list[tuple[int, ...]]:
+        """The ranks that hold the same pieces of a kind's weights, unless they train alone and so have their own."""
+        groups: dict[tuple[str, int], list[int]] = {}
+        for rank, mine in enumerate(held):
+            if kind in mine:
+                own = self.coords[rank].get("dp_replicate", 0) if self.plan.alone else 0
+                groups.setdefault((mine[kind], own), []).append(rank)
+        return [tuple(g) for g in groups.values() if len(g) > 1]
+
     def _samples(self, step: int) -> list[int]:
         """The first and the last sample of a step."""
         batch = self.job.train.global_batch
@@ -345,8 +353,3 @@ class Guards:
 
     def _recovered(self, fault: str, how: str, step: int, seconds: float = 0.0, **more: Any) -> None:
         self.event("recovered", fault=fault, how=how, step=step, steps_lost=0, seconds=seconds, **more)
-
-
-def _besides(coords: Mapping[str, int], kind: Kind) -> set[str]:
-    """The axes along which weights of a kind are the same: all that do not cut them. Every stage has its own."""
-    return {axis for axis in coords if axis not in kind and axis != "pp"}
