@@ -33,7 +33,7 @@ from weft.resilience.rollback import RollBack
 from weft.resilience.spikes import Spikes
 from weft.resilience.telling import Row, Table
 
-CHEAP = 0.001
+CHEAP = 0.002
 """Of a step's time, what it may cost to look whether weights changed between two updates."""
 STALL_S = 1.0
 """Seconds without data, or that the wall clock jumps, from which on it is told."""
@@ -95,6 +95,7 @@ class Guards:
 
     def begin(self) -> None:
         """Training is about to start, or to start again from an earlier step."""
+        self.digests = Digests(self.state.woven.masters)  # a run that began anew has other tensors
         self.sums: Tensor | None = None
         self.changed: Tensor | int = 0
         self.look_every, self.looked_s = 1, 0.0

@@ -165,7 +165,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def open_session(
     job: Job, plan: Plan, run: RunDir, *, pulse: Pulse | None = None, mesh: Mesh | None = None,
-    dataset: Dataset | None = None,
+    dataset: Dataset | None = None, snapshots: Snapshots | None = None,
 ) -> Session:  # fmt: skip
     """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk."""
     began = time.perf_counter()
@@ -195,7 +195,7 @@ def open_session(
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
-    snapshots = Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
+    snapshots = snapshots or Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
     stepper = Stepper(job, plan, mesh, state)
 
     def warn(text: str) -> None:
