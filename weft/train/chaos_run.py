@@ -19,6 +19,8 @@ from weft.job.load import dump_yaml
 from weft.job.run import RunDir
 from weft.job.schema import Job
 from weft.resilience.account import Event, Line
+from weft.resilience.board import TRAINING, Board
+from weft.resilience.guardian import pointer
 
 LOOK_S = 0.005
 """How often an onlooker looks."""
@@ -61,6 +63,7 @@ class Watched:
         self.starts = 0
         self.lines: list[Line] = []
         self.events: list[Event] = []
+        self._board: Board | None = None
         self._metrics, self._events = Tail(self.run.metrics), Tail(self.run.events)
 
     def start(self) -> None:
@@ -101,16 +104,39 @@ class Watched:
                 raise TimeoutError
             time.sleep(LOOK_S)
 
-    def ranks(self) -> dict[int, int]:
-        """Process ids by rank."""
-        found = {}
-        if self.process is not None:
-            for child in _children(self.process.pid):
-                with contextlib.suppress(psutil.Error, OSError):
-                    rank = child.environ().get("RANK")
-                    if rank is not None and "weft.train.worker" in child.cmdline():
-                        found[int(rank)] = child.pid
-        return found
+    def board(self) -> Board | None:
+        """What the processes of the run show, while it runs with a supervisor."""
+        try:
+            left = json.loads(pointer(self.run).read_text(encoding="utf-8"))
+            if self._board is None or str(self._board.path.parent) != left["folder"]:
+                self._board = Board(Path(left["folder"]) / "board")
+        except (OSError, ValueError, KeyError):
+            self._board = None
+        return self._board
+
+    def rank(self, number: int) -> tuple[str, int] | None:
+        """What this rank of the present attempt is doing, and its process; None while it does not train."""
+        board = self.board()
+        if board is None:
+            return self._unwatched(number)
+        for record in board.records():
+            if record.rank == number and record.attempt == board["attempt"] and record.phase in TRAINING and record.pid:
+                inside = record.inside and record.phase == "compute"
+                return "collective" if inside else record.phase, record.pid
+        return None
+
+    def _unwatched(self, number: int) -> tuple[str, int] | None:
+        """The same for a run without a supervisor: nobody knows what it is doing."""
+        for child in _children(self.process.pid) if self.process else ():
+            with contextlib.suppress(psutil.Error, OSError):
+                if "weft.train.worker" in child.cmdline() and child.environ().get("RANK") == str(number):
+                    return "any", child.pid
+        return None
+
+    def supervisor(self) -> int | None:
+        """Its process id."""
+        board = self.board()
+        return board["supervisor"] or None if board else None
 
     def end(self) -> None:
         """Leave no process behind."""
