@@ -69,3 +69,12 @@ def test_fp8_is_measured_against_the_peaks_of_what_it_multiplies() -> None:
     skipping = planned(precision="fp8", fp8={"skip": ["blocks.*"]})
     assert fp8_share(*skipping) == 0.0 and peak_flops(skipping[1], skipping[0]) == pytest.approx(989e12)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_budget_chooses_the_layout_too() -> None:
+    """On eight devices a smaller share is a deeper cut, before anything is computed again."""
+    cluster = {"device": "h200-sxm", "devices_per_node": 8}
+    _, free = planned(cluster=cluster, train={"global_batch": 16})
+    _, tight = planned(cluster=cluster, train={"global_batch": 16}, memory={"budget_gib": 12})
+    assert free.predicted["memory_gib"] > 12 >= tight.predicted["memory_gib"]
+    assert tight.layout() != free.layout()

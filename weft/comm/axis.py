@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.meter import Meter
+from weft.comm.spans import Spans
 
 # torch 2.13 renamed both and warns of the old names
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Waits(Protocol):
@@ -67,6 +68,8 @@ class Tally:
     calls: int
     bytes: int
     seconds: float
+    between: int = 0
+    """Of the bytes, those that go to another node."""
 
 
 @dataclass
@@ -76,6 +79,9 @@ class Axis:
     A rank that only receives from a root counts the call and no bytes. `seconds` counts how long this rank waited, once
     `timed` is set: until then no clock is read and no device is waited for. A collective made by hand of messages
     (weft.comm.algorithms) counts as the messages that it sends.
+
+    `between` counts the bytes that go to other nodes. A message goes where it is addressed; a collective of the backend
+    counts as a ring through the ranks in order, in which each hands everything to the next.
     """
 
     name: str
@@ -86,26 +92,59 @@ class Axis:
     bytes: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     timed: bool = False
+    nodes: tuple[int, ...] = ()
+    """The node of each rank of the axis; empty where all share one."""
+    between: Counter[str] = field(default_factory=Counter)
+    spans: Spans | None = None
+    """Notes of a step that is watched more closely."""
     meter: Meter = field(default_factory=Meter, repr=False)
     """The mesh's: where this rank waits now, and how long it has waited."""
 
-    def count(self, what: str, tensor: Tensor, share: float = 1) -> None:
-        """Note a message of which this rank hands over a share."""
+    def count(self, what: str, tensor: Tensor, share: float = 1, to: int | None = None) -> None:
+        """Note a message of which this rank hands over a share, to one rank or around the ring."""
         self.calls[what] += 1
-        self.bytes[what] += round(tensor.numel() * tensor.element_size() * share)
+        self.add(what, round(tensor.numel() * tensor.element_size() * share), to)
+
+    def add(self, what: str, size: int, to: int | None = None) -> None:
+        """Count bytes that are handed over."""
+        self.bytes[what] += size
+        leaves = bool(self.nodes) and self.nodes[(self.rank + 1) % self.size if to is None else to] != self.node
+        if leaves:
+            self.between[what] += size
+        if self.spans is not None:
+            self.spans.note(size, size if leaves else 0)
+
+    @property
+    def node(self) -> int:
+        """This rank's."""
+        return self.nodes[self.rank] if self.nodes else 0
 
     def read(self) -> dict[str, Tally]:
         """What was counted so far, by collective."""
-        return {what: Tally(n, self.bytes[what], self.seconds.get(what, 0.0)) for what, n in self.calls.items()}
+        return {
+            what: Tally(n, self.bytes[what], self.seconds.get(what, 0.0), self.between[what])
+            for what, n in self.calls.items()
+        }
 
     def reset(self) -> None:
         """Count from zero again."""
         self.calls.clear()
         self.bytes.clear()
+        self.between.clear()
         self.seconds.clear()
 
     def _clock(self, what: str, tensor: Tensor) -> AbstractContextManager[None]:
-        return self._watch(what, tensor.device) if self.timed else self.meter.inside(self.name, what)
+        if self.timed:
+            return self._watch(what, tensor.device)
+        inside = self.meter.inside(self.name, what)
+        return inside if self.spans is None else self._noted(inside, self.spans.call())
+
+    @contextmanager
+    def _noted(self, *notes: AbstractContextManager[None]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for note in notes:
+                stack.enter_context(note)
+            yield
 
     @contextmanager
     def _watch(self, what: str, device: torch.device) -> Iterator[None]:
@@ -132,7 +171,10 @@ class Axis:
         self.count("all_reduce", tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
-        return Waiting(work, self._clock("all_reduce", tensor))
+        if self.timed:
+            return Waiting(work, self._clock("all_reduce", tensor))
+        followed = work if self.spans is None else self.spans.follow(work)
+        return Waiting(followed, self.meter.inside(self.name, "all_reduce"))
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The pieces of all ranks, joined along dim."""
@@ -140,7 +182,7 @@ class Axis:
         self.count("all_gather", tensor)
         out = tensor.new_empty((self.size, *tensor.shape))
         with self._clock("all_gather", tensor):
-            _ALL_GATHER(out.view(-1), tensor.view(-1), group=self.group)
+            native_all_gather(out.view(-1), tensor.view(-1), group=self.group)
         return _join(out, dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
@@ -149,18 +191,40 @@ class Axis:
         self.count("reduce_scatter", pieces)
         out = torch.empty_like(pieces[0])
         with self._clock("reduce_scatter", tensor):
-            _REDUCE_SCATTER(out.view(-1), pieces.view(-1), group=self.group)
+            native_reduce_scatter(out.view(-1), pieces.view(-1), group=self.group)
         return out
 
     def all_to_all(self, pieces: Tensor, peers: range) -> Tensor:
         """Hand pieces[i] to the i-th of `peers`, of which this rank is one, and get its piece for us: [peers, ...]."""
         pieces = pieces.contiguous()
         self.calls["all_to_all"] += 1
-        self.bytes["all_to_all"] += pieces[1:].numel() * pieces.element_size()  # its own piece stays
+        for peer in peers:
+            if peer != self.rank:  # its own piece stays
+                self.add("all_to_all", pieces[0].numel() * pieces.element_size(), peer)
         splits = [int(r in peers) for r in range(self.size)]
         out = torch.empty_like(pieces)
         with self._clock("all_to_all", pieces):
             dist.all_to_all_single(out, pieces, splits, splits, group=self.group)
+        return out
+
+    def start_all_to_all(self, x: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Waits]:
+        """Begin to hand send[i] of the rows to the i-th rank, and to get receive[i] rows from it, in rank order."""
+        x = x.contiguous()
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        self.calls["all_to_all"] += 1
+        staying = x[: send[self.rank]].numel()
+        self.bytes["all_to_all"] += (x.numel() - staying) * x.element_size()
+        work = dist.all_to_all_single(out, x, receive, send, group=self.group, async_op=True)
+        assert work is not None
+        return out, Waiting(work, self._clock("all_to_all", x)) if self.timed else work
+
+    def swap(self, counts: Tensor) -> Tensor:
+        """Hand counts[i] to the i-th rank and get its counts for us: [ranks, ...]."""
+        counts = counts.contiguous()
+        self.count("counts", counts)
+        out = torch.empty_like(counts)
+        with self._clock("counts", counts):
+            dist.all_to_all_single(out, counts, group=self.group)
         return out
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
@@ -173,7 +237,7 @@ class Axis:
 
     def reduce(self, tensor: Tensor, to: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor | None:
         """The sum over all ranks, on one of them; None on the others. The tensor itself stays as it was."""
-        self.count("reduce", tensor, float(self.rank != to))
+        self.count("reduce", tensor, float(self.rank != to), to)
         held = tensor.cpu() if self._by_host(tensor) else tensor
         held = held.clone(memory_format=torch.contiguous_format)
         with self._clock("reduce", tensor):
@@ -182,8 +246,10 @@ class Axis:
 
     def scatter(self, pieces: Tensor | None, out: Tensor, source: int) -> Tensor:
         """Give pieces[i], [ranks, ...], of one rank to the i-th; each gets its own in `out`."""
-        others = (self.size - 1.0) if self.rank == source else 0.0
-        self.count("scatter", out, others)
+        self.count("scatter", out, 0)
+        for other in range(self.size):
+            if self.rank == source != other:
+                self.add("scatter", out.numel() * out.element_size(), other)
         host = self._by_host(out)
         into = torch.empty_like(out, device="cpu" if host else None, memory_format=torch.contiguous_format)
         given = None
@@ -195,7 +261,7 @@ class Axis:
 
     def gather(self, tensor: Tensor, to: int) -> Tensor | None:
         """The tensors of all ranks on one of them, [ranks, ...]; None on the others."""
-        self.count("gather", tensor, float(self.rank != to))
+        self.count("gather", tensor, float(self.rank != to), to)
         held = (tensor.cpu() if self._by_host(tensor) else tensor).contiguous()
         out = held.new_empty((self.size, *held.shape)) if self.rank == to else None
         with self._clock("gather", tensor):
@@ -218,8 +284,8 @@ class Axis:
         host = any(t.is_cuda for _, t in (*sends, *receives)) and dist.get_backend(self.group) == "gloo"
         outgoing = [(to, (t.cpu() if host else t).contiguous()) for to, t in sends]
         incoming = [(of, torch.empty_like(t, device="cpu") if host else t) for of, t in receives]
-        for _, tensor in outgoing:
-            self.count("send", tensor)
+        for to, tensor in outgoing:
+            self.count("send", tensor, to=to)
         ops = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for to, t in outgoing]
         ops += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=of) for of, t in incoming]
         works = dist.batch_isend_irecv(ops) if ops else []

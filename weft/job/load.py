@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,10 @@ import yaml
 
 from weft.job.errors import JobError
 from weft.job.schema import Job
+from weft.job.sync import expand
+
+LARGEST = 20_000
+"""Parts of a job file, every mention of an alias counted: a few lines can stand for more than memory holds."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -40,11 +44,29 @@ _Loader.add_implicit_resolver(
 
 def _yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        value = yaml.load(text, Loader=_Loader)
+        if _parts(value, {}) > LARGEST:
+            raise JobError(f"{where} stands for more than {LARGEST} parts; write out what is meant, without aliases")
+        return value
+    except RecursionError:
+        raise JobError(f"{where} is nested too deeply to be a job") from None
+    except ValueError as error:  # such as a number with more digits than Python reads
+        raise JobError(f"{where} is not YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         raise JobError(f"{where}{line} is not YAML: {getattr(error, 'problem', error)}") from None
+
+
+def _parts(value: Any, known: dict[int, int]) -> int:
+    """How many parts a value has when its aliases are written out; one that contains itself has too many."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = LARGEST + 1
+        inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = min(LARGEST + 1, 1 + sum(_parts(item, known) for item in inside))
+    return known[id(value)]
 
 
 def _beside(folder: str, pattern: str) -> dict[str, Path]:
@@ -96,6 +118,20 @@ def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
     return parse_job(apply_overrides(raw, overrides))
 
 
+_SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
+    "model": lambda text: {"module": text} if ":" in text else {"shape": text},
+    "train.sync": expand,
+}
+"""Sections that may be written as one word."""
+
+
+def _expanded(section: Callable[[str], dict[str, Any]], text: str, key: str) -> dict[str, Any]:
+    try:
+        return section(text)
+    except ValueError as error:
+        raise JobError(f"{key}={text!r}: {error}") from None
+
+
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Set section.key=value pairs on a raw job; values are read as YAML."""
     raw = dict(raw)
@@ -110,8 +146,8 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
             child = node.get(part)
             if child is None or child == "auto":
                 child = {}
-            elif isinstance(child, str) and parents[:i] == [] and part == "model":
-                child = {"module": child} if ":" in child else {"shape": child}
+            elif isinstance(child, str) and (section := _SHORT.get(".".join(parents[: i + 1]))):
+                child = _expanded(section, child, ".".join(parents[: i + 1]))
             elif not isinstance(child, dict):
                 raise JobError(f"{key}: {'.'.join(parents[: i + 1])} is {child!r}, which has no parts")
             node[part] = dict(child)

@@ -16,7 +16,13 @@ class Resilience(Section):
     """Steps between comparisons of the weights that ranks hold alike; 0 compares never."""
     evict_slow: bool = False
     """Ask for another process in the place of a rank that stays slow."""
+    patience_s: float = Field(1.5, gt=0)
+    """Shortest standstill of all ranks that counts as a hang; it grows with the longest pauses the run makes itself."""
     rebalance: bool = True
     """Move sequences from a slow rank to fast ones. The same run within rounding, though not bit for bit."""
+    restarts: int = Field(100, ge=0)
+    """Faults after which a run gives up. The same fault at the same step ends it sooner."""
     roll_back: bool = True
     """Undo a step whose loss or gradient norm leaves all bounds, and pass over its batch."""
+    spares: int = Field(1, ge=0)
+    """Processes that have imported everything and wait to take the place of one that is lost."""

@@ -7,11 +7,14 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from weft.job.cluster import Cluster, Failures, Group, Level
+from weft.job.compression import parse_compression
+from weft.job.resilience import Resilience
 from weft.job.section import Section
+from weft.job.sync import Sync
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
-    "Optim", "Parallel", "RopeScaling", "Section", "Train", "Watch",
+    "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "Train", "Watch",
 ]  # fmt: skip
 
 
@@ -31,7 +34,7 @@ class RopeScaling(Section):
 
 
 class Experts(Section):
-    """Feed-forward parts of which each token uses a few."""
+    """Feed-forward parts of which each token uses a few. Neither they nor the router have biases."""
 
     count: int = Field(8, ge=1)
     """Routed experts in each block."""
@@ -40,7 +43,7 @@ class Experts(Section):
     ffn: int | None = Field(None, ge=1)
     """Hidden width of one expert. Left out: model.ffn."""
     shared: int = Field(0, ge=0)
-    """Experts of the same width that every token uses."""
+    """Experts of the same width that every token uses; they are kept as one part of that many times the width."""
     first_dense: int = Field(0, ge=0)
     """Blocks at the start that keep the plain feed-forward part of width model.ffn."""
     groups: int = Field(1, ge=1)
@@ -49,10 +52,23 @@ class Experts(Section):
     """Groups that a token may use. Left out: all."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """What turns the router's scores into weights."""
+    renormalize: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    scale: float = Field(1.0, gt=0)
+    """What the routed experts' sum is multiplied by."""
     balance: Literal["aux", "bias", "none"] = "aux"
     """How load is kept even: an auxiliary loss, a bias that learns from the load, or not at all."""
+    aux_weight: float | None = Field(None, ge=0)
+    """Weight of the auxiliary loss. Left out: 0.01 with balance aux, else 0."""
+    aux_scope: Literal["sequence", "batch"] = "sequence"
+    """Whose load the auxiliary loss evens out: each sequence's own, or that of the whole batch of the step before."""
+    z_weight: float = Field(0.0, ge=0)
+    """Weight of the router z-loss, the square of the scores' log-sum-exp; 0.001 is usual."""
+    bias_rate: float = Field(0.001, gt=0)
+    """What the bias of an expert moves by in a step (balance bias)."""
     capacity: float | None = Field(None, gt=0)
-    """Tokens an expert takes, as a multiple of an even share; the rest is dropped. Left out: none is dropped."""
+    """Tokens of a sequence that an expert takes, as a multiple of an even share; later ones are dropped, in training
+    alone. Left out: none is dropped."""
 
     @model_validator(mode="after")
     def _few(self) -> Experts:
@@ -60,6 +76,11 @@ class Experts(Section):
             raise ValueError(f"must not ask for top_k={self.top_k} of count={self.count} experts")
         if self.count % self.groups:
             raise ValueError(f"must split count={self.count} experts evenly, which groups={self.groups} does not")
+        groups = self.top_groups or self.groups
+        if groups > self.groups:
+            raise ValueError(f"must not ask for top_groups={groups} of groups={self.groups}")
+        if self.top_k > (room := groups * self.count // self.groups):
+            raise ValueError(f"must not ask for top_k={self.top_k} of the {room} experts in top_groups={groups}")
         return self
 
 
@@ -114,7 +135,7 @@ class Model(Section):
     causal: bool | None = None
     """A token sees only those before it."""
     experts: Experts | None = None
-    """Experts instead of one feed-forward part. They can be planned, but not trained yet."""
+    """Experts instead of one feed-forward part (gpt2 and llama)."""
     dropout: float | None = Field(None, ge=0, lt=1)
     """Share of activations dropped after the embedding, attention and feed-forward parts; the same in every layout."""
 
@@ -169,6 +190,9 @@ class Train(Section):
     """Compile each block with torch.compile. auto does so on GPUs, for Weft's own models."""
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights; 0 keeps none. 0.999 is usual."""
+    sync: Sync = Sync()
+    """How often ranks that read different samples come together: step, local:8, diloco:50, server:async, server:sync,
+    federated, or a section of these."""
 
     @field_validator("microbatch", "accumulation")
     @classmethod
@@ -270,7 +294,7 @@ class Memory(Section):
     products and attention (selective), that many blocks (a number), or every block (full). auto is the least that
     fits."""
     budget_gib: float | None = Field(None, gt=0)
-    """Memory a rank may use, for recompute: auto. Left out: 90 % of the device's."""
+    """Memory a rank may use, by which the layout and recompute: auto are chosen. Left out: 90 % of the device's."""
     offload: Literal["none", "activations"] = "none"
     """none keeps everything on the device; activations parks what each block must remember in host memory until its
     backward pass, and computes the rest of the block again but for its attention."""
@@ -316,17 +340,25 @@ class Fp8(Section):
 class Comm(Section):
     """How ranks talk."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto is nccl where each rank has its own GPU, gloo elsewhere."""
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    """auto is nccl where each rank has its own GPU, mpi on CPUs where mpirun started the ranks, gloo elsewhere."""
     allreduce: Literal["auto", "native", "ring", "tree", "hierarchical"] = "auto"
     """How replicas sum their gradients: by the backend's own all-reduce (native, which auto is), or by messages around
     a ring, up and down a tree, or inside each node first and then between nodes (hierarchical)."""
-    compression: Literal["none"] = "none"
-    """Gradients travel as they are."""
+    compression: str = "none"
+    """What gradients travel as between data-parallel ranks: as they are (none), rounded (fp16, bf16, int8, int4), the
+    largest of them (topk:0.01, that share; threshold:3, those above so many times their root mean square), as matrices
+    of a low rank (powersgd:4), as signs (onebit), or as the link asks (adaptive). Weights that dp_shard gathers travel
+    in fp16, bf16 or int8 then."""
     bucket_mb: float = Field(25.0, gt=0)
     """Gradients of replicas are averaged in buckets of this size, while the backward pass goes on."""
     timeout_s: float = Field(600.0, gt=0)
     """A collective that takes longer ends the run and names the ranks that did not arrive."""
+
+    @field_validator("compression")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return str(parse_compression(value))
 
 
 class Checkpoint(Section):
@@ -349,6 +381,9 @@ class Watch(Section):
     """Steps between plain progress lines."""
     gantt_step: int = Field(5, ge=0)
     """The step of a pipelined run whose time line the report shows; 0 records none."""
+    comm_every: int = Field(10, ge=0)
+    """Steps between those whose communication is timed: its share of the step, what of it nothing hid, its speed. 0
+    times none."""
     trackers: list[str] = Field(default_factory=list)
     """Other programs that are told the metrics; metrics.jsonl is always written."""
 
@@ -388,6 +423,8 @@ class Job(Section):
     """Communication."""
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoints."""
+    resilience: Resilience = Resilience()
+    """What is done about faults."""
     watch: Watch = Watch()
     """Progress and metrics."""
     runs_dir: str = "runs"

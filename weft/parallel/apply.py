@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -10,14 +11,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm.algorithms import summing
+from weft.comm.beside import Beside
+from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.memory import Park, chosen, lengthen, recompute
 from weft.mesh import Mesh, joint_axis
 from weft.models.init import initialise
+from weft.parallel.compressed import Compressor, cut_over_tp
 from weft.parallel.context import Context, split_context
+from weft.parallel.counted import count_shards
 from weft.parallel.cut import Cut
 from weft.parallel.data import Replicas, Shards, shard
+from weft.parallel.expert import compile_around, dress, experts_apart, keep_own, shard_experts, spread_experts
 from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8
+from weft.parallel.load import ExpertLoad
 from weft.parallel.pipeline import Pipelined
 from weft.parallel.tensor import TensorSplit, split_tensors
 from weft.parallel.woven import Woven
@@ -35,36 +42,49 @@ def parallelize(
     says that the optimizer reads `leaves`, so gradients need not be brought to the masters where nothing is summed.
     """
     pp = mesh.axis("pp")
+    beside = Beside(mesh.device, at_once=joint_axis(plan) == "cp") if compresses(plan, mesh) else None
     again = chosen(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
+    load = ExpertLoad(model, mesh.device, mesh.everyone)
     if pp is None:
-        return weave(model, mesh, plan, seed, again, summed=plan.accumulation > 1 or not bare_gradients)
+        woven = weave(model, mesh, plan, seed, again, plan.accumulation > 1 or not bare_gradients, beside)
+        load.watch(woven.module)
+        return replace(woven, load=load)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
         stage = copy.deepcopy(model)
         first, end = plan.split[index]
         stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
-        stages[index] = weave(stage, mesh, plan, seed, again)
+        stages[index] = weave(stage, mesh, plan, seed, again, beside=beside)
     cut = plan.tp if plan.sequence else 1
     at_once = frozenset(i for i, stage in stages.items() if again.keys() & find_units(stage.module).keys())
-    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], cut, at_once)
+    load.watch(*(stage.module for stage in stages.values()))
+    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], cut, load, at_once)
 
 
-def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, str], summed: bool = True) -> Woven:
+def weave(
+    model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, str], summed: bool = True,
+    beside: Beside | None = None,
+) -> Woven:  # fmt: skip
     """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole.
 
-    `again` says which units are recomputed, and how; `summed` that a step's gradients are added up in the masters'.
+    `again` says which units are recomputed, and how; `summed` that a step's gradients are added up in the masters';
+    `beside` what compresses gradients while the backward pass goes on.
     """
     dtype, fp8 = COMPUTE[plan.precision], recipe_of(plan)
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
     context = Context(cp, Cut.of(plan, cp.rank)) if cp else None
+    between = ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
     park = Park(mesh.device, plan.host_gib / plan.virtual_stages)
     units = find_units(model)
     for prefix, unit in [*units.items(), ("", model)]:
         modules = members(model, prefix, skip=() if prefix else tuple(units))
+        keep_own(modules, mesh)
         materialise(model, modules, mesh, seed)
+        dress(modules, mesh)
+        spread_experts(modules, mesh, split is not None and split.sequence)
         if split:
             split_tensors(split, model, modules)
         if context:
@@ -79,23 +99,53 @@ def weave(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, 
             if prefix in again:
                 recompute(unit, again[prefix])
             if plan.compile:
+                compile_around(modules)
                 compile_parts(unit, ("forward",))
         if sharded:
             _refuse_scalars(unit)
-            shard(unit, mesh.submesh("dp_replicate", joint_axis(plan)), plan.zero, dtype)
+            shard_experts(modules, mesh, plan, dtype)
+            # compressed, shards are summed over their replicas by hand
+            copied = between if beside is None else ()
+            shard(unit, mesh.submesh(*copied, joint_axis(plan)), plan.zero, dtype)
+    axis, compressor = mesh.axis(joint_axis(plan)), None
+    if beside is not None:
+        compressor = compressor_of(plan, mesh, beside, seed, dict(model.named_parameters()), split)
     if sharded:
-        data: Replicas | Shards = Shards(
-            model, plan.zero, mesh.axis("dp_replicate") is not None, mesh.meter, joint_axis(plan)
-        )
+        if compressor is None:  # what compresses counts for itself
+            count_shards(model, mesh)
+        data: Replicas | Shards = Shards(model, plan.zero, bool(between), mesh.meter, joint_axis(plan), compressor)
     else:
-        axis = mesh.axis(joint_axis(plan))
         start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes)) if axis else None
-        data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start)
+        data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor)
     partial = tuple(n for n in data.masters if split and n in split.partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
     frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
     return Woven(model, data, tp, partial, frozen, aliases, DelayedScales(model, mesh))
+
+
+def compresses(plan: Plan, mesh: Mesh) -> bool:
+    """Whether gradients are summed over some axis and travel compressed."""
+    return plan.compression != "none" and mesh.axis(joint_axis(plan)) is not None
+
+
+def compressor_of(
+    plan: Plan, mesh: Mesh, beside: Beside, seed: int, params: dict[str, nn.Parameter], split: TensorSplit | None
+) -> Compressor:
+    """What compresses the gradients of a stage over its data-parallel axes."""
+    axis, across = (
+        mesh.axis(joint_axis(plan)),
+        mesh.axis("dp_replicate") if plan.dp_shard > 1 and not plan.alone else None,
+    )
+    assert axis is not None
+
+    def alike(name: str) -> bool:
+        return split is not None and name not in split.partial and not cut_over_tp(params[name])
+
+    return Compressor(
+        parse_compression(plan.compression), axis, across, beside, mesh.device, seed=seed,
+        alike=alike,
+    )  # fmt: skip
 
 
 def compile_parts(unit: nn.Module, parts: tuple[str, ...], backend: str = "inductor") -> None:
@@ -151,6 +201,7 @@ def members(model: nn.Module, prefix: str, skip: tuple[str, ...]) -> list[tuple[
 def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Mesh, seed: int) -> None:
     """Give the modules' parameters their values on this rank's device; ties between modules stay tied."""
     made: dict[int, nn.Parameter] = {}
+    described = any(p.is_meta for _, m in modules for p in m.parameters(recurse=False))  # one of Weft's own
     for path, module in modules:
         for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(param) not in made:
@@ -158,13 +209,15 @@ def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Me
                 if param.is_meta:
                     value = torch.empty(param.shape, dtype=torch.float32, device=mesh.device)
                     name = f"{path}.{key}"
-                    initialise(getattr(model, "aliases", {}).get(name, name), value, model, seed)
+                    name = getattr(model, "aliases", {}).get(name, name)
+                    initialise(name, value, model, seed, first=getattr(module, "first", 0))
                 else:
                     value = _same_everywhere(value.to(mesh.device), mesh)
                 made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
             module.register_parameter(key, made[id(param)])
         for key, buffer in module.named_buffers(recurse=False):
-            module._buffers[key] = _same_everywhere(buffer.to(mesh.device), mesh)
+            value = buffer.to(mesh.device)
+            module._buffers[key] = value if described else _same_everywhere(value, mesh)
 
 
 def _same_everywhere(value: Tensor, mesh: Mesh) -> Tensor:

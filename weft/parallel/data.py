@@ -7,6 +7,8 @@ backward pass, `finish()` after the last, `refresh()` after the masters changed 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -14,10 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from weft.comm import Axis, Meter, Waits
 from weft.comm.algorithms import Start
 from weft.comm.pieces import like, local_of
+from weft.parallel.compressed import Compressor, Segment
+from weft.parallel.shard_comm import Gather, Scatter
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
 
@@ -42,10 +47,14 @@ class Bucket:
         device = local_of(masters[names[0]]).device
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.views: dict[str, Tensor] = {}
-        for name, size, start in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
+        self.segments: list[Segment] = []
+        for name, size, first in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
             master = local_of(masters[name])
-            self.views[name] = self.flat[start : start + size][: master.numel()].view(master.shape)
+            self.views[name] = self.flat[first : first + size][: master.numel()].view(master.shape)
+            self.segments.append(Segment(name, first, master.numel(), master.shape))
         self.missing = len(names)
+        self.start: Start | None = None
+        """Begins to sum it over the replicas."""
 
 
 class Replicas:
@@ -54,15 +63,18 @@ class Replicas:
     Weights compute in `dtype`; where that is not fp32 the masters are a copy, and gradients are summed in fp32. Buckets
     leave in one fixed order on every rank, so a parameter without a gradient cannot make ranks disagree. `summed` says
     that a step adds up the gradients of several microbatches; alone and without that, no bucket is needed. `start`
-    begins to sum a bucket over the axis; left out, by the backend's own all-reduce.
+    begins to sum a bucket over the axis; left out, by the backend's own all-reduce. The weights in `apart` have copies
+    on other ranks than the rest: `start_apart` sums theirs.
     """
 
     def __init__(
         self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool,
-        start: Start | None = None,
+        start: Start | None = None, apart: frozenset[str] = frozenset(), start_apart: Start | None = None,
+        compressor: Compressor | None = None,
     ):  # fmt: skip
-        self.module, self.axis, self.last = module, axis, True
+        self.module, self.axis, self.last, self.compressor = module, axis, True, compressor
         self.start = start or (axis.start_all_reduce if axis else None)
+        self.apart, self.start_apart = apart, start_apart
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.masters: dict[str, Tensor] = dict(self.weights)
         self.mixed = dtype != torch.float32
@@ -73,28 +85,49 @@ class Replicas:
         self.copies: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
         self.buckets: list[Bucket] = []
         self.works: list[Waits] = []
-        if axis is not None or (self.mixed and summed):
+        self.sent = 0
+        """Buckets on their way, or with no way to go."""
+        if self.start or self.start_apart or (self.mixed and summed):
             self._fill_buckets(int(bucket_mb * 2**20 / 4))
         elif self.mixed:
             self.leaves = self.copies
 
     def _fill_buckets(self, limit: int) -> None:
-        names: list[str] = []
-        held = 0
+        filling: dict[str, list[str]] = {}
         for name in reversed(self.weights):  # the backward pass makes the last gradients first
-            size = local_of(self.masters[name]).numel()
-            if names and held + size > limit:
-                self.buckets.append(Bucket(names, self.masters))
-                names, held = [], 0
+            kind, size = self._kind(name), local_of(self.masters[name]).numel()
+            names = filling.setdefault(kind, [])
+            if names and sum(local_of(self.masters[n]).numel() for n in names) + size > limit:
+                self._add_bucket(names, kind)
+                names = filling[kind] = []
             names.append(name)
-            held += size
-        if names:
-            self.buckets.append(Bucket(names, self.masters))
+        for kind, names in filling.items():
+            self._add_bucket(names, kind)
         for bucket in self.buckets:
             for name, view in bucket.views.items():
                 weight = self.weights[name]
                 self.masters[name].grad = like(view, self.masters[name])
                 weight.register_post_accumulate_grad_hook(self._hook(bucket, view))
+
+    def _kind(self, name: str) -> str:
+        """Which weights travel with which."""
+        if name in self.apart:
+            return "apart"
+        if self.compressor is not None and self.compressor.takes(name, local_of(self.masters[name]).shape):
+            return "compressed"
+        return "plain"
+
+    def _add_bucket(self, names: list[str], kind: str) -> None:
+        bucket, packed = Bucket(names, self.masters), self.compressor
+        if kind == "apart":
+            bucket.start = self.start_apart
+        elif packed is None:
+            bucket.start = self.start
+        elif kind == "compressed":
+            bucket.start = packed.starting(bucket.segments, bucket.flat.numel())
+        else:
+            bucket.start = packed.start_plain
+        self.buckets.append(bucket)
 
     def _hook(self, bucket: Bucket, view: Tensor) -> Any:
         def arrived(weight: Tensor) -> None:
@@ -109,13 +142,13 @@ class Replicas:
         return arrived
 
     def _send_ready(self, all_of_them: bool = False) -> None:
-        if self.start is None:
-            return
-        while len(self.works) < len(self.buckets):
-            bucket = self.buckets[len(self.works)]
+        while self.sent < len(self.buckets):
+            bucket = self.buckets[self.sent]
             if bucket.missing > 0 and not all_of_them:
                 return
-            self.works.append(self.start(bucket.flat))
+            self.sent += 1
+            if bucket.start is not None:
+                self.works.append(bucket.start(bucket.flat))
 
     def microbatch(self, last: bool) -> None:
         """Only the last microbatch of a step talks to the other replicas."""
@@ -137,11 +170,12 @@ class Replicas:
     def finish(self) -> None:
         """Every master's gradient is the sum over the replicas when this returns."""
         self._send_ready(all_of_them=True)
-        for work in self.works:
-            work.wait()
+        with nullcontext() if self.axis is None or self.axis.spans is None else self.axis.spans.waiting():
+            for work in self.works:
+                work.wait()
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
-        self.works = []
+        self.works, self.sent = [], 0
 
     def zero_grad(self) -> None:
         if not self.buckets:
@@ -172,10 +206,14 @@ class Shards:
     | 3 | cut after every use | cut at once |
     """
 
-    def __init__(self, module: nn.Module, zero: int, replicated: bool, meter: Meter, axis: str):
+    def __init__(
+        self, module: nn.Module, zero: int, replicated: bool, meter: Meter, axis: str,
+        compressor: Compressor | None = None,
+    ):  # fmt: skip
         """`axis` is the name under which the meter counts FSDP2's waits."""
         assert isinstance(module, FSDPModule)
         self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
+        self.compressor = compressor
         self.fsdp_modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for m in self.fsdp_modules:
             m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
@@ -183,10 +221,28 @@ class Shards:
             see_waits(m, meter, axis, replicated)
         self.masters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.leaves, self.copies = self.masters, dict[str, Tensor]()
+        if compressor is not None:
+            self._compress(compressor)
+
+    def _compress(self, compressor: Compressor) -> None:
+        """Let each unit's collectives go through the compressor."""
+        names = {id(p): n for n, p in self.module.named_parameters()}
+        unit: Any
+        for unit in self.fsdp_modules:
+            for group in fsdp_groups(unit._get_fsdp_state()):
+                weights = [(names[id(p.sharded_param)], p._orig_size, p.sharded_param) for p in group.fsdp_params]
+                if weights:
+                    scatter = Scatter(compressor, [(n, size) for n, size, p in weights if p.requires_grad])
+                    unit.set_custom_reduce_scatter(scatter)
+                    unit.set_custom_all_gather(Gather(compressor, scatter, [(n, size) for n, size, _ in weights]))
+                    if compressor.across is not None:
+                        unit.set_all_reduce_hook(scatter.across)
 
     def microbatch(self, last: bool) -> None:
         if self.held:
             return
+        if self.compressor is not None:
+            self.compressor.last = last
         self.module.set_is_last_backward(last)
         if self.zero == 1:
             self.module.set_requires_gradient_sync(last)
@@ -243,8 +299,13 @@ def reduce_now(module: nn.Module) -> None:
 
 def see_waits(module: nn.Module, meter: Meter, axis: str, replicated: bool) -> None:
     """Let the meter see when an FSDP2 module waits: in gathers and scatters, and from a scatter to the sum that follows
-    it over the replicas, after which FSDP2 calls a hook."""
+    it over the replicas, after which FSDP2 calls a hook. On a GPU those run beside the stream that computes, which
+    waits where FSDP2 takes what was gathered, and where it hands over gradients."""
     for group in fsdp_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+        if meter.cuda:
+            group.wait_for_unshard = _Seen(group.wait_for_unshard, meter, axis, "all_gather")
+            group.post_backward = _Seen(group.post_backward, meter, axis, "reduce_scatter")
+            continue
         group._all_gather_comm = _Seen(group._all_gather_comm, meter, axis, "all_gather")
         group._reduce_scatter_comm = _Seen(group._reduce_scatter_comm, meter, axis, "reduce_scatter")
         if replicated:
@@ -257,7 +318,7 @@ class _Seen:
 
     def __init__(self, comm: Any, meter: Meter, axis: str, what: str):
         self.comm, self.meter, self.axis, self.what = comm, meter, axis, what
-        self.allocate = comm.allocate
+        self.allocate = getattr(comm, "allocate", None)
         self.then: Any = None
         """The group that sums over the replicas next, if any does."""
 
@@ -281,8 +342,11 @@ def fsdp_groups(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, zero: int, dtype: torch.dtype) -> None:
+def shard(
+    module: nn.Module, mesh: DeviceMesh, zero: int, dtype: torch.dtype,
+    dim_of: Callable[[nn.Parameter], Shard | None] | None = None,
+) -> None:  # fmt: skip
     """Cut one unit's parameters over dp_shard (and copy them over dp_replicate where the mesh has it)."""
     param_dtype = None if dtype == torch.float32 else dtype
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+    fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, shard_placement_fn=dim_of)

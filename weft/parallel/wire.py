@@ -90,7 +90,7 @@ class Wire:
             self.local[message] = tensor
             return
         tensor = (tensor.cpu() if self.host else tensor).contiguous()
-        self.axis.count("send", tensor)
+        self.axis.count("send", tensor, to=to)
         work = dist.isend(tensor, self.peers[to], group=self.axis.group)
         assert work is not None
         self.outgoing = [(w, t) for w, t in self.outgoing if not w.is_completed()]

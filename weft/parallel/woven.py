@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from weft.comm import Axis
 from weft.comm.pieces import local_of
+from weft.parallel.compressed import Compressor
 from weft.parallel.data import Replicas, Shards
 from weft.parallel.fp8 import DelayedScales
+from weft.parallel.load import ExpertLoad
 
 Batch = dict[str, Tensor]
 
@@ -36,6 +38,8 @@ class Woven:
     """Names of weights that stand here for another stage's: a tied head is the embedding."""
     scales: DelayedScales | None = None
     """What fp8 layers remember of the steps before."""
+    load: ExpertLoad | None = None
+    """How even the experts' load is. A stage leaves this to its pipeline."""
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -72,6 +76,13 @@ class Woven:
         }
         return {n: b for n, b in self.module.named_buffers() if b.numel() and n not in passing}
 
+    def begin(self, scale: float) -> None:
+        """A step begins, with gradients of the summed loss times `scale`."""
+        if self.load is not None:
+            self.load.begin(scale)
+        if self.compressor is not None:
+            self.compressor.begin(scale)
+
     def microbatch(self, last: bool) -> None:
         """For a loop of one's own: say before each backward pass whether it is the step's last."""
         self.data.microbatch(last)
@@ -79,6 +90,7 @@ class Woven:
     def backward(self, batches: list[Batch], loss_of: LossOf, scale: float) -> Tensor:
         """Forward and backward over a step's microbatches: the gradients of loss · scale. Returns the summed loss."""
         total = torch.zeros((), device=batches[0]["inputs"].device)
+        self.begin(scale)
         for i, batch in enumerate(batches):
             self.microbatch(last=i == len(batches) - 1)
             loss = loss_of(self.module, batch)
@@ -108,6 +120,8 @@ class Woven:
             self.tp.all_reduce(flat)
             for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
                 grad.copy_(summed.view_as(grad))
+        if self.load is not None:
+            self.load.gather()
 
     def zero_grad(self) -> None:
         self.data.zero_grad()
@@ -116,6 +130,41 @@ class Woven:
         """After a step: let what the optimizer does not see learn from it, if it was taken."""
         if self.scales is not None:
             self.scales.step(taken)
+        if self.load is not None:
+            self.load.follow(taken)
+        if self.compressor is not None:
+            self.compressor.keep(taken)
+
+    def figures(self) -> Tensor:
+        """Of the last step, what only the model knows; words() says it."""
+        return torch.empty(0) if self.load is None else self.load.figures()
+
+    def words(self, figures: list[float], tokens: int) -> dict[str, Any]:
+        """Figures that the host has read, as the step's record tells them."""
+        return {} if self.load is None else self.load.words(figures, tokens)
+
+    @property
+    def compressor(self) -> Compressor | None:
+        return self.data.compressor
+
+    def owed(self) -> dict[str, Tensor]:
+        """What compression has not sent yet and its bases, for a checkpoint. Each holder has its own share of what is
+        owed of a weight; a stage that holds another's weight a second time counts as a second set of holders."""
+        return {} if self.compressor is None else self.compressor.owed(self._holder, self.data.masters)
+
+    def adopt_owed(self, held: dict[str, Tensor]) -> None:
+        """Take in what owed() had named."""
+        if self.compressor is not None:
+            self.compressor.adopt(self._holder, self.data.masters, held)
+
+    def _holder(self, name: str) -> tuple[int, str]:
+        assert self.compressor is not None
+        twin = self.compressor.holders if name in self.aliases else 0
+        return self.compressor.holder + twin, self.aliases.get(name, name)
+
+    @property
+    def compressors(self) -> list[Compressor]:
+        return [] if self.compressor is None else [self.compressor]
 
     def refresh(self) -> None:
         """After the masters were changed by other hands than the optimizer's."""

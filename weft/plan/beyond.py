@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from weft.job.compression import KINDS
 from weft.job.schema import Comm, Job, Memory
 from weft.plan.choose import choices
 from weft.plan.layouts import Layouts
@@ -38,6 +39,8 @@ class Gain:
 def _taken(key: str, value: str) -> bool:
     """Whether a job can be written so: the estimate knows more settings than this version takes."""
     section, _, field = key.rpartition(".")
+    if key == "comm.compression":
+        return value in KINDS
     return value in choices({"comm": Comm, "memory": Memory, "": Job}[section], field)
 
 

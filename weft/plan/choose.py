@@ -20,8 +20,11 @@ from weft.plan.why import reasons
 
 def scene_for(job: Job, world: int, device: Device, memory_gib: float, calibration: Calibration | None = None) -> Scene:
     """What a resolved job's layouts are estimated with."""
+    calibration = calibration or own_calibration(device)
+    if job.memory.budget_gib:
+        memory_gib = min(memory_gib, job.memory.budget_gib / calibration.usable)
     cluster = cluster_facts(job, world, device, memory_gib)
-    return Scene(facts_of(job), cluster, calibration or own_calibration(device), job.train.global_batch)
+    return Scene(facts_of(job), cluster, calibration, job.train.global_batch)
 
 
 def space_for(job: Job, plan: Plan, world: int, trainable: bool) -> Space:

@@ -9,9 +9,10 @@ import numpy as np
 
 from weft.plan import links
 from weft.plan.calibration import Calibration
+from weft.plan.compressed import encoding_bytes, gradient_bytes, weight_bytes
 from weft.plan.facts import ClusterFacts, ModelFacts, Size
 from weft.plan.hold import GIB, hold, weights
-from weft.plan.layouts import COMPRESSIONS, CP_STYLES, OFFLOADS, RECOMPUTES, Layouts
+from weft.plan.layouts import CP_STYLES, OFFLOADS, RECOMPUTES, Layouts
 from weft.plan.pipeline import stage_layers, step_time
 from weft.plan.work import MEMORY_SHARE, peaks, work
 
@@ -127,12 +128,12 @@ def estimate(
     all_dp = links.group(cluster, layouts.dp * layouts.cp, layouts.tp, cal)
     expert_dp = links.group(cluster, np.maximum(layouts.dp * layouts.cp * layouts.tp / layouts.ep, 1), layouts.ep, cal)
     sharded = links.group(cluster, layouts.dp_shard * layouts.cp, layouts.tp, cal)
-    grad = np.choose(layouts.compression, [np.asarray(b) + 0.0 * count for b in _gradient_bytes(cal)])
+    grad, weight = gradient_bytes(layouts, model, cal), weight_bytes(layouts, size)
     z = layouts.zero
-    back = np.where(z >= 1, size, grad)
+    back = np.where(z >= 1, weight, grad)
     flat = links.gather(all_dp, shared * grad * trained) + links.gather(all_dp, shared * back * trained)
     flat = flat + links.gather(expert_dp, experts * grad * trained) + links.gather(expert_dp, experts * back * trained)
-    gathers = links.gather(sharded, shared * size) + links.gather(expert_dp, experts * size)
+    gathers = links.gather(sharded, shared * weight) + links.gather(expert_dp, experts * weight)
     scatter = links.gather(sharded, shared * grad * trained) + links.gather(expert_dp, experts * grad * trained)
     between = np.where(
         layouts.dp_replicate > 1,
@@ -143,7 +144,9 @@ def estimate(
     z3 = count * _exposed(2 * gathers + scatter, stage, cal.overlap_dp) + _exposed(between, stage, cal.overlap_dp)
     z2 = count * _exposed(scatter, stage, cal.overlap_dp) + _exposed(gathers + between, stage, cal.overlap_dp)
     z1 = _exposed(flat, stage, cal.overlap_dp)
-    dp_time = np.where(layouts.dp * layouts.cp > 1, np.select([z == 3, z == 2], [z3, z2], z1), 0.0)
+    coded = (shared + experts) * trained * encoding_bytes(layouts) / (cluster.memory_gb_s * 1e9 * MEMORY_SHARE)
+    coded = coded * np.where(z >= 2, count, 1)
+    dp_time = np.where(layouts.dp * layouts.cp > 1, np.select([z == 3, z == 2], [z3, z2], z1) + coded, 0.0)
 
     # the optimizer reads gradients and moves its state once
     cut = np.where(z > 0, layouts.dp_shard * layouts.cp, 1)
@@ -182,17 +185,12 @@ def estimate(
     flops = model.flops_per_token() * global_batch * model.seq_len / layouts.world
     redone = model.flops_per_token() / 3 * np.where(full, again_share, 0) * global_batch * model.seq_len / layouts.world
     rate = flops / total
-    traffic = _traffic(model, layouts, shared, experts, row, size, grad, passes, here, kv_bytes, routed, pp_bytes)
+    traffic = _traffic(model, layouts, shared, experts, row, weight, grad, passes, here, kv_bytes, routed, pp_bytes)
     return Estimates(
         step_time_s=total, low_s=total * (1 - cal.spread), high_s=total * (1 + cal.spread), memory=parts,
         peak_gib=peak_gib, fits=peak_gib <= cluster.memory_gib * cal.usable, time=time, bytes=traffic,
         level_bytes=_by_level(g, traffic), tflops=rate / 1e12, mfu=rate / own, hfu=(flops + redone) / total / own,
     )  # fmt: skip
-
-
-def _gradient_bytes(cal: Calibration) -> list[float]:
-    told = {"none": cal.reduce_bytes, "bf16": 2.0, "int8": 1.0}
-    return [told[name] for name in COMPRESSIONS]
 
 
 def _traffic(

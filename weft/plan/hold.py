@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.plan.calibration import Calibration
+from weft.plan.compressed import owed_bytes
 from weft.plan.facts import ModelFacts, Size
 from weft.plan.layouts import COMPRESSIONS, OFFLOADS, RECOMPUTES, SCHEDULE_NAMES, Layouts
 from weft.plan.pipeline import stage_layers
@@ -76,6 +77,7 @@ def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) ->
     gathered = np.where(z3 & (shard > 1), 2 * unit * (compute + cal.gradient_bytes / 2), 0.0)
     bucket = np.where(layouts.dp > 1, np.minimum(shared, BUCKET) * cal.gradient_bytes, 0.0)
     bucket = bucket * np.where(layouts.compression == COMPRESSIONS.index("none"), 1.0, 1.25)
+    bucket = bucket + (shared + experts) * trained * owed_bytes(layouts)
     activations = activation_bytes(model, layouts, cal, _layers(model, layouts, index), index)
     tokens = layouts.microbatch * model.seq_len / layouts.cp * model.head_share
     count = tokens * model.vocab / layouts.tp

@@ -20,7 +20,7 @@ RECOMPUTES = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "activations")
 """What waits in host memory."""
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-COMPRESSIONS = ("none", "bf16", "int8")
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "topk", "threshold", "powersgd", "onebit", "adaptive")
 """What gradients travel as between replicas."""
 CP_STYLES = ("ring", "ulysses", "hybrid")
 PLACEMENTS = (
@@ -109,6 +109,8 @@ class Layouts:
         for name, words in _WORDS.items():
             if name in Plan.__dataclass_fields__:
                 values[name] = words[int(getattr(self, name)[i])]
+        if values["compression"] == known.compression.partition(":")[0]:
+            values["compression"] = known.compression  # with its number
         if self.recompute_blocks[i] >= 0:
             values["recompute"] = int(self.recompute_blocks[i]) * values["pp"]
         return replace(known, **values, zero=int(self.zero[i]) or 3, sequence=bool(self.sequence[i]), split=())
@@ -140,4 +142,5 @@ def _codes(plan: Plan) -> dict[str, Any]:
     if str(said["recompute"]).isdigit():  # a count of blocks
         per_stage = -(-int(said["recompute"]) // plan.pp)
         codes["recompute_blocks"], said["recompute"] = per_stage, "full"
+    said["compression"] = said["compression"].partition(":")[0]
     return codes | {name: _WORDS[name].index(word) for name, word in said.items()}

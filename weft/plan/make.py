@@ -28,6 +28,7 @@ from weft.plan.schedule import SCHEDULES, check_schedule, splits
 from weft.plan.search import Found
 from weft.plan.space import MAX_TOKENS
 from weft.plan.split import split_layers, split_stages
+from weft.plan.sync import inside, own_layout
 
 LONG_CHUNK = 16_384
 """Tokens of a long sequence in one chunk: enough for the matrix units, and little beside the sequence."""
@@ -69,7 +70,7 @@ class Start:
 
 def begin(job: Job, world: int | None = None) -> Start:
     """Find the ranks and the device, and take in what the person pinned."""
-    job = resolve(job)
+    job = own_layout(resolve(job))
     machine = probe()
     device = device_for(job, machine)
     if job.cluster.network != "auto":
@@ -83,6 +84,7 @@ def begin(job: Job, world: int | None = None) -> Start:
         precision=precision, offload=job.memory.offload, compression=job.comm.compression, bucket_mb=job.comm.bucket_mb,
         recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
         fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,
+        sync=job.train.sync.mode, sync_every=job.train.sync.period,
     )  # fmt: skip
     if job.parallel != "auto":
         plan = _pin(job.parallel, plan, world)
@@ -242,7 +244,7 @@ def _long(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Plan:
     chunk = job.memory.chunk
     if chunk == "auto":
         most = job.data.seq_len / plan.cp
-        plain = not attends(job) or splits(plan)
+        plain = not attends(job) or splits(plan) or job.model.experts is not None
         chunk = LONG_CHUNK if most > MAX_TOKENS and not plain else 0
         if chunk:
             reasons.append(f"blocks in chunks of {chunk} tokens: {most:.0f} on a rank make large activations")
@@ -287,11 +289,14 @@ def _predict(start: Start, plan: Plan) -> dict[str, float]:
         predicted["communication_mib"] = moved / 2**20
     if peak_flops(plan, job) and not job.model.module:
         scene = scene_for(job, start.world, start.device, start.memory_gib)
-        made = scene.estimate(Layouts.one(plan))
-        predicted |= {"step_time_s": float(made.step_time_s[0]), "mfu": float(made.mfu[0])}
+        made, alone = scene.estimate(Layouts.one(plan)), scene.estimate(Layouts.one(inside(plan)))
+        seconds = float(made.step_time_s[0])
+        rest = float(alone.step_time_s[0])  # what a step takes by itself; the exchange comes once in a while
+        spread = rest + max(0.0, seconds - rest) / plan.sync_every
+        predicted |= {"step_time_s": spread, "mfu": float(made.mfu[0]) * seconds / spread}
         measured = load_measured(plan.device_name)
-        if measured and (seconds := step_seconds(job, plan, measured)):  # one device, and it was measured: no model
-            predicted |= {"step_time_s": seconds, "mfu": predicted["mfu"] * predicted["step_time_s"] / seconds}
+        if measured and (own := step_seconds(job, plan, measured)):  # one device, and it was measured: no model
+            predicted |= {"step_time_s": own, "mfu": predicted["mfu"] * predicted["step_time_s"] / own}
         if not counts(job, plan):
             predicted |= _parts({name: float(gib[0]) for name, gib in made.memory.items()})
     return predicted

@@ -96,7 +96,8 @@ def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RE
         "seq_len": 1 if model.family == "mlp" else seq,
     }
     fixed: dict[str, Any] = {
-        "precision": (precision,), "offload": (job.memory.offload,), "compression": (job.comm.compression,),
+        "precision": (precision,), "offload": (job.memory.offload,), 
+        "compression": (job.comm.compression.partition(":")[0],),
         "microbatch": None if job.train.microbatch == "auto" else job.train.microbatch,
         "accumulation": None if job.train.accumulation == "auto" else job.train.accumulation,
         "recompute": _recomputes(job, recompute),

@@ -19,30 +19,31 @@ def fit(session: Session, signals: Signals) -> Exit:
     """Train from the session's step to the job's last, or until all ranks agree to stop."""
     job, state, stepper = session.job, session.state, session.stepper
     steps, device = job.train.steps, session.mesh.device
-    began, first_step = time.perf_counter(), state.step
+    first_step = session.first_step
     held_out = session.held_out() if job.train.eval_every else []
-    session.event("start", step=state.step, layout=session.plan.layout(), world=session.plan.world)
+    session.event(
+        "start", step=state.step, layout=session.plan.layout(), world=session.plan.world, attempt=session.pulse.attempt
+    )
 
     with Progress(steps, state.step, job.watch.every, silent=session.mesh.rank != 0) as progress:
 
         def write(record: dict[str, Any]) -> None:
-            if session.journal is not None:
-                session.journal.metrics(record)
-            session.commit(record["step"])
+            session.commit(record)
             progress.update(record)
             if record.get("skipped"):
-                session.event("skipped", step=record["step"], loss_scale=record["loss_scale"])
+                session.event("skipped", step=record["step"], loss_scale=record.get("loss_scale"))
 
         def evaluate() -> dict[str, float]:
             if not held_out:
                 return {}
+            session.now("eval")
             state.agree()
             val = stepper.evaluate(held_out)
             session.event("eval", step=state.step, val_loss=val)
             progress.note(f"step {state.step}: validation loss {val:.4f}")
             return {"val_loss": val}
 
-        ledger = Ledger(job, session.plan, session.mesh, state, write, signals)
+        ledger = Ledger(job, session.plan, session.mesh, state, write, signals, session.guards)
         ledger.agree()
         if state.step == 0 and not ledger.stop:
             evaluate()
@@ -50,12 +51,15 @@ def fit(session: Session, signals: Signals) -> Exit:
         ledger.start_clock()
         with closing(session.loader()) as loader, Collector() as collector:
             while state.step < steps and not ledger.stop:
+                session.now("data")
                 lr = stepper.learning_rate()
                 batches = [to_device(b, device) for b in next(loader)]
+                session.now("compute")
                 with recorded(session, state.step + 1):
                     grads = stepper.gradients(batches)
-                norm, taken = stepper.update(grads, lr)
-                ledger.post(grads, norm, lr, taken)
+                session.now("update")
+                norm, _ = stepper.update(grads, lr)
+                ledger.post(grads, norm, lr)
                 collector.tick(state.step)
                 if _due(state.step, job.train.eval_every, steps):
                     ledger.settle(**evaluate())
@@ -63,11 +67,12 @@ def fit(session: Session, signals: Signals) -> Exit:
                     ledger.start_clock()
                 if _due(state.step, job.checkpoint.every, steps):
                     ledger.settle()
-                    session.save()
+                    session.save(patient=state.step == steps)
                 session.keep()
         ledger.settle()
         if ledger.stop and state.step > first_step:
-            session.save()
+            session.save(patient=True)
+        session.now("checkpoint")
         session.checkpoints.wait()
         if state.step > first_step and session.checkpoints.durable != state.step:
             raise MachineError(
@@ -80,7 +85,7 @@ def fit(session: Session, signals: Signals) -> Exit:
     summary = {
         "step": state.step,
         "steps_done": done,
-        "seconds": time.perf_counter() - began,
+        "seconds": time.time() - session.began,
         "loss": ledger.last.get("loss"),
         "predicted": session.plan.predicted,
         "measured": {"memory_gib": peak_memory_gib(device), "step_time_s": ledger.last.get("step_time_s")},

@@ -95,7 +95,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
     """Warm up, time some steps, profile some more, and leave profile.json."""
     job, plan, mesh = session.job, session.plan, session.mesh
     write = session.journal.metrics if session.journal else (lambda record: None)
-    ledger = Ledger(job, plan, mesh, session.state, write, signals)
+    ledger = Ledger(job, plan, mesh, session.state, write, signals, session.guards)
     session.event("start", step=0, layout=plan.layout(), world=plan.world)
     with closing(session.loader()) as loader:
 
@@ -152,9 +152,9 @@ def _step(session: Session, loader: Iterator[Any], ledger: Ledger) -> None:
     with record_function("weft.gradients"):
         grads = stepper.gradients(batches)
     with record_function("weft.update"):
-        norm, taken = stepper.update(grads, lr)
+        norm, _ = stepper.update(grads, lr)
     with record_function("weft.figures"):
-        ledger.post(grads, norm, lr, taken)
+        ledger.post(grads, norm, lr)
 
 
 def _profiling(device: torch.device) -> profile:

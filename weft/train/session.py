@@ -6,12 +6,13 @@ import json
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from weft.comm.algorithms import summing
 from weft.comm.pieces import piece_of
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import Batch, Loader, val_batches
@@ -25,10 +26,15 @@ from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
+from weft.resilience.guards import Guards
+from weft.resilience.pulse import Pulse, Quiet
 from weft.resilience.snapshots import Snapshots, newest_common
+from weft.sync.outer import EveryStep, Rounds
 from weft.train.armed import arm
 from weft.train.checkpoint import Checkpoints
-from weft.train.state import State
+from weft.train.manifest import entries
+from weft.train.owed import load_owed
+from weft.train.state import State, meta_problem
 from weft.train.step import Stepper
 from weft.watch import logs
 from weft.watch.journal import Journal
@@ -50,23 +56,41 @@ class Session:
     """Only on rank 0: one file, one writer."""
     log: logging.Logger
     snapshots: Snapshots
+    pulse: Pulse
+    """Where the loop shows what it does, and hears that its attempt is over."""
+    guards: Guards
+    first_step: int = 0
+    """The step at which this start of the run began, whatever was recovered since."""
+    began: float = field(default_factory=time.time)
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line in events.jsonl, from rank 0."""
         if self.journal is not None:
+            self.pulse.fence()
             self.journal.event(kind, **fields)
+
+    def now(self, phase: str) -> None:
+        """Show what begins."""
+        self.pulse.now(phase, self.state.step)
+
+    def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
+        """Adaptive compression has changed its mind."""
+        if self.journal is not None:
+            self.event("compression", step=self.state.step, was=was, now=now, why=why, **fields)
+            self.log.info("%s", f"compression at step {self.state.step}: {now} (was {was}): {why}")
 
     def loader(self) -> Loader:
         """Batches from the next unread sample on."""
         job, mesh = self.job, self.mesh
         first = not any(mesh.coord(axis) for axis in ("tp", "cp", "pp"))  # the others read the same samples
         record = self.run.samples / f"rank-{mesh.rank}.jsonl" if job.data.record_ids and first else None
-        return Loader(
+        loader = Loader(
             self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
             dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
             start_step=self.state.step, start_sample=self.state.samples, record=record,
             pin=mesh.device.type == "cuda",
         )  # fmt: skip
+        return self.guards.attach(loader)
 
     def held_out(self) -> list[list[Batch]]:
         """The batches of one evaluation."""
@@ -79,12 +103,16 @@ class Session:
             )
         ]  # fmt: skip
 
-    def save(self, wait: bool = False) -> None:
+    def save(self, patient: bool = False) -> None:
+        """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
+        self.now("checkpoint")
         self.state.agree()
-        self.checkpoints.save(self.state.step, self.state.tensors(), self.state.meta(self.job, self.plan), wait=wait)
+        state, meta = self.state, self.state.meta(self.job, self.plan)
+        self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
 
     def keep(self) -> None:
         """Copy the step just done into memory that outlives this process, as often as that costs next to nothing."""
+        self.checkpoints.poll()
         snapshots, state = self.snapshots, self.state
         if snapshots.due(state.step):
             snapshots.take(state.step, state.pieces(), state.counts())
@@ -93,9 +121,23 @@ class Session:
         if snapshots.tick(state.step):
             snapshots.every = max(cast(list[int], self.mesh.all_gather_object(snapshots.wish())))
 
-    def commit(self, step: int) -> None:
-        """A step's record is written: from here on it is done, and need not be done again after a fault."""
-        self.snapshots.seal(step, {"tokens": self.state.tokens})
+    def commit(self, record: dict[str, Any]) -> None:
+        """Write a step's record: from here on it is done, and need not be done again after a fault."""
+        self.pulse.fence()
+        if self.journal is not None:
+            self.journal.metrics(record)
+        self.snapshots.seal(record["step"], {"tokens": self.state.tokens})
+        self.pulse.committed(record["step"])
+
+    def make_good(self) -> None:
+        """Write the checkpoint that a broken attempt owed and did not finish."""
+        step, c = self.state.step, self.job.checkpoint
+        on_disk = _newest_on_disk(self)
+        due = step if step == self.job.train.steps else step // c.every * c.every if c.every else 0
+        if on_disk == step:
+            self.checkpoints.durable = step
+        elif max(on_disk, self.first_step) < due:
+            self.save()
 
     def rewind(self, to: int) -> None:
         """Go back to the newest step at or before `to` that is known: in memory, else on disk, else step 0."""
@@ -121,13 +163,16 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {k: v.to(device, non_blocking=True) for k, v in batch.items()}
 
 
-def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
-    """Join the mesh, build and spread the model, and continue from the newest good checkpoint if there is one."""
+def open_session(
+    job: Job, plan: Plan, run: RunDir, *, pulse: Pulse | None = None, mesh: Mesh | None = None,
+    dataset: Dataset | None = None,
+) -> Session:  # fmt: skip
+    """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk."""
     began = time.perf_counter()
-    mesh = connect(plan, job.comm.timeout_s)
+    pulse, mesh = pulse or Quiet(), mesh or connect(plan, job.comm.timeout_s)
     log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
     torch.manual_seed(job.train.seed + mesh.rank)  # for modules of a person's own; Weft's use no state
-    dataset = open_dataset(job)
+    dataset = dataset or open_dataset(job)
     state = build_state(job, plan, mesh)
     journal = Journal(run) if mesh.rank == 0 else None
 
@@ -135,6 +180,10 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
         if kind in ("damaged", "checkpoint_failed"):
             words = "is damaged and was skipped" if kind == "damaged" else "could not be written; training goes on"
             log.warning("%s", f"checkpoint {fields['path']} {words}: {fields['why']}")
+            if journal is not None:
+                fault = "damaged" if kind == "damaged" else "disk_full"
+                journal.event("fault", fault=fault, rank=0, position=mesh.position, step=fields.get("step"),
+                              why=f"checkpoint {fields['path']} {words}: {fields['why']}")  # fmt: skip
         if journal is not None:
             journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
 
@@ -142,14 +191,33 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
     checkpoints = Checkpoints(
         run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
+        any_rank=lambda mine: any(mesh.all_gather_object(mine)), misfit=meta_problem, fence=pulse.fence,
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
     snapshots = Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
     stepper = Stepper(job, plan, mesh, state)
-    session = Session(job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots)
+
+    def warn(text: str) -> None:
+        if mesh.rank == 0:
+            log.warning("%s", text)
+
+    def event(kind: str, **fields: Any) -> None:
+        if journal is not None:
+            pulse.fence()
+            journal.event(kind, attempt=pulse.attempt, **fields)
+
+    guards = Guards(job, plan, mesh, state, event, warn)
+    stepper.before_update = guards.before_update
+    session = Session(
+        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse, guards
+    )
+    for compressor in state.woven.compressors:
+        compressor.tell = session.compression
     _write_slices(session)
-    _resume(session)
+    if not _recall(session):
+        _resume(session)
+    session.first_step = state.step
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
     _, scaling = peak_lr(job)
     if scaling:
@@ -161,13 +229,20 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
 def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
     """The model spread over the mesh, its optimizer, average and loss scale, at step 0."""
     woven = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
-    return State(
-        woven,
-        make_optimizers(job, woven),
-        Ema(woven.masters, job.train.ema),
-        LossScale.for_precision(plan.precision),
-        mesh,
-    )
+    ema = Ema(woven.masters, job.train.ema)
+    state = State(woven, make_optimizers(job, woven), ema, LossScale.for_precision(plan.precision), mesh)
+    state.rounds = make_rounds(job, plan, mesh, state)
+    return state
+
+
+def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
+    """How replicas come together, as train.sync says."""
+    axis = mesh.axis("dp_replicate")
+    if not plan.alone or axis is None:
+        return EveryStep()
+    start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes))
+    limit = int(plan.bucket_mb * 2**20 / 4)
+    return Rounds(job.train.sync, axis, start, state.woven.masters, state.ema.averages, job.train.steps, limit)
 
 
 def make_optimizers(job: Job, woven: Woven | Pipelined) -> Optimizers:
@@ -181,16 +256,23 @@ def _recall(session: Session, at_most: int | None = None) -> bool:
     state, snapshots = session.state, session.snapshots
     held = cast(list[list[int]], session.mesh.all_gather_object(snapshots.held()))
     step = newest_common(held, at_most)
-    if step is None:
+    if step is None or (at_most is None and step < _newest_on_disk(session)):
         return False
     if not state.optimizers.pieces():
         state.optimizers.allocate()
     pieces = state.pieces()
     if not all(session.mesh.all_gather_object(snapshots.holds(pieces))):  # of another layout
         return False
-    state.adopt(pieces, snapshots.load(step, pieces))
+    state.recall(pieces, snapshots.load(step, pieces))
     _forget_samples_after(session)
     return True
+
+
+def _newest_on_disk(session: Session) -> int:
+    """As rank 0 sees it, from the names alone; -1 where there is none."""
+    found = entries(session.run.checkpoints) if session.mesh.rank == 0 else []
+    steps = [entry.step for entry in found if entry.kind == "good"]
+    return cast(int, session.mesh.all_gather_object(max(steps, default=-1))[0])
 
 
 def _resume(session: Session, at_most: int | None = None) -> None:
@@ -207,14 +289,17 @@ def _resume(session: Session, at_most: int | None = None) -> None:
         state.optimizers = make_optimizers(session.job, state.woven)
         _say_restart(session)
         return
-    if found.meta["plan"]["world"] == session.mesh.world:
-        own = {n: t for n, t in state.tensors().items() if n.startswith("random")}
-        checkpoints.load(found, own)
-        tensors |= own
+    own = state.own(found.meta)
+    checkpoints.load(found, own)
+    tensors |= {n: t for n, t in own.items() if n.startswith("random")}
     state.adopt(tensors, found.meta)
+    if note := load_owed(checkpoints, found, state):
+        session.log.info("%s", note)
     _warn_of_changes(session, found.meta["job"])
     _forget_samples_after(session)
     before = Plan.from_json(found.meta["plan"])
+    if checkpoints.damaged:
+        session.event("recovered", fault="damaged", how="disk", step=state.step + 1, steps_lost=None, seconds=None)
     session.event("resume", step=state.step, path=str(found.path), layout=session.plan.layout(), was=before.layout())
     moved = "" if before.layout() == session.plan.layout() else f" (written as {before.layout()})"
     session.log.info("%s", f"resumed from step {state.step}, {found.path}{moved}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ class Gradients:
     loss: Tensor
     """Sum over this rank's valid targets."""
     count: Tensor
-    """Valid targets of the global batch."""
+    """Valid targets of the samples whose gradients were summed: the global batch, or a replica's share of it."""
     nominal: float
     scale: float
 
@@ -44,13 +45,15 @@ class Stepper:
     plan: Plan
     mesh: Mesh
     state: State
+    before_update: Callable[[], None] = lambda: None
+    """Called when the gradients are there and the weights are still as the last update left them."""
 
     def gradients(self, batches: list[Batch]) -> Gradients:
         """Forward and backward over this rank's microbatches of one step."""
         state, woven, job = self.state, self.state.woven, self.job
         woven.zero_grad()
         count, counting = self._global_count(batches)
-        nominal = job.train.global_batch * batches[0]["valid"][0].numel()
+        nominal = job.train.global_batch * batches[0]["valid"][0].numel() / self.apart
         total = woven.backward(
             self.local(batches), self.loss_of(job.train.label_smoothing), state.scale.value / nominal
         )
@@ -65,6 +68,7 @@ class Stepper:
         Without fp16's scale a GPU knows this by itself: then True is returned, and the norm tells the rest.
         """
         state = self.state
+        self.before_update()
         norm = grad_norm(state.woven.counted, self.mesh) * grads.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
@@ -79,6 +83,7 @@ class Stepper:
         state.scale.update(taken or not wanted)
         state.step += 1
         state.samples += self.job.train.global_batch
+        state.rounds.after(state.step, grads.count, state.woven.refresh)
         return norm, taken
 
     def learning_rate(self) -> float:
@@ -111,11 +116,17 @@ class Stepper:
         cut = Cut.of(self.plan, self.mesh.coord("cp"))
         return [cut.batch(b) for b in batches]
 
+    @property
+    def apart(self) -> int:
+        """Parts of the global batch whose gradients are not summed in a step."""
+        return self.plan.dp_replicate if self.plan.alone else 1
+
     def _global_count(self, batches: list[Batch]) -> tuple[Tensor, Waits | None]:
-        """Valid targets of all ranks; the sum travels while the first microbatch computes."""
+        """Valid targets of all ranks that sum their gradients; it travels while the first microbatch computes."""
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
-        if self.mesh.everyone is None:
+        axis = self.mesh.axis("dp_shard") if self.plan.alone else self.mesh.everyone
+        if axis is None:
             return count, None
-        same = self.plan.tp * self.plan.pp * self.plan.cp  # ranks that read the same samples
+        same = axis.size // (self.plan.dp // self.apart)  # ranks of the axis that read the same samples
         count = count / same
-        return count, self.mesh.everyone.start_all_reduce(count)
+        return count, axis.start_all_reduce(count)

@@ -30,16 +30,11 @@ Work = Callable[["Session", Signals], Exit]
 
 def run_rank(run: RunDir, job: Job, plan: Plan, signals: Signals, work: Work | None = None) -> int:
     """Train, or do other work with a session, as the rank that the environment names. Returns the exit code."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read when torch is imported
-    import torch  # seconds, in which a signal may already come
-
+    set_up(run, plan)
     from weft.train.loop import fit_or_explain
     from weft.train.session import open_session
 
     rank, position = int(os.environ.get("RANK", 0)), ""
-    if plan.device == "cpu":
-        keep_freed_memory()
-        torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
     try:
         session = open_session(job, plan, run)
         position = session.mesh.position
@@ -48,8 +43,18 @@ def run_rank(run: RunDir, job: Job, plan: Plan, signals: Signals, work: Work | N
         session.close()
         return int(code)
     except BaseException as error:
-        _explain(run, rank, position, error)
+        explain(run, rank, position, error)
         return exit_code(error)
+
+
+def set_up(run: RunDir, plan: Plan) -> None:
+    """Import torch, and set what belongs to the whole process."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read when torch is imported
+    import torch  # seconds, in which a signal may already come
+
+    if plan.device == "cpu":
+        keep_freed_memory()
+        torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
 
 
 def attempt(session: Session, signals: Signals, work: Work) -> Exit:
@@ -58,7 +63,12 @@ def attempt(session: Session, signals: Signals, work: Work) -> Exit:
         try:
             return work(session, signals)
         except RollBack as wish:
+            began, reached = time.perf_counter(), session.state.step
             session.rewind(wish.to_step)
+            session.state.skipped_steps |= set(wish.skip)
+            step = session.state.step
+            session.event("recovered", fault=wish.fault, how="rollback", step=step + 1, steps_lost=reached - step,
+                          seconds=time.perf_counter() - began)  # fmt: skip
 
 
 def keep_freed_memory() -> None:
@@ -87,7 +97,7 @@ def is_timeout(error: BaseException) -> bool:
     return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
-def _explain(run: RunDir, rank: int, position: str, error: BaseException) -> None:
+def explain(run: RunDir, rank: int, position: str, error: BaseException) -> None:
     """Leave the cause where the launcher finds it, and the traceback in this rank's log."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if f"{os.sep}weft{os.sep}" in f.filename]
@@ -104,9 +114,16 @@ def _explain(run: RunDir, rank: int, position: str, error: BaseException) -> Non
         "where": where,
         "expected": isinstance(error, WeftError),
         "echo": is_echo(error),
+        "machine": is_machine(error),
         "code": exit_code(error),
     }
     (run.logs / f"failure-{rank}.json").write_text(json.dumps(cause), encoding="utf-8")
+
+
+def is_machine(error: BaseException) -> bool:
+    """Whether another process or another try may do better: the machine failed, not the program."""
+    text = str(error).lower()
+    return isinstance(error, OSError | MemoryError) or any(s in text for s in ("cuda error", "nccl", "out of memory"))
 
 
 def is_echo(error: BaseException) -> bool:

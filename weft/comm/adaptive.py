@@ -1,0 +1,185 @@
+"""`comm.compression: adaptive`: the least compression that hides communication behind the backward pass.
+
+Every few steps the ranks measure their link and take in how long a step computes and when each bucket was ready; from
+that they reckon, for each bucket and each rung of LADDER, how long it would travel, and choose. All ranks reckon with
+the slowest rank's figures, and so choose alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.axis import Axis
+from weft.comm.codecs import Dice, way_of
+from weft.job.compression import parse_compression
+
+LADDER = ("none", "bf16", "int8", "int4", "topk:0.01")
+"""From the least compression to the most."""
+
+STANDS_OUT = 0.05
+"""Share of a step that communication may take beyond the backward pass and still count as hidden."""
+SPARE = 0.7
+"""Less compression is tried only where its figures fit into this share of what is allowed."""
+PATIENCE = 3
+"""Looks in a row after which compression is lowered; it is raised at once."""
+WORTH = 0.9
+"""A rung that takes more than this share of the time of the one below is not worth its loss."""
+
+SMALL, LARGE = 2**16, 2**21
+"""Bytes of the two messages that measure a link. The small one takes what a shaper lets pass at once."""
+SAMPLE = 2**18
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a choice is made from; the slowest rank's."""
+
+    latency_s: float
+    bytes_per_s: float
+    step_s: float
+    ready_s: tuple[float, ...]
+    """When each bucket could leave, in the order in which they do."""
+    code_s: tuple[float, ...]
+    """To encode and decode a number, by rung."""
+
+
+def sent(rung: str, n: int, ranks: int, scattered: bool) -> float:
+    """Bytes a rank sends for a bucket of n numbers; `scattered` where each rank gets only its part of the sum."""
+    codec = way_of(parse_compression(rung)).gradients
+    size = 4.0 * n if codec is None else float(codec.bytes_of(n))
+    if scattered:
+        return size * (ranks - 1) / ranks
+    return size * (ranks - 1) * (1.0 if codec is not None and codec.sparse else 2 / ranks)
+
+
+def costs(figures: Figures, sizes: Sequence[int], ranks: int, scattered: bool) -> list[list[float]]:
+    """Seconds by bucket and rung."""
+    return [
+        [
+            figures.latency_s + sent(rung, n, ranks, scattered) / figures.bytes_per_s + n * code
+            for rung, code in zip(LADDER, figures.code_s, strict=True)
+        ]
+        for n in sizes
+    ]
+
+
+def stands_out(ready: Sequence[float], travel: Sequence[float]) -> float:
+    """Seconds for which the last bucket is awaited, after all are ready, when they leave one after the other."""
+    clock = 0.0
+    for begins, takes in zip(ready, travel, strict=True):
+        clock = max(clock, begins) + takes
+    return clock - max(ready)
+
+
+def least(ready: Sequence[float], table: list[list[float]], allowed_s: float) -> list[int]:
+    """The lowest rungs with which no more than `allowed_s` stands out, or as little as can be had.
+
+    The lowest bucket climbs first, and of those the one that leaves last, which has the least time.
+    """
+    rungs = [0] * len(table)
+
+    def higher(bucket: int) -> int | None:
+        now = table[bucket][rungs[bucket]]
+        return next((r for r in range(rungs[bucket] + 1, len(LADDER)) if table[bucket][r] <= WORTH * now), None)
+
+    while stands_out(ready, [row[r] for row, r in zip(table, rungs, strict=True)]) > allowed_s:
+        able = [(rungs[b], -b) for b in range(len(table)) if higher(b) is not None]
+        if not able:
+            break
+        bucket = -min(able)[1]
+        rungs[bucket] = higher(bucket) or 0
+    return rungs
+
+
+@dataclass
+class Adviser:
+    """Remembers the rungs, and how often each bucket could have done with less."""
+
+    sizes: list[int]
+    ranks: int
+    scattered: bool
+    rungs: list[int] = field(default_factory=list)
+    idle: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rungs = self.rungs or [0] * len(self.sizes)
+        self.idle = [0] * len(self.sizes)
+
+    def look(self, figures: Figures) -> str | None:
+        """Choose again; returns why, where something changed."""
+        table = costs(figures, self.sizes, self.ranks, self.scattered)
+        allowed = STANDS_OUT * figures.step_s
+        need = least(figures.ready_s, table, allowed)
+        safe = least(figures.ready_s, table, SPARE * allowed)
+        before = list(self.rungs)
+        for b, now in enumerate(before):
+            self.idle[b] = self.idle[b] + 1 if now > max(need[b], safe[b]) else 0
+            if now < need[b]:
+                self.rungs[b] = need[b]
+            elif self.idle[b] >= PATIENCE:
+                self.rungs[b], self.idle[b] = max(need[b], safe[b]), 0
+        if self.rungs == before:
+            return None
+        plain = stands_out(figures.ready_s, [row[0] for row in table])
+        chosen = stands_out(figures.ready_s, [row[r] for row, r in zip(table, self.rungs, strict=True)])
+        return (
+            f"at {figures.bytes_per_s * 8e-6:.0f} Mb/s and {figures.latency_s * 1e3:.1f} ms a message, uncompressed "
+            f"gradients would hold up a step of {figures.step_s:.2f} s for {max(0, plain):.2f} s; "
+            f"these for {max(0, chosen):.2f} s"
+        )
+
+    def words(self) -> str:
+        """The rungs in use, such as `int8 × 3, topk:0.01 × 1`."""
+        used = [(LADDER[r], self.rungs.count(r)) for r in sorted(set(self.rungs))]
+        return ", ".join(f"{name} × {count}" for name, count in used)
+
+
+def measure_link(axis: Axis, device: torch.device) -> tuple[float, float]:
+    """Seconds of a message however small, and bytes a second of a rank that sends to all others."""
+    seconds = []
+    for size in (SMALL, SMALL, LARGE):
+        message = torch.zeros(max(1, size // (axis.size - 1)), dtype=torch.uint8, device=device)
+        began = time.perf_counter()
+        axis.all_gather(message, 0)
+        _settle(device)
+        seconds.append(time.perf_counter() - began)
+    small, large = min(seconds[:2]), seconds[2]
+    each = max(large - small, 0.02 * large) / (LARGE - SMALL)
+    return max(small - SMALL * each, 1e-5), 1 / each
+
+
+def measure_codes(dice: Dice, device: torch.device) -> list[float]:
+    """Seconds to encode and decode one number, by rung; the best of three, for others may use the machine too."""
+    x = torch.linspace(-1, 1, SAMPLE, device=device)[None]
+    found = []
+    for rung in LADDER:
+        codec = way_of(parse_compression(rung)).gradients
+        times = [0.0]
+        for _ in range(3 if codec is not None else 0):
+            _settle(device)
+            began = time.perf_counter()
+            assert codec is not None
+            codec.decode(codec.encode(x, dice, lambda k: k), SAMPLE)
+            _settle(device)
+            times.append(time.perf_counter() - began)
+        found.append(min(times[1:], default=0.0) / SAMPLE)
+    return found
+
+
+def agreed(values: list[float], axes: Sequence[Axis], device: torch.device) -> list[float]:
+    """The largest of all ranks', each."""
+    shared: Tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    for axis in axes:
+        axis.all_reduce(shared, dist.ReduceOp.MAX)
+    return [float(v) for v in shared]
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,280 @@
+"""What numbers travel as: each codec turns rows of fp32 into rows of bytes and back.
+
+A codec is either unbiased, by stochastic rounding, so that errors cancel over ranks and steps; or it tells what it did
+not send (`feedback`), and who uses it adds that to what is sent next. Sums are made of decoded fp32 numbers, so none
+overflows. What is not finite arrives as something not finite, so that a loss scale learns of it on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from weft.job.compression import Compression
+
+TABLE = 2**17
+"""Different values that the dice show."""
+
+Agree = Callable[[int], int]
+"""The largest of all ranks' numbers."""
+
+
+class Dice:
+    """Noise for stochastic rounding: a window, at a random place, of one table of evenly spread numbers.
+
+    Every number is as likely as any other at every place, which is all that being unbiased needs, and a window costs a
+    copy where random numbers cost a generator. `rolls` is the whole state.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.rolls = seed, 0
+        order = torch.randperm(TABLE, generator=torch.Generator().manual_seed(0))
+        self.table = ((order.float() + 0.5) / TABLE).repeat(2).to(device)
+
+    def noise(self, rows: int, count: int) -> Tensor:
+        """[rows, count] numbers between 0 and 1."""
+        self.rolls += 1
+        place = random.Random(f"{self.seed} {self.rolls}").randrange(TABLE)
+        window, wanted = self.table[place : place + TABLE], rows * count
+        if wanted > TABLE:
+            window = window.repeat(-(-wanted // TABLE))
+        return window[:wanted].view(rows, count)
+
+
+class Codec(Protocol):
+    """Rows of fp32 to rows of bytes, [rows, n] → [rows, bytes], and back."""
+
+    @property
+    def feedback(self) -> bool: ...
+
+    @property
+    def sparse(self) -> bool: ...
+
+    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor: ...
+
+    def decode(self, payload: Tensor, n: int) -> Tensor: ...
+
+    def bytes_of(self, n: int) -> int: ...
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """[rows, n] → [rows, blocks, block], filled up with zeros."""
+    rows, n = x.shape
+    if n % block:
+        x = functional.pad(x, (0, -n % block))
+    return x.view(rows, -1, block)
+
+
+def _joined(*parts: Tensor) -> Tensor:
+    """Parts of any dtype, [rows, …] each, as one row of bytes a row."""
+    return torch.cat([p.contiguous().view(torch.uint8).flatten(1) for p in parts], 1)
+
+
+def _taken(payload: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """`count` numbers of a dtype that begin at a byte of each row."""
+    part = payload[:, start : start + count * dtype.itemsize]
+    return part.clone(memory_format=torch.contiguous_format).view(dtype)  # bytes may lie at odd places
+
+
+def _power(largest: Tensor) -> Tensor:
+    """The power of two just above a size, by which to divide without an error; 1 for a size of nothing."""
+    some = largest > 1e-30
+    return torch.where(some | ~torch.isfinite(largest), torch.exp2(torch.ceil(torch.log2(largest))), 1.0)
+
+
+@dataclass(frozen=True)
+class BFloat:
+    """bfloat16: the upper half of an fp32 number, after its lower half was raised by chance."""
+
+    feedback: bool = False
+    sparse: bool = False
+
+    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
+        if dice is None:
+            return _joined(x.bfloat16())
+        raised = x.contiguous().view(torch.int32) + (dice.noise(*x.shape) * 65536).int()
+        return _joined((raised >> 16).to(torch.int16))
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        return _taken(payload, 0, n, torch.bfloat16).float()
+
+    def bytes_of(self, n: int) -> int:
+        return 2 * n
+
+
+@dataclass(frozen=True)
+class Half:
+    """fp16 of numbers that were brought into its range, block by block, by a power of two."""
+
+    block: int = 512
+    feedback: bool = False
+    sparse: bool = False
+
+    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
+        blocks = _blocks(x, self.block)
+        power = _power(torch.linalg.vector_norm(blocks, math.inf, dim=-1))  # [rows, blocks]
+        near = (blocks / power[..., None]).flatten(1)
+        if dice is not None:  # fp16 keeps 10 of the 23 digits behind the point
+            raised = near.view(torch.int32) + (dice.noise(*near.shape) * 8192).int()
+            near = (raised & -8192).view(torch.float32)
+        return _joined(near.half(), power)
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        count = -(-n // self.block)
+        values = _taken(payload, 0, count * self.block, torch.float16).float()
+        power = _taken(payload, 2 * count * self.block, count, torch.float32)
+        return (values.view(*power.shape, self.block) * power[..., None]).flatten(1)[:, :n]
+
+    def bytes_of(self, n: int) -> int:
+        return -(-n // self.block) * (2 * self.block + 4)
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Whole numbers of a few bits, with one scale a block; two to a byte where they have four bits."""
+
+    bits: int
+    block: int
+    feedback: bool
+    sparse: bool = False
+
+    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
+        top = 2 ** (self.bits - 1) - 1
+        blocks = _blocks(x, self.block)
+        largest = torch.linalg.vector_norm(blocks, math.inf, dim=-1)  # [rows, blocks]
+        largest = torch.where(largest < 1e-30, 0.0, largest)
+        scale = largest / top
+        steps = blocks * torch.where(scale == 0, 0.0, 1 / scale)[..., None]
+        noise = 0.5 if dice is None else dice.noise(steps.shape[0], steps[0].numel()).view_as(steps)
+        whole = (steps + noise).floor_().clamp_(-top, top).to(torch.int8).flatten(1)
+        if self.bits == 4:
+            whole = (whole[:, ::2] & 15) | (whole[:, 1::2] << 4)
+        return _joined(whole, scale)
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        count = -(-n // self.block)
+        wide = count * self.block * self.bits // 8
+        whole = _taken(payload, 0, wide, torch.int8)
+        if self.bits == 4:  # shifted up and down again, a number of four bits keeps its sign
+            whole = torch.stack([(whole << 4) >> 4, whole >> 4], -1)
+        scale = _taken(payload, wide, count, torch.float32)
+        return (whole.float().view(*scale.shape, self.block) * scale[..., None]).flatten(1)[:, :n]
+
+    def bytes_of(self, n: int) -> int:
+        return -(-n // self.block) * (self.block * self.bits // 8 + 4)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """One bit a number, and the mean size of each block (1-bit SGD, Seide et al. 2014)."""
+
+    block: int = 512
+    feedback: bool = True
+    sparse: bool = False
+
+    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
+        blocks = _blocks(x, self.block)
+        size = blocks.abs().mean(-1)
+        bits = (blocks >= 0).view(x.shape[0], -1, 8).to(torch.uint8)
+        weight = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
+        return _joined((bits * weight).sum(-1, dtype=torch.uint8), size)
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        count = -(-n // self.block)
+        packed = payload[:, : count * self.block // 8]
+        places = torch.arange(8, dtype=torch.uint8, device=payload.device)
+        signs = ((packed[..., None] >> places) & 1).float().mul_(2).sub_(1)
+        size = _taken(payload, count * self.block // 8, count, torch.float32)
+        return (signs.view(*size.shape, self.block) * size[..., None]).flatten(1)[:, :n]
+
+    def bytes_of(self, n: int) -> int:
+        return -(-n // self.block) * (self.block // 8 + 4)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest numbers with their places: a share of all, or those above a multiple of the root mean square.
+
+    All ranks send as many as the one with the most, so that messages are of one size.
+    """
+
+    share: float = 0.0
+    times: float = 0.0
+    feedback: bool = True
+    sparse: bool = True
+
+    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
+        n = x.shape[1]
+        size = x.abs()
+        k = self._count(n)
+        if self.times:
+            limit = self.times * x.square().mean(1, keepdim=True).sqrt()
+            k = agree(max(1, int(((size >= limit) & (limit > 0)).sum(1).max())))
+        places = size.topk(k, 1, sorted=False).indices
+        values = x.gather(1, places)
+        power = _power(values.abs().amax(1, keepdim=True))
+        return _joined(places.int(), power, (values / power).half())
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        places, values = self.read(payload)
+        return values.new_zeros(payload.shape[0], n).scatter_(1, places, values)
+
+    def read(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """Places and values, [rows, k] each."""
+        k = (payload.shape[1] - 4) // 6
+        power = _taken(payload, 4 * k, 1, torch.float32)
+        return _taken(payload, 0, k, torch.int32).long(), _taken(payload, 4 * k + 4, k, torch.float16).float() * power
+
+    def _count(self, n: int) -> int:
+        return min(n, max(1, math.ceil(self.share * n)))
+
+    def bytes_of(self, n: int) -> int:
+        return 6 * self._count(n) + 4
+
+
+def sum_of(codec: Codec, payload: Tensor, n: int) -> Tensor:
+    """The sum of all rows' numbers, added up in the order of the rows."""
+    if not isinstance(codec, Largest):
+        return codec.decode(payload, n).sum(0)
+    places, values = codec.read(payload)
+    total = values.new_zeros(n)
+    for row in range(payload.shape[0]):
+        total.index_add_(0, places[row], values[row])
+    return total
+
+
+WEIGHTS = Integers(8, 128, feedback=False)
+"""What weights travel as where gradients are smaller still: they are rounded to the nearest, and nothing is owed."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How gradients and gathered weights travel under a setting."""
+
+    gradients: Codec | None
+    weights: Codec | None = WEIGHTS
+
+
+_WAYS: dict[str, Callable[[float], Way]] = {
+    "none": lambda _: Way(None, None),
+    "fp16": lambda _: Way(Half(), Half()),
+    "bf16": lambda _: Way(BFloat(), BFloat()),
+    "int8": lambda _: Way(Integers(8, 256, feedback=False)),
+    "int4": lambda _: Way(Integers(4, 128, feedback=True)),
+    "topk": lambda share: Way(Largest(share=share)),
+    "threshold": lambda times: Way(Largest(times=times)),
+    "powersgd": lambda _: Way(None),
+    "onebit": lambda _: Way(Signs()),
+}
+
+
+def way_of(compression: Compression) -> Way:
+    """The codecs of a setting; that of gradients is None for none and, which is no codec, for powersgd."""
+    return _WAYS[compression.kind](compression.number)

@@ -1,0 +1,309 @@
+"""Compressed gradients: what each bucket of replicas or unit of shards sends, and what it owes.
+
+A Channel stands for one bucket (replicas) or one unit (shards). What a codec did not send is owed: it is kept in the
+units of the summed loss, so that a loss scale may change, and added to what is sent next. A step that is skipped leaves
+everything as it was. Vectors, small weights, and weights of which every rank of a tp group must make the same, travel
+uncompressed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from weft.comm import Axis, Waits
+from weft.comm.adaptive import LADDER, Adviser, Figures, agreed, measure_codes, measure_link
+from weft.comm.algorithms import Start
+from weft.comm.beside import Beside
+from weft.comm.codecs import Dice, Way, way_of
+from weft.comm.compress import pays_low_rank, scatter_sum, sum_all, sum_low_rank
+from weft.comm.pieces import local_of
+from weft.job.compression import Compression, parse_compression
+
+LEAST = 256
+"""Weights with fewer elements on this rank are not worth a codec."""
+FIRST_LOOK, LOOK_EVERY = 3, 20
+"""Steps after which adaptive compression looks at the link, first and from then on."""
+
+Tell = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where a weight's gradient lies in each row of a channel."""
+
+    name: str
+    start: int
+    length: int
+    shape: torch.Size
+    """Of this rank's part of the weight, whole over the data-parallel axes."""
+
+    def of(self, x: Tensor) -> Tensor:
+        """Its columns of [rows, n]."""
+        return x[:, self.start : self.start + self.length]
+
+    def matrix(self, x: Tensor) -> Tensor:
+        return self.of(x).reshape(-1, self.shape[1:].numel())
+
+    def weight(self, x: Tensor) -> Tensor:
+        """As the weight itself, without what fills rows up."""
+        return self.of(x).reshape(-1)[: self.shape.numel()].view(self.shape)
+
+
+class Channel:
+    """A bucket or a unit: its weights, how they travel, and what is owed of them, [rows, n]."""
+
+    def __init__(
+        self, way: Way, rank: int, segments: list[Segment], rows: int, width: int
+    ) -> None:  # fmt: skip
+        self.way, self.rank = way, rank
+        self.segments, self.rows, self.width = segments, rows, width
+        self.owed: Tensor | None = None
+        self.bases: dict[str, Tensor] = {}
+        """PowerSGD's, from which the next matrices are made."""
+        self.before: tuple[Tensor | None, dict[str, Tensor]] | None = None
+        """What was owed before a step that may yet be skipped."""
+        self.ready_s = 0.0
+
+    def begin(self) -> None:
+        """Another step begins; if the last one was not kept, go back to where it began."""
+        if self.before is not None:
+            self.owed, self.bases = self.before
+            self.before = None
+        self.before = (self.owed, dict(self.bases))
+
+    def keep(self, taken: bool | Tensor) -> None:
+        """The step was taken, or not; a GPU may know without the host."""
+        if isinstance(taken, Tensor) and self.before is not None:
+            owed, bases = self.before
+            if self.owed is not None:
+                self.owed = torch.where(taken, self.owed, torch.zeros_like(self.owed) if owed is None else owed)
+            for s in self.segments:
+                if (base := self.bases.get(s.name)) is not None:
+                    old = bases.get(s.name)
+                    self.bases[s.name] = torch.where(taken, base, self.first(s, base) if old is None else old)
+        if taken is not False:
+            self.before = None
+
+    def take(self, x: Tensor, scale: float) -> None:
+        """Add what is owed to what will be sent."""
+        if self.owed is not None:
+            x.add_(self.owed, alpha=scale)
+
+    def owe(self, error: Tensor | None, scale: float) -> None:
+        self.owed = None if error is None else error.div_(scale)
+
+    def low_rank(self, axes: Sequence[Axis], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """PowerSGD over some axes: by weight the sum, [rows, length], and the errors, [rows, n]."""
+        matrices = [s.matrix(x) for s in self.segments]
+        bases = [self.bases[s.name] if s.name in self.bases else self.first(s, x) for s in self.segments]
+        sums, errors, rows = sum_low_rank(axes, matrices, bases)
+        self.bases = {s.name: q for s, q in zip(self.segments, rows, strict=True)}
+        left = torch.zeros_like(x)
+        for segment, error in zip(self.segments, errors, strict=True):
+            segment.of(left).copy_(error.view(self.rows, -1))
+        return {s.name: m.view(self.rows, -1) for s, m in zip(self.segments, sums, strict=True)}, left
+
+    def first(self, segment: Segment, x: Tensor) -> Tensor:
+        """The same on every rank."""
+        shape = (segment.shape[1:].numel(), self.rank)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(x.device)
+
+
+class Compressor:
+    """All channels of a spread model or stage."""
+
+    def __init__(
+        self, setting: Compression, axis: Axis, across: Axis | None, beside: Beside, device: torch.device, *,
+        seed: int, alike: Callable[[str], bool],
+    ):  # fmt: skip
+        """`axis` is the one that sums, under shards the one that cuts, and `across` the replicas of shards; `alike`
+        says of which weights all ranks of a tp group make the same gradient."""
+        self.setting, self.axis, self.across, self.beside, self.device = setting, axis, across, beside, device
+        self.axes = [a for a in (axis, across) if a is not None]
+        self.alike = alike
+        self.adaptive, self.low_rank = setting.kind == "adaptive", setting.kind == "powersgd"
+        first = parse_compression(LADDER[0]) if self.adaptive else setting
+        self.way = way_of(first)
+        self.holder = axis.rank + (across.rank * axis.size if across else 0)
+        """This rank's number among those that sum their gradients."""
+        self.holders = axis.size * (across.size if across else 1)
+        self.dice = Dice(seed * 7919 + self.holder, device)
+        self.channels: list[Channel] = []
+        self.scale, self.last, self.steps, self.began = 1.0, True, 0, time.perf_counter()
+        self.adviser: Adviser | None = None
+        self.code_s: list[float] = []
+        self.tell: Tell = lambda **fields: None
+
+    def takes(self, name: str, shape: torch.Size) -> bool:
+        """Whether a weight's gradient is compressed."""
+        if len(shape) < 2 or shape.numel() < LEAST or self.alike(name):
+            return False
+        return not self.low_rank or pays_low_rank(shape[0], shape[1:].numel(), int(self.setting.number))
+
+    def channel(self, segments: list[Segment], rows: int, width: int) -> Channel:
+        self.channels.append(Channel(self.way, int(self.setting.number), segments, rows, width))
+        return self.channels[-1]
+
+    def begin(self, scale: float) -> None:
+        """A step begins, with gradients of the summed loss times `scale`."""
+        self.scale, self.last = scale, True
+        for channel in self.channels:
+            channel.begin()
+        now = time.perf_counter()
+        step_s, self.began = now - self.began, now
+        self.steps += 1
+        if self.adaptive and self.channels and self.steps % LOOK_EVERY == FIRST_LOOK:
+            self._look(step_s)
+            self.began = time.perf_counter()
+
+    def keep(self, taken: bool | Tensor) -> None:
+        for channel in self.channels:
+            channel.keep(taken)
+
+    def starting(self, segments: list[Segment], width: int) -> Start:
+        """What begins to sum a bucket of replicas in place."""
+        channel = self.channel(segments, 1, width)
+
+        def start(flat: Tensor) -> Waits:
+            channel.ready_s = time.perf_counter() - self.began
+            return self.beside.start(lambda: self._sum(channel, flat))
+
+        return start
+
+    def start_plain(self, flat: Tensor) -> Waits:
+        """Begin to sum what is not compressed; in line with what is, for they share a group."""
+
+        def work() -> None:
+            self.axis.all_reduce(flat)
+
+        return self.beside.start(work)
+
+    def _sum(self, channel: Channel, flat: Tensor) -> None:
+        x = flat.view(1, -1)
+        channel.take(x, self.scale)
+        if self.low_rank:
+            sums, error = channel.low_rank([self.axis], x)
+            for segment in channel.segments:
+                segment.of(x).copy_(sums[segment.name])
+            channel.owe(error, self.scale)
+        elif channel.way.gradients is None:
+            self.axis.all_reduce(flat)
+            channel.owe(None, self.scale)
+        else:
+            total, left = sum_all(self.axis, channel.way.gradients, flat, self.dice)
+            flat.copy_(total)
+            channel.owe(None if left is None else left.view(1, -1), self.scale)
+
+    def scatter(self, channel: Channel, x: Tensor) -> Tensor:
+        """Of x, [ranks, n], this rank's part of the sum over the ranks that cut; under PowerSGD over all of them."""
+        channel.ready_s = time.perf_counter() - self.began
+        channel.take(x, self.scale)
+        if self.low_rank:
+            sums, error = channel.low_rank(self.axes, x)
+            channel.owe(error, self.scale)
+            return torch.cat([sums[s.name][self.axis.rank] for s in channel.segments])
+        if channel.way.gradients is None:
+            channel.owe(None, self.scale)
+            return self.axis.reduce_scatter(x, 0)[0]
+        total, left = scatter_sum(self.axis, channel.way.gradients, x, self.dice)
+        channel.owe(left, self.scale)
+        return total
+
+    def sum_across(self, channel: Channel, part: Tensor) -> Tensor:
+        """The sum, over the replicas, of this rank's part; PowerSGD has summed over them already."""
+        assert self.across is not None
+        if self.low_rank:
+            return part
+        if channel.way.gradients is None:
+            return self.across.all_reduce(part)
+        total, left = sum_all(self.across, channel.way.gradients, part, self.dice)
+        if left is not None and channel.owed is not None:
+            channel.owed[self.axis.rank].add_(left.div_(self.scale))
+        return total
+
+    def _look(self, step_s: float) -> None:
+        scattered = self.channels[0].rows > 1
+        widths = [c.rows * c.width for c in self.channels]
+        if self.adviser is None:
+            self.adviser = Adviser(widths, self.axis.size, scattered)
+            self.code_s = measure_codes(self.dice, self.device)
+        ready = [c.ready_s for c in self.channels]
+        if scattered:  # on CPU ranks FSDP2 waits for each unit; on GPUs the host runs ahead, and units leave evenly
+            hidden = 0.0 if self.device.type == "cpu" else 2 / 3
+            ready = [hidden * step_s * (i + 1) / len(widths) for i in range(len(widths))]
+        links = [measure_link(axis, self.device) for axis in self.axes]
+        latency, each = max(a for a, _ in links), max(1 / b for _, b in links)
+        found = agreed([latency, each, step_s, *self.code_s, *ready], self.axes, self.device)
+        rungs = len(LADDER)
+        figures = Figures(found[0], 1 / found[1], found[2], tuple(found[3 + rungs :]), tuple(found[3 : 3 + rungs]))
+        was = self.adviser.words()
+        why = self.adviser.look(figures)
+        for channel, rung in zip(self.channels, self.adviser.rungs, strict=True):
+            channel.way = way_of(parse_compression(LADDER[rung]))
+        if why is not None:
+            self.tell(was=was, now=self.adviser.words(), why=why, mb_per_s=figures.bytes_per_s * 8e-6)
+
+    def owed(self, name_of: Callable[[str], tuple[int, str]], masters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint holds of it; `name_of` says by which holder and name a weight is known there."""
+        out: dict[str, Tensor] = {}
+        for channel in self.channels:
+            for segment in channel.segments:
+                holder, name = name_of(segment.name)
+                value = torch.zeros(segment.shape, device=self.device)
+                if channel.owed is not None:
+                    value = segment.weight(channel.owed).clone()
+                out[f"residual.{holder}.{name}"] = over_tp(value, masters[segment.name])
+                if self.low_rank:
+                    base = channel.bases.get(segment.name)
+                    base = channel.first(segment, value) if base is None else base.clone()
+                    out[self._base_name(holder, name, masters[segment.name])] = base
+        return out
+
+    def _base_name(self, holder: int, name: str, master: Tensor) -> str:
+        """A base is the same on all ranks that sum, but each piece of a weight cut over tp has its own."""
+        return f"powersgd.{holder // self.holders}.{tp_rank(master)}.{name}"
+
+    def adopt(
+        self, name_of: Callable[[str], tuple[int, str]], masters: dict[str, Tensor], held: dict[str, Tensor]
+    ) -> None:
+        """Take in what owed() had named."""
+        for channel in self.channels:
+            for segment in channel.segments:
+                holder, name = name_of(segment.name)
+                if (value := held.get(f"residual.{holder}.{name}")) is not None:
+                    if channel.owed is None:
+                        channel.owed = torch.zeros(channel.rows, channel.width, device=self.device)
+                    whole = torch.zeros(channel.rows * segment.length, device=self.device)
+                    whole[: segment.shape.numel()] = local_of(value).reshape(-1)
+                    segment.of(channel.owed).copy_(whole.view(channel.rows, -1))
+                if (base := held.get(self._base_name(holder, name, masters[segment.name]))) is not None:
+                    channel.bases[segment.name] = base
+
+
+def over_tp(local: Tensor, master: Tensor) -> Tensor:
+    """A tensor as whole as a weight is on this rank, dressed as the weight is over tp."""
+    if not isinstance(master, DTensor) or "tp" not in (names := master.device_mesh.mesh_dim_names or ()):
+        return local
+    placement = [master.placements[names.index("tp")]]
+    return DTensor.from_local(
+        local, master.device_mesh["tp"], placement, run_check=False, shape=master.shape, stride=master.stride()
+    )
+
+
+def tp_rank(master: Tensor) -> int:
+    if not isinstance(master, DTensor) or "tp" not in (master.device_mesh.mesh_dim_names or ()):
+        return 0
+    return master.device_mesh["tp"].get_local_rank()
+
+
+def cut_over_tp(master: Tensor) -> bool:
+    """Whether the ranks of a tp group hold different pieces."""
+    if not isinstance(master, DTensor) or "tp" not in (names := master.device_mesh.mesh_dim_names or ()):
+        return False
+    return not master.placements[names.index("tp")].is_replicate()
