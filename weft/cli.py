@@ -73,8 +73,11 @@ def train(
     from weft.hardware.world import adopt
     from weft.job.load import load_job
     from weft.train.api import join, prepare, start
+    from weft.train.several import start_node, this_node
 
     described = load_job(job, overrides or ())
+    if (place := this_node(described, nproc)) is not None:
+        raise typer.Exit(start_node(described, place, nproc, say=_say))
     if adopt():
         raise typer.Exit(join(described, say=_say))
     raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, say=_say))

@@ -24,6 +24,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from weft.resilience.snapfile import HEAD, MAGIC, SEAL
+
 KEEP = 5
 """Steps in the ring. While one is written, the ranks may differ by one in the newest that they have sealed; the rest
 is for going back before a bad batch."""
@@ -43,9 +45,6 @@ FREE_S = 0.001
 AGREE_AFTER, AGREE_EVERY = 5, 200
 """Steps after which ranks agree how often to copy: soon after a start, and then now and then."""
 
-MAGIC = b"weftsnap"
-HEAD = struct.Struct("<8sQQQQ")  # magic, sealed step + 1, offset of the tensors, length and checksum of the JSON
-SEAL = struct.Struct("<Q")
 ALIGN = 64
 
 
