@@ -103,6 +103,12 @@ class Report:
     port: int = 0
     pausing: bool = False
     """It leads, and has asked the ranks of the attempt to save and stop, so that others can join."""
+    kept: int = 0
+    """The step of its snapshots that its neighbour has."""
+    target: int = 0
+    """It leads, and all shall send their first snapshot from this step on: only copies of one step are of use."""
+    safe: int = 0
+    """It leads, and knows that all have done so up to this step: nobody throws it away."""
     sent: float = 0.0
     """The sender's clock when it spoke."""
     seen: Mapping[int, float] = field(default_factory=dict)
@@ -117,7 +123,8 @@ class Report:
         return cls(
             int(data["node"]), str(data["birth"]), int(data["attempt"]), str(data["state"]), str(data["why"]),
             None if code is None else int(code), int(data["slots"]), str(data["address"]), int(data["port"]),
-            bool(data["pausing"]), float(data["sent"]), {int(n): float(clock) for n, clock in data["seen"].items()},
+            bool(data["pausing"]), int(data["kept"]), int(data["target"]), int(data["safe"]), float(data["sent"]),
+            {int(n): float(clock) for n, clock in data["seen"].items()},
         )  # fmt: skip
 
 
@@ -170,6 +177,7 @@ class Council:
             return False
         self.decision, self.newest = decision, decision.number
         self.mine = replace(self.mine, attempt=decision.number, state=RUNNING, why="", code=None, pausing=False)
+        self.mine = replace(self.mine, kept=0, target=0, safe=0)
         self.acknowledged.clear()
         self._troubled = None
         # everyone gets lost_s to arrive in the new attempt

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from weft.hardware.network import stay_home
 from weft.job.run import RunDir
 from weft.launch.local import AT_ONCE, KILLED, WISHES, forwarding, shared_memory
 from weft.resilience.board import PHASES, Board
@@ -138,6 +139,8 @@ class _Guardian:
     def _start(self, command: list[str], more: dict[str, str]) -> subprocess.Popen[bytes]:
         ours = {"WEFT_MEMORY": str(self.folder), "WEFT_LAUNCHER": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         env = {**os.environ, **more, **ours}
+        if self.command == SUPERVISOR:
+            stay_home(env)
         env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads once it knows its share
         was = signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
         try:

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -72,19 +73,30 @@ def held_files(folder: Path) -> list[tuple[int, int, int, Path]]:
     return found
 
 
+@dataclass(frozen=True)
+class Errand:
+    """What is to be sent where: the first step from `target` on that all of these ranks have."""
+
+    attempt: int
+    ranks: frozenset[int]
+    node: int
+    address: tuple[str, int]
+    target: int
+
+
 class Sender:
-    """Sends the newest step that all ranks of this machine have sealed to whoever is the neighbour now."""
+    """Sends the snapshots of this machine's ranks to whoever is the neighbour now; `kept` hears of what arrived."""
 
     def __init__(
         self,
         memory: Path,
         secret: bytes,
-        where: Callable[[], tuple[int, int, tuple[str, int], frozenset[int]] | None],
+        errand: Callable[[], Errand | None],
+        kept: Callable[[int], None],
         note: Callable[[str], None],
     ):
-        """where: the attempt, the neighbour, its address, and the ranks that run here; None while there is none."""
-        self.memory, self._secret, self._where, self._note = memory, secret, where, note
-        self.sent: tuple[int, int, int] | None = None
+        self.memory, self._secret, self._errand, self._kept, self._note = memory, secret, errand, kept, note
+        self._sent = (0, 0, 0)
         """Attempt, neighbour and step of the last that is known to be there."""
         self._closed = threading.Event()
         self._channel: tuple[tuple[str, int], Channel] | None = None
@@ -96,31 +108,32 @@ class Sender:
 
     def _work(self) -> None:
         while not self._closed.wait(LOOK_S):
-            found = self._where()
-            if found is None:
+            errand = self._errand()
+            if errand is None or (self._sent[:2] == (errand.attempt, errand.node) and self._sent[2] >= errand.target):
                 continue
-            attempt, node, address, ranks = found
-            ready = self._newest(ranks)
-            if ready is None or self.sent == (attempt, node, ready[0].step):
+            ready = self._first(errand)
+            if ready is None:
                 continue
             began = time.monotonic()
             try:
-                if self._send(attempt, address, ready):
-                    self.sent = (attempt, node, ready[0].step)
+                if self._send(errand.attempt, errand.address, ready):
+                    self._sent = (errand.attempt, errand.node, ready[0].step)
+                    self._kept(ready[0].step)
             except (OSError, ValueError) as error:
                 self._hang_up()
                 if not isinstance(error, Gone) and not self._noted:
                     self._noted = True
-                    self._note(f"node {node} does not keep this node's snapshots: {error}")
+                    self._note(f"node {errand.node} does not keep this node's snapshots: {error}")
             self._closed.wait((time.monotonic() - began) * (1 / SHARE - 1))
 
-    def _newest(self, ranks: frozenset[int]) -> list[Sealed] | None:
-        """The snapshots of the newest step that all ranks here have."""
+    def _first(self, errand: Errand) -> list[Sealed] | None:
+        """The snapshots to send."""
+        ranks = errand.ranks
         by_step: dict[int, dict[int, Sealed]] = {}
         for sealed in find_sealed(self.memory):
             by_step.setdefault(sealed.step, {})[sealed.rank] = sealed
-        whole = [step for step, have in by_step.items() if ranks <= have.keys()]
-        return [by_step[max(whole)][rank] for rank in sorted(ranks)] if whole else None
+        whole = [step for step, have in by_step.items() if ranks <= have.keys() and step >= errand.target]
+        return [by_step[min(whole)][rank] for rank in sorted(ranks)] if whole else None
 
     def _send(self, attempt: int, address: tuple[str, int], ready: list[Sealed]) -> bool:
         for sealed in ready:

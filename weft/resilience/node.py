@@ -12,8 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
-
+from weft.hardware.network import GLOO, NCCL, interfaces
 from weft.job.errors import Exit, WeftError
 from weft.job.load import load_job
 from weft.job.run import RunDir
@@ -24,7 +23,7 @@ from weft.resilience.board import TRAINING, Board, Record
 from weft.resilience.council import Decision, Proposal, Report, Seat
 from weft.resilience.diagnosis import Fault
 from weft.resilience.meeting import Meeting
-from weft.resilience.neighbours import Keeper, Sender
+from weft.resilience.neighbours import Errand, Keeper, Sender
 from weft.resilience.nodes import Nodes, Place, births
 from weft.resilience.replan import replan
 from weft.resilience.supervisor import LOOK_S, Supervisor, say
@@ -52,13 +51,14 @@ class NodeSupervisor(Supervisor):
         self.keeper, self.meeting = Keeper(folder), Meeting()
         self.nodes = Nodes(run, place, slots, self.decide, lambda: None, self.note, lost_s=job.resilience.node_lost_s)
         self.nodes.services |= {"store": self.meeting.serve, "copy": self.keeper.serve}
-        self.sender = Sender(folder, self.nodes.secret, self.where_to_send, self.note)
+        self.sender = Sender(folder, self.nodes.secret, self.errand, self.nodes.kept, self.note)
         threading.Thread(target=self._renew, daemon=True, name="lease").start()
 
     def _renew(self) -> None:
         """The ranks may commit as long as all nodes hear of this one, whatever the supervisor is busy with."""
         while not self.closed:
             self.board.lease_until = self.nodes.lease_until()
+            self.board["safe"], self.board["target"] = self.nodes.copies()
             time.sleep(LOOK_S)
 
     def note(self, text: str) -> None:
@@ -89,6 +89,7 @@ class NodeSupervisor(Supervisor):
             self.board["pause"] = self.attempt.number
         if self.free is not None:
             return self.wait_for_others()
+        self.nodes.aim(max((records[s].committed for s in self.attempt.ranks.values()), default=0))
         self.invite(records)
         return None
 
@@ -221,8 +222,8 @@ class NodeSupervisor(Supervisor):
         ranks = dict(zip(range(seat.first, seat.first + seat.ranks), [*self.free, *others], strict=False))
         host, port = decision.given["store"]
         environment = {"WEFT_STORE_AT": f"{host}:{port}"}
-        if name := interface_of(self.place.host):
-            environment |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+        name = next((i.name for i in interfaces() if i.address == self.place.host), None)
+        environment |= {variable: name for variable in (GLOO, NCCL) if name and variable not in os.environ}
         how = "" if decision.how == "regroup" else decision.how
         self.attempt_first = self.committed
         self.free = self.guests_since = self.blameless = None
@@ -253,10 +254,12 @@ class NodeSupervisor(Supervisor):
                 path.unlink(missing_ok=True)
         self.keeper.forget(before=self.attempt.number)
 
-    def where_to_send(self) -> tuple[int, int, tuple[str, int], frozenset[int]] | None:
-        if self.free is not None or not self.attempt.ranks or (found := self.nodes.neighbour()) is None:
+    def errand(self) -> Errand | None:
+        """Which snapshots the neighbour should get now."""
+        found, target = self.nodes.neighbour(), self.nodes.copies()[1]
+        if self.free is not None or not self.attempt.ranks or not target or found is None:
             return None
-        return self.attempt.number, found[0], found[1], frozenset(self.attempt.ranks)
+        return Errand(self.attempt.number, frozenset(self.attempt.ranks), *found, target)
 
     def end(self, code: int, lines: list[str]) -> int:
         """Tell the others, and give them the time to hear it."""
@@ -268,14 +271,6 @@ class NodeSupervisor(Supervisor):
         self.closed = True
         self.nodes.close()
         return super().end(code, lines)
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.address.split("%")[0] == address for a in addresses):
-            return name
-    return None
 
 
 def _write_plan(run: RunDir, plan: Plan) -> None:

@@ -34,6 +34,9 @@ from weft.resilience.wire import HANDSHAKE_S, Channel, Gone, Listener, Message, 
 Decide = Callable[[Proposal, Mapping[int, Report]], Decision | None]
 """Fills in what a proposal leaves open: which ranks go where, under which plan; None where there is no way."""
 
+AIM_S = 3.0
+"""If not all have sent a step by then, a later one is tried."""
+
 Serve = Callable[[Channel, Message], None]
 
 
@@ -99,6 +102,7 @@ class Nodes:
         birth = secrets.token_hex(8)
         self.council = Council(place.node, place.count, birth, lost_s, patience_s)
         self._changed = threading.Condition()
+        self._aimed = self._announced = 0.0
         self._closed = False
         self._senders: set[int] = set()
         self._listener = Listener(self.secret, self._serve, note, place.host)
@@ -175,6 +179,37 @@ class Nodes:
                 return False
             leader = self.council.mine if decision.leader == self.place.node else reports.get(decision.leader)
             return leader is not None and leader.attempt == decision.number and leader.pausing
+
+    def kept(self, step: int) -> None:
+        """The neighbour has this node's snapshots of a step."""
+        self._say(kept=step)
+
+    def aim(self, committed: int) -> None:
+        """As the one who leads: when all have sent one step, name the next that is worth it."""
+        with self._changed:
+            mine, decision, now = self.council.mine, self.council.decision, time.monotonic()
+            if decision is None or decision.leader != self.place.node or mine.state != RUNNING:
+                return
+            others = [self.council.reports.get(n) for n in decision.nodes - {self.place.node}]
+            if not others or any(r is None or r.attempt != decision.number for r in others):
+                return
+            kept = {mine.kept, *(r.kept for r in others if r is not None)}
+            done = mine.target > 0 and len(kept) == 1 and min(kept) >= mine.target
+            late = now - self._aimed > AIM_S
+            if mine.target and not done and not late:
+                return
+            self._aimed = now
+        # who has thrown the step away before he heard of it cannot send it: then a later one
+        self._say(target=committed + (3 if late and mine.target else 1), **({"safe": min(kept)} if done else {}))
+
+    def copies(self) -> tuple[int, int]:
+        """The step that all neighbours have, and the one from which on the next is sent."""
+        with self._changed:
+            decision, reports = self.council.decision, self.council.reports
+            if decision is None:
+                return 0, 0
+            leader = self.council.mine if decision.leader == self.place.node else reports.get(decision.leader)
+            return (leader.safe, leader.target) if leader and leader.attempt == decision.number else (0, 0)
 
     def neighbour(self) -> tuple[int, tuple[str, int]] | None:
         """The node that keeps copies of this one's snapshots, and where it listens."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from weft.job.errors import Exit
 from weft.job.schema import Job
+from weft.launch.hosts import Hosts
 from weft.resilience.account import Struck, outcome
 from weft.resilience.faults import KINDS, Fault, order_of
 from weft.train.chaos_disk import Disk, damage
@@ -175,17 +176,19 @@ class Conductor:
 
     def _term(self, fault: Fault) -> None:
         """Tell the whole run to end, as a scheduler does, and start it again once it has."""
-        met, process, at = self._moment(fault), self.run.process, time.time()
-        if met is None or process is None or not _send(process.pid, signal.SIGTERM):
+        met, at = self._moment(fault), time.time()
+        if met is None or not self._tell_all(signal.SIGTERM):
             return
         self._note(fault, met[0], at)
         starts = self.run.starts
         self._wait(lambda: self.run.starts > starts)
 
+    def _tell_all(self, number: signal.Signals) -> bool:
+        """Send a signal to the first process of each node."""
+        return any([_send(p.pid, number) for p in self.run.processes.values() if p.poll() is None])
+
     def _corrupt(self, fault: Fault) -> None:
-        process = self.run.process
-        assert process is not None
-        if not _send(process.pid, signal.SIGTERM):
+        if not self._tell_all(signal.SIGTERM):
             return
         code = self.run.wait_for(lambda: False, self.asked.patience_s)
         if code == Exit.PREEMPTED and (found := list_checkpoints(self.run.run.checkpoints)):
@@ -194,6 +197,30 @@ class Conductor:
             self.run.start()
         elif code is not None and not self._again(code):
             self.code = code
+
+    def _node(self, fault: Fault) -> None:
+        """Lose a node; it comes back when the rest has gone on without it."""
+        hosts, node = self._victim(fault)
+        self._note(fault, f"node {node}")
+        hosts.kill(node)
+        self._settle()
+        if self.code is None:
+            self.run.start_node(node)
+
+    def _partition(self, fault: Fault) -> None:
+        """Cut a node off, and mend its link when one side has gone on."""
+        hosts, node = self._victim(fault)
+        self._note(fault, f"node {node}")
+        hosts.cut(node)
+        try:
+            self._settle()
+        finally:
+            hosts.join(node)
+
+    def _victim(self, fault: Fault) -> tuple[Hosts, int]:
+        hosts = self.run.hosts
+        assert hosts is not None
+        return hosts, int(fault.moment * hosts.count)
 
     def _diskfull(self, fault: Fault) -> None:
         """Full until a checkpoint has failed, or for as long as the fault has room."""

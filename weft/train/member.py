@@ -105,6 +105,7 @@ class Member:
             place = {"position": position, "groups": watch.members}
             (self.folder / f"place-{rank}.json").write_text(json.dumps(place), encoding="utf-8")
             session = open_session(job, plan, self.run, pulse=self.heart, mesh=mesh, dataset=self.dataset)
+            session.snapshots.wanted = lambda: (self.board["safe"], self.board["target"])
             self._carry_on(session, attempt)
             code = train(session, self.signals, fit_or_explain)
             session.now("end")

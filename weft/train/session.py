@@ -290,7 +290,7 @@ def _same_layout(session: Session) -> bool:
 def _put_together(session: Session) -> None:
     """Where the layout has changed: what the nodes' memories hold of the former one becomes a checkpoint."""
     snapshots = session.snapshots
-    if snapshots.folder is None:
+    if snapshots.folder is None or isinstance(session.state.rounds, Rounds):  # between rounds replicas differ
         return
     disk = _newest_on_disk(session)
     step = save_shards(snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, disk)

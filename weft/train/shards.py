@@ -26,8 +26,8 @@ from weft.resilience.snapfile import Places, find_sealed, read_table
 from weft.train.checkpoint import Checkpoints
 from weft.train.snapshot import Snapshot
 
-Key = tuple[int, int]
-"""Attempt and step."""
+Told = tuple[int, dict[str, int], int, int]
+"""Attempt, axes, step and rank of a shard."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,9 @@ class Shard:
     places: Places
 
     @property
-    def key(self) -> Key:
-        return self.places.attempt, self.step
+    def axes(self) -> dict[str, int]:
+        axes: dict[str, int] = self.places.plan["axes"]
+        return axes
 
 
 def places_of(rank: int, attempt: int, job: Job, plan: Plan, tensors: Mapping[str, Tensor]) -> Places:
@@ -62,16 +63,17 @@ def find_shards(memory: Path) -> list[Shard]:
     return found
 
 
-def newest_whole(held: Iterable[tuple[Key, int]], axes: Mapping[str, int]) -> Key | None:
-    """The newest step whose pieces are all held by someone; ranks that differ only in dp_replicate hold the same."""
-    ranks_at: dict[Key, set[int]] = {}
-    for key, rank in held:
-        ranks_at.setdefault(key, set()).add(rank)
+def newest_whole(held: Iterable[tuple[int, int]], axes: Mapping[str, int]) -> int | None:
+    """Of steps and ranks: the newest step all of whose pieces are held. Ranks that differ only in dp_replicate hold the
+    same."""
+    ranks_at: dict[int, set[int]] = {}
+    for step, rank in held:
+        ranks_at.setdefault(step, set()).add(rank)
     places = list(product(*(range(axes[axis]) for axis in AXES)))
     copy = AXES.index("dp_replicate")
     like = [tuple(x for i, x in enumerate(place) if i != copy) for place in places]
     needed = set(like)
-    whole = [key for key, ranks in ranks_at.items() if {like[r] for r in ranks if r < len(like)} == needed]
+    whole = [step for step, ranks in ranks_at.items() if {like[r] for r in ranks if r < len(like)} == needed]
     return max(whole, default=None)
 
 
@@ -81,24 +83,23 @@ def save_shards(memory: Path, checkpoints: Checkpoints, mesh: Mesh, local_ranks:
     Collective; every rank brings its share of what its node holds. Returns the step, or None.
     """
     local = int(os.environ.get("LOCAL_RANK", mesh.rank))
-    mine = sorted(find_shards(memory), key=lambda s: (s.key, s.places.rank, s.path.name))[local::local_ranks]
-    told = mesh.all_gather_object([(s.key, s.places.rank, s.places.plan["axes"]) for s in mine])
-    everyone = [entry for entries in cast(list[list[tuple[Key, int, dict[str, int]]]], told) for entry in entries]
+    mine = sorted(find_shards(memory), key=lambda s: (s.step, s.places.rank, s.path.name))[local::local_ranks]
+    told = mesh.all_gather_object([(s.places.attempt, s.axes, s.step, s.places.rank) for s in mine])
+    everyone = [entry for entries in cast(list[list[Told]], told) for entry in entries]
     if not everyone:
         return None
-    newest = max(key[0] for key, _, _ in everyone)  # an older attempt is no part of what led here
-    of_newest = [(key, rank) for key, rank, _ in everyone if key[0] == newest]
-    axes = next(axes for key, _, axes in everyone if key[0] == newest)
-    chosen = newest_whole(of_newest, axes)
-    if chosen is None or chosen[1] <= newer_than:
+    axes = max(everyone, key=lambda entry: entry[0])[1]  # of the last layout: another's pieces are no part of it
+    held = [(step, rank) for _, layout, step, rank in everyone if layout == axes]
+    chosen = newest_whole(held, axes)
+    if chosen is None or chosen <= newer_than:
         return None
-    bring = [shard for shard in mine if shard.key == chosen]
-    there = {rank for key, rank in of_newest if key == chosen}
-    planner = ShardSnapshot(bring, _absent(there, axes, bring) if mesh.rank == 0 else {})
+    bring = [shard for shard in mine if shard.step == chosen and shard.axes == axes]
+    there = {rank for step, rank in held if step == chosen}
+    planner = ShardSnapshot(bring, _absent(there, axes, mine) if mesh.rank == 0 else {})
     metas = mesh.all_gather_object(planner.meta)
     meta = next(m for m in cast(list[dict[str, Any] | None], metas) if m is not None)
-    checkpoints.put(chosen[1], planner, meta)
-    return chosen[1] if checkpoints.durable == chosen[1] else None
+    checkpoints.put(chosen, planner, meta)
+    return chosen if checkpoints.durable == chosen else None
 
 
 def _absent(there: set[int], axes: Mapping[str, int], bring: list[Shard]) -> dict[str, Tensor]:
@@ -141,9 +142,10 @@ class ShardSnapshot(Snapshot):
             count = int(torch.Size(shape).numel())
             tensor = memory[at : at + count * kind.itemsize].view(kind).view(shape)
             whole, offset = shard.places.boxes[name]
-            if count or not torch.Size(whole).numel():  # who holds no row has nothing to write
+            new = MetadataIndex(name, torch.Size(offset)) not in self._pieces  # replicas hold the same
+            if new and (count or not torch.Size(whole).numel()):  # who holds no row has nothing to write
                 items.append(self._item(name, tensor, torch.Size(whole), offset))
-        return [item for item in items if item is not None]
+        return items
 
     def _item(self, name: str, tensor: Tensor, whole: torch.Size, offset: list[int]) -> WriteItem:
         index = MetadataIndex(name, torch.Size(offset))
