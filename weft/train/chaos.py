@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -63,7 +64,7 @@ def rehearse(asked: Rehearsal, say: Callable[[str], None]) -> Account:
     _, plan = prepare(job, world)
     wishes = parse(asked.faults, asked.seed, plan.world, asked.nodes)
     folder = Path(asked.job.runs_dir) / f"{asked.job.name}-chaos"
-    faults = _endless(wishes, asked, plan) if asked.every_s else iter(_scheduled(wishes, asked, plan))
+    planned = [] if asked.every_s else _scheduled(wishes, asked, plan)
     reference = undisturbed(asked.job, world, folder, say) if asked.compare else None
     disturbed = _job(asked.job, folder, "disturbed")
     for old in (folder / "disturbed", folder / "orders"):
@@ -76,11 +77,12 @@ def rehearse(asked: Rehearsal, say: Callable[[str], None]) -> Account:
         disk = stack.enter_context(Disk(watched.run.path, reference, any(w.kind == "diskfull" for w in wishes)))
         conductor = Conductor(asked, watched, disk, folder / "orders" / "orders.json", say)
         try:
-            conductor.conduct(faults)
+            conductor.conduct(iter(planned) if planned else _endless(wishes, asked, plan))
         finally:
             conductor.wake_all()
             watched.end()
-    return _account(asked, plan, conductor, reference, [] if asked.every_s else [f.kind for f in faults])
+    missed = Counter(f.kind for f in planned) - Counter(s.kind for s in conductor.struck)
+    return _account(asked, plan, conductor, reference, sorted(missed.elements()))
 
 
 def _job(job: Job, folder: Path, name: str) -> Job:
@@ -112,7 +114,7 @@ def undisturbed(job: Job, world: int | None, folder: Path, say: Callable[[str], 
     watched = Watched(job, world)
     watched.start()
     try:
-        code = watched.wait_for(lambda: False, 3600.0)
+        code = watched.wait_for(lambda: False, float("inf"))
     finally:
         watched.end()
     if code:

@@ -143,10 +143,11 @@ class Watched:
         boards = [b for node in range(self.nodes) if (b := self.board(node)) is not None]
         if not boards:
             return self._unwatched(number)
+        newest = max(board["attempt"] for board in boards)  # that of a lost node stays behind
         for board in boards:
             for record in board.records():
-                mine = record.rank == number and record.attempt == board["attempt"]
-                if mine and record.phase in TRAINING and record.pid:
+                mine = record.rank == number and record.attempt == newest and psutil.pid_exists(record.pid)
+                if mine and record.phase in TRAINING:
                     inside = record.inside and record.phase == "compute"
                     return "collective" if inside else record.phase, record.pid
         return None
