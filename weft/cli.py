@@ -174,6 +174,7 @@ def chaos(
     ] = "random:5",
     seed: Annotated[int, typer.Option(help="Another seed: other ranks, other moments.")] = 0,
     nproc: Nproc = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Hosts of network namespaces (root), each with --nproc ranks.")] = 1,
     every: Annotated[
         float | None, typer.Option(min=1, help="Strike at about this many seconds' distance until the run ends.")
     ] = None,
@@ -189,7 +190,7 @@ def chaos(
 
     described = load_job(job, overrides or ())
     asked = Rehearsal(
-        described, nproc, faults, seed, every_s=every, compare=compare, restart=restart, patience_s=patience
+        described, nproc, faults, seed, nodes, every_s=every, compare=compare, restart=restart, patience_s=patience
     )
     raise typer.Exit(run_and_show(asked, as_json))
 
