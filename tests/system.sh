@@ -1,6 +1,6 @@
 #!/bin/sh
 # What the tests need from the system, as command:package. Installed where we may, named where we may not.
-needed="chromium:chromium ip:iproute2 tc:iproute2"
+needed="chromium:chromium ip:iproute2 tc:iproute2 mpirun:openmpi-bin mpicc:libopenmpi-dev"
 missing=""
 for entry in $needed; do
     command -v "${entry%%:*}" >/dev/null 2>&1 || missing="$missing ${entry#*:}"
@@ -8,9 +8,9 @@ done
 [ -z "$missing" ] && exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     export DEBIAN_FRONTEND=noninteractive
-    echo "installing what the tests use (a browser, network tools):$missing"
+    echo "installing what the tests use (a browser, network tools, MPI):$missing"
     # shellcheck disable=SC2086
     apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing >/dev/null && exit 0
 fi
-echo "the tests use a real browser and real hosts: apt-get install$missing, and run make test again"
+echo "the tests use a real browser, real hosts and real MPI: apt-get install$missing, and run make test again"
 exit 4

@@ -63,12 +63,13 @@ def train(
     nproc: Nproc = None,
     fresh: Annotated[bool, typer.Option(help="Set an earlier run of this name aside and start from step 0.")] = False,
 ) -> None:
-    """Train a job. Started again, it resumes; started by torchrun, it joins."""
+    """Train a job. Started again, it resumes; started by torchrun or mpirun, it joins."""
+    from weft.hardware.world import adopt
     from weft.job.load import load_job
     from weft.train.api import join, prepare, start
 
     described = load_job(job, overrides or ())
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if adopt():
         raise typer.Exit(join(described, say=_say))
     raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, say=_say))
 

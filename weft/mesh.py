@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.comm import Axis
+from weft.comm import Axis, mpi
+from weft.hardware.network import name_interface
+from weft.hardware.world import standing, under_mpi
 from weft.job.errors import MachineError
 from weft.plan.layout import Plan
 
@@ -19,6 +21,11 @@ JOINT: dict[str, tuple[str, str]] = {
     "dp_replicate_cp": ("dp_replicate", "cp"),
 }
 """The ranks of a cp group hold the same weights and see other tokens: their gradients are summed, as the data's are."""
+
+
+FOLDED = ("pp", "dp_replicate", "ep_shard", "ep")
+"""dp_shard × cp × tp as experts see it: neighbours hold different ones (ep), and ranks that are ep apart the same ones
+(ep_shard). With dp_replicate, those that hold the same are expert_replicate."""
 
 
 def joint_axis(plan: Plan) -> str:
@@ -47,6 +54,8 @@ class Mesh:
     coords: dict[str, int] = field(default_factory=dict)
     joined: DeviceMesh | None = None
     """The mesh of the joint axis."""
+    folded: DeviceMesh | None = None
+    """The same ranks as the experts see them (FOLDED), where ep cuts these."""
 
     def axis(self, name: str) -> Axis | None:
         """The axis, or None where it has one rank and there is nothing to say."""
@@ -109,24 +118,44 @@ def local_device(plan: Plan, local_rank: int) -> torch.device:
 def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
     """Join the ranks of a plan.
 
-    The launcher or torchrun says who we are through RANK, WORLD_SIZE and LOCAL_RANK; they meet in the file WEFT_STORE
-    where it is given (one machine: no port to race for), else at MASTER_ADDR:MASTER_PORT.
+    Who started us says who we are (weft.hardware.world). The ranks meet in the file WEFT_STORE where it is given (one
+    machine: no port to race for), else at MASTER_ADDR:MASTER_PORT, else through MPI.
     """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world != plan.world:
-        raise MachineError(f"the plan needs {plan.world} ranks, but {world} were started")
-    device = local_device(plan, int(os.environ.get("LOCAL_RANK", rank)))
+    here = standing()
+    if here.world != plan.world:
+        raise MachineError(f"the plan needs {plan.world} ranks, but {here.world} were started")
+    device = local_device(plan, here.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world == 1:
+    if here.world == 1:
         return Mesh(0, 1, device, None, {}, None, None, None)
-    file = os.environ.get("WEFT_STORE")
-    store = dist.FileStore(file, world) if file else None
-    backend = "cpu:gloo,cuda:nccl" if plan.backend == "nccl" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank if store else -1, world_size=world if store else -1,
-                            timeout=timeout)  # fmt: skip
-    return mesh_of(plan, device, timeout)
+    if here.local_world < here.world:
+        name_interface()
+    if plan.backend == "mpi":
+        if not under_mpi():
+            raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
+        mpi.register()
+    store, (backend, host_backend) = _meeting(timeout), BACKENDS[plan.backend]
+    dist.init_process_group(backend, store=store, rank=here.rank if store else -1,
+                            world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
+    return mesh_of(plan, device, timeout, host_backend)
+
+
+BACKENDS: dict[str, tuple[str, str]] = {
+    "nccl": ("cpu:gloo,cuda:nccl", "gloo"),
+    "gloo": ("gloo", "gloo"),
+    "mpi": (mpi.NAME, mpi.NAME),
+}
+"""By a plan's backend: what torch calls it, and what carries the small values between steps."""
+
+
+def _meeting(timeout: datetime.timedelta) -> dist.Store | None:
+    """Where the ranks meet; None leaves it to torch, which reads MASTER_ADDR and MASTER_PORT."""
+    file = os.environ.get("WEFT_STORE")
+    if file:
+        return dist.FileStore(file, standing().world)
+    return mpi.meet(timeout) if under_mpi() and "MASTER_ADDR" not in os.environ else None
 
 
 def pretend(plan: Plan, rank: int) -> Mesh:
@@ -152,5 +181,16 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     if (joint := joint_axis(plan)) in JOINT:
         joined = device_mesh[JOINT[joint]]._flatten(joint)
         axes[joint] = Axis(joint, joined.get_group(), joined.size(), joined.get_local_rank())
+    folded = None
+    if plan.ep > 1:
+        shape = (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp // plan.ep, plan.ep)
+        folded = init_device_mesh(device.type, shape, mesh_dim_names=FOLDED)
+        for name in ("ep_shard", "ep"):
+            if (part := folded[name]).size() > 1:
+                axes[name] = Axis(name, part.get_group(), part.size(), part.get_local_rank())
+        if (copies := folded["dp_replicate", "ep_shard"]._flatten("expert_replicate")).size() > 1:
+            axes["expert_replicate"] = Axis(
+                "expert_replicate", copies.get_group(), copies.size(), copies.get_local_rank()
+            )
     host_group, disk_group = (dist.new_group(backend=host_backend, timeout=timeout) for _ in range(2))
-    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined)
+    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, folded)

@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.models.fp8 import E4M3, E5M2, Maxima, Recipe, cast, fp8_linear, largest, scale_for, scaled_mm
+from weft.job.schema import Model
+from weft.models.feedforward import FeedForward
+from weft.models.fp8 import E4M3, E5M2, Fp8Linear, Maxima, Recipe, cast, fp8_linear, largest, scale_for, scaled_mm
+from weft.models.fp8_gated import Fp8FeedForward
+from weft.parallel.fp8 import use_fp8
 
 RECIPES = [Recipe(), Recipe(scaling="rowwise"), Recipe(amax="delayed")]
 
@@ -93,3 +97,44 @@ def test_compiled_whole(recipe: Recipe) -> None:
         results.append((y, dw, maxima.seen if maxima else y))
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
+
+
+def gated(recipe: Recipe, dim: int = 32, ffn: int = 48) -> FeedForward:
+    """A feed-forward part in fp8 that has seen a step."""
+    model = Model(family="llama", dim=dim, ffn=ffn, activation="swiglu", bias=False)
+    module = FeedForward(model).bfloat16()
+    for p in module.parameters():
+        p.data.copy_(random(*p.shape) * 0.2)
+    use_fp8(list(module.named_modules(prefix="mlp")), recipe)
+    return module
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gated_part_is_one_function(compiled: bool) -> None:
+    """Its products are those of its three layers with the same delayed scales, and so are the maxima it notes."""
+    apart, joined = gated(RECIPES[2]), gated(RECIPES[2])
+    assert type(joined) is Fp8FeedForward
+    apart.__class__ = FeedForward
+    call = torch.compile(joined, backend="aot_eager", fullgraph=True) if compiled else joined
+    for _ in range(3):
+        x = random(3, 5, 32).bfloat16()
+        found = []
+        for module, run in ((apart, apart), (joined, call)):
+            inputs = x.clone().requires_grad_()
+            y = run(inputs, None)
+            grads = torch.autograd.grad(y.float().square().sum(), (inputs, *module.parameters()))
+            layers = [m.maxima for m in module.modules() if isinstance(m, Fp8Linear)]
+            found.append((y.detach(), *grads, torch.stack([m.seen for m in layers if m]).clone()))
+            for m in layers:
+                assert m is not None
+                m.past.copy_(m.seen)
+                m.seen.zero_()
+                m.known = True
+        for one, other in zip(*found, strict=True):
+            assert float((one - other).float().norm() / one.float().norm()) < 0.05
+    assert joined.past.equal(torch.stack([m.past for m in joined.layers]))
+
+
+def test_a_gated_part_stays_apart_where_it_must() -> None:
+    assert type(gated(RECIPES[0])) is FeedForward
+    assert type(gated(Recipe(amax="delayed", skip=("*.down",)))) is FeedForward

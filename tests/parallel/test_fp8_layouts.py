@@ -20,8 +20,8 @@ RECIPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tensorwise": ({}, LAYOUTS),
     "rowwise": ({"scaling": "rowwise"}, LAYOUTS[5:7]),
     "delayed, and a block left out": (
-        {"amax": "delayed", "history": 2, "skip": ["blocks.0.*", "*.down"]},
-        ("dp_shard 2 zero=3 × tp 2", "pp 2"),
+        {"amax": "delayed", "history": 2, "skip": ["blocks.0.*", "*.o"]},
+        ("dp_shard 2 zero=3 × tp 2", "pp 2", "dp_replicate 2"),
     ),
 }
 

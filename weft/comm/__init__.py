@@ -1,6 +1,8 @@
 """Collectives along one axis of the mesh, counted, and their autograd forms."""
 
-from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along, sum_up
+from weft.comm.autograd import copy_in, gather_along, join_along, reduce_out, scatter_along, split_along, sum_up
 from weft.comm.axis import Axis, Waits
 
-__all__ = ["Axis", "Waits", "copy_in", "gather_along", "reduce_out", "scatter_along", "sum_up"]
+__all__ = [
+    "Axis", "Waits", "copy_in", "gather_along", "join_along", "reduce_out", "scatter_along", "split_along", "sum_up",
+]  # fmt: skip

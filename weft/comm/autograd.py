@@ -32,6 +32,28 @@ class _Scatter(torch.autograd.Function):
         return ctx.axis.all_gather(grads[0], ctx.dim), None, None
 
 
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.narrow(x, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.axis.all_gather(grads[0], ctx.dim), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.axis.narrow(grads[0], ctx.dim).contiguous(), None, None
+
+
 class _CopyIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -73,6 +95,18 @@ def gather_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def scatter_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Sum over the ranks and keep this rank's piece along dim; the gradient is gathered."""
     out: Tensor = _Scatter.apply(x, axis, dim)
+    return out
+
+
+def split_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's piece of what all ranks hold; the gradient is gathered."""
+    out: Tensor = _Split.apply(x, axis, dim)
+    return out
+
+
+def join_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' pieces, joined for all of them to go on in the same way; the gradient is cut again."""
+    out: Tensor = _Join.apply(x, axis, dim)
     return out
 
 

@@ -158,6 +158,26 @@ class Axis:
             dist.all_to_all_single(out, pieces, splits, splits, group=self.group)
         return out
 
+    def start_all_to_all(self, x: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Waits]:
+        """Begin to hand send[i] of the rows to the i-th rank, and to get receive[i] rows from it, in rank order."""
+        x = x.contiguous()
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        self.calls["all_to_all"] += 1
+        staying = x[: send[self.rank]].numel()
+        self.bytes["all_to_all"] += (x.numel() - staying) * x.element_size()
+        work = dist.all_to_all_single(out, x, receive, send, group=self.group, async_op=True)
+        assert work is not None
+        return out, Waiting(work, self._clock("all_to_all", x)) if self.timed else work
+
+    def swap(self, counts: Tensor) -> Tensor:
+        """Hand counts[i] to the i-th rank and get its counts for us: [ranks, ...]."""
+        counts = counts.contiguous()
+        self.count("counts", counts)
+        out = torch.empty_like(counts)
+        with self._clock("counts", counts):
+            dist.all_to_all_single(out, counts, group=self.group)
+        return out
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Fill the tensor with that of one rank of the axis, in place, and return it."""
         self.count("broadcast", tensor, float(self.rank == source))

@@ -181,7 +181,8 @@ class Signs:
 
     def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
         blocks = _blocks(x, self.block)
-        size = blocks.abs().mean(-1)
+        size = blocks.abs().div_(self.block).sum(-1)  # divided first, the sum cannot overflow
+        size[:, -1] *= self.block / (self.block - -x.shape[1] % self.block)  # what fills it up does not count
         bits = (blocks >= 0).view(x.shape[0], -1, 8).to(torch.uint8)
         weight = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
         return _joined((bits * weight).sum(-1, dtype=torch.uint8), size)

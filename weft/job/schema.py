@@ -32,7 +32,7 @@ class RopeScaling(Section):
 
 
 class Experts(Section):
-    """Feed-forward parts of which each token uses a few."""
+    """Feed-forward parts of which each token uses a few. Neither they nor the router have biases."""
 
     count: int = Field(8, ge=1)
     """Routed experts in each block."""
@@ -41,7 +41,7 @@ class Experts(Section):
     ffn: int | None = Field(None, ge=1)
     """Hidden width of one expert. Left out: model.ffn."""
     shared: int = Field(0, ge=0)
-    """Experts of the same width that every token uses."""
+    """Experts of the same width that every token uses; they are kept as one part of that many times the width."""
     first_dense: int = Field(0, ge=0)
     """Blocks at the start that keep the plain feed-forward part of width model.ffn."""
     groups: int = Field(1, ge=1)
@@ -50,10 +50,23 @@ class Experts(Section):
     """Groups that a token may use. Left out: all."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """What turns the router's scores into weights."""
+    renormalize: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    scale: float = Field(1.0, gt=0)
+    """What the routed experts' sum is multiplied by."""
     balance: Literal["aux", "bias", "none"] = "aux"
     """How load is kept even: an auxiliary loss, a bias that learns from the load, or not at all."""
+    aux_weight: float | None = Field(None, ge=0)
+    """Weight of the auxiliary loss. Left out: 0.01 with balance aux, else 0."""
+    aux_scope: Literal["sequence", "batch"] = "sequence"
+    """Whose load the auxiliary loss evens out: each sequence's own, or that of the whole batch of the step before."""
+    z_weight: float = Field(0.0, ge=0)
+    """Weight of the router z-loss, the square of the scores' log-sum-exp; 0.001 is usual."""
+    bias_rate: float = Field(0.001, gt=0)
+    """What the bias of an expert moves by in a step (balance bias)."""
     capacity: float | None = Field(None, gt=0)
-    """Tokens an expert takes, as a multiple of an even share; the rest is dropped. Left out: none is dropped."""
+    """Tokens of a sequence that an expert takes, as a multiple of an even share; later ones are dropped, in training
+    alone. Left out: none is dropped."""
 
     @model_validator(mode="after")
     def _few(self) -> Experts:
@@ -61,6 +74,11 @@ class Experts(Section):
             raise ValueError(f"must not ask for top_k={self.top_k} of count={self.count} experts")
         if self.count % self.groups:
             raise ValueError(f"must split count={self.count} experts evenly, which groups={self.groups} does not")
+        groups = self.top_groups or self.groups
+        if groups > self.groups:
+            raise ValueError(f"must not ask for top_groups={groups} of groups={self.groups}")
+        if self.top_k > (room := groups * self.count // self.groups):
+            raise ValueError(f"must not ask for top_k={self.top_k} of the {room} experts in top_groups={groups}")
         return self
 
 
@@ -115,7 +133,7 @@ class Model(Section):
     causal: bool | None = None
     """A token sees only those before it."""
     experts: Experts | None = None
-    """Experts instead of one feed-forward part. They can be planned, but not trained yet."""
+    """Experts instead of one feed-forward part (gpt2 and llama)."""
     dropout: float | None = Field(None, ge=0, lt=1)
     """Share of activations dropped after the embedding, attention and feed-forward parts; the same in every layout."""
 
@@ -317,8 +335,8 @@ class Fp8(Section):
 class Comm(Section):
     """How ranks talk."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto is nccl where each rank has its own GPU, gloo elsewhere."""
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    """auto is nccl where each rank has its own GPU, mpi on CPUs where mpirun started the ranks, gloo elsewhere."""
     allreduce: Literal["auto", "native", "ring", "tree", "hierarchical"] = "auto"
     """How replicas sum their gradients: by the backend's own all-reduce (native, which auto is), or by messages around
     a ring, up and down a tree, or inside each node first and then between nodes (hierarchical)."""

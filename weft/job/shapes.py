@@ -60,13 +60,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     # DeepSeek compresses keys, values and queries; here grouped queries stand for it, with nearly as many weights
     "deepseek-v3-16b": dict(
         family="llama", dim=2048, layers=27, heads=16, kv_heads=4, head_dim=128, ffn=10944, vocab=102400,
-        experts=dict(count=64, top_k=6, ffn=1408, shared=2, first_dense=1),
+        experts=dict(count=64, top_k=6, ffn=1408, shared=2, first_dense=1, renormalize=False),
     ),
     "deepseek-v3-671b": dict(
         family="llama", dim=7168, layers=61, heads=128, kv_heads=8, head_dim=128, ffn=18432, vocab=129280,
         experts=dict(
             count=256, top_k=8, ffn=2048, shared=1, first_dense=3, groups=8, top_groups=4, router="sigmoid",
-            balance="bias",
+            scale=2.5, balance="bias", aux_weight=1e-4,
         ),
     ),
     "mlp-tiny": dict(family="mlp", dim=32, layers=8),

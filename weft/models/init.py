@@ -12,8 +12,12 @@ STD = 0.02
 """Standard deviation of a matrix's first values (GPT-2)."""
 
 
-def initialise(name: str, tensor: Tensor, model: nn.Module, seed: int) -> None:
-    """Fill one parameter of a Weft model in place."""
+def initialise(name: str, tensor: Tensor, model: nn.Module, seed: int, first: int = 0) -> None:
+    """Fill one parameter of a Weft model in place. A stack of experts' begins with the one whose number is `first`."""
+    if tensor.dim() == 3:
+        for i, each in enumerate(tensor):
+            initialise(name.replace(".experts.", f".experts.{first + i}."), each, model, seed)
+        return
     leaf, owner = name.rsplit(".", 1)[-1], name.rsplit(".", 1)[0]
     if leaf == "bias":
         tensor.zero_()

@@ -13,6 +13,8 @@ from weft.job.schema import Model
 from weft.job.shapes import PATCH_DIM
 from weft.models.attention import Where, attention
 from weft.models.dropout import Dropout, salt
+from weft.models.experts import MixtureOfExperts
+from weft.models.feedforward import FeedForward
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import frequencies, rotate, rotation
 
@@ -62,37 +64,23 @@ class Attention(nn.Module):
         return self.o(y.flatten(2))
 
 
-class FeedForward(nn.Module):
-    """Two linears around a GELU, or three around a SwiGLU."""
-
-    def __init__(self, m: Model):
-        super().__init__()
-        assert m.dim and m.ffn
-        self.gate = nn.Linear(m.dim, m.ffn, bias=bool(m.bias)) if m.activation == "swiglu" else None
-        self.up = nn.Linear(m.dim, m.ffn, bias=bool(m.bias))
-        self.down = nn.Linear(m.ffn, m.dim, bias=bool(m.bias))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(self.up(x), approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * self.up(x)
-        return self.down(hidden)
-
-
 class Block(nn.Module):
     """Attention and feed-forward, each normalised before and added to the residual stream."""
 
-    def __init__(self, m: Model):
+    def __init__(self, m: Model, index: int):
         super().__init__()
         assert m.dim
         self.attn_norm = _norm(m, m.dim)
         self.attn = Attention(m)
         self.attn_drop = Dropout(m.dropout or 0.0, site=1)
         self.mlp_norm = _norm(m, m.dim)
-        self.mlp = FeedForward(m)
+        routed = m.experts is not None and index >= m.experts.first_dense
+        self.mlp = MixtureOfExperts(m) if routed else FeedForward(m)
         self.mlp_drop = Dropout(m.dropout or 0.0, site=2)
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
         x = x + self.attn_drop(self.attn(self.attn_norm(x), where), where.keys, where.rows)
-        return x + self.mlp_drop(self.mlp(self.mlp_norm(x)), where.keys, where.rows)
+        return x + self.mlp_drop(self.mlp(self.mlp_norm(x), where), where.keys, where.rows)
 
     def before(self, x: Tensor, where: Where) -> tuple[Tensor, Tensor, Tensor]:
         """What comes before the attention's core. With after() it is the whole block, and token by token."""
@@ -101,7 +89,7 @@ class Block(nn.Module):
     def after(self, x: Tensor, y: Tensor, where: Where) -> Tensor:
         """What comes after the core, which gave y [batch, seq, heads, head_dim]."""
         x = x + self.attn_drop(self.attn.o(y.flatten(2)), where.keys, where.rows)
-        return x + self.mlp_drop(self.mlp(self.mlp_norm(x)), where.keys, where.rows)
+        return x + self.mlp_drop(self.mlp(self.mlp_norm(x), where), where.keys, where.rows)
 
 
 def _mean(x: Tensor, where: Where | None) -> Tensor:
@@ -144,10 +132,14 @@ class Transformer(nn.Module):
         "blocks.*.attn": "region",
         "blocks.*.attn.[qkv]": "column",
         "blocks.*.attn.o": "row",
+        "blocks.*.mlp.shared": "region",
+        "blocks.*.mlp.router": "routed",
+        "blocks.*.mlp.experts": "routed",
         "blocks.*.mlp": "region",
-        "blocks.*.mlp.gate": "column",
-        "blocks.*.mlp.up": "column",
-        "blocks.*.mlp.down": "row",
+        "blocks.*.mlp.experts.*": "inside",
+        "blocks.*.mlp.*gate": "column",
+        "blocks.*.mlp.*up": "column",
+        "blocks.*.mlp.*down": "row",
         "norm": "sequence",
         "head": "vocab_head",
     }
@@ -165,7 +157,7 @@ class Transformer(nn.Module):
             self.embed = nn.Linear(PATCH_DIM, m.dim)
         self.positions = nn.Embedding(m.max_len, m.dim) if m.positions == "learned" else None
         self.drop = Dropout(m.dropout or 0.0, site=0)
-        self.blocks = nn.ModuleList(Block(m) for _ in range(m.layers))
+        self.blocks = nn.ModuleList(Block(m, i) for i in range(m.layers))
         self.norm: nn.Module | None = _norm(m, m.dim)
         self.head: Head | None = Head(m)
         self.aliases = {"head.weight": "embed.weight"} if m.tied else {}

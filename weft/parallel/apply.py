@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -16,11 +17,13 @@ from weft.job.errors import JobError
 from weft.memory import Park, chosen, lengthen, recompute
 from weft.mesh import Mesh, joint_axis
 from weft.models.init import initialise
-from weft.parallel.compressed import Compressor, cut_over_tp
+from weft.parallel.compressed import Compressor, cut_over_tp, worth_it
 from weft.parallel.context import Context, split_context
 from weft.parallel.cut import Cut
 from weft.parallel.data import Replicas, Shards, shard
+from weft.parallel.expert import compile_around, dress, experts_apart, keep_own, shard_experts, spread_experts
 from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8
+from weft.parallel.load import ExpertLoad
 from weft.parallel.pipeline import Pipelined
 from weft.parallel.tensor import TensorSplit, split_tensors
 from weft.parallel.woven import Woven
@@ -41,8 +44,11 @@ def parallelize(
     beside = Beside(mesh.device, at_once=joint_axis(plan) == "cp") if compresses(plan, mesh) else None
     again = chosen(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
+    load = ExpertLoad(model, mesh.device, mesh.everyone)
     if pp is None:
-        return weave(model, mesh, plan, seed, again, plan.accumulation > 1 or not bare_gradients, beside)
+        woven = weave(model, mesh, plan, seed, again, plan.accumulation > 1 or not bare_gradients, beside)
+        load.watch(woven.module)
+        return replace(woven, load=load)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
@@ -52,7 +58,8 @@ def parallelize(
         stages[index] = weave(stage, mesh, plan, seed, again, beside=beside)
     cut = plan.tp if plan.sequence else 1
     at_once = frozenset(i for i, stage in stages.items() if again.keys() & find_units(stage.module).keys())
-    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], cut, at_once)
+    load.watch(*(stage.module for stage in stages.values()))
+    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], cut, load, at_once)
 
 
 def weave(
@@ -72,7 +79,10 @@ def weave(
     units = find_units(model)
     for prefix, unit in [*units.items(), ("", model)]:
         modules = members(model, prefix, skip=() if prefix else tuple(units))
+        keep_own(modules, mesh)
         materialise(model, modules, mesh, seed)
+        dress(modules, mesh)
+        spread_experts(modules, mesh, split is not None and split.sequence)
         if split:
             split_tensors(split, model, modules)
         if context:
@@ -87,9 +97,11 @@ def weave(
             if prefix in again:
                 recompute(unit, again[prefix])
             if plan.compile:
+                compile_around(modules)
                 compile_parts(unit, ("forward",))
         if sharded:
             _refuse_scalars(unit)
+            shard_experts(modules, mesh, plan, dtype)
             # compressed, shards are summed over their replicas by hand
             copied = ("dp_replicate",) if beside is None else ()
             shard(unit, mesh.submesh(*copied, joint_axis(plan)), plan.zero, dtype)
@@ -100,7 +112,9 @@ def weave(
         data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None, compressor)
     else:
         start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes)) if axis else None
-        data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, compressor)
+        data = Replicas(
+            model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor=compressor
+        )
     partial = tuple(n for n in data.masters if split and n in split.partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
@@ -120,13 +134,16 @@ def compressor_of(
     axis, across = mesh.axis(joint_axis(plan)), mesh.axis("dp_replicate") if plan.dp_shard > 1 else None
     assert axis is not None
 
-    def alike(name: str) -> bool:
-        return split is not None and name not in split.partial and not cut_over_tp(params[name])
+    setting = parse_compression(plan.compression)
 
+    def apart(name: str, param: Tensor) -> bool:
+        """Whether the ranks of a tp group make different gradients of it, or add them up later."""
+        return split is None or name in split.partial or cut_over_tp(param)
+
+    names = frozenset(n for n, p in params.items() if worth_it(setting, p.shape) and apart(n, p))
     return Compressor(
-        parse_compression(plan.compression), axis, across, beside, mesh.device, seed=seed,
-        careful=plan.precision == "fp16", alike=alike,
-    )  # fmt: skip
+        setting, axis, across, beside, mesh.device, seed=seed, careful=plan.precision == "fp16", names=names
+    )
 
 
 def compile_parts(unit: nn.Module, parts: tuple[str, ...], backend: str = "inductor") -> None:
@@ -182,6 +199,7 @@ def members(model: nn.Module, prefix: str, skip: tuple[str, ...]) -> list[tuple[
 def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Mesh, seed: int) -> None:
     """Give the modules' parameters their values on this rank's device; ties between modules stay tied."""
     made: dict[int, nn.Parameter] = {}
+    described = any(p.is_meta for _, m in modules for p in m.parameters(recurse=False))  # one of Weft's own
     for path, module in modules:
         for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(param) not in made:
@@ -189,13 +207,15 @@ def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Me
                 if param.is_meta:
                     value = torch.empty(param.shape, dtype=torch.float32, device=mesh.device)
                     name = f"{path}.{key}"
-                    initialise(getattr(model, "aliases", {}).get(name, name), value, model, seed)
+                    name = getattr(model, "aliases", {}).get(name, name)
+                    initialise(name, value, model, seed, first=getattr(module, "first", 0))
                 else:
                     value = _same_everywhere(value.to(mesh.device), mesh)
                 made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
             module.register_parameter(key, made[id(param)])
         for key, buffer in module.named_buffers(recurse=False):
-            module._buffers[key] = _same_everywhere(buffer.to(mesh.device), mesh)
+            value = buffer.to(mesh.device)
+            module._buffers[key] = value if described else _same_everywhere(value, mesh)
 
 
 def _same_everywhere(value: Tensor, mesh: Mesh) -> Tensor:

@@ -26,7 +26,7 @@ from weft.comm.pieces import local_of
 from weft.job.compression import Compression, parse_compression
 
 LEAST = 256
-"""Weights with fewer elements on this rank are not worth a codec."""
+"""Weights with fewer elements are not worth a codec."""
 FIRST_LOOK, LOOK_EVERY = 3, 20
 """Steps after which adaptive compression looks at the link, first and from then on."""
 
@@ -82,6 +82,11 @@ class Channel:
         """The step was taken."""
         self.before = None
 
+    @property
+    def kept(self) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What is owed and the bases, after the last step that was taken."""
+        return self.before or (self.owed, self.bases)
+
     def take(self, x: Tensor, scale: float) -> None:
         """Add what is owed to what will be sent."""
         if self.owed is not None:
@@ -112,13 +117,13 @@ class Compressor:
 
     def __init__(
         self, setting: Compression, axis: Axis, across: Axis | None, beside: Beside, device: torch.device, *,
-        seed: int, careful: bool, alike: Callable[[str], bool],
+        seed: int, careful: bool, names: frozenset[str],
     ):  # fmt: skip
         """`axis` is the one that sums, under shards the one that cuts, and `across` the replicas of shards; `careful`
-        says that steps may be skipped; `alike` of which weights all ranks of a tp group make the same gradient."""
+        says that steps may be skipped; `names` are the weights whose gradients are compressed."""
         self.setting, self.axis, self.across, self.beside, self.device = setting, axis, across, beside, device
         self.axes = [a for a in (axis, across) if a is not None]
-        self.careful, self.alike = careful, alike
+        self.careful, self.names = careful, names
         self.adaptive, self.low_rank = setting.kind == "adaptive", setting.kind == "powersgd"
         first = parse_compression(LADDER[0]) if self.adaptive else setting
         self.way = way_of(first)
@@ -131,12 +136,6 @@ class Compressor:
         self.adviser: Adviser | None = None
         self.code_s: list[float] = []
         self.tell: Tell = lambda **fields: None
-
-    def takes(self, name: str, shape: torch.Size) -> bool:
-        """Whether a weight's gradient is compressed."""
-        if len(shape) < 2 or shape.numel() < LEAST or self.alike(name):
-            return False
-        return not self.low_rank or pays_low_rank(shape[0], shape[1:].numel(), int(self.setting.number))
 
     def channel(self, segments: list[Segment], rows: int, width: int) -> Channel:
         self.channels.append(Channel(self.way, int(self.setting.number), segments, rows, width, self.careful))
@@ -245,14 +244,15 @@ class Compressor:
         """What a checkpoint holds of it; `name_of` says by which holder and name a weight is known there."""
         out: dict[str, Tensor] = {}
         for channel in self.channels:
+            owed, bases = channel.kept
             for segment in channel.segments:
                 holder, name = name_of(segment.name)
                 value = torch.zeros(segment.shape, device=self.device)
-                if channel.owed is not None:
-                    value = segment.weight(channel.owed).clone()
+                if owed is not None:
+                    value = segment.weight(owed).clone()
                 out[f"residual.{holder}.{name}"] = over_tp(value, masters[segment.name])
                 if self.low_rank:
-                    base = channel.bases.get(segment.name)
+                    base = bases.get(segment.name)
                     base = channel.first(segment, value) if base is None else base.clone()
                     out[self._base_name(holder, name, masters[segment.name])] = base
         return out
@@ -276,6 +276,13 @@ class Compressor:
                     segment.of(channel.owed).copy_(whole.view(channel.rows, -1))
                 if (base := held.get(self._base_name(holder, name, masters[segment.name]))) is not None:
                     channel.bases[segment.name] = base
+
+
+def worth_it(setting: Compression, shape: torch.Size) -> bool:
+    """Whether a weight is compressed at all: by the whole of it, so that every layout answers alike."""
+    if len(shape) < 2 or shape.numel() < LEAST:
+        return False
+    return setting.kind != "powersgd" or pays_low_rank(shape[0], shape[1:].numel(), int(setting.number))
 
 
 def over_tp(local: Tensor, master: Tensor) -> Tensor:

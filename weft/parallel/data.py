@@ -7,6 +7,7 @@ backward pass, `finish()` after the last, `refresh()` after the masters changed 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from weft.comm import Axis, Waits
 from weft.comm.algorithms import Start
@@ -38,20 +40,18 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 class Bucket:
     """Gradients that travel together in one buffer, in the order in which the backward pass makes them."""
 
-    def __init__(self, names: list[str], masters: dict[str, Tensor]):
-        self.names = names
+    def __init__(self, names: list[str], masters: dict[str, Tensor], start: Start | None):
+        self.names, self.start = names, start
         sizes = [-(-local_of(masters[n]).numel() // ALIGN) * ALIGN for n in names]
         device = local_of(masters[names[0]]).device
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.views: dict[str, Tensor] = {}
         self.segments: list[Segment] = []
-        for name, size, start in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
+        for name, size, place in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
             master = local_of(masters[name])
-            self.views[name] = self.flat[start : start + size][: master.numel()].view(master.shape)
-            self.segments.append(Segment(name, start, master.numel(), master.shape))
+            self.views[name] = self.flat[place : place + size][: master.numel()].view(master.shape)
+            self.segments.append(Segment(name, place, master.numel(), master.shape))
         self.missing = len(names)
-        self.start: Start | None = None
-        """Begins to sum it over the replicas."""
 
 
 class Replicas:
@@ -60,15 +60,18 @@ class Replicas:
     Weights compute in `dtype`; where that is not fp32 the masters are a copy, and gradients are summed in fp32. Buckets
     leave in one fixed order on every rank, so a parameter without a gradient cannot make ranks disagree. `summed` says
     that a step adds up the gradients of several microbatches; alone and without that, no bucket is needed. `start`
-    begins to sum a bucket over the axis; left out, by the backend's own all-reduce.
+    begins to sum a bucket over the axis; left out, by the backend's own all-reduce. The weights in `apart` have copies
+    on other ranks than the rest: `start_apart` sums theirs.
     """
 
     def __init__(
         self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool,
-        start: Start | None = None, compressor: Compressor | None = None,
+        start: Start | None = None, apart: frozenset[str] = frozenset(), start_apart: Start | None = None,
+        compressor: Compressor | None = None,
     ):  # fmt: skip
         self.module, self.axis, self.last, self.compressor = module, axis, True, compressor
         self.start = start or (axis.start_all_reduce if axis else None)
+        self.apart, self.start_apart = apart, start_apart
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.masters: dict[str, Tensor] = dict(self.weights)
         self.mixed = dtype != torch.float32
@@ -79,41 +82,42 @@ class Replicas:
         self.copies: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
         self.buckets: list[Bucket] = []
         self.works: list[Waits] = []
-        if axis is not None or (self.mixed and summed):
+        self.sent = 0
+        """Buckets on their way, or with no way to go."""
+        if self.start or self.start_apart or (self.mixed and summed):
             self._fill_buckets(int(bucket_mb * 2**20 / 4))
         elif self.mixed:
             self.leaves = self.copies
 
     def _fill_buckets(self, limit: int) -> None:
-        order = list(reversed(self.weights))  # the backward pass makes the last gradients first
-        packed = self.compressor
-        small = {n for n in order if packed and packed.takes(n, local_of(self.masters[n]).shape)}
-        for group in ([n for n in order if n in small], [n for n in order if n not in small]):
-            names: list[str] = []
-            held = 0
-            for name in group:
-                size = local_of(self.masters[name]).numel()
-                if names and held + size > limit:
-                    self._add_bucket(names, name in small)
-                    names, held = [], 0
-                names.append(name)
-                held += size
-            if names:
-                self._add_bucket(names, names[0] in small)
+        packed, masters = self.compressor, self.masters
+        plain = self.start if packed is None else packed.start_plain
+        starts: dict[str, Start | None] = {"packed": None, "plain": plain, "apart": self.start_apart}
+        waiting: dict[str, list[str]] = {kind: [] for kind in starts}
+
+        def flush(kind: str) -> None:
+            if waiting[kind]:
+                bucket = Bucket(waiting[kind], masters, starts[kind])
+                if kind == "packed" and packed is not None:
+                    bucket.start = packed.starting(bucket.segments, bucket.flat.numel())
+                self.buckets.append(bucket)
+                waiting[kind] = []
+
+        for name in reversed(self.weights):  # the backward pass makes the last gradients first
+            shape = local_of(masters[name]).shape
+            kind = "packed" if packed is not None and name in packed.names else "plain"
+            kind = "apart" if name in self.apart else kind
+            held = sum(local_of(masters[n]).numel() for n in waiting[kind])
+            if held + shape.numel() > limit:
+                flush(kind)
+            waiting[kind].append(name)
+        for kind in starts:
+            flush(kind)
         for bucket in self.buckets:
             for name, view in bucket.views.items():
                 weight = self.weights[name]
                 self.masters[name].grad = like(view, self.masters[name])
                 weight.register_post_accumulate_grad_hook(self._hook(bucket, view))
-
-    def _add_bucket(self, names: list[str], small: bool) -> None:
-        bucket = Bucket(names, self.masters)
-        bucket.start = self.start
-        if self.compressor is not None:
-            bucket.start = self.compressor.start_plain
-            if small:
-                bucket.start = self.compressor.starting(bucket.segments, bucket.flat.numel())
-        self.buckets.append(bucket)
 
     def _hook(self, bucket: Bucket, view: Tensor) -> Any:
         def arrived(weight: Tensor) -> None:
@@ -128,11 +132,13 @@ class Replicas:
         return arrived
 
     def _send_ready(self, all_of_them: bool = False) -> None:
-        while len(self.works) < len(self.buckets):
-            bucket = self.buckets[len(self.works)]
-            if bucket.start is None or (bucket.missing > 0 and not all_of_them):
+        while self.sent < len(self.buckets):
+            bucket = self.buckets[self.sent]
+            if bucket.missing > 0 and not all_of_them:
                 return
-            self.works.append(bucket.start(bucket.flat))
+            self.sent += 1
+            if bucket.start is not None:
+                self.works.append(bucket.start(bucket.flat))
 
     def microbatch(self, last: bool) -> None:
         """Only the last microbatch of a step talks to the other replicas."""
@@ -158,7 +164,7 @@ class Replicas:
             work.wait()
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
-        self.works = []
+        self.works, self.sent = [], 0
 
     def zero_grad(self) -> None:
         if not self.buckets:
@@ -209,7 +215,9 @@ class Shards:
         for unit in self.fsdp_modules:
             for group in fsdp_groups(unit._get_fsdp_state()):
                 weights = [(names[id(p.sharded_param)], p._orig_size, p.sharded_param) for p in group.fsdp_params]
-                if weights:
+                by_rows = all(p.fsdp_placement.dim == 0 for p in group.fsdp_params)
+                ours = group.mesh_info.shard_process_group == compressor.axis.group
+                if weights and by_rows and ours:  # experts may be cut over other ranks and in another way
                     scatter = Scatter(compressor, [(n, size) for n, size, p in weights if p.requires_grad])
                     unit.set_custom_reduce_scatter(scatter)
                     unit.set_custom_all_gather(Gather(compressor, scatter, [(n, size) for n, size, _ in weights]))
@@ -287,8 +295,11 @@ def fsdp_groups(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, zero: int, dtype: torch.dtype) -> None:
+def shard(
+    module: nn.Module, mesh: DeviceMesh, zero: int, dtype: torch.dtype,
+    dim_of: Callable[[nn.Parameter], Shard | None] | None = None,
+) -> None:  # fmt: skip
     """Cut one unit's parameters over dp_shard (and copy them over dp_replicate where the mesh has it)."""
     param_dtype = None if dtype == torch.float32 else dtype
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+    fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, shard_placement_fn=dim_of)

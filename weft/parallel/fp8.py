@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from weft.comm import Axis
 from weft.job.errors import JobError, MachineError
 from weft.mesh import Mesh
+from weft.models.feedforward import FeedForward
 from weft.models.fp8 import Fp8Linear, InFp8, Maxima, Recipe
+from weft.models.fp8_gated import join_gated
 from weft.parallel.tensor import ColumnLinear, RowLinear, local
 from weft.plan.fp8 import left_out
 from weft.plan.layout import Plan
@@ -55,6 +57,9 @@ def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
         assert isinstance(module, InFp8)
         module.recipe = recipe
         module.maxima = Maxima(recipe.history, weight.device) if recipe.amax == "delayed" else None
+    for _, module in modules:
+        if type(module) is FeedForward:
+            join_gated(module)
 
 
 def check_skip(model: nn.Module, plan: Plan) -> None:

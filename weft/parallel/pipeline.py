@@ -16,6 +16,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from weft.comm import Axis
 from weft.comm.pieces import local_of
 from weft.parallel.compressed import Compressor
+from weft.parallel.load import ExpertLoad
 from weft.parallel.wire import Message, Wire, sent_by
 from weft.parallel.woven import Batch, LossOf, Woven
 from weft.plan.schedule import Action, Schedule
@@ -45,11 +46,11 @@ class Pipelined:
 
     def __init__(
         self, stages: dict[int, Woven], schedule: Schedule, axis: Axis, device: torch.device, dtype: torch.dtype,
-        sequence_cut: int, at_once: frozenset[int] = frozenset(),
+        sequence_cut: int, load: ExpertLoad, at_once: frozenset[int] = frozenset(),
     ):  # fmt: skip
         """`at_once` are the stages with recomputed blocks: each pass back through a block computes it again, so theirs
         makes the gradients of inputs and weights together, and nothing is left for a schedule's W."""
-        self.at_once = at_once
+        self.at_once, self.load = at_once, load
         self.stages, self.schedule, self.axis, self.sequence_cut = stages, schedule, axis, sequence_cut
         self.device = device
         self.wire = Wire(axis, device, dtype)
@@ -100,6 +101,7 @@ class Pipelined:
         """One step of the schedule: the gradients of loss · scale. The loss is where the last stage is, 0 elsewhere."""
         if len(batches) != self.schedule.microbatches:
             raise RuntimeError(f"{len(batches)} microbatches for a schedule of {self.schedule.microbatches}")
+        self.load.begin(scale)
         step = _Step(self, batches, loss_of, scale)
         actions = self.schedule.actions[self.axis.rank]
         final = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
@@ -113,6 +115,7 @@ class Pipelined:
         for stage in self.stages.values():
             stage.finish()
         self._sum_tied()
+        self.load.gather()
         return step.total
 
     @torch.no_grad()
@@ -143,6 +146,7 @@ class Pipelined:
         """After a step: a weight that is held twice is updated once, and its twin follows."""
         for stage in self.stages.values():
             stage.follow()
+        self.load.follow()
         self._renew_twins()
 
     @torch.no_grad()
@@ -150,6 +154,12 @@ class Pipelined:
         for held in (self.twins, self.twin_copies):
             for name, twin in held.items():
                 local_of(twin).copy_(local_of(self.masters[name]))
+
+    def figures(self) -> Tensor:
+        return self.load.figures()
+
+    def words(self, figures: list[float], tokens: int) -> dict[str, Any]:
+        return self.load.words(figures, tokens)
 
     def refresh(self) -> None:
         self._renew_twins()

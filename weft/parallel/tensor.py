@@ -26,6 +26,7 @@ from weft.comm import Axis, copy_in, gather_along, reduce_out, scatter_along
 from weft.job.errors import JobError
 from weft.models.attention import Where
 from weft.models.dropout import Dropout
+from weft.models.experts import MixtureOfExperts
 from weft.models.loss import linear_cross_entropy
 from weft.models.transformer import Attention, Head
 
@@ -214,6 +215,8 @@ def _vocab_head(split: TensorSplit, place: Place) -> None:
 
 
 def _region(split: TensorSplit, place: Place) -> None:
+    if isinstance(place.module, MixtureOfExperts):
+        return  # each rank routes its own tokens (parallel/expert.py)
     if isinstance(place.module, Attention):
         place.module.enter = split.enter
     else:
@@ -231,6 +234,15 @@ def _heads(split: TensorSplit, place: Place) -> None:
     place.mark_partial(split)
 
 
+def _routed(split: TensorSplit, place: Place) -> None:
+    if not any(isinstance(p, DTensor) for p in place.module.parameters()):  # else cut over ep, which knows better
+        place.mark_partial(split)
+
+
+def _inside(split: TensorSplit, place: Place) -> None:
+    """What is above has a part already."""
+
+
 def _scatter(split: TensorSplit, place: Place) -> None:
     if split.sequence:
         place.module.register_forward_hook(lambda _, __, y: split.axis.narrow(y, -2))
@@ -246,6 +258,8 @@ ROLES: dict[str, Role] = {
     "sequence": _sequence,
     "heads": _heads,
     "scatter": _scatter,
+    "routed": _routed,
+    "inside": _inside,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from weft.comm.pieces import local_of
 from weft.parallel.compressed import Compressor
 from weft.parallel.data import Replicas, Shards
 from weft.parallel.fp8 import DelayedScales
+from weft.parallel.load import ExpertLoad
 
 Batch = dict[str, Tensor]
 
@@ -37,6 +38,8 @@ class Woven:
     """Names of weights that stand here for another stage's: a tied head is the embedding."""
     scales: DelayedScales | None = None
     """What fp8 layers remember of the steps before."""
+    load: ExpertLoad | None = None
+    """How even the experts' load is. A stage leaves this to its pipeline."""
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -86,6 +89,8 @@ class Woven:
         """Forward and backward over a step's microbatches: the gradients of loss · scale. Returns the summed loss."""
         total = torch.zeros((), device=batches[0]["inputs"].device)
         self.begin(scale)
+        if self.load is not None:
+            self.load.begin(scale)
         for i, batch in enumerate(batches):
             self.microbatch(last=i == len(batches) - 1)
             loss = loss_of(self.module, batch)
@@ -115,6 +120,8 @@ class Woven:
             self.tp.all_reduce(flat)
             for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
                 grad.copy_(summed.view_as(grad))
+        if self.load is not None:
+            self.load.gather()
 
     def zero_grad(self) -> None:
         self.data.zero_grad()
@@ -123,6 +130,8 @@ class Woven:
         """After a step: let what the optimizer does not see learn from it."""
         if self.scales is not None:
             self.scales.step()
+        if self.load is not None:
+            self.load.follow()
         if self.compressor is not None:
             self.compressor.keep()
 
@@ -148,6 +157,14 @@ class Woven:
     @property
     def compressors(self) -> list[Compressor]:
         return [] if self.compressor is None else [self.compressor]
+
+    def figures(self) -> Tensor:
+        """Of the last step, what only the model knows; words() says it."""
+        return torch.empty(0) if self.load is None else self.load.figures()
+
+    def words(self, figures: list[float], tokens: int) -> dict[str, Any]:
+        """Figures that the host has read, as the step's record tells them."""
+        return {} if self.load is None else self.load.words(figures, tokens)
 
     def refresh(self) -> None:
         """After the masters were changed by other hands than the optimizer's."""

@@ -242,7 +242,7 @@ def _long(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Plan:
     chunk = job.memory.chunk
     if chunk == "auto":
         most = job.data.seq_len / plan.cp
-        plain = not attends(job) or splits(plan)
+        plain = not attends(job) or splits(plan) or job.model.experts is not None
         chunk = LONG_CHUNK if most > MAX_TOKENS and not plain else 0
         if chunk:
             reasons.append(f"blocks in chunks of {chunk} tokens: {most:.0f} on a rank make large activations")

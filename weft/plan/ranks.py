@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from weft.hardware.catalog import Device, device_by_product, find_device
 from weft.hardware.probe import Machine, probe
+from weft.hardware.world import under_mpi
 from weft.job.errors import JobError, MachineError
 from weft.job.schema import Job
 from weft.plan.layout import AXES, Plan
@@ -88,8 +90,11 @@ def backend_of(job: Job, machine: Machine, kind: str, world: int) -> str:
     if job.comm.backend != "auto":
         if job.comm.backend == "nccl" and kind == "cpu":
             raise JobError("comm.backend=nccl needs GPUs, and the ranks compute on CPUs; gloo would work")
+        if job.comm.backend == "mpi" and kind != "cpu":
+            raise JobError("comm.backend=mpi carries tensors in host memory alone, and the ranks compute on GPUs; "
+                           "nccl would work, under mpirun too")  # fmt: skip
         return job.comm.backend
     if kind == "cpu":
-        return "gloo"
+        return "mpi" if under_mpi() and "WEFT_STORE" not in os.environ else "gloo"
     shared = job.cluster.device in ("auto", "cuda") and job.cluster.nodes == 1 and world > len(machine.gpus)
     return "gloo" if shared else "nccl"

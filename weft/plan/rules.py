@@ -6,6 +6,7 @@ from collections.abc import Callable
 from math import isqrt
 
 from weft.hardware.catalog import DEVICES
+from weft.hardware.world import under_mpi
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.context import ulysses_fits
@@ -184,6 +185,45 @@ def _fp8(job: Job, plan: Plan) -> str | None:
     return f"precision=fp8 needs fp8 products, which {plan.device_name} does not have; precision=bf16 would work"
 
 
+def _experts(job: Job, plan: Plan) -> str | None:
+    experts, family = job.model.experts, job.model.family
+    if experts is None:
+        if plan.ep > 1:
+            return f"parallel.ep={plan.ep} cuts experts, and the model has none; ep=1 would work, or a model.experts"
+        return None
+    if job.model.module or family in ("vit", "mlp"):
+        what = job.model.module or f"model.family={family}"
+        return f"model.experts needs a decoder, and {what} is none; family=llama or gpt2 would work"
+    if plan.long:
+        setting = "memory.offload=activations" if plan.offload == "activations" else f"memory.chunk={plan.chunk}"
+        return (
+            f"{setting} takes a block apart, and model.experts balances whole sequences; memory.recompute=full would "
+            "work"
+        )
+    return _ep(job, plan)
+
+
+def _ep(job: Job, plan: Plan) -> str | None:
+    assert job.model.experts is not None
+    count, shared = job.model.experts.count, job.model.experts.shared
+    over = plan.dp_shard * plan.cp * plan.tp
+    fit = [d for d in divisors(over) if count % d == 0]
+    if over % plan.ep:
+        return (
+            f"parallel.ep={plan.ep} is laid over dp_shard × cp × tp, which are {over} ranks, and does not divide them; "
+            f"ep={_or(fit)} would work"
+        )
+    if count % plan.ep:
+        return f"parallel.ep={plan.ep} does not divide model.experts.count={count}; ep={_or(fit)} would work"
+    width = shared * (job.model.experts.ffn or 0)
+    if width % plan.tp:
+        return (
+            f"parallel.tp={plan.tp} cuts the {shared} shared experts, whose width of {width} it does not divide; "
+            f"tp={_or([d for d in divisors(plan.tp) if width % d == 0])} would work"
+        )
+    return None
+
+
 def _recompute(job: Job, plan: Plan) -> str | None:
     asked, layers = job.memory.recompute, job.model.layers
     if isinstance(asked, int) and layers and asked > layers:
@@ -227,13 +267,6 @@ def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], 
     return rule
 
 
-def _experts(job: Job, plan: Plan) -> str | None:
-    if job.model.experts is None:
-        return None
-    name = f"model.shape={job.model.shape}" if job.model.shape else "model.experts"
-    return f"{name} has experts, which can be planned but not trained yet; a dense shape such as llama-1b would work"
-
-
 def _kinds(job: Job, plan: Plan) -> str | None:
     if not job.cluster.also:
         return None
@@ -241,17 +274,23 @@ def _kinds(job: Job, plan: Plan) -> str | None:
     return f"cluster.also={names}: several kinds of devices can be planned but not trained on yet; leave it out"
 
 
+def _mpi(job: Job, plan: Plan) -> str | None:
+    if plan.backend != "mpi" or plan.world == 1 or under_mpi():
+        return None
+    return f"comm.backend=mpi needs ranks that MPI started: mpirun -n {plan.world} weft train …; gloo would work"
+
+
 TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
 RULES: tuple[Rule, ...] = (
-    *TP_RULES, _batch, _microbatch, _pipeline_only, _own, _cp_family, _cp_heads, _long, _fp8, _recompute, _allreduce,
+    *TP_RULES, _batch, _microbatch, _pipeline_only, _own, _cp_family, _cp_heads, _long, _fp8, _experts, _recompute,
+    _allreduce,
 )  # fmt: skip
 """Whatever breaks one of these can be neither planned nor run."""
 
 RUNNABLE: tuple[Rule, ...] = (
-    _experts,
     _kinds,
-    _not_yet("parallel.ep", lambda p: p.ep == 1, lambda p: p.ep, "ep=1"),
+    _mpi,
     _not_yet("placement", lambda p: p.placement == "shards-near", lambda p: p.placement, "placement=shards-near"),
 )
 """Whatever breaks one of these can be planned, but not trained by this version."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from weft.data.dataset import check_dataset
 from weft.hardware.probe import probe
+from weft.hardware.world import adopt
 from weft.job.errors import Exit, MachineError
 from weft.job.load import dump_yaml
 from weft.job.run import RunDir
@@ -56,7 +57,7 @@ def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], Non
 
 
 def join(job: Job, say: Callable[[str], None] = print) -> int:
-    """Train as one rank of a world that torchrun or a scheduler started."""
+    """Train as one rank of a world that torchrun, mpirun or a scheduler started."""
     from weft.train.signals import Signals
     from weft.train.worker import run_rank
 
@@ -81,8 +82,8 @@ def join(job: Job, say: Callable[[str], None] = print) -> int:
 
 
 def train(job: Job, nproc: int | None = None, *, fresh: bool = False) -> RunDir:
-    """Train a job and return its run's folder. Joins when torchrun started this process, else spawns local ranks."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    """Train a job and return its run's folder. Joins what torchrun or mpirun started, else spawns local ranks."""
+    if adopt():
         code = join(job)
     else:
         code = start(*prepare(job, nproc), fresh=fresh)

@@ -26,14 +26,14 @@ from weft.train.step import Gradients
 
 
 class Figures:
-    """The loss, the ranks' wishes, the norm and the count of one step, on their way to the host.
+    """The loss, the ranks' wishes, the norm and the count of one step, and more, on their way to the host.
 
     A GPU copies them behind the step's own kernels, and the next step is queued meanwhile: nobody waits for them until
     they are read.
     """
 
-    def __init__(self, sums: Tensor, norm: Tensor, count: Tensor, work: Waits | None):
-        self.sums, self.norm, self.count, self.work = sums, norm, count, work
+    def __init__(self, sums: Tensor, norm: Tensor, count: Tensor, work: Waits | None, more: Tensor):
+        self.sums, self.norm, self.count, self.work, self.more = sums, norm, count, work, more
         self.copied: torch.cuda.Event | None = None
         if sums.is_cuda:
             if work is not None:
@@ -43,18 +43,19 @@ class Figures:
             self.copied.record()
 
     def _joined(self) -> Tensor:
-        return torch.cat([x.reshape(-1).double() for x in (self.norm, self.count, self.sums)])
+        return torch.cat([x.reshape(-1).double() for x in (self.norm, self.count, self.sums, self.more)])
 
-    def read(self) -> tuple[float, int, float, list[float]]:
-        """Norm, count, summed loss, wishes."""
+    def read(self) -> tuple[float, int, float, list[float], list[float]]:
+        """Norm, count, summed loss, wishes, and the rest."""
         if self.copied is not None:
             self.copied.synchronize()
         else:
             if self.work is not None:
                 self.work.wait()
             self.host = self._joined()
-        norm, count, loss, *flags = self.host.tolist()
-        return norm, round(count), loss, flags
+        norm, count, loss, *rest = self.host.tolist()
+        flags = len(self.sums) - 1
+        return norm, round(count), loss, rest[:flags], rest[flags:]
 
 
 @dataclass
@@ -100,7 +101,7 @@ class Ledger:
         """Send off this step's figures, and settle those of the step before."""
         sums = torch.cat([grads.loss.reshape(1) / self.plan.tp, self._flags()])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
-        figures = Figures(sums, norm, grads.count, work)
+        figures = Figures(sums, norm, grads.count, work, self.state.woven.figures())
         now = time.perf_counter()
         opened = _Open(self.state.step, lr, taken, grads.scale, figures, now - self.began)
         self.began = now
@@ -116,7 +117,7 @@ class Ledger:
         entry, self.open = self.open, None
         if entry is None:
             return
-        norm, count, loss_sum, flags = entry.figures.read()
+        norm, count, loss_sum, flags, more = entry.figures.read()
         self.stop = Signals.decide(flags)
         loss = loss_sum / max(1, count)
         self.state.tokens += count
@@ -133,6 +134,7 @@ class Ledger:
             "mfu": mfu,
             "peak_memory_gib": peak_memory_gib(self.mesh.device),
             **({"loss_scale": entry.loss_scale, "skipped": not entry.taken} if self.state.scale.dynamic else {}),
+            **self.state.woven.words(more, count),
             **extra,
         }
         self.last = record

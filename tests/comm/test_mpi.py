@@ -1,0 +1,76 @@
+"""MPI on stock wheels: what torch asks a group for, the parity matrix, and `weft train`, all started by mpirun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+from command import ENV, ROOT, Said, losses, run_of, write_job
+
+from weft.hardware.world import Standing, adopt, standing, under_mpi
+from weft.job.errors import JobError
+from weft.launch.pool import RankPool
+from weft.plan import RUNNABLE, check, make_plan
+
+DEADLINE_S = 600.0
+
+
+def mpirun(folder: Path, ranks: int, *command: str) -> Said:
+    """As in a container: as root, with more ranks than cores, and over loopback or shared memory alone."""
+    env = {
+        **ENV, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TMPDIR": "/tmp",
+        "OMPI_MCA_btl_vader_single_copy_mechanism": "none", "OMPI_MCA_btl": "self,vader,tcp",
+    }  # fmt: skip
+    line = ["mpirun", "--oversubscribe", "-n", str(ranks), sys.executable, *command]
+    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
+def test_collectives_and_the_parity_matrix(tmp_path: Path) -> None:
+    said = mpirun(tmp_path, 4, str(ROOT / "tests" / "under_mpi.py"))
+    assert said.code == 0, said.err[-4000:]
+    assert said.out.splitlines()[-1] == "same"
+
+
+def test_train_started_by_mpirun(tmp_path: Path, pool: RankPool) -> None:
+    sections: dict[str, Any] = {**parity.BASE, "name": "run", "parallel": {"dp_shard": 2, "zero": 3}}
+    sections["train"] = {**sections["train"], "steps": 2, "eval_every": 0}
+    write_job(tmp_path, **sections, checkpoint={"every": 1, "background": True})
+    said = mpirun(tmp_path, 2, "-m", "weft", "train", "job.yaml")
+    assert said.code == 0, said.err[-4000:]
+    assert "2 × cpu, mpi" in said.out + said.err or '"backend": "mpi"' in run_of(tmp_path, "run").plan.read_text()
+    local = parity.run(pool, parity.make_job(train=sections["train"]), "dp_shard 2 zero=3", 2).result.trace.losses
+    assert losses(run_of(tmp_path, "run")) == {i + 1: [pytest.approx(x, rel=1e-6)] for i, x in enumerate(local)}
+    again = mpirun(tmp_path, 2, "-m", "weft", "train", "job.yaml", "model.heads=3")
+    assert again.code == 2
+    assert "model.heads=3" in again.err
+
+
+def test_who_a_process_is() -> None:
+    ours = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}  # fmt: skip
+    assert standing(ours) == Standing(5, 8, 1, 4, "Open MPI")
+    assert under_mpi(ours) and not under_mpi({"RANK": "0", "WORLD_SIZE": "1"})
+    assert standing({"PMI_RANK": "1", "PMI_SIZE": "2"}) == Standing(1, 2, 1, 2, "MPICH")
+    assert standing({}) == Standing(0, 1, 0, 1, "alone")
+    told = dict(ours)
+    assert adopt(told) and {k: told[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
+        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+    }  # fmt: skip
+    assert not adopt({})
+    by_hand = {**ours, "RANK": "0", "WORLD_SIZE": "2"}
+    assert standing(by_hand).started_by == "torchrun"
+
+
+def test_refused_where_nobody_started_mpi() -> None:
+    assert not under_mpi(os.environ)
+    job, plan = make_plan(parity.make_job("comm.backend=mpi"), 2)
+    with pytest.raises(JobError, match=r"comm\.backend=mpi .* mpirun -n 2 .*; gloo would work"):
+        check(job, plan, RUNNABLE)
+    with pytest.raises(JobError, match=r"comm\.backend=mpi carries tensors in host memory .* nccl would work"):
+        make_plan(parity.make_job("comm.backend=mpi", "cluster.device=h100-sxm"), 8)

@@ -1,0 +1,66 @@
+"""Rows that travel between the ranks of an axis while something else is computed, in both directions of autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm.axis import Axis, Waits
+
+
+@dataclass
+class Trip:
+    """One exchange of rows: how many go to each rank and come from it, and what is under way."""
+
+    axis: Axis
+    send: list[int]
+    receive: list[int]
+    work: Waits | None = None
+    back: Tensor | None = None
+
+    def start(self, x: Tensor) -> Tensor:
+        """Send off; the rows are there after wait()."""
+        out: Tensor = _Start.apply(x, self)
+        return out
+
+    def wait(self, x: Tensor) -> Tensor:
+        """What start() returned, arrived."""
+        out: Tensor = _Wait.apply(x, self)
+        return out
+
+    def go(self, x: Tensor) -> Tensor:
+        """There at once."""
+        return self.wait(self.start(x))
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trip: Trip) -> Tensor:
+        ctx.trip = trip
+        out, trip.work = trip.axis.start_all_to_all(x, trip.send, trip.receive)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        trip = ctx.trip
+        trip.work.wait()
+        back, trip.work, trip.back = trip.back, None, None
+        return back, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trip: Trip) -> Tensor:
+        ctx.trip = trip
+        assert trip.work is not None
+        trip.work.wait()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        trip = ctx.trip  # autograd goes through what was computed meanwhile before it comes to the start
+        trip.back, trip.work = trip.axis.start_all_to_all(grads[0], trip.receive, trip.send)
+        return grads[0], None

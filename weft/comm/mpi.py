@@ -1,0 +1,51 @@
+"""MPI on stock wheels: a backend of torch over mpi4py, known as `mpi4py`, how it begins, where its ranks meet, its end.
+
+torch's own MPI backend needs a source build and keeps the name mpi for it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import zlib
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.comm.mpi_group import NAME, MpiGroup
+from weft.comm.mpi_work import engine, mpi
+from weft.hardware.network import own_address
+from weft.hardware.world import standing
+from weft.job.errors import MachineError
+
+
+def register() -> None:
+    """Let torch know the backend; once a process."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, _: Any) -> MpiGroup:
+    everyone = mpi().COMM_WORLD
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    if everyone.Get_rank() != ranks[options.group_rank] or max(ranks) >= everyone.Get_size():
+        raise MachineError(
+            f"this process is rank {ranks[options.group_rank]} of {len(ranks)}, but rank {everyone.Get_rank()} of "
+            f"{everyone.Get_size()} of MPI's: comm.backend=mpi wants them to be the same; start it by mpirun alone"
+        )
+    # only the members call, each with the group's own number, since several groups may be made at once
+    members = everyone.Get_group().Incl(ranks)
+    tag = zlib.crc32(str(options.group_id).encode()) % 32749
+    with engine().lock:
+        return MpiGroup(everyone.Create_group(members, tag), options.timeout)
+
+
+def meet(timeout: datetime.timedelta) -> dist.Store:
+    """A store that all ranks of an MPI world share: rank 0 opens it on a free port, and tells the others over MPI."""
+    everyone, here = mpi().COMM_WORLD, standing()
+    if here.rank > 0:
+        address, port = everyone.bcast(None)
+        return dist.TCPStore(address, port, here.world, is_master=False, timeout=timeout)
+    address = "127.0.0.1" if here.local_world == here.world else own_address()
+    store = dist.TCPStore(address, 0, here.world, is_master=True, timeout=timeout, wait_for_workers=False)
+    everyone.bcast((address, store.port))
+    return store

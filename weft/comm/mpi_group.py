@@ -1,0 +1,316 @@
+"""A communicator of MPI as a process group of torch: CPU tensors of every dtype, every collective and message.
+
+Halves are added up in fp32, since MPI knows neither fp16 nor bf16; what only moves is moved as it is.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.mpi_work import MpiWork, Together, engine, mpi
+
+ADDED_AS: dict[torch.dtype, torch.dtype] = {
+    torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8,
+}  # fmt: skip
+NUMBERS: dict[torch.dtype, str] = {
+    torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int8: "INT8_T", torch.uint8: "UINT8_T",
+    torch.int16: "INT16_T", torch.int32: "INT32_T", torch.int64: "INT64_T", torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+}  # fmt: skip
+NAME = "mpi4py"
+"""By which torch knows the backend."""
+
+BLOCKS: dict[int, str] = {1: "BYTE", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
+"""What only moves, by the bytes of an element: MPI counts elements in 31 bits."""
+
+R: Any = dist.ReduceOp.RedOpType
+OPS: dict[Any, str] = {
+    R.SUM: "SUM", R.AVG: "SUM", R.PRODUCT: "PROD", R.MIN: "MIN", R.MAX: "MAX", R.BAND: "BAND", R.BOR: "BOR",
+    R.BXOR: "BXOR",
+}  # fmt: skip
+OF_TRUTHS = {"SUM": "MAX", "PROD": "MIN"}
+"""Of bools a sum is whether any is true, and a product whether all are."""
+
+Group: Any = dist.ProcessGroup
+"""Its stubs know the overloads of C++, of which a Python group is only ever called by the first."""
+
+
+def _buffer(tensor: Tensor) -> Any:
+    return mpi().buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def _moved(tensor: Tensor) -> list[Any]:
+    """A contiguous tensor as MPI takes it where nothing is computed."""
+    return [_buffer(tensor), tensor.numel(), getattr(mpi(), BLOCKS[tensor.element_size()])]
+
+
+def _added(tensor: Tensor) -> list[Any]:
+    """A contiguous tensor as MPI takes it where it is added up."""
+    return [_buffer(tensor), tensor.numel(), getattr(mpi(), NUMBERS[tensor.dtype])]
+
+
+def _spread(flat: Tensor, counts: Sequence[int]) -> list[Any]:
+    """A flat tensor whose pieces of these sizes belong to the ranks in turn."""
+    places = list(accumulate(counts, initial=0))[:-1]
+    return [_buffer(flat), (list(counts), places), getattr(mpi(), BLOCKS[flat.element_size()])]
+
+
+class MpiGroup(Group):
+    """A communicator as a process group."""
+
+    def __init__(self, comm: Any, timeout: datetime.timedelta):
+        super().__init__(comm.Get_rank(), comm.Get_size())
+        self.comm, self.limit_s, self.engine = comm, timeout.total_seconds(), engine()
+        self.engine.groups += 1
+        self.called, self.described = "", ""
+
+    # torch keeps these in the backends below a group, and there are none: the names are those C++ and Python ask by
+    def getBackendName(self) -> str:
+        return NAME
+
+    def getGroupName(self) -> str:
+        return self.called
+
+    def setGroupName(self, name: str) -> None:
+        self.called = name
+
+    def getGroupDesc(self) -> str:
+        return self.described
+
+    def setGroupDesc(self, text: str) -> None:
+        self.described = text
+
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+    def __repr__(self) -> str:
+        return f"MpiGroup(rank {self.rank()} of {self.size()})"
+
+    def shutdown(self) -> None:
+        if self.comm:
+            self.engine.groups -= 1
+            with self.engine.lock:
+                self.comm.Free()
+
+    abort = shutdown
+
+    def _start(
+        self, what: str, begin: Callable[[], Sequence[Any]], held: object, results: list[Tensor],
+        after: Callable[[], object] | None = None,
+    ) -> MpiWork:  # fmt: skip
+        return self.engine.start(f"{what} of {self.size()} ranks", begin, self.limit_s, held, after, results)
+
+    # what computes
+
+    def _reduction(self, dtype: torch.dtype, op: Any) -> tuple[Any, bool]:
+        """MPI's operator, and whether the result is divided by the number of ranks."""
+        kind = op.op if hasattr(op, "op") else op
+        if kind not in OPS:
+            raise ValueError(f"MPI cannot reduce by {kind}")
+        name = OPS[kind]
+        if dtype == torch.bool:
+            name = OF_TRUTHS.get(name, name)
+        return getattr(mpi(), name), kind == R.AVG
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> MpiWork:
+        op = R.SUM if opts is None else opts.reduceOp
+        return self.allreduce_coalesced(tensors, op=op)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None, op: Any = None) -> MpiWork:
+        by = op if op is not None else (R.SUM if opts is None else opts.reduceOp)
+        held = [_working(t) for t in tensors]
+
+        def begin() -> list[Any]:
+            return [
+                self.comm.Iallreduce(mpi().IN_PLACE, _added(h), op=self._reduction(t.dtype, by)[0])
+                for h, t in zip(held, tensors, strict=True)
+            ]
+
+        def after() -> None:
+            for h, t in zip(held, tensors, strict=True):
+                self._give_back(h, t, by)
+
+        return self._start("all_reduce", begin, held, tensors, after)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> MpiWork:
+        (tensor,) = tensors
+        held, root = _working(tensor), opts.rootRank
+        operator, _ = self._reduction(tensor.dtype, opts.reduceOp)
+        mine = self.rank() == root
+
+        def begin() -> list[Any]:
+            if mine:
+                return [self.comm.Ireduce(mpi().IN_PLACE, _added(held), op=operator, root=root)]
+            return [self.comm.Ireduce(_added(held), None, op=operator, root=root)]
+
+        after = (lambda: self._give_back(held, tensor, opts.reduceOp)) if mine else None
+        return self._start("reduce", begin, held, tensors, after)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> MpiWork:
+        op = R.SUM if opts is None else opts.reduceOp
+        held, into = _working(given), torch.empty(output.shape, dtype=ADDED_AS.get(output.dtype, output.dtype))
+        operator, _ = self._reduction(given.dtype, op)
+        counts = [output.numel()] * self.size()
+        return self._start(
+            "reduce_scatter", lambda: [self.comm.Ireduce_scatter(_added(held), _added(into), counts, op=operator)],
+            (held, into), [output], lambda: self._give_back(into, output, op),
+        )  # fmt: skip
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> MpiWork:
+        (output,), (pieces,) = outputs, inputs
+        op = R.SUM if opts is None else opts.reduceOp
+        held = _working(_flat(pieces))
+        into = torch.empty(output.shape, dtype=held.dtype)
+        operator, _ = self._reduction(output.dtype, op)
+        counts = [p.numel() for p in pieces]
+        return self._start(
+            "reduce_scatter", lambda: [self.comm.Ireduce_scatter(_added(held), _added(into), counts, op=operator)],
+            (held, into), outputs, lambda: self._give_back(into, output, op),
+        )  # fmt: skip
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        return Together([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+
+    def _give_back(self, held: Tensor, tensor: Tensor, op: Any) -> None:
+        """The sum, or the mean, where it is wanted."""
+        if self._reduction(tensor.dtype, op)[1]:
+            held.copy_(held / self.size())
+        if held is not tensor:
+            tensor.copy_(held)
+
+    # what moves
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> MpiWork:
+        root = 0 if opts is None else opts.rootRank
+        held = [t.contiguous() for t in tensors]
+        return self._start(
+            "broadcast", lambda: [self.comm.Ibcast(_moved(h), root=root) for h in held], held, tensors,
+            lambda: _copy_back(held, tensors),
+        )  # fmt: skip
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> MpiWork:
+        held, into = given.contiguous(), output if output.is_contiguous() else torch.empty_like(output).contiguous()
+        # each rank's part is as large as ours, and MPI reads the count of one part
+        part = [_buffer(into), held.numel(), getattr(mpi(), BLOCKS[into.element_size()])]
+        return self._start(
+            "all_gather", lambda: [self.comm.Iallgather(_moved(held), part)], (held, into), [output],
+            lambda: _copy_back([into], [output]),
+        )  # fmt: skip
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        return Together([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MpiWork:
+        (pieces,), (given,) = outputs, inputs
+        held, into = given.contiguous(), torch.empty(sum(p.numel() for p in pieces), dtype=given.dtype)
+        counts = [p.numel() for p in pieces]
+        return self._start(
+            "all_gather", lambda: [self.comm.Iallgatherv(_moved(held), _spread(into, counts))], (held, into), pieces,
+            lambda: _hand_out(into, pieces),
+        )  # fmt: skip
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> MpiWork:
+        (given,), root = inputs, opts.rootRank
+        held = given.contiguous()
+        if self.rank() != root:
+            return self._start("gather", lambda: [self.comm.Igatherv(_moved(held), None, root=root)], held, inputs)
+        (pieces,) = outputs
+        into, counts = torch.empty(sum(p.numel() for p in pieces), dtype=given.dtype), [p.numel() for p in pieces]
+        return self._start(
+            "gather", lambda: [self.comm.Igatherv(_moved(held), _spread(into, counts), root=root)], (held, into),
+            pieces, lambda: _hand_out(into, pieces),
+        )  # fmt: skip
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MpiWork:
+        (output,), root = outputs, opts.rootRank
+        into = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        held, given = None, None
+        if self.rank() == root:
+            (pieces,) = inputs
+            held = _flat(pieces)
+            given = _spread(held, [p.numel() for p in pieces])
+        return self._start(
+            "scatter", lambda: [self.comm.Iscatterv(given, _moved(into), root=root)], (held, into), outputs,
+            lambda: _copy_back([into], outputs),
+        )  # fmt: skip
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, output_splits: list[int] | None, input_splits: list[int] | None,
+        opts: Any = None,
+    ) -> MpiWork:  # fmt: skip
+        held = given.contiguous()
+        into = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        sent, got = self._counts(held, input_splits), self._counts(into, output_splits)
+        return self._start(
+            "all_to_all", lambda: [self.comm.Ialltoallv(_spread(held, sent), _spread(into, got))], (held, into),
+            [output], lambda: _copy_back([into], [output]),
+        )  # fmt: skip
+
+    def _counts(self, tensor: Tensor, splits: list[int] | None) -> list[int]:
+        """Elements for each rank, of splits along the first dim or of even ones."""
+        if not splits:
+            return [tensor.numel() // self.size()] * self.size()
+        row = tensor[0].numel() if tensor.dim() and tensor.shape[0] else 0
+        return [n * row for n in splits]
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MpiWork:
+        held = _flat(inputs)
+        sent, got = [t.numel() for t in inputs], [t.numel() for t in outputs]
+        into = torch.empty(sum(got), dtype=held.dtype)
+        return self._start(
+            "all_to_all", lambda: [self.comm.Ialltoallv(_spread(held, sent), _spread(into, got))], (held, into),
+            outputs, lambda: _hand_out(into, outputs),
+        )  # fmt: skip
+
+    def barrier(self, opts: Any = None) -> MpiWork:
+        return self._start("barrier", lambda: [self.comm.Ibarrier()], None, [])
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> MpiWork:
+        held = [t.contiguous() for t in tensors]
+        return self._start("send", lambda: [self.comm.Isend(_moved(h), dest=to, tag=tag) for h in held], held, tensors)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MpiWork:
+        into = [t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        return self._start(
+            "receive", lambda: [self.comm.Irecv(_moved(i), source=source, tag=tag) for i in into], into, tensors,
+            lambda: _copy_back(into, tensors),
+        )  # fmt: skip
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MpiWork:
+        return self.recv(tensors, mpi().ANY_SOURCE, tag)
+
+    # torch up to 2.12 asks by these names
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _working(tensor: Tensor) -> Tensor:
+    """What MPI adds up in place: the tensor itself where it can, else a copy of another kind."""
+    return tensor.to(ADDED_AS.get(tensor.dtype, tensor.dtype)).contiguous()
+
+
+def _flat(pieces: Sequence[Tensor]) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in pieces])
+
+
+def _copy_back(held: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    for h, w in zip(held, wanted, strict=True):
+        if h is not w:
+            w.copy_(h)
+
+
+def _hand_out(flat: Tensor, pieces: Sequence[Tensor]) -> None:
+    for part, piece in zip(flat.split([p.numel() for p in pieces]), pieces, strict=True):
+        piece.copy_(part.view(piece.shape))

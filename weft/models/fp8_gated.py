@@ -1,0 +1,146 @@
+"""A gated feed-forward part in fp8 as one function, for scales that are known before: SwiGLU never exists in bf16.
+
+    h = silu(x · Wgᵀ) · (x · Wuᵀ)        y = h · Wdᵀ
+
+With scales from the steps before (fp8.amax: delayed) a number can be cast where it is made. Each of x, h, the weights
+and the gradients is read once and written in fp8 by rows and by columns, as the products forward and backward want
+them; on CUDA by the kernels of fp8_kernels, elsewhere by torch's own operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.models.attention import Where
+from weft.models.feedforward import FeedForward
+from weft.models.fp8 import ALIGN, E4M3, E5M2, FAST, Fp8Linear, G, Maxima, Recipe, W, X, cast, scale_for, scaled_mm
+
+Both = tuple[Tensor, Tensor]
+"""A matrix in fp8: [rows, columns], and [columns, rows]."""
+
+
+def _both(v: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> Both:
+    seen.copy_(torch.maximum(seen, v.abs().amax().float()))
+    low = cast(v, scale, dtype)
+    return low, low.t().contiguous()
+
+
+def cast_both(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> Both:
+    """x · scale in fp8; `seen` [1] becomes at least x's largest magnitude."""
+    if x.is_cuda:
+        from weft.models import fp8_kernels
+
+        return fp8_kernels.cast_both(x, scale, seen, dtype)
+    return _both(x, scale, seen, dtype)
+
+
+def swiglu_both(gate: Tensor, up: Tensor, scale: Tensor, seen: Tensor) -> Both:
+    if gate.is_cuda:
+        from weft.models import fp8_kernels
+
+        return fp8_kernels.swiglu_both(gate, up, scale, seen, E4M3)
+    return _both(F.silu(gate.float()) * up.float(), scale, seen, E4M3)
+
+
+def swiglu_back_both(
+    gate: Tensor, up: Tensor, grad: Tensor, scales: tuple[Tensor, Tensor], seen: tuple[Tensor, Tensor]
+) -> tuple[Both, Both]:
+    """The gradients of both factors."""
+    if gate.is_cuda:
+        from weft.models import fp8_kernels
+
+        a, b, c, d = fp8_kernels.swiglu_back_both(gate, up, grad, *scales, *seen, E5M2)
+        return (a, b), (c, d)
+    g, u, d = gate.float(), up.float(), grad.float()
+    s = torch.sigmoid(g)
+    of_gate = _both(d * u * s * (1 + g * (1 - s)), scales[0], seen[0], E5M2)
+    return of_gate, _both(d * g * s, scales[1], seen[1], E5M2)
+
+
+class _Gated(torch.autograd.Function):
+    """`past` and `seen` are [3 layers, 3 maxima], in the order gate, up, down and input, weight, gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, past: Tensor, seen: Tensor, recipe: Recipe
+    ) -> Tensor:
+        scales = scale_for(past, E4M3)
+        back = scales.reciprocal()
+        fast = FAST[recipe.fast_accumulation][0]
+
+        def multiply(a: Both, back_a: Tensor, i: int) -> Tensor:
+            return scaled_mm(a[0], w8[i][0].t(), back_a, back[i, W], fast)
+
+        x8 = cast_both(x, scales[0, X], seen[0, X : X + 1], E4M3)
+        w8 = [cast_both(w, scales[i, W], seen[i, W : W + 1], E4M3) for i, w in enumerate((gate, up, down))]
+        g, u = multiply(x8, back[0, X], 0), multiply(x8, back[0, X], 1)
+        h8 = swiglu_both(g, u, scales[2, X], seen[2, X : X + 1])
+        ctx.save_for_backward(x8[1], g, u, h8[1], *(w[1] for w in w8), past)
+        ctx.seen, ctx.recipe, ctx.kinds = seen, recipe, (x.dtype, gate.dtype)
+        return multiply(h8, back[2, X], 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x8t, g, u, h8t, gate8t, up8t, down8t, past = ctx.saved_tensors
+        scales, scales_g, seen = scale_for(past, E4M3), scale_for(past[:, G], E5M2), ctx.seen
+        back, back_g = scales.reciprocal(), scales_g.reciprocal()
+        _, fast_x, fast_w = FAST[ctx.recipe.fast_accumulation]
+        kind_x, kind_w = ctx.kinds
+
+        def to_input(d: Both, w8t: Tensor, i: int) -> Tensor:
+            return scaled_mm(d[0], w8t.t(), back_g[i], back[i, W], fast_x)
+
+        def to_weight(d: Both, i: int, a8t: Tensor, back_a: Tensor) -> Tensor:
+            return scaled_mm(d[1], a8t.t(), back_g[i], back_a, fast_w).to(kind_w)
+
+        y8 = cast_both(grads[0], scales_g[2], seen[2, G : G + 1], E5M2)
+        of_gate, of_up = swiglu_back_both(
+            g, u, to_input(y8, down8t, 2), (scales_g[0], scales_g[1]), (seen[0, G : G + 1], seen[1, G : G + 1])
+        )
+        dx = to_input(of_gate, gate8t, 0) + to_input(of_up, up8t, 1)
+        dw = (to_weight(of_gate, 0, x8t, back[0, X]), to_weight(of_up, 1, x8t, back[0, X]),
+              to_weight(y8, 2, h8t, back[2, X]))  # fmt: skip
+        return dx.to(kind_x), *dw, None, None, None
+
+
+class Fp8FeedForward(FeedForward):
+    """A gated feed-forward part whose three layers are in fp8 with delayed scales."""
+
+    layers: list[Maxima]
+    seen: Tensor
+    """The three layers' maxima of this step, [3, 3]; theirs are views of it, and so with `past`."""
+    past: Tensor
+    recipe: Recipe
+
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        if not self.layers[0].known or not torch.is_grad_enabled():
+            return super().forward(x, where)  # the first step makes its own scales, and an evaluation leaves no trace
+        assert self.gate is not None
+        flat = x.reshape(-1, x.shape[-1])
+        tokens = flat.shape[0]
+        if extra := -tokens % ALIGN:
+            flat = F.pad(flat, (0, 0, 0, extra))
+        weights = self.gate.weight, self.up.weight, self.down.weight
+        y: Tensor = _Gated.apply(flat, *weights, self.past, self.seen, self.recipe)
+        with torch.no_grad():  # gate and up have one input, of which gate's maximum was noted
+            self.seen[1, X].copy_(torch.maximum(self.seen[0, X], self.seen[1, X]))
+        return (y[:tokens] if extra else y).view(*x.shape[:-1], y.shape[-1])
+
+
+def join_gated(module: FeedForward) -> None:
+    """Make one function of a feed-forward part that is all in fp8, uncut, without biases, and with delayed scales."""
+    layers = [m for m in (module.gate, module.up, module.down) if type(m) is Fp8Linear]
+    found = [m.maxima for m in layers if m.bias is None]
+    maxima = [m for m in found if m is not None]
+    if len(maxima) < 3:
+        return
+    module.__class__ = Fp8FeedForward
+    assert isinstance(module, Fp8FeedForward)
+    module.layers, module.recipe = maxima, layers[0].recipe
+    module.seen, module.past = (torch.stack([getattr(m, name) for m in maxima]) for name in ("seen", "past"))
+    for i, m in enumerate(maxima):
+        m.seen, m.past = module.seen[i], module.past[i]

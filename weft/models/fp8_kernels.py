@@ -1,0 +1,129 @@
+"""fp8 casts on CUDA in one pass: each number is read once and written by rows and by columns, its maximum noted.
+
+A product wants its left factor by rows and its right one by columns, and the backward pass wants each of them the other
+way round. SwiGLU is made in the same pass as its cast, forward and backward, so that its results never exist in bf16.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS = 128, 64
+
+
+@triton.jit
+def _put(v, scale, by_rows, by_columns, seen, r, c, rows, columns, inside, LIMIT: tl.constexpr):
+    tl.atomic_max(seen, tl.max(tl.abs(v)))
+    scaled = tl.minimum(tl.maximum(v * tl.load(scale), -LIMIT), LIMIT).to(by_rows.dtype.element_ty)
+    tl.store(by_rows + r[:, None] * columns + c[None, :], scaled, mask=inside)
+    tl.store(by_columns + c[:, None] * rows + r[None, :], tl.trans(scaled), mask=tl.trans(inside))
+
+
+@triton.jit
+def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    return r, c, (r < rows)[:, None] & (c < columns)[None, :]
+
+
+@triton.jit
+def weft_cast_both(
+    x, scale, by_rows, by_columns, seen, rows, columns,
+    LIMIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    r, c, inside = _tile(rows, columns, ROWS, COLUMNS)
+    v = tl.load(x + r[:, None] * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    _put(v, scale, by_rows, by_columns, seen, r, c, rows, columns, inside, LIMIT)
+
+
+@triton.jit
+def weft_swiglu_both(
+    gate, up, scale, by_rows, by_columns, seen, rows, columns,
+    LIMIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    r, c, inside = _tile(rows, columns, ROWS, COLUMNS)
+    at = r[:, None] * columns + c[None, :]
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    v = g / (1.0 + tl.exp(-g)) * u
+    _put(v, scale, by_rows, by_columns, seen, r, c, rows, columns, inside, LIMIT)
+
+
+@triton.jit
+def weft_swiglu_back_both(
+    gate, up, grad, scale_gate, scale_up, gate_rows, gate_columns, up_rows, up_columns, seen_gate, seen_up,
+    rows, columns, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    r, c, inside = _tile(rows, columns, ROWS, COLUMNS)
+    at = r[:, None] * columns + c[None, :]
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp(-g))
+    _put(d * u * s * (1.0 + g * (1.0 - s)), scale_gate, gate_rows, gate_columns, seen_gate, r, c, rows, columns,
+         inside, LIMIT)  # fmt: skip
+    _put(d * g * s, scale_up, up_rows, up_columns, seen_up, r, c, rows, columns, inside, LIMIT)
+
+
+def _made(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[::-1], dtype=dtype)
+
+
+def _launch(kernel, x: Tensor, dtype: torch.dtype, *given: Tensor) -> None:
+    rows, columns = x.shape
+    kernel[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](
+        *given, rows, columns, LIMIT=torch.finfo(dtype).max, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8
+    )
+
+
+@torch.library.custom_op("weft::cast_both", mutates_args=("seen",))
+def cast_both(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [rows, columns] · scale in fp8, by rows and by columns; `seen` becomes at least x's largest magnitude."""
+    x = x.contiguous()
+    out = _made(x, dtype)
+    _launch(weft_cast_both, x, dtype, x, scale, *out, seen)
+    return out
+
+
+@torch.library.custom_op("weft::swiglu_both", mutates_args=("seen",))
+def swiglu_both(gate: Tensor, up: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """silu(gate) · up · scale in fp8, by rows and by columns."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = _made(gate, dtype)
+    _launch(weft_swiglu_both, gate, dtype, gate, up, scale, *out, seen)
+    return out
+
+
+@torch.library.custom_op("weft::swiglu_back_both", mutates_args=("seen_gate", "seen_up"))
+def swiglu_back_both(
+    gate: Tensor, up: Tensor, grad: Tensor, scale_gate: Tensor, scale_up: Tensor, seen_gate: Tensor, seen_up: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of both factors of SwiGLU in fp8, each by rows and by columns."""
+    gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
+    of_gate, of_up = _made(gate, dtype), _made(gate, dtype)
+    _launch(
+        weft_swiglu_back_both, gate, dtype, gate, up, grad, scale_gate, scale_up, *of_gate, *of_up, seen_gate, seen_up
+    )
+    return *of_gate, *of_up
+
+
+@cast_both.register_fake
+def _(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _made(x, dtype)
+
+
+@swiglu_both.register_fake
+def _(gate: Tensor, up: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _made(gate, dtype)
+
+
+@swiglu_back_both.register_fake
+def _(
+    gate: Tensor, up: Tensor, grad: Tensor, scale_gate: Tensor, scale_up: Tensor, seen_gate: Tensor, seen_up: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return *_made(gate, dtype), *_made(gate, dtype)

@@ -1,0 +1,162 @@
+"""Expert parallelism: each rank of ep holds some of the experts, and only routed tokens travel.
+
+ep is laid over dp_shard × cp × tp (mesh.FOLDED), so attention and experts are cut in different ways on the same ranks:
+
+    tokens of this rank ─ sorted by expert ─▶ all-to-all ─▶ its experts ─▶ all-to-all ─▶ weighted and summed
+                                              └ meanwhile, the shared experts
+
+Each rank routes its own tokens: those that dp and cp give it, and of those that the ranks of tp share a part. Counts go
+ahead of the tokens. The host must know them before it can ask for the all-to-all, so on a GPU it waits once a layer and
+pass for them; without ep it never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from weft.comm import Axis, join_along, split_along
+from weft.comm.algorithms import Start
+from weft.comm.exchange import Trip
+from weft.mesh import Mesh
+from weft.models.experts import ExpertParts, MixtureOfExperts, Spread, Stack
+from weft.models.grouped import dispatch
+from weft.parallel.data import shard
+from weft.plan.layout import Plan
+
+SEQ = 1  # activations are [batch, seq, dim]
+NOWHERE = 2**62  # the place of a token that only fills up
+
+
+class Spreading(Spread):
+    """Tokens cut over tp and cp, experts over ep; each of the axes may be missing."""
+
+    def __init__(self, tp: Axis | None, sequence: bool, cp: Axis | None, ep: Axis | None):
+        self.tp, self.sequence, self.cp, self.ep = tp, sequence, cp, ep
+
+    def enter(self, x: Tensor) -> Tensor:
+        if self.tp is None or self.sequence:
+            return x
+        return split_along(F.pad(x, (0, 0, 0, -x.shape[SEQ] % self.tp.size)), self.tp, SEQ)
+
+    def leave(self, y: Tensor, length: int) -> Tensor:
+        if self.tp is None or self.sequence:
+            return y
+        return join_along(y, self.tp, SEQ)[:, :length]
+
+    def rows(self, rows: Tensor) -> Tensor:
+        if self.tp is None:
+            return rows
+        return self.tp.narrow(F.pad(rows, (0, -len(rows) % self.tp.size), value=NOWHERE), 0)
+
+    def total(self, counts: Tensor) -> Tensor:
+        for axis in (self.tp, self.cp):
+            if axis is not None:
+                axis.all_reduce(counts)
+        return counts
+
+    def whole(self, chosen: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, slice]:
+        size, place = len(rows), 0
+        for axis in (self.tp, self.cp):
+            if axis is not None:
+                place += axis.rank * len(rows)
+                chosen, rows = axis.all_gather(chosen, SEQ), axis.all_gather(rows, 0)
+        return chosen, rows, slice(place, place + size)
+
+    def carry(
+        self, experts: nn.Module, x: Tensor, counts: Tensor, meanwhile: Callable[[], Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.ep is None:
+            return super().carry(experts, x, counts, meanwhile)
+        leaving = counts.view(self.ep.size, -1)  # [ranks, experts of each]
+        coming = self.ep.swap(leaving)
+        send, receive = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
+        there, back = Trip(self.ep, send, receive), Trip(self.ep, receive, send)
+        routed = sum(send)
+        on_the_way = there.start(x[:routed])
+        always = meanwhile()
+        order, inverse = by_expert(coming, sum(receive))
+        rows = dispatch(there.wait(on_the_way), order, inverse)
+        y = back.go(dispatch(experts(rows, coming.sum(0)), inverse, order))
+        return (y if routed == len(x) else F.pad(y, (0, 0, 0, len(x) - routed))), always
+
+
+def by_expert(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """The order that brings rows sorted by rank, and then by expert, into that of experts; and the way back."""
+    ranks, experts = counts.shape
+    numbers = torch.arange(experts, device=counts.device).repeat(ranks)
+    order = torch.argsort(torch.repeat_interleave(numbers, counts.flatten(), output_size=total), stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(total, device=counts.device)
+    return order, inverse
+
+
+def stacks(modules: list[tuple[str, nn.Module]]) -> list[Stack]:
+    """The experts' weights among some modules."""
+    return [m for _, m in modules if isinstance(m, Stack)]
+
+
+def keep_own(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
+    """Of experts that have no values yet, keep those of this rank: no rank ever holds the others."""
+    if (ep := mesh.axis("ep")) is None:
+        return
+    for stack in stacks(modules):
+        count, *shape = stack.weight.shape
+        stack.first = ep.rank * (count // ep.size)
+        own = torch.empty(count // ep.size, *shape, device=stack.weight.device)
+        stack.weight = nn.Parameter(own, requires_grad=stack.weight.requires_grad)
+
+
+def dress(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
+    """Let the weights know which experts they are of how many."""
+    if mesh.axis("ep") is None:
+        return
+    assert mesh.folded is not None
+    for stack in stacks(modules):
+        stack.weight = nn.Parameter(
+            DTensor.from_local(stack.weight.detach(), mesh.folded["ep"], [Shard(0)], run_check=False),
+            requires_grad=stack.weight.requires_grad,
+        )
+
+
+def spread_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, sequence: bool) -> None:
+    """Let mixtures of experts reach over the ranks of tp, cp and ep."""
+    axes = {name: mesh.axis(name) for name in ("tp", "cp", "ep")}
+    for _, module in modules:
+        if isinstance(module, MixtureOfExperts):
+            module.spread = Spreading(axes["tp"], sequence, axes["cp"], axes["ep"])
+
+
+def shard_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None:
+    """Cut the experts of a rank further, over the ranks that hold the same ones."""
+    if mesh.axis("ep") is None:
+        return
+    assert mesh.folded is not None
+    rest = mesh.folded["dp_replicate", "ep_shard"] if plan.dp_replicate > 1 else mesh.folded["ep_shard"]
+    parts = mesh.folded["ep_shard"].size()
+    for _, module in modules:
+        if isinstance(module, ExpertParts):
+            # FSDP2 wants equal parts, but along the first dim
+            shard(
+                module, rest, plan.zero, dtype, lambda p: Shard(next((d for d in (1, 2) if p.shape[d] % parts == 0), 0))
+            )
+
+
+def experts_apart(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], Start | None]:
+    """Without shards: the weights whose copies are on other ranks than the rest's, and how those are summed."""
+    if mesh.axis("ep") is None:
+        return frozenset(), None
+    names = frozenset(f"{n}.weight" for n, m in model.named_modules() if isinstance(m, Stack))
+    axis = mesh.axis("expert_replicate")
+    return names, axis.start_all_reduce if axis is not None else None
+
+
+def compile_around(modules: list[tuple[str, nn.Module]]) -> None:
+    """What is compiled stops where tokens are sorted: how many go where is another number in every step."""
+    for _, module in modules:
+        if isinstance(module, MixtureOfExperts):
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
