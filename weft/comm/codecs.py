@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from weft.job.compression import Compression
@@ -215,7 +216,7 @@ class Largest:
         n = x.shape[1]
         size = x.abs()
         k = self._count(n)
-        if self.times:
+        if self.times and not isinstance(x, FakeTensor):  # a dry run has no numbers to count
             limit = self.times * x.square().mean(1, keepdim=True).sqrt()
             k = agree(max(1, int(((size >= limit) & (limit > 0)).sum(1).max())))
         places = size.topk(k, 1, sorted=False).indices
@@ -270,7 +271,7 @@ _WAYS: dict[str, Callable[[float], Way]] = {
     "int8": lambda _: Way(Integers(8, 256, feedback=False)),
     "int4": lambda _: Way(Integers(4, 128, feedback=True)),
     "topk": lambda share: Way(Largest(share=share)),
-    "threshold": lambda times: Way(Largest(times=times)),
+    "threshold": lambda times: Way(Largest(math.erfc(times / math.sqrt(2)), times)),  # that many, were they normal
     "powersgd": lambda _: Way(None),
     "onebit": lambda _: Way(Signs()),
 }

@@ -41,7 +41,10 @@ def parallelize(
     says that the optimizer reads `leaves`, so gradients need not be brought to the masters where nothing is summed.
     """
     pp = mesh.axis("pp")
-    beside = Beside(mesh.device, at_once=joint_axis(plan) == "cp") if compresses(plan, mesh) else None
+    beside = None
+    if (axis := mesh.axis(joint_axis(plan))) is not None and plan.compression != "none":
+        # cp's own messages go through its group meanwhile; peers that do not exist have nothing to do meanwhile
+        beside = Beside(mesh.device, at_once=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
     again = chosen(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
     load = ExpertLoad(model, mesh.device, mesh.everyone)
@@ -120,11 +123,6 @@ def weave(
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
     frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
     return Woven(model, data, tp, partial, frozen, aliases, DelayedScales(model, mesh))
-
-
-def compresses(plan: Plan, mesh: Mesh) -> bool:
-    """Whether gradients are summed over some axis and travel compressed."""
-    return plan.compression != "none" and mesh.axis(joint_axis(plan)) is not None
 
 
 def compressor_of(

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 from weft.job.schema import Job
+from weft.plan.compressed import replica_bytes, shard_bytes
 from weft.plan.context import context_bytes
 from weft.plan.layout import Plan
 from weft.plan.schedule import Schedule, make_schedule
@@ -119,7 +120,7 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
         if plan.dp_shard > 1:
             _shards(plan, pieces, held, out)
         elif plan.dp_replicate * plan.cp > 1:
-            out[joint]["all_reduce"] += FLOAT * sum(-(-p.whole // ALIGN) * ALIGN for p in pieces)
+            out[joint].update(replica_bytes(plan, pieces, plan.dp_replicate * plan.cp))
         if plan.tp > 1:
             add = _mlp_tp if job.model.family == "mlp" else _transformer_tp
             add(job, plan, stage, out["tp"])
@@ -145,13 +146,12 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
 
 def _shards(plan: Plan, pieces: list[Piece], held: bool, out: dict[str, Counter[str]]) -> None:
     """FSDP2's: weights are gathered in the compute dtype, gradients summed and cut in fp32, copies' once a step."""
-    padded, ways, joint = sum(p.padded for p in pieces), shards_of(plan), joint_axis(plan)
+    ways, joint = shards_of(plan), joint_axis(plan)
     gathers = 2 * plan.accumulation if plan.zero == 3 and not held else 1
     scatters = 1 if plan.zero == 1 or held else plan.accumulation
-    out[joint]["all_gather"] += gathers * padded * ways * width(plan)
-    out[joint]["reduce_scatter"] += scatters * padded * ways * FLOAT
-    if plan.dp_replicate > 1:
-        out["dp_replicate"]["all_reduce"] += padded * FLOAT
+    cut, across = shard_bytes(plan, pieces, ways, (gathers, scatters), width(plan))
+    out[joint].update(cut)
+    out["dp_replicate"].update(across)
 
 
 def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
