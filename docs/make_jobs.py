@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from weft.hardware.catalog import DEVICES, NETWORKS
-from weft.job.schema import Data, Experts, Failures, Group, Job, Level, Model, RopeScaling
+from weft.job.schema import Data, Experts, Failures, Group, Job, Level, Model, RopeScaling, Sync
 from weft.job.shapes import ALIASES, SHAPES, resolve
 from weft.plan.counts import count_parameters
 from weft.plan.explain import human
@@ -112,7 +112,7 @@ def page() -> str:
     parts.append("\n".join(plain) + "\n")
     inner: list[tuple[str, str, type[BaseModel]]] = [
         ("model", "rope_scaling", RopeScaling), ("model", "experts", Experts), ("cluster", "levels", Level),
-        ("cluster", "also", Group), ("cluster", "failures", Failures),
+        ("cluster", "also", Group), ("cluster", "failures", Failures), ("train", "sync", Sync),
     ]  # fmt: skip
     for parent, name, part in reversed(inner):
         at = [n for n, _ in sections].index(parent) + 1

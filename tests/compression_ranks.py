@@ -78,7 +78,6 @@ def journey(
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
         found_now = wholes({n: x.grad for n, x in woven.leaves.items() if x.grad is not None})
         gradients = {n: g / (grads.scale / grads.nominal) for n, g in found_now.items()}
-        owing = _owed(stepper)
         taken.append(stepper.update(grads, stepper.learning_rate())[1])
         owed_after.append(_owed(stepper))
     if folder:
@@ -87,7 +86,7 @@ def journey(
     if steps:
         join_stages(gradients, mesh)
     return {
-        "opened": opened, "gradients": gradients, "owing": owing if steps else {}, "owed_after": owed_after,
+        "opened": opened, "gradients": gradients, "owed_after": owed_after,
         "taken": taken, "bits": bits, "ways": [c.way for k in woven.compressors for c in k.channels],
     }  # fmt: skip
 

@@ -105,6 +105,15 @@ def observe(job: Job, steps: int, file: str, scale: float | None = None, count: 
     return Seen({n: _piece(m, mesh) for n, m in masters.items()}, collectives, scales, taken)
 
 
+def waited(job: Job, steps: int) -> tuple[int, dict[str, float]]:
+    """How many collectives this rank entered, and how long it waited on each axis."""
+    _, _, mesh, stepper, loader = begin(job)
+    for _, batches in zip(range(steps), loader, strict=False):
+        stepper.update(stepper.gradients(batches), stepper.learning_rate())
+    mesh.barrier()
+    return mesh.meter.number, mesh.meter.waited
+
+
 def move(job: Job, folder: str, train: int, file: str) -> int | None:
     """Open the newest checkpoint of a folder, if it has one; train; save. Leaves (state as opened, state as saved)."""
     job, plan, mesh, stepper, _ = begin(job)

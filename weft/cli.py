@@ -62,6 +62,12 @@ def train(
     overrides: Overrides = None,
     nproc: Nproc = None,
     fresh: Annotated[bool, typer.Option(help="Set an earlier run of this name aside and start from step 0.")] = False,
+    resilient: Annotated[
+        bool | None,
+        typer.Option(
+            help="Replace ranks that are lost and go on. Left out: with more than one rank.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Train a job. Started again, it resumes; started by torchrun or mpirun, it joins."""
     from weft.hardware.world import adopt
@@ -71,7 +77,7 @@ def train(
     described = load_job(job, overrides or ())
     if adopt():
         raise typer.Exit(join(described, say=_say))
-    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, say=_say))
+    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, say=_say))
 
 
 @app.command()
@@ -154,6 +160,35 @@ def prove(
     from weft.train.prove_view import run_and_show
 
     raise typer.Exit(run_and_show(load_job(job, overrides or ()), layouts or [], steps, shrink, as_json))
+
+
+@app.command()
+def chaos(
+    job: JobArg,
+    overrides: Overrides = None,
+    faults: Annotated[
+        str, typer.Option(help="Such as kill:3,stop@1,nan (KIND[:COUNT][@RANK]), random:10, or all.")
+    ] = "random:5",
+    seed: Annotated[int, typer.Option(help="Another seed: other ranks, other moments.")] = 0,
+    nproc: Nproc = None,
+    every: Annotated[
+        float | None, typer.Option(min=1, help="Strike at about this many seconds' distance until the run ends.")
+    ] = None,
+    compare: Annotated[bool, typer.Option(help="Run undisturbed first, and compare every bit of the weights.")] = True,
+    restart: Annotated[bool, typer.Option("--restart", help="Start the run again however it ended.")] = False,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds without a step until the run is given up.")] = 300.0,
+    as_json: AsJson = False,
+) -> None:
+    """Rehearse: put faults into a real local run, and account for what they cost. Exit code 1 if anything was lost."""
+    from weft.job.load import load_job
+    from weft.train.chaos_conductor import Rehearsal
+    from weft.train.chaos_view import run_and_show
+
+    described = load_job(job, overrides or ())
+    asked = Rehearsal(
+        described, nproc, faults, seed, every_s=every, compare=compare, restart=restart, patience_s=patience
+    )
+    raise typer.Exit(run_and_show(asked, as_json))
 
 
 @app.command()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.comm import Axis, mpi
+from weft.comm import Axis, Meter, mpi
 from weft.hardware.network import name_interface
 from weft.hardware.world import standing, under_mpi
 from weft.job.errors import MachineError
@@ -29,11 +29,10 @@ FOLDED = ("pp", "dp_replicate", "ep_shard", "ep")
 
 
 def joint_axis(plan: Plan) -> str:
-    """The axis over which gradients are summed; under shards the one over which weights are cut."""
-    data = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
-    if plan.cp == 1:
-        return data
-    return "cp" if plan.dp == 1 else f"{data}_cp"
+    """The axis over which gradients are summed; under shards the one over which weights are cut. Replicas that train
+    alone sum none between them."""
+    data = "dp_shard" if plan.dp_shard > 1 else "" if plan.alone or plan.dp == 1 else "dp_replicate"
+    return data if plan.cp == 1 else f"{data}_cp" if data else "cp"
 
 
 @dataclass
@@ -54,8 +53,17 @@ class Mesh:
     coords: dict[str, int] = field(default_factory=dict)
     joined: DeviceMesh | None = None
     """The mesh of the joint axis."""
+    meter: Meter = field(default_factory=Meter)
+    """Where this rank waits for others."""
+
+    def every_axis(self) -> list[Axis]:
+        """The named axes and everyone."""
+        return [*self.axes.values(), *([self.everyone] if self.everyone else [])]
+
     folded: DeviceMesh | None = None
     """The same ranks as the experts see them (FOLDED), where ep cuts these."""
+    store: dist.Store | None = None
+    """Where the ranks met."""
 
     def axis(self, name: str) -> Axis | None:
         """The axis, or None where it has one rank and there is nothing to say."""
@@ -87,12 +95,14 @@ class Mesh:
         if self.everyone is None:
             return [value]
         out: list[object] = [None] * self.world
-        dist.all_gather_object(out, value, group=self.host_group)
+        with self.meter.inside("everyone", "all_gather_object"):
+            dist.all_gather_object(out, value, group=self.host_group)
         return out
 
     def barrier(self) -> None:
         if self.everyone is not None:
-            dist.barrier(group=self.host_group)
+            with self.meter.inside("everyone", "barrier"):
+                dist.barrier(group=self.host_group)
 
     def close(self) -> None:
         if self.everyone is not None:
@@ -115,8 +125,8 @@ def local_device(plan: Plan, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
-    """Join the ranks of a plan.
+def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = None) -> Mesh:
+    """Join the ranks of a plan, at a store if one is given.
 
     Who started us says who we are (weft.hardware.world). The ranks meet in the file WEFT_STORE where it is given (one
     machine: no port to race for), else at MASTER_ADDR:MASTER_PORT, else through MPI.
@@ -136,10 +146,12 @@ def connect(plan: Plan, timeout_s: float = 600.0) -> Mesh:
         if not under_mpi():
             raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
         mpi.register()
-    store, (backend, host_backend) = _meeting(timeout), BACKENDS[plan.backend]
+    store, (backend, host_backend) = store or _meeting(timeout), BACKENDS[plan.backend]
     dist.init_process_group(backend, store=store, rank=here.rank if store else -1,
                             world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
-    return mesh_of(plan, device, timeout, host_backend)
+    mesh = mesh_of(plan, device, timeout, host_backend)
+    mesh.store = store  # torch keeps only the half of it that is not Python
+    return mesh
 
 
 BACKENDS: dict[str, tuple[str, str]] = {
@@ -169,28 +181,40 @@ def pretend(plan: Plan, rank: int) -> Mesh:
     return mesh_of(plan, device, datetime.timedelta(seconds=60), host_backend="fake")
 
 
+def ranks_of_a_node(plan: Plan) -> int:
+    """Ranks lie on nodes in order, as many on each as its starter put there, or as the plan says if that is fewer."""
+    here = standing()
+    started = here.local_world if here.world == plan.world else plan.world
+    return max(1, min(plan.world // plan.nodes, started))
+
+
+def axis_of(name: str, group: dist.ProcessGroup | None, per_node: int, meter: Meter) -> Axis:
+    """A group of ranks as an axis that knows which of its ranks share a node."""
+    assert group is not None
+    nodes = tuple(r // per_node for r in dist.get_process_group_ranks(group))
+    between = nodes if len(set(nodes)) > 1 else ()
+    return Axis(name, group, len(nodes), dist.get_rank(group), nodes=between, meter=meter)
+
+
 def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_backend: str = "gloo") -> Mesh:
     """The mesh of a plan over a default process group that exists already."""
     rank, world = dist.get_rank(), dist.get_world_size()
     wide = {name: degree for name, degree in plan.axes.items() if degree > 1}
     device_mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
     coords = dict(zip(wide, device_mesh.get_coordinate() or (), strict=True))
-    axes = {n: Axis(n, device_mesh.get_group(n), degree, coords[n]) for n, degree in wide.items()}
-    everyone = Axis("everyone", dist.group.WORLD, world, rank)  # type: ignore[arg-type]
+    per_node, meter = ranks_of_a_node(plan), Meter()
+    axes = {n: axis_of(n, device_mesh.get_group(n), per_node, meter) for n in wide}
+    everyone = axis_of("everyone", dist.group.WORLD, per_node, meter)
     joined = None
     if (joint := joint_axis(plan)) in JOINT:
         joined = device_mesh[JOINT[joint]]._flatten(joint)
-        axes[joint] = Axis(joint, joined.get_group(), joined.size(), joined.get_local_rank())
+        axes[joint] = axis_of(joint, joined.get_group(), per_node, meter)
     folded = None
     if plan.ep > 1:
         shape = (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp // plan.ep, plan.ep)
         folded = init_device_mesh(device.type, shape, mesh_dim_names=FOLDED)
-        for name in ("ep_shard", "ep"):
-            if (part := folded[name]).size() > 1:
-                axes[name] = Axis(name, part.get_group(), part.size(), part.get_local_rank())
-        if (copies := folded["dp_replicate", "ep_shard"]._flatten("expert_replicate")).size() > 1:
-            axes["expert_replicate"] = Axis(
-                "expert_replicate", copies.get_group(), copies.size(), copies.get_local_rank()
-            )
+        parts = {name: folded[name] for name in ("ep_shard", "ep")}
+        parts["expert_replicate"] = folded["dp_replicate", "ep_shard"]._flatten("expert_replicate")
+        axes |= {n: axis_of(n, part.get_group(), per_node, meter) for n, part in parts.items() if part.size() > 1}
     host_group, disk_group = (dist.new_group(backend=host_backend, timeout=timeout) for _ in range(2))
-    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, folded)
+    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, meter, folded)

@@ -95,6 +95,14 @@ def test_extremes(name: str) -> None:
     assert torch.allclose(sum_of(c, c.encode(large, dice, alone), 300).max(), torch.tensor(1.2e38), rtol=0.02)
 
 
+def test_few_of_many_are_the_largest() -> None:
+    for seed, x in enumerate([draw(5, 2, 70_000, 1.0), torch.ones(1, 70_000), draw(6, 1, 70_000, 1.0).pow(5)]):
+        back = codec("topk:0.01").decode(codec("topk:0.01").encode(x, Dice(seed, x.device), alone), 70_000)
+        for row, got in zip(x, back, strict=True):
+            assert int(got.count_nonzero()) == 700
+            assert float(row[got != 0].abs().min()) >= float(row[got == 0].abs().max())
+
+
 def test_rounded_to_the_nearest_it_is_the_same_each_time() -> None:
     weights = way_of(parse_compression("topk")).weights
     assert weights is not None

@@ -10,7 +10,7 @@ from command import Started, run_of, write_job
 
 from weft.job.errors import Exit
 from weft.job.run import RunDir
-from weft.launch.local import AT_ONCE, _say_why
+from weft.launch.local import AT_ONCE, say_why
 
 
 def test_the_third_interrupt_ends_a_run_that_does_not_answer(tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ def test_a_reason_that_cannot_be_read_is_no_reason(tmp_path: Path, left: str | N
     else:
         path.write_text(left, encoding="utf-8")
     said: list[str] = []
-    assert _say_why(run, [3], 0, [], said.append) == Exit.DIFFERS
+    assert say_why(run, [3], 0, [], said.append) == Exit.DIFFERS
     assert said == [f"rank 0 ended with code 3 and left no reason; log: {run.logs / 'rank-0.log'}"]
     said.clear()
-    assert _say_why(run, [-signal.SIGKILL], 0, [], said.append) == Exit.DIFFERS
+    assert say_why(run, [-signal.SIGKILL], 0, [], said.append) == Exit.DIFFERS
     assert said[0].startswith("rank 0 was killed by SIGKILL; if nobody sent it, memory may have run out")

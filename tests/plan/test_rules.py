@@ -95,7 +95,8 @@ def refused(world: int | None = None, **job: Any) -> str:
         (2, {"memory": {"offload": "activations", "recompute": "none"}},
          "memory.recompute=none has no say beside memory.offload=activations, which computes most of a block again by "
          "itself; recompute=auto would work"),
-        (2, {"parallel": {"ep": 2}}, "parallel.ep=2 can be planned but not trained yet; ep=1 would work"),
+        (2, {"parallel": {"ep": 2}},
+         "parallel.ep=2 cuts experts, and the model has none; ep=1 would work, or a model.experts"),
         (2, {"precision": "fp8", "cluster": {"device": "a100", "devices_per_node": 2}},
          "precision=fp8 needs fp8 products, which a100-sxm-80gb does not have; precision=bf16 would work"),
         (2, {"precision": "fp8", "model": {**SMALL, "dim": 16, "ffn": 24}, "parallel": {"tp": 2}},

@@ -57,7 +57,8 @@ def undisturbed(folder: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def killed(folder: Path, undisturbed: dict[int, float]) -> tuple[Said, Said]:
-    """The same run, first its launcher and then one of its ranks killed without warning, then left to finish."""
+    """The same run, first its launcher and then, with nobody to replace it, one of its ranks killed without warning,
+    then left to finish."""
     run, chance = run_of(folder, "killed"), random.Random(7)
     moments = chance.randint(6, 18), chance.randint(24, 38)
     first = Started(folder, "train", "job.yaml", "name=killed")
@@ -65,7 +66,7 @@ def killed(folder: Path, undisturbed: dict[int, float]) -> tuple[Said, Said]:
     ranks = first.ranks()
     first.process.send_signal(signal.SIGKILL)
     assert first.end().code == -signal.SIGKILL
-    second = Started(folder, "train", "job.yaml", "name=killed")
+    second = Started(folder, "train", "job.yaml", "name=killed", "--no-resilient")
     second.wait_for(lambda: step_of(run) >= moments[1])
     assert not any(rank.is_running() for rank in ranks)
     second.ranks()[1].send_signal(signal.SIGKILL)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from weft.comm.meter import Meter
+from weft.comm.spans import Spans
 
 # torch 2.13 renamed both and warns of the old names
 native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,7 +51,7 @@ class Exchange:
 
 @dataclass
 class Waiting:
-    """A collective under way on an axis that is timed."""
+    """A collective under way: whoever waits for it is seen to."""
 
     work: dist.Work
     clock: AbstractContextManager[None]
@@ -65,6 +68,8 @@ class Tally:
     calls: int
     bytes: int
     seconds: float
+    between: int = 0
+    """Of the bytes, those that go to another node."""
 
 
 @dataclass
@@ -74,6 +79,9 @@ class Axis:
     A rank that only receives from a root counts the call and no bytes. `seconds` counts how long this rank waited, once
     `timed` is set: until then no clock is read and no device is waited for. A collective made by hand of messages
     (weft.comm.algorithms) counts as the messages that it sends.
+
+    `between` counts the bytes that go to other nodes. A message goes where it is addressed; a collective of the backend
+    counts as a ring through the ranks in order, in which each hands everything to the next.
     """
 
     name: str
@@ -84,31 +92,67 @@ class Axis:
     bytes: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     timed: bool = False
+    nodes: tuple[int, ...] = ()
+    """The node of each rank of the axis; empty where all share one."""
+    between: Counter[str] = field(default_factory=Counter)
+    spans: Spans | None = None
+    """Notes of a step that is watched more closely."""
+    meter: Meter = field(default_factory=Meter, repr=False)
+    """The mesh's: where this rank waits now, and how long it has waited."""
 
-    def count(self, what: str, tensor: Tensor, share: float = 1) -> None:
-        """Note a message of which this rank hands over a share."""
+    def count(self, what: str, tensor: Tensor, share: float = 1, to: int | None = None) -> None:
+        """Note a message of which this rank hands over a share, to one rank or around the ring."""
         self.calls[what] += 1
-        self.bytes[what] += round(tensor.numel() * tensor.element_size() * share)
+        self.add(what, round(tensor.numel() * tensor.element_size() * share), to)
+
+    def add(self, what: str, size: int, to: int | None = None) -> None:
+        """Count bytes that are handed over."""
+        self.bytes[what] += size
+        leaves = bool(self.nodes) and self.nodes[(self.rank + 1) % self.size if to is None else to] != self.node
+        if leaves:
+            self.between[what] += size
+        if self.spans is not None:
+            self.spans.note(size, size if leaves else 0)
+
+    @property
+    def node(self) -> int:
+        """This rank's."""
+        return self.nodes[self.rank] if self.nodes else 0
 
     def read(self) -> dict[str, Tally]:
         """What was counted so far, by collective."""
-        return {what: Tally(n, self.bytes[what], self.seconds.get(what, 0.0)) for what, n in self.calls.items()}
+        return {
+            what: Tally(n, self.bytes[what], self.seconds.get(what, 0.0), self.between[what])
+            for what, n in self.calls.items()
+        }
 
     def reset(self) -> None:
         """Count from zero again."""
         self.calls.clear()
         self.bytes.clear()
+        self.between.clear()
         self.seconds.clear()
 
     def _clock(self, what: str, tensor: Tensor) -> AbstractContextManager[None]:
-        return self._watch(what, tensor.device) if self.timed else nullcontext()
+        if self.timed:
+            return self._watch(what, tensor.device)
+        inside = self.meter.inside(self.name, what)
+        return inside if self.spans is None else self._noted(inside, self.spans.call())
+
+    @contextmanager
+    def _noted(self, *notes: AbstractContextManager[None]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for note in notes:
+                stack.enter_context(note)
+            yield
 
     @contextmanager
     def _watch(self, what: str, device: torch.device) -> Iterator[None]:
         began = time.perf_counter()
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        with self.meter.inside(self.name, what):
+            yield
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
 
     def _by_host(self, tensor: Tensor) -> bool:
@@ -127,7 +171,10 @@ class Axis:
         self.count("all_reduce", tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
-        return Waiting(work, self._clock("all_reduce", tensor)) if self.timed else work
+        if self.timed:
+            return Waiting(work, self._clock("all_reduce", tensor))
+        followed = work if self.spans is None else self.spans.follow(work)
+        return Waiting(followed, self.meter.inside(self.name, "all_reduce"))
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The pieces of all ranks, joined along dim."""
@@ -151,7 +198,9 @@ class Axis:
         """Hand pieces[i] to the i-th of `peers`, of which this rank is one, and get its piece for us: [peers, ...]."""
         pieces = pieces.contiguous()
         self.calls["all_to_all"] += 1
-        self.bytes["all_to_all"] += pieces[1:].numel() * pieces.element_size()  # its own piece stays
+        for peer in peers:
+            if peer != self.rank:  # its own piece stays
+                self.add("all_to_all", pieces[0].numel() * pieces.element_size(), peer)
         splits = [int(r in peers) for r in range(self.size)]
         out = torch.empty_like(pieces)
         with self._clock("all_to_all", pieces):
@@ -188,7 +237,7 @@ class Axis:
 
     def reduce(self, tensor: Tensor, to: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor | None:
         """The sum over all ranks, on one of them; None on the others. The tensor itself stays as it was."""
-        self.count("reduce", tensor, float(self.rank != to))
+        self.count("reduce", tensor, float(self.rank != to), to)
         held = tensor.cpu() if self._by_host(tensor) else tensor
         held = held.clone(memory_format=torch.contiguous_format)
         with self._clock("reduce", tensor):
@@ -197,8 +246,10 @@ class Axis:
 
     def scatter(self, pieces: Tensor | None, out: Tensor, source: int) -> Tensor:
         """Give pieces[i], [ranks, ...], of one rank to the i-th; each gets its own in `out`."""
-        others = (self.size - 1.0) if self.rank == source else 0.0
-        self.count("scatter", out, others)
+        self.count("scatter", out, 0)
+        for other in range(self.size):
+            if self.rank == source != other:
+                self.add("scatter", out.numel() * out.element_size(), other)
         host = self._by_host(out)
         into = torch.empty_like(out, device="cpu" if host else None, memory_format=torch.contiguous_format)
         given = None
@@ -210,7 +261,7 @@ class Axis:
 
     def gather(self, tensor: Tensor, to: int) -> Tensor | None:
         """The tensors of all ranks on one of them, [ranks, ...]; None on the others."""
-        self.count("gather", tensor, float(self.rank != to))
+        self.count("gather", tensor, float(self.rank != to), to)
         held = (tensor.cpu() if self._by_host(tensor) else tensor).contiguous()
         out = held.new_empty((self.size, *held.shape)) if self.rank == to else None
         with self._clock("gather", tensor):
@@ -233,8 +284,8 @@ class Axis:
         host = any(t.is_cuda for _, t in (*sends, *receives)) and dist.get_backend(self.group) == "gloo"
         outgoing = [(to, (t.cpu() if host else t).contiguous()) for to, t in sends]
         incoming = [(of, torch.empty_like(t, device="cpu") if host else t) for of, t in receives]
-        for _, tensor in outgoing:
-            self.count("send", tensor)
+        for to, tensor in outgoing:
+            self.count("send", tensor, to=to)
         ops = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for to, t in outgoing]
         ops += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=of) for of, t in incoming]
         works = dist.batch_isend_irecv(ops) if ops else []
@@ -243,9 +294,9 @@ class Axis:
 
     def open(self) -> None:
         """Connect all ranks now: NCCL wants every rank in a group's first call, and an exchange may be of a few."""
-        dist.all_reduce(
-            torch.zeros(1, device="cuda" if "nccl" in dist.get_backend(self.group) else "cpu"), group=self.group
-        )
+        one = torch.zeros(1, device="cuda" if "nccl" in dist.get_backend(self.group) else "cpu")
+        with self.meter.inside(self.name, "open"):
+            dist.all_reduce(one, group=self.group)
 
     def narrow(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's piece along dim."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from weft.data.dataset import Dataset, Sample
 from weft.data.sampler import Ints, sample_index
+from weft.data.shares import Shares
 from weft.job.errors import JobError
 
 Batch = dict[str, torch.Tensor]
@@ -24,6 +26,7 @@ _CLOSE_SECONDS = 10.0
 
 class _Step(NamedTuple):
     number: int
+    shares: Shares
     ids: Ints
     indices: Ints
     batches: list[Batch]
@@ -32,9 +35,9 @@ class _Step(NamedTuple):
 class Loader:
     """Endless steps of training data, from start_step on; each is the list of this rank's microbatches.
 
-    Step s holds the G samples from k = s × G on, and rank r of R the r-th of R equal shares of them. Nothing depends on
-    what was read before. `start_sample` is the k of start_step where earlier steps had another G. `pin` leaves the
-    batches in memory that a GPU copies from by itself.
+    Step s holds the G samples from k = s × G on, and rank r of R the r-th of R shares of them, which are equal unless
+    `shares` is set to others. Nothing depends on what was read before. `start_sample` is the k of start_step where
+    earlier steps had another G. `pin` leaves the batches in memory that a GPU copies from by itself.
     """
 
     def __init__(
@@ -51,11 +54,16 @@ class Loader:
         start_sample: int | None = None,
         record: Path | None = None,
         pin: bool = False,
+        shares: Shares | None = None,
     ) -> None:
-        self._dataset, self._seed, self._global_batch, self._microbatch = dataset, seed, global_batch, microbatch
-        self._share = _share(global_batch, microbatch, dp_rank, dp_size)
-        shifted = 0 if start_sample is None else start_sample - start_step * global_batch
-        self._offset = shifted + dp_rank * self._share
+        self._dataset, self._seed, self._global_batch, self._dp_rank = dataset, seed, global_batch, dp_rank
+        if not 0 <= dp_rank < dp_size:
+            raise ValueError(f"no share for {dp_rank=} {dp_size=}")
+        self.shares = shares or Shares.even(global_batch, microbatch, dp_size)
+        """Who reads how much, from the next step that is handed out on; all ranks change it between the same steps."""
+        self.waited = 0.0
+        """Seconds in which nothing was ready."""
+        self._offset = 0 if start_sample is None else start_sample - start_step * global_batch
         self._prefetch, self._pin = prefetch, pin
         self._next_read = start_step
         self._record_path = record
@@ -70,7 +78,11 @@ class Loader:
         return self
 
     def __next__(self) -> list[Batch]:
+        began = time.perf_counter()
         step = self._take() if self._prefetch else self._read_now()
+        if step.shares != self.shares:  # it was read ahead, before they changed
+            step = self._read(step.number)
+        self.waited += time.perf_counter() - began
         if self._record_path is not None:
             self._write_record(self._record_path, step)
         return step.batches
@@ -136,16 +148,14 @@ class Loader:
                 self._changed.notify_all()
 
     def _read(self, step: int) -> _Step:
-        first = step * self._global_batch + self._offset
-        ids = np.arange(first, first + self._share, dtype=np.int64)
+        shares, rank = self.shares, self._dp_rank
+        first = step * self._global_batch + self._offset + shares.first(rank)
+        ids = np.arange(first, first + shares.counts[rank], dtype=np.int64)
         indices = sample_index(self._seed, ids, self._dataset.train_len)
-        batches = [
-            _stack([self._dataset.train(int(i)) for i in indices[part]], ids[part])
-            for part in _parts(self._share, self._microbatch)
-        ]
+        batches = read_samples(self._dataset, ids, indices, shares.slices(rank))
         if self._pin:
             batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
-        return _Step(step, ids, indices, batches)
+        return _Step(step, shares, ids, indices, batches)
 
     def _write_record(self, path: Path, step: _Step) -> None:
         if self._record is None:
@@ -156,6 +166,23 @@ class Loader:
         self._record.write(json.dumps(line).encode() + b"\n")
 
 
+def read_samples(dataset: Dataset, ids: Ints, indices: Ints, parts: list[slice]) -> list[Batch]:
+    """Some training samples, under these numbers, in microbatches."""
+    return [_stack([dataset.train(int(i)) for i in indices[part]], ids[part]) for part in parts]
+
+
+def read_share(
+    dataset: Dataset, *, seed: int, step: int, global_batch: int, microbatch: int, dp_rank: int, dp_size: int,
+    offset: int = 0,
+) -> list[Batch]:  # fmt: skip
+    """One of the equal shares of a step, in microbatches: what a Loader gives, without one. `offset` is the number of
+    samples read by earlier steps of other sizes, beyond what steps of this size would have read."""
+    shares = Shares.even(global_batch, microbatch, dp_size)
+    first = offset + step * global_batch + shares.first(dp_rank)
+    ids = np.arange(first, first + shares.counts[dp_rank], dtype=np.int64)
+    return read_samples(dataset, ids, sample_index(seed, ids, dataset.train_len), shares.slices(dp_rank))
+
+
 def val_batches(
     dataset: Dataset, *, global_batch: int, microbatch: int, dp_rank: int, dp_size: int, limit: int
 ) -> Iterator[list[Batch]]:
@@ -164,33 +191,18 @@ def val_batches(
     The last global batch is filled up with samples that count for nothing (id -1, valid false), so that every rank
     takes part in every collective.
     """
-    share = _share(global_batch, microbatch, dp_rank, dp_size)
-    length = dataset.val_len
+    shares, length = Shares.even(global_batch, microbatch, dp_size), dataset.val_len
+    share = shares.counts[dp_rank]
     for batch in range(min(limit, -(-length // global_batch))):
         ids = batch * global_batch + dp_rank * share + np.arange(share, dtype=np.int64)
         filler = _void(dataset.val(length - 1)) if ids[-1] >= length else {}
         samples = [dataset.val(int(i)) if i < length else filler for i in ids]
         ids = np.where(ids < length, ids, -1)
-        yield [_stack(samples[part], ids[part]) for part in _parts(share, microbatch)]
+        yield [_stack(samples[part], ids[part]) for part in shares.slices(dp_rank)]
 
 
 def _void(sample: Sample) -> Sample:
     return {**sample, "valid": np.zeros_like(sample["valid"])}
-
-
-def _share(global_batch: int, microbatch: int, dp_rank: int, dp_size: int) -> int:
-    if min(global_batch, microbatch, dp_size) < 1 or not 0 <= dp_rank < dp_size:
-        raise ValueError(f"no share for {global_batch=} {microbatch=} {dp_rank=} {dp_size=}")
-    if global_batch % dp_size:
-        near = max(global_batch // dp_size, 1) * dp_size
-        raise JobError(
-            f"train.global_batch {global_batch} does not divide among {dp_size} data-parallel ranks; {near} would"
-        )
-    return global_batch // dp_size
-
-
-def _parts(share: int, microbatch: int) -> list[slice]:
-    return [slice(start, min(start + microbatch, share)) for start in range(0, share, microbatch)]
 
 
 def _stack(samples: Sequence[Sample], ids: Ints) -> Batch:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +65,8 @@ def diagnose(cwd: str | os.PathLike[str] = ".") -> list[Check]:
         checks += check_gpus(machine, torch_build())
         checks += [check_shm(machine.shm_gib), check_disk(machine.disk_free_gib)]
     checks += [check_runs(where), check_compiler(), check_open_files(), check_loopback()]
+    if machine is not None:
+        checks.append(check_network())
     return checks
 
 
@@ -281,6 +283,25 @@ def check_loopback() -> Check:
         remedy = "ranks talk over TCP on 127.0.0.1: allow it in the firewall or sandbox, and bring up lo"
         return Check("loopback", "fail", f"cannot connect to 127.0.0.1: {error}", remedy)
     return Check("loopback", "ok", "127.0.0.1 binds and connects")
+
+
+def check_network(environ: Mapping[str, str] = os.environ) -> Check:
+    """Which interface ranks of several hosts would talk through, why, and what to set for another."""
+    from weft.hardware.network import GLOO, NCCL, choose, interfaces
+
+    found, chosen = [i for i in interfaces() if not i.loopback], choose(environ)
+    others = ", ".join(f"{i.name} {i.address}" for i in found if i.name != chosen.name)
+    another = f"; others: {others}, by {GLOO} and {NCCL}" if others else ""
+    if chosen.name is None:
+        if not found:
+            return Check("network", "ok", f"{chosen.why}")
+        remedy = f"for ranks on several hosts: export {GLOO}=NAME {NCCL}=NAME on every host, of {others}"
+        return Check("network", "warn", chosen.why, remedy)
+    if chosen.address is None:
+        names = ", ".join(i.name for i in interfaces())
+        return Check("network", "warn", f"{chosen.why}, but no interface of that name is up", f"use one of {names}")
+    detail = f"{chosen.name} {chosen.address} for ranks on several hosts: {chosen.why}{another}"
+    return Check("network", "ok", detail)
 
 
 def show(checks: Iterable[Check]) -> str:

@@ -79,12 +79,12 @@ def choose(environ: Mapping[str, str] = os.environ) -> Choice:
     """Which interface ranks of several hosts talk through: the one a person named, else the one that leads to the
     host where they meet (MASTER_ADDR), else the one of the default route, else the only real one."""
     found = interfaces()
-    named = environ.get(GLOO) or environ.get(NCCL)
-    if named:
-        variable = GLOO if environ.get(GLOO) else NCCL
-        first = named.lstrip("^=").split(",")[0]
-        match = next((i for i in found if i.name == first), None)
-        return Choice(first, match.address if match else None, f"{variable}={named} says so")
+    for variable in (GLOO, NCCL):
+        named = environ.get(variable, "")
+        if named and not named.startswith("^"):  # NCCL also takes ^docker0: any but this one
+            first = named.lstrip("=").split(",")[0]
+            match = next((i for i in found if i.name == first), None)
+            return Choice(first, match.address if match else None, f"{variable}={named} says so")
     by_address = {i.address: i for i in found}
     master = environ.get("MASTER_ADDR")
     if master:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import yaml
 
 from weft.job.errors import JobError
 from weft.job.schema import Job
+from weft.job.sync import expand
 
 
 class _Loader(yaml.SafeLoader):
@@ -96,6 +97,20 @@ def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
     return parse_job(apply_overrides(raw, overrides))
 
 
+_SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
+    "model": lambda text: {"module": text} if ":" in text else {"shape": text},
+    "train.sync": expand,
+}
+"""Sections that may be written as one word."""
+
+
+def _expanded(section: Callable[[str], dict[str, Any]], text: str, key: str) -> dict[str, Any]:
+    try:
+        return section(text)
+    except ValueError as error:
+        raise JobError(f"{key}={text!r}: {error}") from None
+
+
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Set section.key=value pairs on a raw job; values are read as YAML."""
     raw = dict(raw)
@@ -110,8 +125,8 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
             child = node.get(part)
             if child is None or child == "auto":
                 child = {}
-            elif isinstance(child, str) and parents[:i] == [] and part == "model":
-                child = {"module": child} if ":" in child else {"shape": child}
+            elif isinstance(child, str) and (section := _SHORT.get(".".join(parents[: i + 1]))):
+                child = _expanded(section, child, ".".join(parents[: i + 1]))
             elif not isinstance(child, dict):
                 raise JobError(f"{key}: {'.'.join(parents[: i + 1])} is {child!r}, which has no parts")
             node[part] = dict(child)

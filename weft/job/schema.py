@@ -8,11 +8,13 @@ from pydantic import Field, field_validator, model_validator
 
 from weft.job.cluster import Cluster, Failures, Group, Level
 from weft.job.compression import parse_compression
+from weft.job.resilience import Resilience
 from weft.job.section import Section
+from weft.job.sync import Sync
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
-    "Optim", "Parallel", "RopeScaling", "Section", "Train", "Watch",
+    "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "Train", "Watch",
 ]  # fmt: skip
 
 
@@ -188,6 +190,9 @@ class Train(Section):
     """Compile each block with torch.compile. auto does so on GPUs, for Weft's own models."""
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights; 0 keeps none. 0.999 is usual."""
+    sync: Sync = Sync()
+    """How often ranks that read different samples come together: step, local:8, diloco:50, server:async, server:sync,
+    federated, or a section of these."""
 
     @field_validator("microbatch", "accumulation")
     @classmethod
@@ -345,15 +350,33 @@ class Comm(Section):
     largest of them (topk:0.01, that share; threshold:3, those above so many times their root mean square), as matrices
     of a low rank (powersgd:4), as signs (onebit), or as the link asks (adaptive). Weights that dp_shard gathers travel
     in fp16, bf16 or int8 then."""
-    bucket_mb: float = Field(25.0, gt=0)
-    """Gradients of replicas are averaged in buckets of this size, while the backward pass goes on."""
+    compression_warmup: int | Literal["auto"] = "auto"
+    """Steps at the beginning in which topk, threshold, powersgd and onebit travel as int8, while gradients still turn
+    quickly. auto is a tenth of all steps, at most 1000."""
+    bucket_mb: float | Literal["auto"] = "auto"
+    """Gradients of replicas are summed in buckets of this size, while the backward pass goes on. auto weighs what a
+    message costs against what a byte does."""
     timeout_s: float = Field(600.0, gt=0)
     """A collective that takes longer ends the run and names the ranks that did not arrive."""
+
+    @field_validator("compression_warmup")
+    @classmethod
+    def _steps(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 0:
+            raise ValueError("must be a number of steps from 0 up, or auto")
+        return value
 
     @field_validator("compression")
     @classmethod
     def _known(cls, value: str) -> str:
         return str(parse_compression(value))
+
+    @field_validator("bucket_mb")
+    @classmethod
+    def _size(cls, value: float | str) -> float | str:
+        if isinstance(value, float) and value <= 0:
+            raise ValueError("must be more than 0, or auto")
+        return value
 
 
 class Checkpoint(Section):
@@ -376,6 +399,9 @@ class Watch(Section):
     """Steps between plain progress lines."""
     gantt_step: int = Field(5, ge=0)
     """The step of a pipelined run whose time line the report shows; 0 records none."""
+    comm_every: int = Field(10, ge=0)
+    """Steps between those whose communication is timed: its share of the step, what of it nothing hid, its speed. 0
+    times none."""
     trackers: list[str] = Field(default_factory=list)
     """Other programs that are told the metrics; metrics.jsonl is always written."""
 
@@ -415,6 +441,8 @@ class Job(Section):
     """Communication."""
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoints."""
+    resilience: Resilience = Resilience()
+    """What is done about faults."""
     watch: Watch = Watch()
     """Progress and metrics."""
     runs_dir: str = "runs"

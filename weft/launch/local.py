@@ -39,7 +39,7 @@ QUIET = (int(Exit.DONE), int(Exit.PREEMPTED), int(Exit.INTERRUPTED))
 def die_with_parent() -> None:
     """Ask Linux to end this process when its launcher is gone, however it went."""
     if sys.platform == "linux":
-        parent = os.getppid()
+        parent = int(os.environ.get("WEFT_LAUNCHER", os.getppid()))  # it may be gone already
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
@@ -66,6 +66,11 @@ def locked(run: RunDir, patience_s: float = 15.0) -> Iterator[int]:
         os.close(handle)
 
 
+def shared_memory() -> str | None:
+    """A folder whose files are memory, where the system has one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
+
+
 WORKER = ("weft.train.worker",)
 """The module that a rank runs; what follows it are arguments after the run's folder."""
 
@@ -75,11 +80,11 @@ def launch(run: RunDir, world: int, lock: int, say: Callable[[str], None], worke
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+    with tempfile.TemporaryDirectory(prefix="weft-", dir=shared_memory()) as folder:
         # a rank inherits the mask and lifts it when it can answer: no Ctrl-C is lost or shot at torch's import
         signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
         ranks: list[subprocess.Popen[bytes]] = []
-        with _forwarding(ranks) as interrupts:
+        with forwarding(ranks) as interrupts:
             for rank in range(world):
                 ranks.append(_start(run, rank, world, Path(folder) / "store", lock, worker))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
@@ -97,6 +102,8 @@ def _start(
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "WEFT_STORE": str(store),
+        "WEFT_MEMORY": str(store.parent),
+        "WEFT_LAUNCHER": str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
     }
     env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads once it knows its share
@@ -106,7 +113,7 @@ def _start(
 
 
 @contextlib.contextmanager
-def _forwarding(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+def forwarding(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
     """Pass signals on to every rank, and kill them at the third Ctrl-C; yields the list of them."""
     interrupts: list[int] = []
 
@@ -145,17 +152,17 @@ def _watch(run: RunDir, ranks: list[subprocess.Popen[bytes]], say: Callable[[str
     bad = [i for i, c in enumerate(codes) if c not in QUIET]
     if not bad:
         return max(codes)
-    return _say_why(run, codes, first if first is not None else bad[0], silent, say)
+    return say_why(run, codes, first if first is not None else bad[0], silent, say)
 
 
-def _say_why(run: RunDir, codes: list[int], first: int, silent: list[int], say: Callable[[str], None]) -> int:
+def say_why(run: RunDir, codes: list[int], first: int, silent: list[int], say: Callable[[str], None]) -> int:
     """The last lines of a failed run: which rank, where it stands, what it was doing, what to try.
 
     `silent` are the ranks that we ended ourselves since they did nothing more.
     """
-    causes = [cause for p in run.logs.glob("failure-*.json") if (cause := _read_cause(p))]
-    silent = [i for i in silent if not _left_reason(run, i)]
-    killed = [i for i, c in enumerate(codes) if c < 0 and not _left_reason(run, i)]
+    causes = [cause for p in run.logs.glob("failure-*.json") if (cause := read_cause(p))]
+    silent = [i for i in silent if not left_reason(run, i)]
+    killed = [i for i, c in enumerate(codes) if c < 0 and not left_reason(run, i)]
     told = sorted((c for c in causes if not c["echo"]), key=lambda c: c["time"])
     timeouts_only = told and all(c["code"] == Exit.HANG for c in told)
     if timeouts_only and silent and set(killed) <= set(silent):
@@ -189,7 +196,7 @@ def _say_silent(run: RunDir, waiter: dict[str, Any], silent: list[int], say: Cal
     return int(Exit.HANG)
 
 
-def _read_cause(path: Path) -> dict[str, Any] | None:
+def read_cause(path: Path) -> dict[str, Any] | None:
     """What a rank left behind; nothing if even that could not be written."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -202,5 +209,5 @@ def _who(cause: dict[str, Any]) -> str:
     return f"rank {cause['rank']} ({cause['position']})" if cause["position"] else f"rank {cause['rank']}"
 
 
-def _left_reason(run: RunDir, rank: int) -> bool:
-    return _read_cause(run.logs / f"failure-{rank}.json") is not None
+def left_reason(run: RunDir, rank: int) -> bool:
+    return read_cause(run.logs / f"failure-{rank}.json") is not None

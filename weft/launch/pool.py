@@ -105,8 +105,16 @@ def _serve(pipe: Connection) -> None:
         try:
             if dist.is_initialized():
                 dist.destroy_process_group()
+                forget_meshes()
         finally:
             pipe.send(answer)
+
+
+def forget_meshes() -> None:
+    """Let DTensor forget the groups of a run that has ended: to its caches a mesh of the same shape is the same."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def _portable(error: BaseException) -> BaseException | None:

@@ -4,8 +4,8 @@
       └▶ sorted by expert ─▶ one grouped product each ─▶ back in order, weighted and summed ─▶ y
 
 No token is dropped unless a capacity says so. The module knows nothing of how it is spread: what a layout changes is
-behind `Spread`. Auxiliary losses are sums over tokens, divided by the count of valid targets as the loss itself is; they
-enter the gradients where the weights leave the router, so no stage of a pipeline has to hand them on.
+behind `Spread`. Auxiliary losses are sums over tokens, divided by the count of valid targets as the loss itself is;
+they enter the gradients where the weights leave the router, so no stage of a pipeline has to hand them on.
 """
 
 from __future__ import annotations
@@ -117,6 +117,15 @@ class Routing(NamedTuple):
 class MixtureOfExperts(nn.Module):
     """Router, experts, and the experts that every token uses. Names: router, experts.{gate,up,down}, shared."""
 
+    bias: Tensor | None
+    """What is added to an expert's score when it is chosen, and learns from the load (balance bias)."""
+    past: Tensor | None
+    """Load of the step before, over an even share (aux_scope batch)."""
+    unit: Tensor
+    """The gradient of the loss as the backward pass begins with it; auxiliary losses begin with the same."""
+    tally: Tensor
+    """Since it was last read: tokens by expert, tokens dropped, and the sums of the two auxiliary losses."""
+
     def __init__(self, m: Model):
         super().__init__()
         e = m.experts
@@ -132,11 +141,8 @@ class MixtureOfExperts(nn.Module):
         self.register_buffer("bias", torch.zeros(e.count, device=here) if e.balance == "bias" else None)
         by_batch = self.aux_weight > 0 and e.aux_scope == "batch"
         self.register_buffer("past", torch.ones(e.count, device=here) if by_batch else None)
-        """Load of the step before, over an even share."""
         self.register_buffer("unit", torch.ones((), device=here), persistent=False)
-        """The gradient of the loss as the backward pass begins with it; auxiliary losses begin with the same."""
         self.register_buffer("tally", torch.zeros(e.count + 3, dtype=torch.float64, device=here), persistent=False)
-        """Since it was last read: tokens by expert, tokens dropped, and the sums of the two auxiliary losses."""
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
         rows = self.spread.rows(where.rows)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.pieces import Piece, local_of, piece_of
+from weft.optim.clip import passed
 
 BETA2_DECAY = -0.8
 LEAST_SCALE = 1e-3
@@ -25,8 +26,12 @@ class Adafactor(torch.optim.Optimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
+    found_inf: Tensor | None = None
+    """1 on the device where this step must change nothing."""
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        taken: float | Tensor = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         for group in self.param_groups:
             lr = group["lr"]
             params = [p for p in group["params"] if p.grad is not None]
@@ -37,18 +42,18 @@ class Adafactor(torch.optim.Optimizer):
             add_up([[s] for s in squares], pieces)
             for param, piece, found, square in zip(params, pieces, sums, squares, strict=True):
                 count = math.prod(piece.shape)
-                step = float(self.state[param]["step"])
-                scale = (found[0] / count).sqrt().clamp(min=LEAST_SCALE) * min(lr, step**-0.5)
+                young = self.state[param]["step"].double() ** -0.5
+                scale = (found[0] / count).sqrt().clamp(min=LEAST_SCALE) * young.clamp(max=lr).float() * taken
                 clipped = (square / count).sqrt().clamp(min=1.0)
                 weight = local_of(param)
-                weight.mul_(1 - lr * group["weight_decay"])
+                weight.mul_(1 - lr * group["weight_decay"] * taken)
                 weight.sub_(self._direction(param, piece) * (scale / clipped))
 
     def _sums(self, param: Tensor, piece: Piece) -> list[Tensor]:
         """This rank's part of the sums of squares: of the weight, and of the gradient's rows and columns."""
         out = [local_of(param).square().sum()]
         if param.dim() > 1:
-            square = local_of(_grad(param)).square()
+            square = self._grad(param).square()
             for dim in (-1, -2):
                 whole = square.new_zeros(_without(piece.shape, dim))
                 whole[_without_box(piece.box, dim)] = square.sum(dim, keepdim=True)
@@ -59,19 +64,25 @@ class Adafactor(torch.optim.Optimizer):
         """Take the gradient into the second moments; returns this rank's part of the direction's square."""
         state = self.state[param]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), device=param.device)
             if param.dim() > 1:
                 state["row_var"], state["col_var"] = torch.zeros_like(sums[1]), torch.zeros_like(sums[2])
             else:
                 state["variance"] = torch.zeros_like(param)
-        state["step"] += 1
-        share = float(state["step"]) ** BETA2_DECAY
+        taken: float | Tensor = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+        state["step"] += taken
+        share = (state["step"].double().clamp(min=1) ** BETA2_DECAY * taken).float()
         if param.dim() > 1:
             state["row_var"].lerp_(sums[1] / piece.shape[-1], share)
             state["col_var"].lerp_(sums[2] / piece.shape[-2], share)
         else:
-            local_of(state["variance"]).lerp_(local_of(_grad(param)).square(), share)
+            local_of(state["variance"]).lerp_(self._grad(param).square(), share)
         return self._direction(param, piece).square().sum()
+
+    def _grad(self, param: Tensor) -> Tensor:
+        """This rank's piece of the gradient."""
+        assert param.grad is not None
+        return passed(local_of(param.grad), self.found_inf)
 
     def _direction(self, param: Tensor, piece: Piece) -> Tensor:
         """The gradient over its expected size, here; made twice a step rather than kept."""
@@ -82,7 +93,7 @@ class Adafactor(torch.optim.Optimizer):
             variance = row * state["col_var"][_without_box(piece.box, -2)]
         else:
             variance = local_of(state["variance"])
-        return local_of(_grad(param)) * variance.clamp(min=eps * eps).rsqrt()
+        return self._grad(param) * variance.clamp(min=eps * eps).rsqrt()
 
 
 def add_up(parts: list[list[Tensor]], pieces: list[Piece]) -> None:
@@ -95,11 +106,6 @@ def add_up(parts: list[list[Tensor]], pieces: list[Piece]) -> None:
         flat = piece.sum(torch.cat([t.reshape(-1) for t in tensors]))
         for tensor, summed in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(summed.view_as(tensor))
-
-
-def _grad(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return param.grad
 
 
 def _without(shape: torch.Size, dim: int) -> list[int]:

@@ -20,10 +20,11 @@ class AdamW(torch.optim.AdamW):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
     @torch.no_grad()
-    def fused_step(self, grads: dict[int, Tensor], copies: dict[int, Tensor], factor: Tensor) -> None:
-        """Step on CUDA with gradients · factor. Both tables go by the id of the parameter."""
+    def fused_step(self, grads: dict[int, Tensor], copies: dict[int, Tensor], factor: Tensor, taken: Tensor) -> None:
+        """Step on CUDA with gradients · factor, unless `taken` is 0. Both tables go by the id of the parameter."""
         from weft.optim.kernels import adamw_, corrections_of
 
+        flag = taken.to(torch.int32)
         for group in self.param_groups:
             params = group["params"]
             for param in params:
@@ -32,11 +33,11 @@ class AdamW(torch.optim.AdamW):
                     state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
                     state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
                     state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            torch._foreach_add_([self.state[p]["step"] for p in params], 1)
+            torch._foreach_add_([self.state[p]["step"] for p in params], taken)
             corrections = corrections_of(self.state[params[0]]["step"], group["betas"])
             for param in params:
                 state = self.state[param]
                 adamw_(
                     param, copies.get(id(param)), grads[id(param)], state["exp_avg"], state["exp_avg_sq"], factor,
-                    corrections, group["lr"], group["betas"], group["eps"], group["weight_decay"],
+                    flag, corrections, group["lr"], group["betas"], group["eps"], group["weight_decay"],
                 )  # fmt: skip

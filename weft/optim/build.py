@@ -32,8 +32,12 @@ class Optimizers:
         self.parts, self.masters, self.params, self.leaves, self.copies = parts, masters, params, leaves, copies
         self.names = {id(p): n for n, p in params.items()}
 
-    def step(self, lr: float, factor: Tensor | None = None) -> None:
-        """Update the masters, and their copies, by the leaves' gradients · factor."""
+    def step(self, lr: float, factor: Tensor | None = None, taken: Tensor | None = None) -> None:
+        """Update the masters, and their copies, by the leaves' gradients · factor.
+
+        `taken`, a truth on the device, leaves everything as it is where it is false: gradients that are not finite are
+        passed over without the host asking.
+        """
         for name, param in self.params.items():
             if param is not self.masters[name]:
                 param.data = local_of(self.masters[name].detach())
@@ -43,9 +47,9 @@ class Optimizers:
             for group in part.param_groups:
                 group["lr"] = lr * group["lr_factor"]
             if isinstance(part, AdamW) and all(p.is_cuda for p in params.values()):
-                self._fused_step(part, params, factor)
+                self._fused_step(part, params, factor, taken)
             else:
-                self._plain_step(part, params, factor)
+                self._plain_step(part, params, factor, taken)
                 stale |= {n: self.copies[n] for n in params if n in self.copies}
         if stale:
             with torch.no_grad():
@@ -53,13 +57,15 @@ class Optimizers:
                     [local_of(c.detach()) for c in stale.values()], [local_of(self.masters[n].detach()) for n in stale]
                 )
 
-    def _fused_step(self, part: AdamW, params: Params, factor: Tensor | None) -> None:
+    def _fused_step(self, part: AdamW, params: Params, factor: Tensor | None, taken: Tensor | None) -> None:
         grads = {id(p): local_of(g) for n, p in params.items() if (g := self.leaves[n].grad) is not None}
         copies = {id(p): local_of(self.copies[n].detach()) for n, p in params.items() if n in self.copies}
         one = torch.ones((), device=next(iter(params.values())).device)
-        part.fused_step(grads, copies, one if factor is None else factor)
+        part.fused_step(grads, copies, one if factor is None else factor, one if taken is None else taken.float())
 
-    def _plain_step(self, part: torch.optim.Optimizer, params: Params, factor: Tensor | None) -> None:
+    def _plain_step(
+        self, part: torch.optim.Optimizer, params: Params, factor: Tensor | None, taken: Tensor | None
+    ) -> None:
         """torch's own step: it wants gradients of the parameters' dtype, already scaled, in .grad."""
         for name, param in params.items():
             leaf, master = self.leaves[name], self.masters[name]
@@ -69,6 +75,7 @@ class Optimizers:
                 param.grad = None if master.grad is None else local_of(master.grad)
         if factor is not None:
             scale_grads(params.values(), factor)
+        _say_whether(part, taken)
         part.step()
         for name, param in params.items():  # else this step's gradients would live on beside the next one's
             if self.leaves[name] is not self.masters[name]:
@@ -78,13 +85,20 @@ class Optimizers:
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state as NAME.KEY."""
-        return {
-            f"{self.names[id(param)]}.{key}": self._dressed(param, value)
+        return {name: self._dressed(param, value) for name, param, value in self._held()}
+
+    def pieces(self) -> Params:
+        """The same tensors as they lie here."""
+        return {name: value for name, _, value in self._held()}
+
+    def _held(self) -> list[tuple[str, Tensor, Tensor]]:
+        return [
+            (f"{self.names[id(param)]}.{key}", param, value)
             for part in self.parts
             for param, state in part.state.items()
             for key, value in state.items()
             if isinstance(value, Tensor)
-        }
+        ]
 
     def _dressed(self, param: Tensor, value: Tensor) -> Tensor:
         master = self.masters[self.names[id(param)]]
@@ -100,6 +114,16 @@ class Optimizers:
             leaf.grad = grads[name]
 
 
+def _say_whether(part: torch.optim.Optimizer, taken: Tensor | None) -> None:
+    """Tell an optimizer to pass over this step, as torch's gradient scaler does: by `found_inf`."""
+    found: Any = None if taken is None else (~taken).float()
+    part.found_inf = found  # type: ignore[attr-defined]
+    if found is not None and isinstance(part, torch.optim.SGD):
+        for group in part.param_groups:  # its kernel would leave a first momentum that was never written
+            for param in group["params"] if group["momentum"] else ():
+                part.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+
+
 def build_optimizers(
     optim: Optim, masters: Params, is_block: Callable[[str], bool], leaves: Params | None = None,
     copies: Params | None = None,
@@ -110,7 +134,7 @@ def build_optimizers(
         make, elementwise = _SINGLE[optim.name]
         params = {n: _piece(m) for n, m in masters.items()} if elementwise else masters
         return Optimizers([make(optim, params)], masters, params, leaves, copies)
-    inner = {n: p for n, p in masters.items() if p.dim() == 2 and is_block(n)}
+    inner = {n: p for n, p in masters.items() if is_block(n) and (p.dim() == 2 or _is_stack(n, p))}
     outer = {n: _piece(p) for n, p in masters.items() if n not in inner}
     parts: list[torch.optim.Optimizer] = []
     if inner:
@@ -153,3 +177,8 @@ def _groups(params: Params, weight_decay: float) -> list[dict[str, Any]]:
         for members, decay in ((matrices, weight_decay), (vectors, 0.0))
         if members
     ]
+
+
+def _is_stack(name: str, param: Tensor) -> bool:
+    """Whether a weight is one matrix of each expert, one after the other."""
+    return param.dim() == 3 and ".experts." in name

@@ -46,3 +46,8 @@ def scale_grads(params: Iterable[Tensor], factor: Tensor) -> None:
     grads = [local_of(p.grad) for p in params if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
+
+
+def passed(grad: Tensor, found_inf: Tensor | None) -> Tensor:
+    """A gradient as it is, or zeros where the step is passed over: what is not finite would spread through any sum."""
+    return grad if found_inf is None else torch.where(found_inf > 0, torch.zeros_like(grad), grad)

@@ -17,8 +17,12 @@ class Ema:
         self.averages = {n: m.detach().clone() for n, m in masters.items()} if decay else {}
 
     @torch.no_grad()
-    def update(self) -> None:
-        if self.averages:
+    def update(self, taken: Tensor | None = None) -> None:
+        """Learn from a step; `taken`, a truth on the device, says whether there was one."""
+        if self.averages and taken is not None:
+            for name, average in self.averages.items():
+                local_of(average).lerp_(local_of(self.masters[name].detach()), (1 - self.decay) * taken.float())
+        elif self.averages:
             torch._foreach_lerp_(
                 [local_of(a) for a in self.averages.values()],
                 [local_of(self.masters[n].detach()) for n in self.averages],

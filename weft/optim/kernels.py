@@ -12,11 +12,11 @@ BLOCK = 2048
 
 @triton.jit
 def weft_adamw(
-    master, copy, grad, mean, square, factor, corrections, lr, beta1, beta2, eps, decay, size,
+    master, copy, grad, mean, square, factor, taken, corrections, lr, beta1, beta2, eps, decay, size,
     COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
+    inside = (at < size) & (tl.load(taken) != 0)  # a step that is not taken reads and writes nothing
     g = tl.load(grad + at, mask=inside).to(tl.float32) * tl.load(factor)
     m = tl.load(mean + at, mask=inside)
     v = tl.load(square + at, mask=inside)
@@ -33,14 +33,16 @@ def weft_adamw(
 
 
 def adamw_(
-    master: Tensor, copy: Tensor | None, grad: Tensor, mean: Tensor, square: Tensor, factor: Tensor,
+    master: Tensor, copy: Tensor | None, grad: Tensor, mean: Tensor, square: Tensor, factor: Tensor, taken: Tensor,
     corrections: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float,
 ) -> None:  # fmt: skip
-    """One tensor's update. `corrections` are 1 − β₁ᵗ and √(1 − β₂ᵗ); `factor` multiplies the gradient."""
+    """One tensor's update. `corrections` are 1 − β₁ᵗ and √(1 − β₂ᵗ); `factor` multiplies the gradient; `taken` 0
+    leaves all
+    as it was."""
     size = master.numel()
     if size:
         weft_adamw[(triton.cdiv(size, BLOCK),)](
-            master, master if copy is None else copy, grad.contiguous(), mean, square, factor, corrections,
+            master, master if copy is None else copy, grad.contiguous(), mean, square, factor, taken, corrections,
             lr, betas[0], betas[1], eps, decay, size, COPY=copy is not None, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
 

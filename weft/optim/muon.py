@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.pieces import local_of, piece_of
+from weft.optim.clip import passed
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic whose slope at zero is steepest (Jordan et al. 2024)."""
@@ -27,24 +28,38 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, momentum: float, weight_decay: float):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
+    found_inf: Tensor | None = None
+    """1 on the device where this step must change nothing."""
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        taken: float | Tensor = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         for group in self.param_groups:
-            lr, momentum = group["lr"], group["momentum"]
+            lr, momentum = group["lr"] * taken, group["momentum"]
             for param in (p for p in group["params"] if p.grad is not None):
                 if "momentum_buffer" not in self.state[param]:
                     self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-                weight, grad = local_of(param), local_of(param.grad)
+                weight, grad = local_of(param), passed(local_of(param.grad), self.found_inf)
                 mean = local_of(self.state[param]["momentum_buffer"])
-                mean.lerp_(grad, 1 - momentum)
+                mean.lerp_(grad, (1 - momentum) * taken)
                 piece = piece_of(param)
-                update = orthogonal(piece.whole(grad.lerp(mean, momentum)))[piece.box]
+                wanted = grad.lerp(mean, momentum)
+                if param.dim() == 3 and piece.size[1:] == tuple(piece.shape[1:]):  # whole matrices of some experts
+                    update = orthogonal(wanted)
+                else:
+                    update = orthogonal(piece.whole(wanted))[piece.box]
                 weight.mul_(1 - lr * group["weight_decay"])
-                weight.add_(update, alpha=-lr * 0.2 * math.sqrt(max(param.shape)))
+                size = lr * 0.2 * math.sqrt(max(param.shape[-2:]))
+                weight.sub_(update * size)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About the nearest matrix whose singular values are all 1, by Newton–Schulz: in bf16 where that is fast."""
+    """About the nearest matrix whose singular values are all 1, by Newton–Schulz: in bf16 where that is fast.
+
+    A stack [experts, out, in] is one matrix after the other.
+    """
+    if matrix.dim() == 3:
+        return torch.stack([orthogonal(each) for each in matrix]) if len(matrix) else matrix
     x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
     tall = x.shape[0] > x.shape[1]
     x = x.mT if tall else x

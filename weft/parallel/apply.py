@@ -19,6 +19,7 @@ from weft.mesh import Mesh, joint_axis
 from weft.models.init import initialise
 from weft.parallel.compressed import Compressor, cut_over_tp, worth_it
 from weft.parallel.context import Context, split_context
+from weft.parallel.counted import count_shards
 from weft.parallel.cut import Cut
 from weft.parallel.data import Replicas, Shards, shard
 from weft.parallel.expert import compile_around, dress, experts_apart, keep_own, shard_experts, spread_experts
@@ -78,6 +79,7 @@ def weave(
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
     context = Context(cp, Cut.of(plan, cp.rank)) if cp else None
+    between = ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
     park = Park(mesh.device, plan.host_gib / plan.virtual_stages)
     units = find_units(model)
     for prefix, unit in [*units.items(), ("", model)]:
@@ -106,18 +108,18 @@ def weave(
             _refuse_scalars(unit)
             shard_experts(modules, mesh, plan, dtype)
             # compressed, shards are summed over their replicas by hand
-            copied = ("dp_replicate",) if beside is None else ()
+            copied = between if beside is None else ()
             shard(unit, mesh.submesh(*copied, joint_axis(plan)), plan.zero, dtype)
     axis, compressor = mesh.axis(joint_axis(plan)), None
     if beside is not None:
         compressor = compressor_of(plan, mesh, beside, seed, dict(model.named_parameters()), split)
     if sharded:
-        data: Replicas | Shards = Shards(model, plan.zero, mesh.axis("dp_replicate") is not None, compressor)
+        if compressor is None:  # what compresses counts for itself
+            count_shards(model, mesh)
+        data: Replicas | Shards = Shards(model, plan.zero, bool(between), mesh.meter, joint_axis(plan), compressor)
     else:
         start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes)) if axis else None
-        data = Replicas(
-            model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor=compressor
-        )
+        data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor)
     partial = tuple(n for n in data.masters if split and n in split.partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
@@ -129,7 +131,10 @@ def compressor_of(
     plan: Plan, mesh: Mesh, beside: Beside, seed: int, params: dict[str, nn.Parameter], split: TensorSplit | None
 ) -> Compressor:
     """What compresses the gradients of a stage over its data-parallel axes."""
-    axis, across = mesh.axis(joint_axis(plan)), mesh.axis("dp_replicate") if plan.dp_shard > 1 else None
+    axis, across = (
+        mesh.axis(joint_axis(plan)),
+        mesh.axis("dp_replicate") if plan.dp_shard > 1 and not plan.alone else None,
+    )
     assert axis is not None
 
     setting = parse_compression(plan.compression)
@@ -140,7 +145,7 @@ def compressor_of(
 
     names = frozenset(n for n, p in params.items() if worth_it(setting, p.shape) and apart(n, p))
     return Compressor(
-        setting, axis, across, beside, mesh.device, seed=seed, careful=plan.precision == "fp16", names=names
+        setting, axis, across, beside, mesh.device, seed=seed, names=names, warmup=plan.compression_warmup
     )
 
 

@@ -1,7 +1,7 @@
 """Compressed gradients: what each bucket of replicas or unit of shards sends, and what it owes.
 
 A Channel stands for one bucket (replicas) or one unit (shards). What a codec did not send is owed: it is kept in the
-units of the summed loss, so that a loss scale may change, and added to what is sent next. A step that fp16 skips leaves
+units of the summed loss, so that a loss scale may change, and added to what is sent next. A step that is skipped leaves
 everything as it was. Vectors, small weights, and weights of which every rank of a tp group must make the same, travel
 uncompressed.
 """
@@ -20,7 +20,7 @@ from weft.comm import Axis, Waits
 from weft.comm.adaptive import LADDER, Adviser, Figures, agreed, measure_codes, measure_link
 from weft.comm.algorithms import Start
 from weft.comm.beside import Beside
-from weft.comm.codecs import Dice, Way, way_of
+from weft.comm.codecs import Codec, Dice, Way, way_of
 from weft.comm.compress import pays_low_rank, scatter_sum, sum_all, sum_low_rank
 from weft.comm.pieces import local_of
 from weft.job.compression import Compression, parse_compression
@@ -29,6 +29,9 @@ LEAST = 256
 """Weights with fewer elements are not worth a codec."""
 FIRST_LOOK, LOOK_EVERY = 3, 20
 """Steps after which adaptive compression looks at the link, first and from then on."""
+
+WARM = way_of(Compression("int8")).gradients
+"""What gradients travel as at the beginning, where their own way needs them to turn slowly."""
 
 Tell = Callable[..., None]
 
@@ -59,9 +62,9 @@ class Channel:
     """A bucket or a unit: its weights, how they travel, and what is owed of them, [rows, n]."""
 
     def __init__(
-        self, way: Way, rank: int, segments: list[Segment], rows: int, width: int, careful: bool
+        self, way: Way, rank: int, segments: list[Segment], rows: int, width: int
     ) -> None:  # fmt: skip
-        self.way, self.rank, self.careful = way, rank, careful
+        self.way, self.rank = way, rank
         self.segments, self.rows, self.width = segments, rows, width
         self.owed: Tensor | None = None
         self.bases: dict[str, Tensor] = {}
@@ -75,12 +78,20 @@ class Channel:
         if self.before is not None:
             self.owed, self.bases = self.before
             self.before = None
-        if self.careful:
-            self.before = (self.owed, dict(self.bases))
+        self.before = (self.owed, dict(self.bases))
 
-    def keep(self) -> None:
-        """The step was taken."""
-        self.before = None
+    def keep(self, taken: bool | Tensor) -> None:
+        """The step was taken, or not; a GPU may know without the host."""
+        if isinstance(taken, Tensor) and self.before is not None:
+            owed, bases = self.before
+            if self.owed is not None:
+                self.owed = torch.where(taken, self.owed, torch.zeros_like(self.owed) if owed is None else owed)
+            for s in self.segments:
+                if (base := self.bases.get(s.name)) is not None:
+                    old = bases.get(s.name)
+                    self.bases[s.name] = torch.where(taken, base, self.first(s, base) if old is None else old)
+        if taken is not False:
+            self.before = None
 
     @property
     def kept(self) -> tuple[Tensor | None, dict[str, Tensor]]:
@@ -117,13 +128,13 @@ class Compressor:
 
     def __init__(
         self, setting: Compression, axis: Axis, across: Axis | None, beside: Beside, device: torch.device, *,
-        seed: int, careful: bool, names: frozenset[str],
+        seed: int, names: frozenset[str], warmup: int = 0,
     ):  # fmt: skip
-        """`axis` is the one that sums, under shards the one that cuts, and `across` the replicas of shards; `careful`
-        says that steps may be skipped; `names` are the weights whose gradients are compressed."""
+        """`axis` is the one that sums, under shards the one that cuts, and `across` the replicas of shards; `names` are
+        the weights whose gradients are compressed; for the first `warmup` steps they travel as int8."""
         self.setting, self.axis, self.across, self.beside, self.device = setting, axis, across, beside, device
         self.axes = [a for a in (axis, across) if a is not None]
-        self.careful, self.names = careful, names
+        self.names, self.warmup = names, warmup
         self.adaptive, self.low_rank = setting.kind == "adaptive", setting.kind == "powersgd"
         first = parse_compression(LADDER[0]) if self.adaptive else setting
         self.way = way_of(first)
@@ -133,12 +144,13 @@ class Compressor:
         self.dice = Dice(seed * 7919 + self.holder, device)
         self.channels: list[Channel] = []
         self.scale, self.last, self.steps, self.began = 1.0, True, 0, time.perf_counter()
+        self.warming = warmup > 0
         self.adviser: Adviser | None = None
         self.code_s: list[float] = []
         self.tell: Tell = lambda **fields: None
 
     def channel(self, segments: list[Segment], rows: int, width: int) -> Channel:
-        self.channels.append(Channel(self.way, int(self.setting.number), segments, rows, width, self.careful))
+        self.channels.append(Channel(self.way, int(self.setting.number), segments, rows, width))
         return self.channels[-1]
 
     def begin(self, scale: float) -> None:
@@ -146,6 +158,7 @@ class Compressor:
         self.scale, self.last = scale, True
         for channel in self.channels:
             channel.begin()
+        self.warming = self.steps < self.warmup
         now = time.perf_counter()
         step_s, self.began = now - self.began, now
         self.steps += 1
@@ -153,9 +166,9 @@ class Compressor:
             self._look(step_s)
             self.began = time.perf_counter()
 
-    def keep(self) -> None:
+    def keep(self, taken: bool | Tensor) -> None:
         for channel in self.channels:
-            channel.keep()
+            channel.keep(taken)
 
     def starting(self, segments: list[Segment], width: int) -> Start:
         """What begins to sum a bucket of replicas in place."""
@@ -175,19 +188,23 @@ class Compressor:
 
         return self.beside.start(work)
 
+    def _codec(self, channel: Channel) -> Codec | None:
+        return WARM if self.warming else channel.way.gradients
+
     def _sum(self, channel: Channel, flat: Tensor) -> None:
         x = flat.view(1, -1)
         channel.take(x, self.scale)
-        if self.low_rank:
+        codec = self._codec(channel)
+        if self.low_rank and not self.warming:
             sums, error = channel.low_rank([self.axis], x)
             for segment in channel.segments:
                 segment.of(x).copy_(sums[segment.name])
             channel.owe(error, self.scale)
-        elif channel.way.gradients is None:
+        elif codec is None:
             self.axis.all_reduce(flat)
             channel.owe(None, self.scale)
         else:
-            total, left = sum_all(self.axis, channel.way.gradients, flat, self.dice)
+            total, left = sum_all(self.axis, codec, flat, self.dice)
             flat.copy_(total)
             channel.owe(None if left is None else left.view(1, -1), self.scale)
 
@@ -195,25 +212,26 @@ class Compressor:
         """Of x, [ranks, n], this rank's part of the sum over the ranks that cut; under PowerSGD over all of them."""
         channel.ready_s = time.perf_counter() - self.began
         channel.take(x, self.scale)
-        if self.low_rank:
+        codec = self._codec(channel)
+        if self.low_rank and not self.warming:
             sums, error = channel.low_rank(self.axes, x)
             channel.owe(error, self.scale)
             return torch.cat([sums[s.name][self.axis.rank] for s in channel.segments])
-        if channel.way.gradients is None:
+        if codec is None:
             channel.owe(None, self.scale)
             return self.axis.reduce_scatter(x, 0)[0]
-        total, left = scatter_sum(self.axis, channel.way.gradients, x, self.dice)
+        total, left = scatter_sum(self.axis, codec, x, self.dice)
         channel.owe(left, self.scale)
         return total
 
     def sum_across(self, channel: Channel, part: Tensor) -> Tensor:
         """The sum, over the replicas, of this rank's part; PowerSGD has summed over them already."""
         assert self.across is not None
-        if self.low_rank:
+        if self.low_rank and not self.warming:
             return part
-        if channel.way.gradients is None:
+        if (codec := self._codec(channel)) is None:
             return self.across.all_reduce(part)
-        total, left = sum_all(self.across, channel.way.gradients, part, self.dice)
+        total, left = sum_all(self.across, codec, part, self.dice)
         if left is not None and channel.owed is not None:
             channel.owed[self.axis.rank].add_(left.div_(self.scale))
         return total

@@ -8,6 +8,7 @@ backward pass, `finish()` after the last, `refresh()` after the masters changed 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from weft.comm import Axis, Waits
+from weft.comm import Axis, Meter, Waits
 from weft.comm.algorithms import Start
 from weft.comm.pieces import like, local_of
 from weft.parallel.compressed import Compressor, Segment
+from weft.parallel.queue import Queue
 from weft.parallel.shard_comm import Gather, Scatter
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
@@ -40,25 +42,27 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 class Bucket:
     """Gradients that travel together in one buffer, in the order in which the backward pass makes them."""
 
-    def __init__(self, names: list[str], masters: dict[str, Tensor], start: Start | None):
-        self.names, self.start = names, start
+    def __init__(self, names: list[str], masters: dict[str, Tensor]):
+        self.names = names
         sizes = [-(-local_of(masters[n]).numel() // ALIGN) * ALIGN for n in names]
         device = local_of(masters[names[0]]).device
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.views: dict[str, Tensor] = {}
         self.segments: list[Segment] = []
-        for name, size, place in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
+        for name, size, first in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
             master = local_of(masters[name])
-            self.views[name] = self.flat[place : place + size][: master.numel()].view(master.shape)
-            self.segments.append(Segment(name, place, master.numel(), master.shape))
+            self.views[name] = self.flat[first : first + size][: master.numel()].view(master.shape)
+            self.segments.append(Segment(name, first, master.numel(), master.shape))
         self.missing = len(names)
+        self.start: Start | None = None
+        """Begins to sum it over the replicas."""
 
 
 class Replicas:
     """Whole copies of the model: gradients are summed over the dp_replicate axis while the backward pass goes on.
 
     Weights compute in `dtype`; where that is not fp32 the masters are a copy, and gradients are summed in fp32. Buckets
-    leave in one fixed order on every rank, so a parameter without a gradient cannot make ranks disagree. `summed` says
+    leave in one order on every rank (queue.py): a parameter without a gradient cannot make them disagree. `summed` says
     that a step adds up the gradients of several microbatches; alone and without that, no bucket is needed. `start`
     begins to sum a bucket over the axis; left out, by the backend's own all-reduce. The weights in `apart` have copies
     on other ranks than the rest: `start_apart` sums theirs.
@@ -84,42 +88,51 @@ class Replicas:
         self.works: list[Waits] = []
         self.sent = 0
         """Buckets on their way, or with no way to go."""
+        self.queue = Queue()
         if self.start or self.start_apart or (self.mixed and summed):
             self._fill_buckets(int(bucket_mb * 2**20 / 4))
+            self.queue = Queue(len(self.buckets))
         elif self.mixed:
             self.leaves = self.copies
 
     def _fill_buckets(self, limit: int) -> None:
-        packed, masters = self.compressor, self.masters
-        plain = self.start if packed is None else packed.start_plain
-        starts: dict[str, Start | None] = {"packed": None, "plain": plain, "apart": self.start_apart}
-        waiting: dict[str, list[str]] = {kind: [] for kind in starts}
-
-        def flush(kind: str) -> None:
-            if waiting[kind]:
-                bucket = Bucket(waiting[kind], masters, starts[kind])
-                if kind == "packed" and packed is not None:
-                    bucket.start = packed.starting(bucket.segments, bucket.flat.numel())
-                self.buckets.append(bucket)
-                waiting[kind] = []
-
+        filling: dict[str, list[str]] = {}
         for name in reversed(self.weights):  # the backward pass makes the last gradients first
-            shape = local_of(masters[name]).shape
-            kind = "packed" if packed is not None and name in packed.names else "plain"
-            kind = "apart" if name in self.apart else kind
-            held = sum(local_of(masters[n]).numel() for n in waiting[kind])
-            if held + shape.numel() > limit:
-                flush(kind)
-            waiting[kind].append(name)
-        for kind in starts:
-            flush(kind)
-        for bucket in self.buckets:
+            kind, size = self._kind(name), local_of(self.masters[name]).numel()
+            names = filling.setdefault(kind, [])
+            if names and sum(local_of(self.masters[n]).numel() for n in names) + size > limit:
+                self._add_bucket(names, kind)
+                names = filling[kind] = []
+            names.append(name)
+        for kind, names in filling.items():
+            self._add_bucket(names, kind)
+        for number, bucket in enumerate(self.buckets):
             for name, view in bucket.views.items():
                 weight = self.weights[name]
                 self.masters[name].grad = like(view, self.masters[name])
-                weight.register_post_accumulate_grad_hook(self._hook(bucket, view))
+                weight.register_post_accumulate_grad_hook(self._hook(number, bucket, view))
 
-    def _hook(self, bucket: Bucket, view: Tensor) -> Any:
+    def _kind(self, name: str) -> str:
+        """Which weights travel with which."""
+        if name in self.apart:
+            return "apart"
+        if self.compressor is not None and name in self.compressor.names:
+            return "compressed"
+        return "plain"
+
+    def _add_bucket(self, names: list[str], kind: str) -> None:
+        bucket, packed = Bucket(names, self.masters), self.compressor
+        if kind == "apart":
+            bucket.start = self.start_apart
+        elif packed is None:
+            bucket.start = self.start
+        elif kind == "compressed":
+            bucket.start = packed.starting(bucket.segments, bucket.flat.numel())
+        else:
+            bucket.start = packed.start_plain
+        self.buckets.append(bucket)
+
+    def _hook(self, number: int, bucket: Bucket, view: Tensor) -> Any:
         def arrived(weight: Tensor) -> None:
             assert weight.grad is not None
             if self.mixed:  # an fp32 gradient is a view of the bucket, and autograd adds to it in place
@@ -127,13 +140,15 @@ class Replicas:
                 weight.grad = None
             if self.last:
                 bucket.missing -= 1
+                if bucket.missing == 0:
+                    self.queue.ready(number)
                 self._send_ready()
 
         return arrived
 
     def _send_ready(self, all_of_them: bool = False) -> None:
         while self.sent < len(self.buckets):
-            bucket = self.buckets[self.sent]
+            bucket = self.buckets[self.queue.order[self.sent]]
             if bucket.missing > 0 and not all_of_them:
                 return
             self.sent += 1
@@ -160,11 +175,16 @@ class Replicas:
     def finish(self) -> None:
         """Every master's gradient is the sum over the replicas when this returns."""
         self._send_ready(all_of_them=True)
-        for work in self.works:
-            work.wait()
+        with nullcontext() if self.axis is None or self.axis.spans is None else self.axis.spans.waiting():
+            for work in self.works:
+                work.wait()
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self.works, self.sent = [], 0
+        if (
+            self.axis is not None and self.start_apart is None and self.compressor is None
+        ):  # each has an order of its own
+            self.queue.step_over(self.axis, [bucket.flat for bucket in self.buckets])
 
     def zero_grad(self) -> None:
         if not self.buckets:
@@ -195,7 +215,11 @@ class Shards:
     | 3 | cut after every use | cut at once |
     """
 
-    def __init__(self, module: nn.Module, zero: int, replicated: bool, compressor: Compressor | None = None):
+    def __init__(
+        self, module: nn.Module, zero: int, replicated: bool, meter: Meter, axis: str,
+        compressor: Compressor | None = None,
+    ):  # fmt: skip
+        """`axis` is the name under which the meter counts FSDP2's waits."""
         assert isinstance(module, FSDPModule)
         self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
         self.compressor = compressor
@@ -203,6 +227,7 @@ class Shards:
         for m in self.fsdp_modules:
             m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
             m.set_force_sum_reduction_for_comms(True)
+            see_waits(m, meter, axis, replicated)
         self.masters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.leaves, self.copies = self.masters, dict[str, Tensor]()
         if compressor is not None:
@@ -281,6 +306,34 @@ def reduce_now(module: nn.Module) -> None:
         for group in fsdp_groups(each):
             group.post_backward()
     fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def see_waits(module: nn.Module, meter: Meter, axis: str, replicated: bool) -> None:
+    """Let the meter see when an FSDP2 module waits: in gathers and scatters, and from a scatter to the sum that follows
+    it over the replicas, after which FSDP2 calls a hook."""
+    for group in fsdp_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+        group._all_gather_comm = _Seen(group._all_gather_comm, meter, axis, "all_gather")
+        group._reduce_scatter_comm = _Seen(group._reduce_scatter_comm, meter, axis, "reduce_scatter")
+        if replicated:
+            group._reduce_scatter_comm.then = group
+            group._all_reduce_hook = lambda summed: meter.leave()
+
+
+class _Seen:
+    """One of FSDP2's collectives, under the eyes of the meter."""
+
+    def __init__(self, comm: Any, meter: Meter, axis: str, what: str):
+        self.comm, self.meter, self.axis, self.what = comm, meter, axis, what
+        self.allocate = comm.allocate
+        self.then: Any = None
+        """The group that sums over the replicas next, if any does."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with self.meter.inside(self.axis, self.what):
+            work = self.comm(*args, **options)
+        if self.then is not None and self.then.all_reduce_grads:
+            self.meter.enter("dp_replicate", "all_reduce")
+        return work
 
 
 def fsdp_states(module: nn.Module) -> list[Any]:

@@ -90,15 +90,22 @@ class DelayedScales:
         self.axes: list[Axis] = [axis for name in names if (axis := mesh.axis(name)) is not None]
 
     @torch.no_grad()
-    def step(self) -> None:
-        """After an optimizer step: remember its maxima, forget the oldest."""
+    def step(self, taken: bool | Tensor = True) -> None:
+        """After an optimizer step: remember its maxima, forget the oldest. One that was not taken leaves no trace."""
         if not self.maxima:
+            return
+        if taken is False:
+            for m in self.maxima:
+                m.seen.zero_()
             return
         seen = torch.stack([m.seen for m in self.maxima])  # [layers, 3]
         for axis in self.axes:
             axis.all_reduce(seen, dist.ReduceOp.MAX)
-        steps = torch.stack([m.steps for m in self.maxima]).roll(1, dims=1)  # [layers, history, 3]
+        before = torch.stack([m.steps for m in self.maxima])  # [layers, history, 3]
+        steps = before.roll(1, dims=1)
         steps[:, 0] = seen
+        if isinstance(taken, Tensor):
+            steps = torch.where(taken, steps, before)
         past = steps.amax(1)
         for i, m in enumerate(self.maxima):
             m.steps.copy_(steps[i])

@@ -63,16 +63,19 @@ class ExpertLoad:
         return self.table.clone()
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """After a step was taken: the routers learn from its load, the same on every rank."""
+    def follow(self, taken: bool | Tensor = True) -> None:
+        """After a step, if it was taken: the routers learn from its load, the same on every rank."""
         table = self.figures()
+        if taken is False:
+            return
         for index, part in self.parts.items():
             e = part.options
             load = table[self.blocks.index(index), : e.count]
             if part.bias is not None:  # Wang et al. 2024, algorithm 1
-                part.bias.add_(torch.sign(load.mean() - load), alpha=e.bias_rate)
+                part.bias.add_(torch.sign(load.mean() - load) * taken, alpha=e.bias_rate)
             if part.past is not None:
-                part.past.copy_(load / load.mean().clamp(min=1))
+                new = (load / load.mean().clamp(min=1)).to(part.past.dtype)
+                part.past.copy_(new if taken is True else torch.where(taken, new, part.past))
 
     def words(self, values: list[float], tokens: int) -> dict[str, Any]:
         """A step's table, read by the host, as its record tells it."""

@@ -142,11 +142,11 @@ class Pipelined:
         for stage in self.stages.values():
             stage.zero_grad()
 
-    def follow(self) -> None:
+    def follow(self, taken: bool | Tensor = True) -> None:
         """After a step: a weight that is held twice is updated once, and its twin follows."""
         for stage in self.stages.values():
-            stage.follow()
-        self.load.follow()
+            stage.follow(taken)
+        self.load.follow(taken)
         self._renew_twins()
 
     @torch.no_grad()

@@ -79,7 +79,8 @@ class Wire:
             if not self._post(source):
                 raise RuntimeError(f"{message} was never sent by stage rank {source}: the schedule is wrong")
         work, buffer, _ = self.posted.pop(message)
-        work.wait()
+        with self.axis.meter.inside(self.axis.name, "receive"):
+            work.wait()
         self._post(source)
         return buffer.to(self.device)
 
@@ -89,7 +90,7 @@ class Wire:
             self.local[message] = tensor
             return
         tensor = (tensor.cpu() if self.host else tensor).contiguous()
-        self.axis.count("send", tensor)
+        self.axis.count("send", tensor, to=to)
         work = dist.isend(tensor, self.peers[to], group=self.axis.group)
         assert work is not None
         self.outgoing = [(w, t) for w, t in self.outgoing if not w.is_completed()]
@@ -97,8 +98,9 @@ class Wire:
             self.outgoing.append((work, tensor))
 
     def end(self) -> None:
-        for work, _ in self.outgoing:
-            work.wait()
+        with self.axis.meter.inside(self.axis.name, "send"):
+            for work, _ in self.outgoing:
+                work.wait()
         self.outgoing = []
 
     def exchange(self, other: int, tensor: Tensor) -> Tensor:
@@ -107,6 +109,7 @@ class Wire:
         theirs = torch.empty_like(mine)
         peer, group = self.peers[other], self.axis.group
         ops = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+        with self.axis.meter.inside(self.axis.name, "exchange"):
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
         return theirs.to(self.device)

@@ -78,6 +78,8 @@ class Woven:
 
     def begin(self, scale: float) -> None:
         """A step begins, with gradients of the summed loss times `scale`."""
+        if self.load is not None:
+            self.load.begin(scale)
         if self.compressor is not None:
             self.compressor.begin(scale)
 
@@ -89,8 +91,6 @@ class Woven:
         """Forward and backward over a step's microbatches: the gradients of loss · scale. Returns the summed loss."""
         total = torch.zeros((), device=batches[0]["inputs"].device)
         self.begin(scale)
-        if self.load is not None:
-            self.load.begin(scale)
         for i, batch in enumerate(batches):
             self.microbatch(last=i == len(batches) - 1)
             loss = loss_of(self.module, batch)
@@ -126,14 +126,22 @@ class Woven:
     def zero_grad(self) -> None:
         self.data.zero_grad()
 
-    def follow(self) -> None:
-        """After a step: let what the optimizer does not see learn from it."""
+    def follow(self, taken: bool | Tensor = True) -> None:
+        """After a step: let what the optimizer does not see learn from it, if it was taken."""
         if self.scales is not None:
-            self.scales.step()
+            self.scales.step(taken)
         if self.load is not None:
-            self.load.follow()
+            self.load.follow(taken)
         if self.compressor is not None:
-            self.compressor.keep()
+            self.compressor.keep(taken)
+
+    def figures(self) -> Tensor:
+        """Of the last step, what only the model knows; words() says it."""
+        return torch.empty(0) if self.load is None else self.load.figures()
+
+    def words(self, figures: list[float], tokens: int) -> dict[str, Any]:
+        """Figures that the host has read, as the step's record tells them."""
+        return {} if self.load is None else self.load.words(figures, tokens)
 
     @property
     def compressor(self) -> Compressor | None:
@@ -157,14 +165,6 @@ class Woven:
     @property
     def compressors(self) -> list[Compressor]:
         return [] if self.compressor is None else [self.compressor]
-
-    def figures(self) -> Tensor:
-        """Of the last step, what only the model knows; words() says it."""
-        return torch.empty(0) if self.load is None else self.load.figures()
-
-    def words(self, figures: list[float], tokens: int) -> dict[str, Any]:
-        """Figures that the host has read, as the step's record tells them."""
-        return {} if self.load is None else self.load.words(figures, tokens)
 
     def refresh(self) -> None:
         """After the masters were changed by other hands than the optimizer's."""

@@ -52,11 +52,17 @@ class Plan:
     host_gib: float = 0.0
     """Host memory for parked activations."""
     compression: str = "none"
+    compression_warmup: int = 0
+    """Steps at the beginning in which gradients travel as int8."""
     placement: str = "shards-near"
     """What lies on neighbouring ranks beside tp and cp: shards-near, the mesh's own order, or stages-near."""
     bucket_mb: float = 25.0
     allreduce: str = "auto"
     """How replicas sum their gradients."""
+    sync: str = "step"
+    """How replicas come together: every step, or as train.sync says."""
+    sync_every: int = 1
+    """Steps between their exchanges."""
     reasons: tuple[str, ...] = ()
     predicted: dict[str, float] = field(default_factory=dict)
 
@@ -68,6 +74,16 @@ class Plan:
     def dp(self) -> int:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def alone(self) -> bool:
+        """Whether replicas train without each other between exchanges."""
+        return self.sync in ("local", "diloco")
+
+    @property
+    def cp_cut(self) -> int:
+        """Ranks of cp among which weights are cut: with shards, they are cut over both."""
+        return self.cp if self.dp_shard > 1 else 1
 
     @property
     def rings(self) -> tuple[int, int]:
@@ -93,7 +109,13 @@ class Plan:
                     "dp_shard": f" (zero {self.zero})", "pp": f" ({self.schedule})", "cp": f" ({self.cp_style})"
                 }.get(axis, "")  # fmt: skip
                 words.append(f"{axis} {degree}{note}")
-        return (" × ".join(words) or "1 rank") + (f", ep {self.ep}" if self.ep > 1 else "")
+        notes = [f"ep {self.ep}"] if self.ep > 1 else []
+        notes += (
+            [f"{self.sync} every {self.sync_every}" if self.sync_every > 1 else self.sync]
+            if self.sync != "step"
+            else []
+        )
+        return ", ".join([" × ".join(words) or "1 rank", *notes])
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "reasons": list(self.reasons), "world": self.world, "axes": self.axes}

@@ -11,6 +11,7 @@ from weft.hardware.probe import Machine, probe
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
+from weft.plan.buckets import bucket_mb
 from weft.plan.calibration import Calibration
 from weft.plan.choose import choose, scene_for, space_for
 from weft.plan.context import choose_style, rings
@@ -28,6 +29,7 @@ from weft.plan.schedule import SCHEDULES, check_schedule, splits
 from weft.plan.search import Found
 from weft.plan.space import MAX_TOKENS
 from weft.plan.split import split_layers, split_stages
+from weft.plan.sync import inside, own_layout
 
 LONG_CHUNK = 16_384
 """Tokens of a long sequence in one chunk: enough for the matrix units, and little beside the sequence."""
@@ -67,9 +69,16 @@ class Start:
     reasons: tuple[str, ...] = ()
 
 
+def _warmup(job: Job) -> int:
+    asked = job.comm.compression_warmup
+    if job.comm.compression.partition(":")[0] not in ("topk", "threshold", "powersgd", "onebit"):
+        return 0
+    return min(1000, job.train.steps // 10) if asked == "auto" else asked
+
+
 def begin(job: Job, world: int | None = None) -> Start:
     """Find the ranks and the device, and take in what the person pinned."""
-    job = resolve(job)
+    job = own_layout(resolve(job))
     machine = probe()
     device = device_for(job, machine)
     if job.cluster.network != "auto":
@@ -80,9 +89,12 @@ def begin(job: Job, world: int | None = None) -> Start:
     precision = job.precision if job.precision != "auto" else ("fp32" if kind == "cpu" else "bf16")
     plan = Plan(
         device=kind, device_name=device.name, backend=backend_of(job, machine, kind, world), nodes=job.cluster.nodes,
-        precision=precision, offload=job.memory.offload, compression=job.comm.compression, bucket_mb=job.comm.bucket_mb,
+        precision=precision, offload=job.memory.offload, compression=job.comm.compression,
+        compression_warmup=_warmup(job),
+        bucket_mb=Plan.bucket_mb if job.comm.bucket_mb == "auto" else job.comm.bucket_mb,
         recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
         fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,
+        sync=job.train.sync.mode, sync_every=job.train.sync.period,
     )  # fmt: skip
     if job.parallel != "auto":
         plan = _pin(job.parallel, plan, world)
@@ -122,6 +134,10 @@ def finish(start: Start, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
     plan = _remember(job, plan, start.memory_gib, reasons)
+    if job.comm.bucket_mb == "auto" and plan.dp_shard == 1 and plan.dp_replicate * plan.cp > 1:
+        size, why = bucket_mb(job, plan, start.device)
+        plan = replace(plan, bucket_mb=size)
+        reasons += [why] if why else []
     return job, replace(plan, reasons=tuple(reasons), predicted=_predict(start, plan))
 
 
@@ -287,11 +303,14 @@ def _predict(start: Start, plan: Plan) -> dict[str, float]:
         predicted["communication_mib"] = moved / 2**20
     if peak_flops(plan, job) and not job.model.module:
         scene = scene_for(job, start.world, start.device, start.memory_gib)
-        made = scene.estimate(Layouts.one(plan))
-        predicted |= {"step_time_s": float(made.step_time_s[0]), "mfu": float(made.mfu[0])}
+        made, alone = scene.estimate(Layouts.one(plan)), scene.estimate(Layouts.one(inside(plan)))
+        seconds = float(made.step_time_s[0])
+        rest = float(alone.step_time_s[0])  # what a step takes by itself; the exchange comes once in a while
+        spread = rest + max(0.0, seconds - rest) / plan.sync_every
+        predicted |= {"step_time_s": spread, "mfu": float(made.mfu[0]) * seconds / spread}
         measured = load_measured(plan.device_name)
-        if measured and (seconds := step_seconds(job, plan, measured)):  # one device, and it was measured: no model
-            predicted |= {"step_time_s": seconds, "mfu": predicted["mfu"] * predicted["step_time_s"] / seconds}
+        if measured and (own := step_seconds(job, plan, measured)):  # one device, and it was measured: no model
+            predicted |= {"step_time_s": own, "mfu": predicted["mfu"] * predicted["step_time_s"] / own}
         if not counts(job, plan):
             predicted |= _parts({name: float(gib[0]) for name, gib in made.memory.items()})
     return predicted

@@ -8,6 +8,7 @@ from weft.plan.exact import traffic_of
 from weft.plan.layout import Plan
 from weft.plan.peak import peak_parts
 from weft.plan.rough import rough_memory, rough_traffic
+from weft.plan.sync import exchange_bytes, inside, outer_gib
 
 GIB = 2**30
 RUNTIME_GIB = {"cpu": 0.35, "cuda": 0.0}
@@ -18,7 +19,8 @@ def predict_memory(job: Job, plan: Plan) -> dict[str, float]:
     """GiB by part of the fullest rank; empty for a person's own module, whose size is not known before it is built."""
     if job.model.module:
         return {}
-    found = _parts(job, plan) | {"runtime_gib": RUNTIME_GIB[plan.device]}
+    found = _parts(job, inside(plan)) | {"runtime_gib": RUNTIME_GIB[plan.device]}
+    found["states_gib"] += outer_gib(job, plan)
     return {"memory_gib": sum(found.values()), **found}
 
 
@@ -54,6 +56,10 @@ def _parts(job: Job, plan: Plan) -> dict[str, float]:
 
 def communication_bytes(job: Job, plan: Plan) -> dict[str, float]:
     """Bytes one rank of the pipeline's middle hands to collectives in a step, by axis; received messages apart."""
+    return _within(job, inside(plan)) | exchange_bytes(job, plan)
+
+
+def _within(job: Job, plan: Plan) -> dict[str, float]:
     if not _walked(plan):
         return rough_traffic(job, plan)
     rank = plan.world // plan.pp * (plan.pp // 2)

@@ -13,6 +13,7 @@ from weft.plan.context import ulysses_fits
 from weft.plan.fp8 import fp8_share
 from weft.plan.layout import Plan
 from weft.plan.schedule import splits
+from weft.plan.sync import sync_rule
 
 Rule = Callable[[Job, Plan], str | None]
 
@@ -259,6 +260,15 @@ def _allreduce(job: Job, plan: Plan) -> str | None:
     )
 
 
+def _compressed_experts(job: Job, plan: Plan) -> str | None:
+    if job.comm.compression == "none" or plan.ep == 1:
+        return None
+    return (
+        f"comm.compression={job.comm.compression} acts on gradients that all data-parallel ranks sum, and "
+        f"parallel.ep={plan.ep} gives each rank experts of its own; compression=none or ep=1 would work"
+    )
+
+
 def _not_yet(setting: str, off: Callable[[Plan], bool], value: Callable[[Plan], object], works: str) -> Rule:
     def rule(job: Job, plan: Plan) -> str | None:
         text = f"{setting}={value(plan)} can be planned but not trained yet; {works} would work"
@@ -284,7 +294,7 @@ TP_RULES: tuple[Rule, ...] = (_tp_heads, _tp_ffn)
 
 RULES: tuple[Rule, ...] = (
     *TP_RULES, _batch, _microbatch, _pipeline_only, _own, _cp_family, _cp_heads, _long, _fp8, _experts, _recompute,
-    _allreduce,
+    _allreduce, _compressed_experts, sync_rule,
 )  # fmt: skip
 """Whatever breaks one of these can be neither planned nor run."""
 

@@ -12,12 +12,15 @@ from pathlib import Path
 from weft.data.dataset import check_dataset
 from weft.hardware.probe import probe
 from weft.hardware.world import adopt
-from weft.job.errors import Exit, MachineError
+from weft.job.errors import Exit, JobError, MachineError
 from weft.job.load import dump_yaml
 from weft.job.run import RunDir
 from weft.job.schema import Job
 from weft.launch.local import KILLED, QUIET, launch, locked
+from weft.launch.served import launch_served
 from weft.plan import RUNNABLE, Plan, check, check_fits, make_plan
+from weft.resilience.guardian import guard
+from weft.train.served.meeting import open_meeting
 from weft.watch.closing import closing_words
 from weft.watch.report import write_report
 
@@ -36,14 +39,19 @@ def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
     return job, plan
 
 
-def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], None] = print) -> int:
-    """Train a prepared job on local ranks. Returns the exit code; the run is in runs/NAME."""
+def start(
+    job: Job, plan: Plan, *, fresh: bool = False, resilient: bool | None = None, say: Callable[[str], None] = print
+) -> int:
+    """Train a prepared job on local ranks. Returns the exit code; the run is in runs/NAME.
+
+    `resilient` puts a supervisor beside the ranks, which replaces those that are lost; left out, with several ranks.
+    """
     run = RunDir(Path(job.runs_dir) / job.name)
     with locked(run) as lock:
         if fresh:
             _set_aside(run, say)
         before = write_description(run, job, plan)
-        code = launch(run, plan.world, lock, say)
+        code = start_processes(run, job, plan, lock, resilient, say)
         if code == Exit.JOB and not before:  # only the ranks could tell; a run that never was leaves no folder
             shutil.rmtree(run.path)
         elif code == Exit.JOB:
@@ -56,6 +64,18 @@ def start(job: Job, plan: Plan, *, fresh: bool = False, say: Callable[[str], Non
         return code
 
 
+def start_processes(
+    run: RunDir, job: Job, plan: Plan, lock: int, resilient: bool | None, say: Callable[[str], None]
+) -> int:
+    """The ranks of a mesh, supervised or not, or the servers and workers of a run that goes through a server."""
+    if plan.sync in ("server", "federated"):
+        open_meeting(run)
+        return launch_served(run, job.train.sync.servers, plan.world, lock, say)
+    if plan.world > 1 if resilient is None else resilient:
+        return guard(run, plan.world, job.resilience.spares, lock, say)
+    return launch(run, plan.world, lock, say)
+
+
 def join(job: Job, say: Callable[[str], None] = print) -> int:
     """Train as one rank of a world that torchrun, mpirun or a scheduler started."""
     from weft.train.signals import Signals
@@ -63,6 +83,11 @@ def join(job: Job, say: Callable[[str], None] = print) -> int:
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job, plan = prepare(job, world)
+    if plan.sync in ("server", "federated"):
+        raise JobError(
+            f"train.sync={plan.sync} starts its own processes, which come and go, and not the ranks of torchrun; "
+            "start it with `weft train` alone"
+        )
     run = RunDir(Path(job.runs_dir) / job.name)
     signals = Signals()
     try:
@@ -81,12 +106,12 @@ def join(job: Job, say: Callable[[str], None] = print) -> int:
     return code
 
 
-def train(job: Job, nproc: int | None = None, *, fresh: bool = False) -> RunDir:
+def train(job: Job, nproc: int | None = None, *, fresh: bool = False, resilient: bool | None = None) -> RunDir:
     """Train a job and return its run's folder. Joins what torchrun or mpirun started, else spawns local ranks."""
     if adopt():
         code = join(job)
     else:
-        code = start(*prepare(job, nproc), fresh=fresh)
+        code = start(*prepare(job, nproc), fresh=fresh, resilient=resilient)
     if code != Exit.DONE:
         raise SystemExit(code)
     return RunDir(Path(job.runs_dir) / job.name)

@@ -52,7 +52,8 @@ class Checkpoints:
 
     group is a Gloo group of all ranks, made for this purpose alone: its collectives run in a thread while a checkpoint
     is written. None is one process, without torch.distributed. Every method but poll and wait is collective.
-    on_event is called on every rank, always in the caller's thread.
+    on_event is called on every rank, always in the caller's thread. fence is called before a checkpoint takes its name,
+    and raises where this rank may commit nothing any more.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Checkpoints:
         keep_every: int,
         background: bool,
         on_event: Callable[..., None] = _ignore,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         if keep < 1:
             raise JobError(f"checkpoint.keep is {keep}; at least 1 must be kept")
@@ -73,7 +75,7 @@ class Checkpoints:
         self.world = 1 if group is None else dist.get_world_size(group)
         self.durable: int | None = None
         """The step of the last checkpoint that this object saved and that is known to be on disk."""
-        self._on_event = on_event
+        self._on_event, self._fence = on_event, fence
         self._events: list[Event] = []
         self._thread: threading.Thread | None = None
         self.damaged: set[Path] = set()
@@ -112,9 +114,10 @@ class Checkpoints:
         for name, fields in events:
             self._on_event(name, **fields)
 
-    def newest(self) -> Found | None:
-        """The newest good checkpoint, the same on all ranks; damaged ones are reported, skipped and left alone."""
-        return next(self._good(), None)
+    def newest(self, at_most: int | None = None) -> Found | None:
+        """The newest good checkpoint (of a step at most so large), the same on all ranks; damaged ones are reported,
+        skipped and left alone."""
+        return next(self._good(at_most), None)
 
     def load(self, found: Found, tensors: dict[str, Tensor]) -> None:
         """Fill the tensors in place. Raises on every rank alike: JobError when they do not fit, Damaged otherwise."""
@@ -140,10 +143,10 @@ class Checkpoints:
             why = f"its files are whole, but it cannot be loaded: {_words(error)}"
             raise self._report_damaged(found.path, why) from error
 
-    def load_newest(self, tensors: dict[str, Tensor]) -> Found | None:
+    def load_newest(self, tensors: dict[str, Tensor], at_most: int | None = None) -> Found | None:
         """Load the newest checkpoint that can be loaded; None when there is none to try, the tensors untouched."""
         failed: Damaged | None = None
-        for found in self._good():
+        for found in self._good(at_most):
             try:
                 self.load(found, tensors)
             except Damaged as error:
@@ -158,7 +161,7 @@ class Checkpoints:
     def _write(self, manifest: Manifest, snapshot: Snapshot) -> None:
         began = time.monotonic()
         final = self.folder / checkpoint_name(manifest.step)
-        writer = Writer(self.folder, manifest, replaces_damaged=final in self.damaged)
+        writer = Writer(self.folder, manifest, replaces_damaged=final in self.damaged, fence=self._fence)
         try:
             run_save(snapshot, writer, self.group)
         except (CheckpointException, Exception) as error:
@@ -200,7 +203,7 @@ class Checkpoints:
         else:
             self._note("checkpoint_removed", path=entry.path, why=why)
 
-    def _good(self) -> Iterator[Found]:
+    def _good(self, at_most: int | None = None) -> Iterator[Found]:
         """The good checkpoints, newest first; each is read in full before it is given, spread over the ranks."""
         self.wait()
         swept = False
@@ -214,7 +217,8 @@ class Checkpoints:
             if not swept:
                 swept = True
                 self._sweep(manifest.step)
-            yield Found(manifest.step, path, manifest.meta)
+            if at_most is None or manifest.step <= at_most:
+                yield Found(manifest.step, path, manifest.meta)
         if not swept:
             self._sweep(-1)
 

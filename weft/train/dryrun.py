@@ -73,6 +73,10 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
     if job.model.module or job.optim.name == "adafactor":
         what = f"model.module={job.model.module}" if job.model.module else "optim.name=adafactor"
         raise JobError(f"{what} reads values of tensors, and a dry run has none; one of Weft's models with adamw works")
+    if plan.sync != "step":
+        raise JobError(
+            f"train.sync={plan.sync}: a dry run traces a step that sums gradients; train.sync=step would work"
+        )
     mesh = pretend(plan, rank)
     try:
         norms = _fused_norms() if plan.device == "cuda" else nullcontext()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Waits
+from weft.comm.spans import Spans
 from weft.job.errors import DivergedError, Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -23,17 +24,19 @@ from weft.precision import FLOOR
 from weft.train.signals import Signals
 from weft.train.state import State
 from weft.train.step import Gradients
+from weft.train.traffic import Traffic
 
 
 class Figures:
-    """The loss, the ranks' wishes, the norm and the count of one step, and more, on their way to the host.
+    """The loss, the norm, the count and the ranks' wishes of one step, summed over all ranks, and more, on their way to
+    the host.
 
     A GPU copies them behind the step's own kernels, and the next step is queued meanwhile: nobody waits for them until
     they are read.
     """
 
-    def __init__(self, sums: Tensor, norm: Tensor, count: Tensor, work: Waits | None, more: Tensor):
-        self.sums, self.norm, self.count, self.work, self.more = sums, norm, count, work, more
+    def __init__(self, sums: Tensor, work: Waits | None, more: Tensor):
+        self.sums, self.work, self.more = sums, work, more
         self.copied: torch.cuda.Event | None = None
         if sums.is_cuda:
             if work is not None:
@@ -43,18 +46,18 @@ class Figures:
             self.copied.record()
 
     def _joined(self) -> Tensor:
-        return torch.cat([x.reshape(-1).double() for x in (self.norm, self.count, self.sums, self.more)])
+        return torch.cat([self.sums, self.more.reshape(-1).double()])
 
     def read(self) -> tuple[float, int, float, list[float], list[float]]:
-        """Norm, count, summed loss, wishes, and the rest."""
+        """Norm (the replicas' mean, where they train alone), count, summed loss, wishes, and the rest."""
         if self.copied is not None:
             self.copied.synchronize()
         else:
             if self.work is not None:
                 self.work.wait()
             self.host = self._joined()
-        norm, count, loss, *rest = self.host.tolist()
-        flags = len(self.sums) - 1
+        loss, norm, count, *rest = self.host.tolist()
+        flags = len(self.sums) - 3
         return norm, round(count), loss, rest[:flags], rest[flags:]
 
 
@@ -68,6 +71,8 @@ class _Open:
     loss_scale: float
     figures: Figures
     seconds: float
+    spans: Spans | None
+    more: dict[str, Any]
 
 
 class Ledger:
@@ -81,6 +86,7 @@ class Ledger:
         sample = flops_per_sample(job.model, job.data.seq_len)
         self.flops = sample * job.train.global_batch if sample else None
         self.peak = peak_flops(plan, job)
+        self.traffic = Traffic(mesh, job.watch.comm_every)
         self.open: _Open | None = None
         self.last: dict[str, Any] = {}
         self.began = time.perf_counter()
@@ -95,15 +101,20 @@ class Ledger:
 
     def start_clock(self) -> None:
         """Leave out of the next step's time what was not training: evaluation, start-up."""
+        self.traffic.turn(self.state.step)
         self.began = time.perf_counter()
 
     def post(self, grads: Gradients, norm: Tensor, lr: float, taken: bool) -> None:
         """Send off this step's figures, and settle those of the step before."""
-        sums = torch.cat([grads.loss.reshape(1) / self.plan.tp, self._flags()])
+        spans = self.traffic.turn(self.state.step)
+        apart = self.plan.dp_replicate if self.plan.alone else 1
+        mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world, self._flags())
+        sums = torch.cat([x.reshape(-1).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
-        figures = Figures(sums, norm, grads.count, work, self.state.woven.figures())
+        figures = Figures(sums, work, self.state.woven.figures())
         now = time.perf_counter()
-        opened = _Open(self.state.step, lr, taken, grads.scale, figures, now - self.began)
+        more = self.state.rounds.figures()
+        opened = _Open(self.state.step, lr, taken, grads.scale, figures, now - self.began, spans, more)
         self.began = now
         self.settle()
         self.open = opened
@@ -134,7 +145,9 @@ class Ledger:
             "mfu": mfu,
             "peak_memory_gib": peak_memory_gib(self.mesh.device),
             **({"loss_scale": entry.loss_scale, "skipped": not entry.taken} if self.state.scale.dynamic else {}),
+            **entry.more,
             **self.state.woven.words(more, count),
+            **self.traffic.figures(entry.spans, entry.seconds),
             **extra,
         }
         self.last = record

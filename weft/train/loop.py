@@ -19,15 +19,16 @@ def fit(session: Session, signals: Signals) -> Exit:
     """Train from the session's step to the job's last, or until all ranks agree to stop."""
     job, state, stepper = session.job, session.state, session.stepper
     steps, device = job.train.steps, session.mesh.device
-    began, first_step = time.perf_counter(), state.step
+    first_step = session.first_step
     held_out = session.held_out() if job.train.eval_every else []
-    session.event("start", step=state.step, layout=session.plan.layout(), world=session.plan.world)
+    session.event(
+        "start", step=state.step, layout=session.plan.layout(), world=session.plan.world, attempt=session.pulse.attempt
+    )
 
     with Progress(steps, state.step, job.watch.every, silent=session.mesh.rank != 0) as progress:
 
         def write(record: dict[str, Any]) -> None:
-            if session.journal is not None:
-                session.journal.metrics(record)
+            session.commit(record)
             progress.update(record)
             if record.get("skipped"):
                 session.event("skipped", step=record["step"], loss_scale=record["loss_scale"])
@@ -35,6 +36,7 @@ def fit(session: Session, signals: Signals) -> Exit:
         def evaluate() -> dict[str, float]:
             if not held_out:
                 return {}
+            session.now("eval")
             state.agree()
             val = stepper.evaluate(held_out)
             session.event("eval", step=state.step, val_loss=val)
@@ -49,10 +51,13 @@ def fit(session: Session, signals: Signals) -> Exit:
         ledger.start_clock()
         with closing(session.loader()) as loader, Collector() as collector:
             while state.step < steps and not ledger.stop:
+                session.now("data")
                 lr = stepper.learning_rate()
                 batches = [to_device(b, device) for b in next(loader)]
+                session.now("compute")
                 with recorded(session, state.step + 1):
                     grads = stepper.gradients(batches)
+                session.now("update")
                 norm, taken = stepper.update(grads, lr)
                 ledger.post(grads, norm, lr, taken)
                 collector.tick(state.step)
@@ -63,9 +68,11 @@ def fit(session: Session, signals: Signals) -> Exit:
                 if _due(state.step, job.checkpoint.every, steps):
                     ledger.settle()
                     session.save()
+                session.keep()
         ledger.settle()
         if ledger.stop and state.step > first_step:
             session.save()
+        session.now("checkpoint")
         session.checkpoints.wait()
         if state.step > first_step and session.checkpoints.durable != state.step:
             raise MachineError(
@@ -78,7 +85,7 @@ def fit(session: Session, signals: Signals) -> Exit:
     summary = {
         "step": state.step,
         "steps_done": done,
-        "seconds": time.perf_counter() - began,
+        "seconds": time.time() - session.began,
         "loss": ledger.last.get("loss"),
         "predicted": session.plan.predicted,
         "measured": {"memory_gib": peak_memory_gib(device), "step_time_s": ledger.last.get("step_time_s")},

@@ -19,6 +19,8 @@ from weft.train.state import OWED, State
 
 def load_owed(checkpoints: Checkpoints, found: Found, state: State) -> str | None:
     """Take in what a checkpoint says is owed. Collective; returns a note where a person should know of it."""
+    for compressor in state.woven.compressors:
+        compressor.steps = state.step
     index = Index(found.path)
     holders: dict[str, set[int]] = defaultdict(set)
     for name in index.tensors:
@@ -46,10 +48,7 @@ def load_owed(checkpoints: Checkpoints, found: Found, state: State) -> str | Non
             checkpoints.load(found, share)
             for name, n in read.items():
                 local_of(mine[n]).add_(local_of(share[name]), alpha=1 / len(now[_weight(n)]))
-    state.woven.adopt_owed({n: t for n, t in mine.items() if n in exact or n in moved})
-    if (dice := exact.get(f"dice.{state.mesh.rank}")) is not None:
-        for compressor, rolls in zip(state.woven.compressors, dice.tolist(), strict=True):
-            compressor.dice.rolls = rolls
+    state.adopt_owed({n: t for n, t in mine.items() if n in exact or n in moved})
     return None
 
 

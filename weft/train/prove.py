@@ -106,6 +106,7 @@ def with_layout(job: Job, section: dict[str, Any]) -> Job:
     raw["cluster"] = {"device": device, "devices_per_node": ranks(section)}
     raw["optim"]["eps"] = max(raw["optim"]["eps"], ADAM_EPS)
     raw["data"]["record_ids"] = False
+    raw["train"]["sync"] = "step"  # a layout is proven by the gradients of a step
     return parse_job(raw)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from weft.comm.algorithms import summing
 from weft.comm.pieces import piece_of
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import Batch, Loader, val_batches
@@ -23,7 +26,12 @@ from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
+from weft.resilience.pulse import Pulse, Quiet
+from weft.resilience.snapshots import Snapshots, newest_common
+from weft.sync.outer import EveryStep, Rounds
+from weft.train.armed import arm
 from weft.train.checkpoint import Checkpoints
+from weft.train.manifest import entries
 from weft.train.owed import load_owed
 from weft.train.state import State
 from weft.train.step import Stepper
@@ -46,11 +54,22 @@ class Session:
     journal: Journal | None
     """Only on rank 0: one file, one writer."""
     log: logging.Logger
+    snapshots: Snapshots
+    pulse: Pulse
+    """Where the loop shows what it does, and hears that its attempt is over."""
+    first_step: int = 0
+    """The step at which this start of the run began, whatever was recovered since."""
+    began: float = field(default_factory=time.time)
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line in events.jsonl, from rank 0."""
         if self.journal is not None:
+            self.pulse.fence()
             self.journal.event(kind, **fields)
+
+    def now(self, phase: str) -> None:
+        """Show what begins."""
+        self.pulse.now(phase, self.state.step)
 
     def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
         """Adaptive compression has changed its mind."""
@@ -82,8 +101,43 @@ class Session:
         ]  # fmt: skip
 
     def save(self, wait: bool = False) -> None:
+        self.now("checkpoint")
         self.state.agree()
-        self.checkpoints.save(self.state.step, self.state.tensors(), self.state.meta(self.job, self.plan), wait=wait)
+        self.checkpoints.save(self.state.step, self.state.saved(), self.state.meta(self.job, self.plan), wait=wait)
+
+    def keep(self) -> None:
+        """Copy the step just done into memory that outlives this process, as often as that costs next to nothing."""
+        snapshots, state = self.snapshots, self.state
+        if snapshots.due(state.step):
+            snapshots.take(state.step, state.pieces(), state.counts())
+            if snapshots.refused:
+                self.log.warning("%s", snapshots.refused)
+        if snapshots.tick(state.step):
+            snapshots.every = max(cast(list[int], self.mesh.all_gather_object(snapshots.wish())))
+
+    def commit(self, record: dict[str, Any]) -> None:
+        """Write a step's record: from here on it is done, and need not be done again after a fault."""
+        self.pulse.fence()
+        if self.journal is not None:
+            self.journal.metrics(record)
+        self.snapshots.seal(record["step"], {"tokens": self.state.tokens})
+        self.pulse.committed(record["step"])
+
+    def make_good(self) -> None:
+        """Write the checkpoint that a broken attempt owed and did not finish."""
+        step, c = self.state.step, self.job.checkpoint
+        on_disk = _newest_on_disk(self)
+        due = step if step == self.job.train.steps else step // c.every * c.every if c.every else 0
+        if on_disk == step:
+            self.checkpoints.durable = step
+        elif max(on_disk, self.first_step) < due:
+            self.save()
+
+    def rewind(self, to: int) -> None:
+        """Go back to the newest step at or before `to` that is known: in memory, else on disk, else step 0."""
+        self.checkpoints.wait()
+        if not _recall(self, to):
+            _resume(self, at_most=to)
 
     def close(self) -> None:
         self.mesh.close()
@@ -103,13 +157,16 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {k: v.to(device, non_blocking=True) for k, v in batch.items()}
 
 
-def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
-    """Join the mesh, build and spread the model, and continue from the newest good checkpoint if there is one."""
+def open_session(
+    job: Job, plan: Plan, run: RunDir, *, pulse: Pulse | None = None, mesh: Mesh | None = None,
+    dataset: Dataset | None = None,
+) -> Session:  # fmt: skip
+    """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk."""
     began = time.perf_counter()
-    mesh = connect(plan, job.comm.timeout_s)
+    pulse, mesh = pulse or Quiet(), mesh or connect(plan, job.comm.timeout_s)
     log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
     torch.manual_seed(job.train.seed + mesh.rank)  # for modules of a person's own; Weft's use no state
-    dataset = open_dataset(job)
+    dataset = dataset or open_dataset(job)
     state = build_state(job, plan, mesh)
     journal = Journal(run) if mesh.rank == 0 else None
 
@@ -123,30 +180,44 @@ def open_session(job: Job, plan: Plan, run: RunDir) -> Session:
     c = job.checkpoint
     checkpoints = Checkpoints(
         run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
-        on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
+        on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None, fence=pulse.fence,
     )  # fmt: skip
-    session = Session(job, plan, run, mesh, state, Stepper(job, plan, mesh, state), dataset, checkpoints, journal, log)
+    memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
+    snapshots = Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
+    stepper = Stepper(job, plan, mesh, state)
+    session = Session(job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse)
     for compressor in state.woven.compressors:
         compressor.tell = session.compression
     _write_slices(session)
-    _resume(session)
+    if not _recall(session):
+        _resume(session)
+    session.first_step = state.step
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
     _, scaling = peak_lr(job)
     if scaling:
         log.info("%s", scaling)
+    arm(session)
     return session
 
 
 def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
     """The model spread over the mesh, its optimizer, average and loss scale, at step 0."""
     woven = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
-    return State(
-        woven,
-        make_optimizers(job, woven),
-        Ema(woven.masters, job.train.ema),
-        LossScale.for_precision(plan.precision),
-        mesh,
-    )
+    ema = Ema(woven.masters, job.train.ema)
+    state = State(woven, make_optimizers(job, woven), ema, LossScale.for_precision(plan.precision), mesh)
+    state.rounds = make_rounds(job, plan, mesh, state)
+    return state
+
+
+def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
+    """How replicas come together, as train.sync says."""
+    axis = mesh.axis("dp_replicate")
+    if not plan.alone or axis is None:
+        return EveryStep()
+    start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes))
+    limit = int(plan.bucket_mb * 2**20 / 4)
+    return Rounds(job.train.sync, axis, start, state.woven.masters, state.ema.averages, job.train.steps, limit)
 
 
 def make_optimizers(job: Job, woven: Woven | Pipelined) -> Optimizers:
@@ -155,22 +226,47 @@ def make_optimizers(job: Job, woven: Woven | Pipelined) -> Optimizers:
     return build_optimizers(job.optim, woven.masters, lambda name: name.startswith(units), woven.leaves, woven.copies)
 
 
-def _resume(session: Session) -> None:
+def _recall(session: Session, at_most: int | None = None) -> bool:
+    """Continue from the newest step that every rank has whole in memory, if there is one."""
+    state, snapshots = session.state, session.snapshots
+    held = cast(list[list[int]], session.mesh.all_gather_object(snapshots.held()))
+    step = newest_common(held, at_most)
+    if step is None or (at_most is None and step < _newest_on_disk(session)):
+        return False
+    if not state.optimizers.pieces():
+        state.optimizers.allocate()
+    pieces = state.pieces()
+    if not all(session.mesh.all_gather_object(snapshots.holds(pieces))):  # of another layout
+        return False
+    state.recall(pieces, snapshots.load(step, pieces))
+    _forget_samples_after(session)
+    return True
+
+
+def _newest_on_disk(session: Session) -> int:
+    """As rank 0 sees it, from the names alone; -1 where there is none."""
+    found = entries(session.run.checkpoints) if session.mesh.rank == 0 else []
+    steps = [entry.step for entry in found if entry.kind == "good"]
+    return cast(int, session.mesh.all_gather_object(max(steps, default=-1))[0])
+
+
+def _resume(session: Session, at_most: int | None = None) -> None:
     state, checkpoints = session.state, session.checkpoints
-    newest = checkpoints.newest()
+    newest = checkpoints.newest(at_most)
     if newest is None:
+        if state.step:
+            _begin_anew(session)
         _say_restart(session)
         return
     tensors = state.empty_like(saved_world=0)
-    found = checkpoints.load_newest(tensors)
+    found = checkpoints.load_newest(tensors, at_most)
     if found is None:
         state.optimizers = make_optimizers(session.job, state.woven)
         _say_restart(session)
         return
-    if found.meta["plan"]["world"] == session.mesh.world:
-        own = {n: t for n, t in state.tensors().items() if n.startswith("random")}
-        checkpoints.load(found, own)
-        tensors |= own
+    own = state.own(found.meta)
+    checkpoints.load(found, own)
+    tensors |= {n: t for n, t in own.items() if n.startswith("random")}
     state.adopt(tensors, found.meta)
     if note := load_owed(checkpoints, found, state):
         session.log.info("%s", note)
@@ -180,6 +276,13 @@ def _resume(session: Session) -> None:
     session.event("resume", step=state.step, path=str(found.path), layout=session.plan.layout(), was=before.layout())
     moved = "" if before.layout() == session.plan.layout() else f" (written as {before.layout()})"
     session.log.info("%s", f"resumed from step {state.step}, {found.path}{moved}")
+
+
+def _begin_anew(session: Session) -> None:
+    """Back to step 0, in the state that the run has already."""
+    torch.manual_seed(session.job.train.seed + session.mesh.rank)
+    vars(session.state).update(vars(build_state(session.job, session.plan, session.mesh)))
+    _forget_samples_after(session)
 
 
 def _say_restart(session: Session) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.pieces import local_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.optim import Ema, Optimizers
@@ -16,6 +16,7 @@ from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
+from weft.sync.outer import EveryStep
 
 OWED = ("residual.", "powersgd.", "dice.")
 """Names of what compression keeps between steps."""
@@ -36,6 +37,10 @@ class State:
     """Samples read, and so the number of the next one: the whole state of the data."""
     tokens: int = 0
     """Valid targets learned from."""
+    rounds: EveryStep = field(default_factory=EveryStep)
+    """How replicas come together between steps."""
+    skipped_steps: set[int] = field(default_factory=set)
+    """Steps whose samples are read and not learned from: what they did to the run was undone."""
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, whatever the layout. The random state is each rank's own."""
@@ -43,10 +48,36 @@ class State:
         out |= {f"buffer.{n}": b for n, b in self.woven.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
         out |= {f"ema.{n}": t for n, t in self.ema.averages.items()}
-        out |= self.woven.owed()
-        if self.woven.compressors:
-            out[f"dice.{self.mesh.rank}"] = torch.tensor([c.dice.rolls for c in self.woven.compressors])
-        out[f"random.{self.mesh.rank}"] = torch.get_rng_state()
+        return out | self.woven.owed() | self._dice() | self.rounds.tensors() | self._random()
+
+    @torch.no_grad()
+    def pieces(self) -> dict[str, Tensor]:
+        """This rank's part of every tensor, plain: what a snapshot copies; in place but for what compression owes."""
+        out = {f"model.{n}": local_of(m) for n, m in (self.woven.masters | self.woven.frozen).items()}
+        out |= {f"buffer.{n}": local_of(b) for n, b in self.woven.buffers().items()}
+        out |= {f"optim.{n}": local_of(t) for n, t in self.optimizers.pieces().items()}
+        out |= {f"ema.{n}": local_of(t) for n, t in self.ema.averages.items()}
+        out |= {n: local_of(t) for n, t in (self.woven.owed() | self._dice() | self.rounds.tensors()).items()}
+        return out | self._random()
+
+    def recall(self, pieces: dict[str, Tensor], counts: dict[str, Any]) -> None:
+        """Continue from the pieces of a snapshot, which were just read."""
+        self.adopt(pieces, counts)
+        self.adopt_owed({n: t for n, t in pieces.items() if n.startswith(OWED)})
+
+    def adopt_owed(self, held: dict[str, Tensor]) -> None:
+        """Take in what compression owes, and how often its dice were rolled."""
+        self.woven.adopt_owed(held)
+        if (dice := held.get(f"dice.{self.mesh.rank}")) is not None:
+            for compressor, rolls in zip(self.woven.compressors, dice.tolist(), strict=True):
+                compressor.dice.rolls = rolls
+
+    def _dice(self) -> dict[str, Tensor]:
+        rolls = [c.dice.rolls for c in self.woven.compressors]
+        return {f"dice.{self.mesh.rank}": torch.tensor(rolls)} if rolls else {}
+
+    def _random(self) -> dict[str, Tensor]:
+        out = {f"random.{self.mesh.rank}": torch.get_rng_state()}
         if self.mesh.device.type == "cuda":
             out[f"random_cuda.{self.mesh.rank}"] = torch.cuda.get_rng_state(self.mesh.device)
         return out
@@ -65,33 +96,48 @@ class State:
                     mean = axis.all_reduce(buffer.double()) / axis.size  # in doubles what is equal stays as it is
                     buffer.copy_(mean)
                 else:
-                    first = buffer.contiguous()
-                    dist.broadcast(first, group_src=0, group=axis.group)
-                    buffer.copy_(first)
+                    axis.broadcast(buffer, 0)
 
-    def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
+    def counts(self) -> dict[str, Any]:
+        """What is no tensor."""
         return {
             "step": self.step,
             "tokens": self.tokens,
             "samples": self.samples,
+            "skipped_steps": sorted(self.skipped_steps),
             "scale": self.scale.state(),
-            "job": job.model_dump(mode="json"),
-            "plan": plan.to_json(),
+            "sync": self.rounds.meta(),
         }
 
+    def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
+        return {**self.counts(), "job": job.model_dump(mode="json"), "plan": plan.to_json()}
+
     def empty_like(self, saved_world: int) -> dict[str, Tensor]:
-        """Tensors to read a checkpoint into. A random state only fits the world that wrote it; what compression owes is
-        read apart (train/owed.py), for a checkpoint may have none of it, or another number of shares."""
+        """Tensors to read a checkpoint into, that every one has. A random state only fits the world that wrote it; what
+        compression owes is read apart (train/owed.py), for a checkpoint may have none of it, or other shares."""
         self.optimizers.allocate()
-        apart = OWED if saved_world == self.mesh.world else (*OWED, "random")
+        apart = (*OWED, "outer.", *(() if saved_world == self.mesh.world else ("random",)))
         return {n: t for n, t in self.tensors().items() if not n.startswith(apart)}
+
+    def own(self, meta: dict[str, Any]) -> dict[str, Tensor]:
+        """By its name in a checkpoint, what is read after that: what this rank or its replica alone left there."""
+        tensors = self.tensors()
+        same = meta["plan"]["world"] == self.mesh.world
+        random = {n: t for n, t in tensors.items() if n.startswith("random") and same}
+        return random | self.rounds.own(meta.get("sync", {}), tensors)
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: the tensors, under names and with values that a run of any kind can go on from."""
+        return self.rounds.saved(self.tensors())
 
     def adopt(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Continue from tensors that were just read in place."""
         self.step, self.tokens, self.samples = meta["step"], meta["tokens"], meta["samples"]
+        self.skipped_steps = set(meta.get("skipped_steps", ()))
         self.scale.restore(meta["scale"])
         if (cpu := tensors.get(f"random.{self.mesh.rank}")) is not None:
             torch.set_rng_state(cpu)
         if (cuda := tensors.get(f"random_cuda.{self.mesh.rank}")) is not None:
             torch.cuda.set_rng_state(cuda.cpu(), self.mesh.device)
+        self.rounds.adopt(meta.get("sync", {}))
         self.woven.refresh()

@@ -26,7 +26,7 @@ class Gradients:
     loss: Tensor
     """Sum over this rank's valid targets."""
     count: Tensor
-    """Valid targets of the global batch."""
+    """Valid targets of the samples whose gradients were summed: the global batch, or a replica's share of it."""
     nominal: float
     scale: float
 
@@ -50,7 +50,7 @@ class Stepper:
         state, woven, job = self.state, self.state.woven, self.job
         woven.zero_grad()
         count, counting = self._global_count(batches)
-        nominal = job.train.global_batch * batches[0]["valid"][0].numel()
+        nominal = job.train.global_batch * batches[0]["valid"][0].numel() / self.apart
         total = woven.backward(
             self.local(batches), self.loss_of(job.train.label_smoothing), state.scale.value / nominal
         )
@@ -59,19 +59,27 @@ class Stepper:
         return Gradients(total, count, nominal, state.scale.value)
 
     def update(self, grads: Gradients, lr: float) -> tuple[Tensor, bool]:
-        """Clip and apply. Returns the norm before clipping, and whether the step was taken (fp16 skips on overflow)."""
+        """Clip and apply. Returns the norm before clipping, and whether the step was taken.
+
+        It is not where the gradients are not finite, or where the state says that this step's batch is to be skipped.
+        Without fp16's scale a GPU knows this by itself: then True is returned, and the norm tells the rest.
+        """
         state = self.state
         norm = grad_norm(state.woven.counted, self.mesh) * grads.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
-        taken = bool(torch.isfinite(norm)) if state.scale.dynamic else True
+        finite, wanted = torch.isfinite(norm), state.step + 1 not in state.skipped_steps
+        unseen = norm.is_cuda and not state.scale.dynamic
+        taken = wanted and (unseen or bool(finite))
         if taken:
-            state.optimizers.step(lr, clipped * grads.factor)
-            state.woven.follow()
-            state.ema.update()
-        state.scale.update(taken)
+            flag = finite if unseen else None
+            state.optimizers.step(lr, clipped * grads.factor, flag)
+            state.ema.update(flag)
+        state.woven.follow(finite if taken and unseen else taken)
+        state.scale.update(taken or not wanted)
         state.step += 1
         state.samples += self.job.train.global_batch
+        state.rounds.after(state.step, grads.count, state.woven.refresh)
         return norm, taken
 
     def learning_rate(self) -> float:
@@ -104,11 +112,17 @@ class Stepper:
         cut = Cut.of(self.plan, self.mesh.coord("cp"))
         return [cut.batch(b) for b in batches]
 
+    @property
+    def apart(self) -> int:
+        """Parts of the global batch whose gradients are not summed in a step."""
+        return self.plan.dp_replicate if self.plan.alone else 1
+
     def _global_count(self, batches: list[Batch]) -> tuple[Tensor, Waits | None]:
-        """Valid targets of all ranks; the sum travels while the first microbatch computes."""
+        """Valid targets of all ranks that sum their gradients; it travels while the first microbatch computes."""
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
-        if self.mesh.everyone is None:
+        axis = self.mesh.axis("dp_shard") if self.plan.alone else self.mesh.everyone
+        if axis is None:
             return count, None
-        same = self.plan.tp * self.plan.pp * self.plan.cp  # ranks that read the same samples
+        same = axis.size // (self.plan.dp // self.apart)  # ranks of the axis that read the same samples
         count = count / same
-        return count, self.mesh.everyone.start_all_reduce(count)
+        return count, axis.start_all_reduce(count)

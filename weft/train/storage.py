@@ -6,7 +6,7 @@ import dataclasses
 import io
 import shutil
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -35,9 +35,11 @@ from weft.train.snapshot import Snapshot
 class Writer(FileSystemWriter):
     """Writes one checkpoint: under a temporary name, with checksums, the manifest last, then the rename."""
 
-    def __init__(self, folder: Path, manifest: Manifest, *, replaces_damaged: bool) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, *, replaces_damaged: bool, fence: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)
-        self.folder, self.manifest, self.replaces_damaged = folder, manifest, replaces_damaged
+        self.folder, self.manifest, self.replaces_damaged, self.fence = folder, manifest, replaces_damaged, fence
         self.final = folder / checkpoint_name(manifest.step)
         self.aside: Path | None = None
         self.total_bytes = 0
@@ -77,6 +79,7 @@ class Writer(FileSystemWriter):
         files |= self.fs.sums
         self.total_bytes = sum(expected.bytes for expected in files.values())
         write_manifest(made, dataclasses.replace(self.manifest, files=files))
+        self.fence()
         self.aside = put_in_place(made, self.final, damaged=self.replaces_damaged)
         sync_folder(self.folder.parent)
 

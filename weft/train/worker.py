@@ -19,6 +19,7 @@ from weft.job.load import load_job
 from weft.job.run import RunDir
 from weft.job.schema import Job
 from weft.plan.layout import Plan
+from weft.resilience.rollback import RollBack
 from weft.train.signals import Signals
 
 if TYPE_CHECKING:
@@ -29,26 +30,40 @@ Work = Callable[["Session", Signals], Exit]
 
 def run_rank(run: RunDir, job: Job, plan: Plan, signals: Signals, work: Work | None = None) -> int:
     """Train, or do other work with a session, as the rank that the environment names. Returns the exit code."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read when torch is imported
-    import torch  # seconds, in which a signal may already come
-
+    set_up(run, plan)
     from weft.train.loop import fit_or_explain
     from weft.train.session import open_session
 
     rank, position = int(os.environ.get("RANK", 0)), ""
-    if plan.device == "cpu":
-        keep_freed_memory()
-        torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
     try:
         session = open_session(job, plan, run)
         position = session.mesh.position
-        code = (work or fit_or_explain)(session, signals)
+        code = attempt(session, signals, work or fit_or_explain)
         session.mesh.barrier()
         session.close()
         return int(code)
     except BaseException as error:
-        _explain(run, rank, position, error)
+        explain(run, rank, position, error)
         return exit_code(error)
+
+
+def set_up(run: RunDir, plan: Plan) -> None:
+    """Import torch, and set what belongs to the whole process."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read when torch is imported
+    import torch  # seconds, in which a signal may already come
+
+    if plan.device == "cpu":
+        keep_freed_memory()
+        torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
+
+
+def attempt(session: Session, signals: Signals, work: Work) -> Exit:
+    """Do the work, and go back whenever all ranks agree that something went wrong which other samples would mend."""
+    while True:
+        try:
+            return work(session, signals)
+        except RollBack as wish:
+            session.rewind(wish.to_step)
 
 
 def keep_freed_memory() -> None:
@@ -77,7 +92,7 @@ def is_timeout(error: BaseException) -> bool:
     return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
-def _explain(run: RunDir, rank: int, position: str, error: BaseException) -> None:
+def explain(run: RunDir, rank: int, position: str, error: BaseException) -> None:
     """Leave the cause where the launcher finds it, and the traceback in this rank's log."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if f"{os.sep}weft{os.sep}" in f.filename]
@@ -94,9 +109,16 @@ def _explain(run: RunDir, rank: int, position: str, error: BaseException) -> Non
         "where": where,
         "expected": isinstance(error, WeftError),
         "echo": is_echo(error),
+        "machine": is_machine(error),
         "code": exit_code(error),
     }
     (run.logs / f"failure-{rank}.json").write_text(json.dumps(cause), encoding="utf-8")
+
+
+def is_machine(error: BaseException) -> bool:
+    """Whether another process or another try may do better: the machine failed, not the program."""
+    text = str(error).lower()
+    return isinstance(error, OSError | MemoryError) or any(s in text for s in ("cuda error", "nccl", "out of memory"))
 
 
 def is_echo(error: BaseException) -> bool:

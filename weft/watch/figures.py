@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -42,6 +42,8 @@ def figures(records: Sequence[Record], events: Sequence[Record], plan: Record) -
         found.append(
             _over_steps("mfu", "Model FLOPs utilisation", records, "mfu", "share of peak", marks, zero=True, form=".0%")
         )
+    if any(number(r.get("comm_share")) is not None for r in records):
+        found += [traffic_figure(records, marks), speed_figure(records, marks)]
     return [*found, memory_figure(records, plan, marks), step_time_figure(records)]
 
 
@@ -77,6 +79,31 @@ def loss_figure(records: Sequence[Record], events: Sequence[Record], marks: Sequ
         height=360,
         empty="No step has recorded a finite loss yet." if records else "No step has been recorded yet.",
     )
+
+
+def traffic_figure(records: Sequence[Record], marks: Sequence[float]) -> Figure:
+    """How much of the watched steps was communication, and what of it nothing hid."""
+    seen = [r for r in records if number(r.get("comm_share")) is not None]
+    data = []
+    for key, name, color in (("comm_share", "all", "@blue"), ("exposed_share", "exposed", "@orange")):
+        steps, values = column(seen, key)
+        if any(v is not None for v in values):
+            data.append(_line(name, *thin(steps, values), color, width=2))
+    layout = _layout("step", "share of the step", marks, zero=True)
+    layout["yaxis"]["tickformat"] = ".0%"
+    caption = "Time in which something travelled, and in which this rank did nothing but wait for it; as rank 0 saw it."
+    return Figure("traffic", "Communication", caption, data, layout)
+
+
+def speed_figure(records: Sequence[Record], marks: Sequence[float]) -> Figure:
+    """Bytes handed over, by the time in which something travelled."""
+    seen = [r for r in records if number(r.get("comm_gb_per_s")) is not None]
+    figure = _over_steps("speed", "Bandwidth", seen, "comm_gb_per_s", "GB/s", marks, noisy=False, zero=True)
+    sent = [v for v in column(seen, "comm_mib")[1] if v is not None]
+    between = [v for v in column(seen, "comm_between_mib")[1] if v is not None]
+    words = f"{median(sent):.3g} MiB a step from rank 0" if sent else ""
+    words += f", {median(between):.3g} of it to other nodes" if between else ""
+    return replace(figure, caption=words)
 
 
 def memory_figure(records: Sequence[Record], plan: Record, marks: Sequence[float]) -> Figure:

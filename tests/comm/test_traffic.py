@@ -1,0 +1,130 @@
+"""Bytes by link, FSDP2's own messages on their axes, and the shares of a watched step in metrics and the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import parity
+import torch
+import torch.distributed as dist
+from on_ranks import begin
+from torch import Tensor
+
+from weft.comm import Axis, algorithms
+from weft.comm.axis import Tally
+from weft.job.run import RunDir
+from weft.job.schema import Job
+from weft.launch.pool import RankPool
+from weft.mesh import connect
+from weft.plan.layout import Plan
+from weft.train.traffic import Traffic
+from weft.watch.figures import figures
+from weft.watch.journal import Journal
+from weft.watch.report import write_report
+
+WORLD, NEAR = 4, 2
+Counted = dict[str, Tally]
+
+
+def by_link() -> dict[str, dict[str, Tally]]:
+    """Two nodes of two ranks each, as the plan says; what each axis counts as inside and between."""
+    mesh = connect(Plan("cpu", "cpu", "gloo", nodes=2, dp_replicate=2, tp=2))
+    assert mesh.everyone is not None
+    x, n = torch.ones(WORLD, 6), mesh.world
+    for axis in (mesh.everyone, mesh.axes["tp"], mesh.axes["dp_replicate"]):
+        axis.all_reduce(x.clone())
+        axis.all_to_all(x[: axis.size], range(axis.size))
+        axis.scatter(x[: axis.size] if axis.rank == 0 else None, torch.empty(6), 0)
+        axis.gather(x, 0)
+    mesh.everyone.start_exchange([((mesh.rank + 2) % n, x)], [((mesh.rank - 2) % n, x.clone())]).wait()
+    found = {axis.name: axis.read() for axis in mesh.every_axis()}
+    mesh.everyone.reset()
+    algorithms.all_reduce(mesh.everyone, torch.ones(80), "hierarchical", near=NEAR)
+    found["hierarchical"] = mesh.everyone.read()
+    return found
+
+
+def test_bytes_inside_a_node_and_between_nodes(pool: RankPool) -> None:
+    for rank, told in enumerate(pool.run(by_link, WORLD)):
+        size, row = 4 * WORLD * 6, 4 * 6
+        tp, across, everyone = told["tp"], told["dp_replicate"], told["everyone"]
+        assert all(t.between == 0 for t in tp.values())  # neighbours share a node
+        assert all(t.between == t.bytes for t in across.values())
+        assert everyone["all_reduce"] == Tally(1, size, 0.0, size * (rank in (1, 3)))  # the ring leaves a node there
+        assert everyone["all_to_all"] == Tally(1, 3 * row, 0.0, 2 * row)
+        assert everyone["scatter"] == Tally(1, 3 * row * (rank == 0), 0.0, 2 * row * (rank == 0))
+        assert everyone["gather"] == Tally(1, size * (rank != 0), 0.0, size * (rank >= NEAR))
+        assert everyone["send"] == Tally(1, size, 0.0, size)
+        # two levels: of 2 (n - 1) / n of the tensor only 2 (n - g) / n / g leave the node
+        sent = told["hierarchical"]["send"]
+        assert (sent.bytes, sent.between) == (4 * 80 * 6 // 4, 4 * 80 * 2 * (4 - 2) // 4 // 2)
+
+
+def watched(job: Job) -> tuple[list[dict[str, float]], dict[str, Counted], bool]:
+    """Two steps, of which the second is watched: its figures, and what the axes counted in it."""
+    job, _, mesh, stepper, loader = begin(job)
+    traffic = Traffic(mesh, 2)
+    found: list[dict[str, float]] = []
+    counts: dict[str, Counted] = {}
+    for step, batches in zip(range(2), loader, strict=False):
+        traffic.turn(step)
+        for axis in mesh.every_axis():
+            axis.reset()
+        stepper.update(stepper.gradients(batches), stepper.learning_rate())
+        counts = {axis.name: axis.read() for axis in mesh.axes.values()}
+        found.append(traffic.figures(traffic.spans, 1.0))
+    traffic.turn(2)
+    return found, counts, all(axis.spans is None for axis in mesh.every_axis())
+
+
+def weights_of(job: Job) -> Tensor:
+    from weft.models import build_model
+    from weft.plan import make_plan
+
+    return torch.tensor(sum(p.numel() for p in build_model(make_plan(job)[0].model, 0).parameters()))
+
+
+def test_a_watched_step_says_what_travelled(pool: RankPool) -> None:
+    for layout, axis, kinds in (
+        ({"dp_replicate": 2}, "dp_replicate", {"all_reduce"}),
+        ({"dp_shard": 2, "zero": 3}, "dp_shard", {"all_gather", "reduce_scatter"}),
+        ({"tp": 2}, "tp", {"all_gather", "reduce_scatter"}),
+    ):
+        job = parity.make_job(train={"accumulation": 1}, parallel=layout)
+        for found, counts, quiet in pool.run(watched, 2, job):
+            assert quiet and found[0] == {}
+            assert found[1].keys() == {"comm_share", "exposed_share", "comm_mib", "comm_gb_per_s"}
+            assert 0 < found[1]["exposed_share"] <= found[1]["comm_share"] <= 1
+            assert found[1]["comm_gb_per_s"] > 0
+            assert kinds <= counts[axis].keys()
+            told = sum(t.bytes for t in counts[axis].values()) / 2**20
+            assert (
+                told <= found[1]["comm_mib"] < told + 0.01
+            )  # the count, the norm and the figures travel over everyone
+            if axis == "dp_shard":  # each rank hands over its half twice, forward and backward, and all gradients once
+                size = 4 * int(weights_of(job))
+                assert counts[axis]["reduce_scatter"].bytes == size
+
+
+def test_metrics_become_a_picture(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    journal = Journal(run)
+    records: list[dict[str, Any]] = []
+    for step in range(1, 31):
+        seen = {"comm_share": 0.3, "exposed_share": 0.1, "comm_gb_per_s": 1.5, "comm_mib": 8.0, "comm_between_mib": 2.0}
+        records.append({"step": step, "loss": 1.0, **(seen if step % 10 == 0 else {})})
+        journal.metrics(records[-1])
+    drawn = {f.id: f for f in figures(records, [], {})}
+    assert [t["name"] for t in drawn["traffic"].data] == ["all", "exposed"]
+    assert drawn["traffic"].data[0]["x"] == [10, 20, 30]
+    assert drawn["speed"].caption == "8 MiB a step from rank 0, 2 of it to other nodes"
+    assert "Communication" in write_report(run).read_text(encoding="utf-8")
+    assert "traffic" not in {f.id for f in figures([{"step": 1, "loss": 1.0}], [], {})}
+
+
+def test_an_axis_of_one_node_counts_nothing_between() -> None:
+    axis = Axis("x", None, 2, 0)  # type: ignore[arg-type]
+    axis.count("all_reduce", torch.ones(3))
+    assert axis.read() == {"all_reduce": Tally(1, 12, 0.0, 0)}
+    assert not dist.is_initialized()

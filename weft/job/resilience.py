@@ -1,0 +1,28 @@
+"""The resilience section of a job: what a run does about faults."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from weft.job.section import Section
+
+
+class Resilience(Section):
+    """What a run does about faults. The defaults keep it alive and change nothing about its numbers."""
+
+    bad_steps: int = Field(3, ge=1)
+    """Steps in a row whose loss or gradients are not finite after which the run ends as diverged; fewer are skipped."""
+    check_every: int = Field(10, ge=0)
+    """Steps between comparisons of the weights that ranks hold alike; 0 compares never."""
+    evict_slow: bool = False
+    """Ask for another process in the place of a rank that stays slow."""
+    patience_s: float = Field(1.5, gt=0)
+    """Shortest standstill of all ranks that counts as a hang; it grows with the longest pauses the run makes itself."""
+    rebalance: bool = True
+    """Move sequences from a slow rank to fast ones. The same run within rounding, though not bit for bit."""
+    restarts: int = Field(100, ge=0)
+    """Faults after which a run gives up. The same fault at the same step ends it sooner."""
+    roll_back: bool = True
+    """Undo a step whose loss or gradient norm leaves all bounds, and pass over its batch."""
+    spares: int = Field(1, ge=0)
+    """Processes that have imported everything and wait to take the place of one that is lost."""

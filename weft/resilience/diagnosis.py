@@ -1,0 +1,79 @@
+"""Who is to blame when nothing moves: decided from what the ranks show on the board."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+EXCHANGES = ("pp",)
+"""Groups in which ranks call different things, so that their counts say nothing."""
+
+STACK = signal.SIGUSR2
+"""Makes a process write down its Python stacks, also while it holds the GIL."""
+
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What went wrong, as events.jsonl tells it."""
+
+    kind: str
+    rank: int | None
+    why: str
+    step: int
+    position: str = ""
+    detected_after_s: float | None = None
+    stack: str = ""
+
+
+def late(counts: Mapping[int, Mapping[str, int]], peers: Mapping[int, Mapping[str, list[int]]]) -> dict[int, str]:
+    """The ranks that others wait for and that wait for nobody, each with what it did not begin.
+
+    `counts` are collectives begun, by rank and group; `peers` the members of a rank's groups. Who has begun more than
+    another member waits for it.
+    """
+    missing: dict[int, str] = {}
+    waits: set[int] = set()
+    for rank, groups in peers.items():
+        for group, members in groups.items():
+            if group in EXCHANGES or rank not in counts:
+                continue
+            mine = counts[rank].get(group, 0)
+            behind = [m for m in members if m in counts and counts[m].get(group, 0) < mine]
+            if behind:
+                waits.add(rank)
+            for member in behind:
+                missing[member] = f"collective {counts[member].get(group, 0) + 1} on {group}"
+    return {rank: what for rank, what in missing.items() if rank not in waits}
+
+
+def main_stack(dump: str) -> list[str]:
+    """The main thread's frames of a faulthandler dump, innermost first; the newest dump of several."""
+    blocks = [b for b in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.M) if FRAME.search(b)]
+    ours = [b for b in blocks if "runpy.py" in b or " in <module>" in b]
+    return [line.strip() for line in (ours or blocks or [""])[-1].splitlines() if FRAME.search(line)]
+
+
+def where(frames: list[str]) -> str:
+    """The innermost frame in words."""
+    found = FRAME.search(frames[0]) if frames else None
+    return f"{Path(found['file']).name}:{found['line']} in {found['name']}" if found else ""
+
+
+def blame(
+    counts: Mapping[int, Mapping[str, int]], peers: Mapping[int, Mapping[str, list[int]]], inside: Mapping[int, str]
+) -> dict[int, str]:
+    """The ranks that everyone else waits for, each with what it should be doing; none when all wait for one another.
+
+    `inside` is the group whose collective a rank is in, empty while it is in none.
+    """
+    found = late(counts, peers) or {rank: "" for rank, group in inside.items() if not group}
+    if len(found) == len(peers):
+        return {}
+    waiting = sorted({group for rank, group in inside.items() if group and rank not in found})
+    otherwise = f"it is in no collective, while others wait on {' and '.join(waiting)}" if waiting else "it is in none"
+    return {rank: f"it did not begin {missing}" if missing else otherwise for rank, missing in found.items()}

@@ -1,0 +1,139 @@
+"""The parent of a resilient run: it keeps the processes that are wanted alive, and decides nothing.
+
+`weft train` is the guardian. The supervisor is its child like the ranks are, so that killing the supervisor disturbs
+nobody: the next one reads the board and goes on. When the guardian itself is gone, Linux ends all the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from weft.job.run import RunDir
+from weft.launch.local import AT_ONCE, KILLED, WISHES, forwarding, shared_memory
+from weft.resilience.board import PHASES, Board
+
+LOOK_S = 0.02
+WORKER = ("weft.train.member",)
+"""The module of a rank or spare."""
+SUPERVISOR = ("weft.resilience.supervisor",)
+
+
+def guard(run: RunDir, world: int, spares: int, lock: int, say: Callable[[str], None]) -> int:
+    """Train the run in this folder with a supervisor, until it says that it is over. Returns the exit code."""
+    for old in run.logs.glob("failure-*.json"):
+        old.unlink()
+    run.logs.mkdir(parents=True, exist_ok=True)
+    forget_memory(run)
+    folder = Path(tempfile.mkdtemp(prefix="weft-", dir=shared_memory()))
+    try:
+        board = Board(folder / "board", slots=world + spares)
+        board["guardian"] = os.getpid()
+        _write_pointer(run, folder)
+        code = _Guardian(run, world, folder, board, lock).keep(say)
+        for line in _last_words(folder) if code != KILLED else ():
+            say(line)
+        return code
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        pointer(run).unlink(missing_ok=True)
+
+
+def pointer(run: RunDir) -> Path:
+    """Where the memory of a running run is, for whoever wants to look at it from outside."""
+    return run.path / ".supervisor.json"
+
+
+def forget_memory(run: RunDir) -> None:
+    """Free the memory of a run whose guardian was killed; only its own run's, and only if it is nobody's any more."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        left = json.loads(pointer(run).read_text(encoding="utf-8"))
+        folder = Path(left["folder"])
+        ours = folder.parent == Path(shared_memory() or tempfile.gettempdir()) and folder.name.startswith("weft-")
+        if ours and left["run"] == str(run.path.resolve()) and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder)
+
+
+def _write_pointer(run: RunDir, folder: Path) -> None:
+    content = {"folder": str(folder), "run": str(run.path.resolve()), "guardian": os.getpid()}
+    pointer(run).write_text(json.dumps(content), encoding="utf-8")
+
+
+def _last_words(folder: Path) -> list[str]:
+    try:
+        lines: list[str] = json.loads((folder / "end.json").read_text(encoding="utf-8"))
+        return lines
+    except (OSError, ValueError):
+        return []
+
+
+class _Guardian:
+    def __init__(self, run: RunDir, world: int, folder: Path, board: Board, lock: int):
+        self.run, self.world, self.folder, self.board, self.lock = run, world, folder, board, lock
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        """The processes in slots, for signals."""
+        self.slots: dict[int, subprocess.Popen[bytes]] = {}
+        self.supervisor: subprocess.Popen[bytes] | None = None
+
+    def keep(self, say: Callable[[str], None]) -> int:
+        signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)  # a process inherits the mask and lifts it when it can answer
+        with forwarding(self.ranks) as interrupts:
+            try:
+                self._start_supervisor()
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
+                while not self.board["end"] and len(interrupts) < AT_ONCE:
+                    self._look()
+                    time.sleep(LOOK_S)
+            finally:
+                for process in [*self.slots.values(), *([self.supervisor] if self.supervisor else [])]:
+                    process.kill()
+                    process.wait()
+            return self.board["end"] - 1 if len(interrupts) < AT_ONCE else KILLED
+
+    def _look(self) -> None:
+        if self.supervisor is not None and self.supervisor.poll() is not None:
+            self.board["adopted"] += 1
+            self._start_supervisor()
+        for slot in range(self.board.slots):
+            process = self.slots.get(slot)
+            if process is not None and (code := process.poll()) is not None:
+                self.ranks.remove(self.slots.pop(slot))
+                for name, value in (("want", 0), ("phase", PHASES.index("gone")), ("code", code)):
+                    self.board.put(slot, name, value)
+                self.board.put(slot, "deaths", self.board.get(slot, "deaths") + 1)
+            elif process is None and self.board.get(slot, "want"):
+                self._start_slot(slot)
+
+    def _start_slot(self, slot: int) -> None:
+        first = self.board["published"] <= 1 and slot < self.world
+        rank = {"RANK": str(slot), "WORLD_SIZE": str(self.world)} if first else {}
+        self.board.clear(slot)
+        process = self._start([*WORKER, str(self.run.path)], {**rank, "WEFT_SLOT": str(slot)})
+        self.board.put(slot, "pid", process.pid)
+        self.slots[slot] = process
+        self.ranks.append(process)
+
+    def _start_supervisor(self) -> None:
+        self.supervisor = self._start([*SUPERVISOR, str(self.run.path), str(self.folder)], {})
+        self.board["supervisor"] = self.supervisor.pid
+
+    def _start(self, command: list[str], more: dict[str, str]) -> subprocess.Popen[bytes]:
+        ours = {"WEFT_MEMORY": str(self.folder), "WEFT_LAUNCHER": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        env = {**os.environ, **more, **ours}
+        env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads once it knows its share
+        was = signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
+        try:
+            # a session of its own: Ctrl-C reaches the guardian alone, which passes it on once
+            command = [sys.executable, "-m", *command]
+            return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(self.lock,))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, was)

@@ -1,0 +1,368 @@
+"""The supervisor of one machine: it reads the board, says what is wrong and with whom, and begins the next attempt.
+
+It holds nothing that it could not read again: a supervisor that is killed is replaced, and the next one goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from weft.job.errors import Exit
+from weft.job.load import load_job
+from weft.job.resilience import Resilience
+from weft.job.run import RunDir
+from weft.launch.local import GRACE_S, QUIET, WISHES, die_with_parent, read_cause, say_why
+from weft.plan.layout import Plan
+from weft.resilience.attempt import Attempt, read_attempt, write_attempt
+from weft.resilience.board import TRAINING, Board, Record
+from weft.resilience.diagnosis import STACK, Fault, blame, main_stack, where
+from weft.resilience.patience import Patience, is_stopped
+from weft.watch.journal import Journal
+
+LOOK_S = 0.02
+RETURN_S = 3.0
+"""How long the other ranks may take to come back from an attempt that is over, before they are replaced as well."""
+REFILL_S = 2.0
+"""How long a new attempt trains undisturbed before the next spare is started: importing torch takes a core."""
+AGAIN = {"exit": 3, "raised": 2}
+"""As often in a row the same fault at the same step ends the run; 3 for what is not named."""
+
+
+class Supervisor:
+    """Watches the slots of a board."""
+
+    def __init__(self, run: RunDir, folder: Path, board: Board, settings: Resilience, plan: Plan):
+        self.run, self.folder, self.board, self.settings, self.plan = run, folder, board, settings, plan
+        self.journal = Journal(run)
+        self.patience = Patience(settings.patience_s, plan)
+        self.attempt = Attempt(0, plan.world, {}, {}, "", time.time())
+        self.open: list[Fault] = []
+        """Faults of the attempt that is over, while the next is not published."""
+        self.since = time.monotonic()
+        self.announced = True
+        self.committed = 0
+        self.doomed: set[int] = set()
+        """Ranks that the supervisor has killed itself."""
+
+    def watch(self) -> int:
+        """Until the run is over. Returns its exit code."""
+        if number := self.board["published"]:
+            self.adopt(number)
+        else:
+            self.begin({rank: rank for rank in range(self.plan.world)})
+        while True:
+            records = self.board.records()
+            self.committed = max([self.committed, *(r.committed for r in records)])
+            if (code := self.ended(records)) is not None:
+                return code
+            if self.open:
+                self.regroup(records)
+            elif fault := self.fault(records):
+                self.broken(fault)
+            else:
+                self.settle(records)
+            time.sleep(LOOK_S)
+
+    # -- what is wrong
+
+    def fault(self, records: list[Record]) -> Fault | None:
+        """The first thing that is wrong with the present attempt."""
+        ranks = {rank: records[slot] for rank, slot in self.attempt.ranks.items()}
+        for rank, record in ranks.items():
+            if record.deaths > self.attempt.deaths[record.slot]:
+                self.doomed.add(rank)
+                return self.exited(rank, record)
+        stuck = self.patience.look(ranks)
+        return self.stuck(ranks, stuck) if stuck is not None else None
+
+    def exited(self, rank: int, record: Record) -> Fault:
+        cause = read_cause(self.run.logs / f"failure-{rank}.json")
+        if cause is not None:
+            why = f"{cause['kind']}: {cause['message']} ({cause['where']})"
+            return Fault("raised", rank, why, record.step, cause["position"])
+        name = signal.Signals(-record.code).name if record.code < 0 else ""
+        why = f"was killed by {name}" if name else f"ended with code {record.code} and left no reason"
+        return Fault("exit", rank, why, record.step, self.places().get(rank, {}).get("position", ""))
+
+    def stuck(self, ranks: dict[int, Record], seconds: float) -> Fault:
+        """Nothing has moved for so long: find out who is to blame, and end it."""
+        places = self.places()
+        names = {rank: list(places.get(rank, {}).get("groups", {})) for rank in ranks}
+        stopped = [r for r, record in ranks.items() if is_stopped(record.pid)]
+        silent = [r for r in ranks if self.patience.silent(r)]
+        if stopped:
+            kind, guilty = "stopped", {r: "it is stopped by a signal" for r in stopped}
+        elif silent:
+            kind, guilty = "gil", {r: "one of its threads holds Python's lock and does not let go" for r in silent}
+        else:
+            counts = {r: dict(zip(names[r], record.counts, strict=False)) for r, record in ranks.items()}
+            inside = {r: ["", *names[r]][record.inside] for r, record in ranks.items()}
+            kind, guilty = "hang", blame(counts, {r: places.get(r, {}).get("groups", {}) for r in ranks}, inside)
+        step = min(record.step for record in ranks.values())
+        if not guilty:
+            return Fault("hang", None, "all ranks wait for one another", step, "", seconds)
+        stacks = self.stacks({r: ranks[r].pid for r in guilty})
+        for r in guilty:
+            self.doomed.add(r)
+            kill(ranks[r].pid)
+        first = min(guilty)
+        at = where(stacks[first])
+        others = "" if len(guilty) == 1 else f" (as do ranks {', '.join(str(r) for r in sorted(guilty)[1:])})"
+        why = f"{guilty[first]}{f', at {at}' if at else ''}; the others wait for it{others}"
+        stack = "\n".join(stacks[first])
+        return Fault(kind, first, why, step, places.get(first, {}).get("position", ""), seconds, stack)
+
+    def stacks(self, pids: dict[int, int]) -> dict[int, list[str]]:
+        """The Python stack of each process's main thread; empty where it cannot answer."""
+        files = {rank: self.folder / f"stack-{pid}" for rank, pid in pids.items()}
+        before = {rank: _size(path) for rank, path in files.items()}
+        for pid in pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, STACK)
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline and any(_size(files[r]) == before[r] for r in files):
+            time.sleep(LOOK_S)
+        time.sleep(LOOK_S)
+        return {r: main_stack(_tail(files[r], before[r])) for r in files}
+
+    def places(self) -> dict[int, dict[str, Any]]:
+        """Each rank's position, and the members of its groups by axis, as the ranks wrote them down."""
+        found = {}
+        for rank in self.attempt.ranks:
+            with contextlib.suppress(OSError, ValueError):
+                found[rank] = json.loads((self.folder / f"place-{rank}.json").read_text(encoding="utf-8"))
+        return found
+
+    # -- what is done about it
+
+    def broken(self, fault: Fault) -> None:
+        """The present attempt is over: from this moment nobody commits anything for it."""
+        self.board["attempt"] = self.attempt.number + 1
+        self.open.append(fault)
+        self.since = time.monotonic()
+        self.tell(fault)
+
+    def tell(self, fault: Fault) -> None:
+        after = None if fault.detected_after_s is None else round(fault.detected_after_s, 3)
+        kind = "exit" if fault.kind == "raised" else fault.kind
+        self.journal.event(
+            "fault", fault=kind, rank=fault.rank, position=fault.position, step=fault.step,
+            attempt=self.attempt.number, why=fault.why, detected_after_s=after,
+            **({"stack": fault.stack} if fault.stack else {}),
+        )  # fmt: skip
+        place = f" ({fault.position})" if fault.position else ""
+        who = "all ranks" if fault.rank is None else f"rank {fault.rank}{place}"
+        joint = " " if fault.kind == "exit" else ": "
+        say(f"{who}{joint}{fault.why}; step {fault.step + 1} is done again")
+
+    def regroup(self, records: list[Record]) -> None:
+        """Wait for the others to come back, put spares in the places of the dead, and begin the next attempt."""
+        slots, back = self.attempt.ranks, dict[int, int]()
+        impatient = time.monotonic() - self.since > self.patience.to_return(RETURN_S)
+        coming_back = False
+        for rank, slot in slots.items():
+            record = records[slot]
+            if record.deaths > self.attempt.deaths[slot]:
+                if rank not in self.doomed:
+                    self.doomed.add(rank)
+                    self.open.append(self.exited(rank, record))
+                    self.tell(self.open[-1])
+            elif record.phase == "waiting" and record.attempt == self.attempt.number:
+                back[rank] = slot
+            else:
+                coming_back = True
+                if impatient and rank not in self.doomed:
+                    self.doomed.add(rank)
+                    kill(record.pid)
+        if coming_back:
+            return
+        free = [r.slot for r in records if r.slot not in back.values()]
+        ready = [slot for slot in free if records[slot].phase == "spare"]
+        coming = [slot for slot in free if records[slot].want and slot not in ready]
+        for rank in sorted(slots.keys() - back.keys()):
+            if ready:
+                back[rank] = ready.pop(0)
+            elif coming:
+                back[rank] = coming.pop(0)
+            else:
+                slot = next(s for s in free if not records[s].want and s not in back.values())
+                self.board.put(slot, "want", 1)
+                back[rank] = slot
+        if code := self.hopeless():
+            self.give_up(code)
+            return
+        self.begin(back)
+
+    def hopeless(self) -> int:
+        """Whether the run has had enough: too many faults, or the same one again and again. Returns the exit code."""
+        fault = self.open[0]
+        last, kind = [fault.kind, fault.rank, fault.step], fault.kind
+        same = 1
+        for earlier in reversed(self.attempt.faults):
+            if earlier != last:
+                break
+            same += 1
+        if same < AGAIN.get(kind, 3) and len(self.attempt.faults) < self.settings.restarts:
+            return 0
+        return int(Exit.HANG) if kind in ("hang", "gil", "stopped") else int(Exit.DIFFERS)
+
+    def give_up(self, code: int) -> None:
+        """End everything; ended() finds the words."""
+        fault = self.open[0]
+        place = f" ({fault.position})" if fault.position else ""
+        who = "all ranks" if fault.rank is None else f"rank {fault.rank}{place}"
+        lines: list[str] = []
+        if fault.rank is not None and read_cause(self.run.logs / f"failure-{fault.rank}.json"):
+            codes = [1] * self.attempt.world
+            code = say_why(self.run, codes, fault.rank, [], lines.append)
+        elif fault.kind == "exit":
+            codes = [0] * self.attempt.world
+            codes[fault.rank or 0] = self.board.get(self.attempt.ranks[fault.rank or 0], "code")
+            code = say_why(self.run, codes, fault.rank or 0, [], lines.append)
+        else:
+            log = self.run.logs / f"rank-{fault.rank or 0}.log"
+            lines = [f"{who}: {fault.why}", f"log: {log}; start the same command again to resume"]
+        self.end(
+            code, [f"gave up after {len(self.attempt.faults) + 1} faults, the last at step {fault.step + 1}", *lines]
+        )
+
+    def begin(self, ranks: dict[int, int]) -> None:
+        """Publish the next attempt."""
+        number = self.attempt.number + 1
+        faults = [*self.attempt.faults, *([f.kind, f.rank, f.step] for f in self.open)]
+        recovered = None
+        if self.open:
+            fault = self.open[0]
+            kind = "exit" if fault.kind == "raised" else fault.kind
+            moved = any(self.attempt.ranks.get(rank) != slot for rank, slot in ranks.items())
+            recovered = {"fault": kind, "how": "spare" if moved else "regroup", "since": self.since}
+        for old in self.run.logs.glob("failure-*.json"):
+            old.unlink()
+        for slot in ranks.values():
+            if self.board.record(slot).phase == "gone":
+                self.board.put(slot, "want", 1)
+        deaths = {slot: self.board.get(slot, "deaths") for slot in ranks.values()}
+        store = str(self.folder / f"store-{number}")
+        self.attempt = Attempt(number, self.plan.world, ranks, deaths, store, self.attempt.began, recovered, faults)
+        write_attempt(self.folder, self.attempt)
+        self.board["attempt"] = number
+        self.board["published"] = number
+        self.open, self.doomed, self.announced, self.since = [], set(), recovered is None, time.monotonic()
+        self.patience.new_attempt()
+
+    def adopt(self, number: int) -> None:
+        """Take over from a supervisor that is gone: the ranks never noticed."""
+        self.attempt = read_attempt(self.folder, number)
+        records = self.board.records()
+        self.journal.event(
+            "fault", fault="supervisor", rank=None, position="", attempt=number, detected_after_s=None,
+            step=max(r.step for r in records), why="the supervisor was killed; another one has taken over",
+        )  # fmt: skip
+        self.journal.event(
+            "recovered", fault="supervisor", how="regroup", step=max(r.step for r in records) + 1, steps_lost=0,
+            attempt=number, seconds=0.0,
+        )  # fmt: skip
+        say("the supervisor was killed; another one has taken over, and no step is lost")
+
+    def settle(self, records: list[Record]) -> None:
+        """Nothing is wrong: say that the attempt trains again, and see that there is a spare."""
+        ranks = [records[slot] for slot in self.attempt.ranks.values()]
+        training = all(r.attempt == self.attempt.number and r.phase in TRAINING for r in ranks)
+        if training and not self.announced:
+            self.announced = True
+            again = self.attempt.recovered or {}
+            step = min(r.step for r in ranks)
+            seconds = time.monotonic() - again["since"]
+            lost = max(0, self.committed - step)
+            self.journal.event(
+                "recovered", fault=again["fault"], how=again["how"], step=step + 1, steps_lost=lost,
+                attempt=self.attempt.number, seconds=round(seconds, 3),
+            )  # fmt: skip
+            self.committed = step
+            say(f"recovered in {seconds:.1f} s: step {step + 1} is next")
+        if training and time.monotonic() - self.since > REFILL_S and min(r.step for r in ranks) > 0:
+            for record in records:
+                if not record.want and record.slot not in self.attempt.ranks.values():
+                    self.board.put(record.slot, "want", 1)
+
+    # -- the end
+
+    def ended(self, records: list[Record]) -> int | None:
+        """The exit code, once the ranks have ended by themselves or there is no way on."""
+        if self.board["end"]:
+            return self.board["end"] - 1
+        ranks = {rank: records[slot] for rank, slot in self.attempt.ranks.items()}
+        gone = {rank: r.code for rank, r in ranks.items() if r.deaths > self.attempt.deaths[r.slot]}
+        quiet = [code for code in gone.values() if code in QUIET]
+        causes = {rank: read_cause(self.run.logs / f"failure-{rank}.json") for rank in gone}
+        final = [rank for rank, cause in causes.items() if cause and not cause["machine"]]
+        if not quiet and not final:
+            return None
+        deadline = time.monotonic() + GRACE_S
+        if not quiet:
+            self.board["attempt"] = self.attempt.number + 1  # wakes up those that wait for who is gone
+        while time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+            now = {rank: self.board.record(slot) for rank, slot in self.attempt.ranks.items()}
+            gone = {rank: r.code for rank, r in now.items() if r.deaths > self.attempt.deaths[r.slot]}
+            if all(rank in gone or r.phase == "waiting" for rank, r in now.items()):
+                break
+        if quiet:  # ranks end together, after the last checkpoint: who is killed after that changes nothing
+            return self.end(max(quiet), [])
+        lines: list[str] = []
+        codes = [gone.get(rank, 0) for rank in range(self.attempt.world)]
+        return self.end(say_why(self.run, codes, final[0], [], lines.append), lines)
+
+    def end(self, code: int, lines: list[str]) -> int:
+        temporary = self.folder / "end.tmp"
+        temporary.write_text(json.dumps(lines), encoding="utf-8")
+        temporary.replace(self.folder / "end.json")
+        self.board["end"] = code + 1
+        return code
+
+
+def kill(pid: int) -> None:
+    """Also a stopped process can be killed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _tail(path: Path, start: int) -> str:
+    try:
+        return path.read_bytes()[start:].decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def main() -> int:
+    die_with_parent()
+    for number in WISHES:  # the guardian passes them on to the ranks
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
+    run, folder = RunDir(Path(sys.argv[1])), Path(sys.argv[2])
+    job, plan = load_job(str(run.job)), Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
+    Supervisor(run, folder, Board(folder / "board"), job.resilience, plan).watch()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

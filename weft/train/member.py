@@ -1,0 +1,175 @@
+"""One process of a resilient run: `python -m weft.train.member RUN`. It takes part in one attempt after the other.
+
+It imports everything, waits on the board until an attempt names its slot, and trains as the rank it is given. When
+another rank is lost it comes back here, with all it has loaded, and waits for the next attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.job.errors import WeftError
+from weft.job.load import load_job
+from weft.job.run import RunDir
+from weft.job.schema import Job
+from weft.launch.local import die_with_parent
+from weft.plan.layout import Plan
+from weft.resilience.attempt import Attempt, read_attempt
+from weft.resilience.board import Board
+from weft.resilience.diagnosis import STACK
+from weft.resilience.pulse import Fenced, Heart
+from weft.train.signals import Signals
+from weft.train.worker import attempt as train
+from weft.train.worker import exit_code, explain, is_echo, is_timeout, set_up
+
+if TYPE_CHECKING:
+    from weft.data.dataset import Dataset
+    from weft.train.session import Session
+
+LOOK_S = 0.01
+FENCE_S = 0.5
+"""How long before the word that the attempt is over an error may come that only says that another rank went away."""
+
+
+class Member:
+    """A process in its slot."""
+
+    def __init__(self, run: RunDir, folder: Path, slot: int, signals: Signals):
+        self.run, self.folder, self.slot, self.signals = run, folder, slot, signals
+        self.board = Board(folder / "board")
+        self.heart = Heart(self.board, slot)
+        self.dataset: Dataset | None = None
+
+    def work(self) -> int:
+        """Attempt after attempt, until one ends the run. Returns the exit code."""
+        job, plan = load_job(str(self.run.job)), self._plan()
+        set_up(self.run, plan)
+        with contextlib.suppress(Exception):  # it is opened again, and its mistakes told, where there is a rank
+            self.dataset = _prepare(job)
+        number, phase = 0, "spare"
+        while True:
+            self.heart.now(phase, 0)
+            attempt = self._next(number)
+            number, phase = attempt.number, "waiting"
+            code = self._take_part(attempt, job, self._plan())
+            if code is not None:
+                return code
+            gc.collect()  # what the broken attempt held, before the next takes as much
+
+    def _plan(self) -> Plan:
+        return Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
+
+    def _next(self, after: int) -> Attempt:
+        """Wait for an attempt that names this slot."""
+        seen = after
+        while True:
+            if (number := self.board["published"]) > seen:
+                seen = number
+                attempt = read_attempt(self.folder, number)
+                if attempt.rank_of(self.slot) is not None:
+                    return attempt
+            time.sleep(LOOK_S)
+
+    def _take_part(self, attempt: Attempt, job: Job, plan: Plan) -> int | None:
+        """Train as a rank of an attempt. Returns the exit code, or None when the attempt was broken by another rank."""
+        from weft.mesh import connect
+        from weft.resilience.filestore import FencedStore
+        from weft.resilience.wires import Watch, Wires
+        from weft.train.loop import fit_or_explain
+        from weft.train.session import open_session
+
+        rank, position, wires = attempt.rank_of(self.slot) or 0, "", Wires()
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(list(attempt.ranks).index(rank)), WORLD_SIZE=str(attempt.world),
+            LOCAL_WORLD_SIZE=str(len(attempt.ranks)), **attempt.environment,
+        )  # fmt: skip
+        self.heart.on_fence = wires.cut
+        self.heart.join(attempt.number, rank)
+        try:
+            with wires.opening():
+                store = FencedStore(attempt.store, attempt.world, job.comm.timeout_s, self.heart.fence)
+                mesh = connect(plan, job.comm.timeout_s, store)
+            position = mesh.position
+            self.heart.watch = watch = Watch(mesh)
+            place = {"position": position, "groups": watch.members}
+            (self.folder / f"place-{rank}.json").write_text(json.dumps(place), encoding="utf-8")
+            session = open_session(job, plan, self.run, pulse=self.heart, mesh=mesh, dataset=self.dataset)
+            self._carry_on(session, attempt)
+            code = train(session, self.signals, fit_or_explain)
+            session.now("end")
+            mesh.barrier()
+            session.close()
+            return int(code)
+        except BaseException as error:
+            if not self._is_over(error):
+                explain(self.run, rank, position, error)
+                return exit_code(error)
+            with (self.run.logs / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
+                log.write(f"attempt {attempt.number} is over: {type(error).__name__}: {error}\n")
+        finally:
+            self.heart.watch = lambda: (0, 0, [])
+            wires.cut()
+            _forget_groups()
+        return None
+
+    def _carry_on(self, session: Session, attempt: Attempt) -> None:
+        """What a later attempt knows of the first one."""
+        if not self.board["first_step"]:
+            self.board["first_step"] = session.first_step + 1
+        session.first_step = self.board["first_step"] - 1
+        session.began = attempt.began
+        if attempt.number > 1:
+            session.make_good()
+
+    def _is_over(self, error: BaseException) -> bool:
+        """Whether an error only says that another rank is lost, and this one should come back for the next attempt."""
+        if isinstance(error, WeftError | KeyboardInterrupt):
+            return False
+        if isinstance(error, Fenced) or is_echo(error) or is_timeout(error):
+            return True
+        deadline = time.monotonic() + FENCE_S
+        while time.monotonic() < deadline:
+            if not self.board.valid(self.heart.attempt):
+                return True
+            time.sleep(LOOK_S)
+        return False
+
+
+def _prepare(job: Job) -> Dataset:
+    """All that can be done before it is known which rank this will be."""
+    import weft.train.loop  # noqa: F401  # torch and everything else
+    from weft.data.dataset import open_dataset
+
+    return open_dataset(job)
+
+
+def _forget_groups() -> None:
+    """Take down the process groups of a broken attempt."""
+    import torch.distributed as dist
+
+    with contextlib.suppress(Exception):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main() -> int:
+    die_with_parent()
+    signals = Signals()
+    folder = Path(os.environ["WEFT_MEMORY"])
+    stacks = (folder / f"stack-{os.getpid()}").open("w")
+    faulthandler.register(STACK, file=stacks, all_threads=True)
+    code = Member(RunDir(Path(sys.argv[1])), folder, int(os.environ["WEFT_SLOT"]), signals).work()
+    signals.ignore()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
