@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -68,6 +69,7 @@ class Loader:
         self._next_read = start_step
         self._record_path = record
         self._record: BinaryIO | None = None
+        self._unwritten = b""
         self._ready: deque[_Step] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -158,12 +160,15 @@ class Loader:
         return _Step(step, shares, ids, indices, batches)
 
     def _write_record(self, path: Path, step: _Step) -> None:
-        if self._record is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._record = path.open("ab", buffering=0)
         line = {"step": step.number + 1, "ids": step.ids.tolist(), "indices": step.indices.tolist()}
-        # unbuffered and in one write: a killed run leaves whole lines, and none for a step it never began
-        self._record.write(json.dumps(line).encode() + b"\n")
+        self._unwritten += json.dumps(line).encode() + b"\n"
+        with contextlib.suppress(OSError):  # a full disk ends no run; what it refused is written when it has room
+            if self._record is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._record = path.open("ab", buffering=0)
+            # unbuffered and in one write: a killed run leaves whole lines, and none for a step it never began
+            done = self._record.write(self._unwritten)
+            self._unwritten = self._unwritten[done:]
 
 
 def read_samples(dataset: Dataset, ids: Ints, indices: Ints, parts: list[slice]) -> list[Batch]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from weft.job.errors import Exit
 from weft.job.run import RunDir
-from weft.launch.local import AT_ONCE, KILLED, QUIET, WISHES, _forwarding, _say_why
+from weft.launch.local import AT_ONCE, KILLED, QUIET, WISHES, forwarding, say_why
 
 MODULE = "weft.train.served.main"
 RESTARTS = 100
@@ -43,7 +43,7 @@ def launch_served(run: RunDir, servers: int, workers: int, lock: int, say: Calla
     # a process inherits the mask and lifts it when it can answer: no Ctrl-C is lost or shot at torch's import
     signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
     processes: list[subprocess.Popen[bytes]] = []
-    with _forwarding(processes) as interrupts:
+    with forwarding(processes) as interrupts:
         roles = ["chief", *["server"] * (servers - 1), *["worker"] * workers]
         places = []
         for index, role in enumerate(roles):
@@ -96,7 +96,7 @@ def _watch(
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
                 continue
             codes = [p.process.poll() or 0 for p in places]
-            return _say_why(run, codes, place.index, [], say)
+            return say_why(run, codes, place.index, [], say)
         if chief.process.poll() is None and all(p.process.poll() is not None for p in places if p.role == "worker"):
             _let_go([chief])  # workers end when the run does; nobody is left to go on
             if chief.process.poll() is None:

@@ -310,8 +310,13 @@ def reduce_now(module: nn.Module) -> None:
 
 def see_waits(module: nn.Module, meter: Meter, axis: str, replicated: bool) -> None:
     """Let the meter see when an FSDP2 module waits: in gathers and scatters, and from a scatter to the sum that follows
-    it over the replicas, after which FSDP2 calls a hook."""
+    it over the replicas, after which FSDP2 calls a hook. On a GPU those run beside the stream that computes, which
+    waits where FSDP2 takes what was gathered, and where it hands over gradients."""
     for group in fsdp_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+        if meter.cuda:
+            group.wait_for_unshard = _Seen(group.wait_for_unshard, meter, axis, "all_gather")
+            group.post_backward = _Seen(group.post_backward, meter, axis, "reduce_scatter")
+            continue
         group._all_gather_comm = _Seen(group._all_gather_comm, meter, axis, "all_gather")
         group._reduce_scatter_comm = _Seen(group._reduce_scatter_comm, meter, axis, "reduce_scatter")
         if replicated:
@@ -324,7 +329,7 @@ class _Seen:
 
     def __init__(self, comm: Any, meter: Meter, axis: str, what: str):
         self.comm, self.meter, self.axis, self.what = comm, meter, axis, what
-        self.allocate = comm.allocate
+        self.allocate = getattr(comm, "allocate", None)
         self.then: Any = None
         """The group that sums over the replicas next, if any does."""
 
