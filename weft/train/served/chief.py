@@ -255,9 +255,10 @@ def _serve(desk: Lead, chief: Chief, signals: Signals) -> Exit | None:
     copies, first = chief.book.copies, desk.step
     while not (desk.ended and copies.empty()):
         try:
-            chief.handle(copies.get(timeout=TICK_S))
+            chief.handle(copies.get_nowait())
         except queue.Empty:
             desk.tick()
+            time.sleep(TICK_S / 4)  # not get(timeout=…): in CPython 3.11 a signal at its end lets it wait for ever
         if wish := _wish(signals):
             desk.halt()
             if desk.step > first:
