@@ -20,7 +20,7 @@ from weft.data.loader import Loader
 from weft.data.shares import Shares
 from weft.job.errors import DivergedError
 from weft.job.schema import Job
-from weft.mesh import JOINT, Mesh
+from weft.mesh import UNDER, Mesh
 from weft.plan.layout import Plan
 from weft.precision import FLOOR
 from weft.resilience.balance import PATIENCE_S, Balance
@@ -75,7 +75,7 @@ class Guards:
         self.coords = cast(list[dict[str, int]], mesh.all_gather_object(mesh.coords))
         self.weights = Weights(state.woven.masters, mesh, self.coords, plan.alone, self.settings.check_every)
         axes = tuple(mesh.axes)
-        self.links_of = {axis: self._groups(set(JOINT.get(axis, (axis,)))) for axis in axes}
+        self.links_of = {axis: self._groups(set(UNDER.get(axis, (axis,)))) for axis in axes}
         self.table = Table(mesh.world, axes, 2 * len(self.weights.kinds))
         self.shares = Shares.even(job.train.global_batch, plan.microbatch, plan.dp)
         self.balance = Balance(plan, job.train.global_batch)
@@ -166,6 +166,8 @@ class Guards:
 
     def _spikes(self, step: Step) -> None:
         if not self.settings.roll_back or step.number in self.state.skipped_steps:
+            return
+        if self.plan.alone:  # an exchange may move the loss of replicas, and is no fault of a batch
             return
         spike = self.spikes.judge(step.number, step.loss, step.norm)
         if spike is None:

@@ -28,12 +28,15 @@ from weft.plan.layout import Plan
 from weft.precision import LossScale
 from weft.resilience.guards import Guards
 from weft.resilience.pulse import Pulse, Quiet
+from weft.resilience.snapfile import Places
 from weft.resilience.snapshots import Snapshots, newest_common
 from weft.sync.outer import EveryStep, Rounds
 from weft.train.armed import arm
 from weft.train.checkpoint import Checkpoints
 from weft.train.manifest import entries
 from weft.train.owed import load_owed
+from weft.train.rebalance import rebalance
+from weft.train.shards import places_of, save_shards
 from weft.train.state import State, meta_problem
 from weft.train.step import Stepper
 from weft.watch import logs
@@ -62,6 +65,8 @@ class Session:
     first_step: int = 0
     """The step at which this start of the run began, whatever was recovered since."""
     began: float = field(default_factory=time.time)
+    placed: int = 0
+    """Tensors of which it is written down, beside the snapshots, what they are pieces of."""
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line in events.jsonl, from rank 0."""
@@ -107,6 +112,8 @@ class Session:
         """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
+        if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan.ep, self.plan.ep_rebalance)):
+            self.event("rebalance", step=self.state.step, **moved)
         state, meta = self.state, self.state.meta(self.job, self.plan)
         self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
 
@@ -115,9 +122,14 @@ class Session:
         self.checkpoints.poll()
         snapshots, state = self.snapshots, self.state
         if snapshots.due(state.step):
-            snapshots.take(state.step, state.pieces(), state.counts())
+            pieces = state.pieces()
+            snapshots.take(state.step, pieces, state.counts())
             if snapshots.refused:
                 self.log.warning("%s", snapshots.refused)
+            elif snapshots.folder is not None and self.placed != len(pieces):
+                self.placed = len(pieces)  # the optimizer's appear with its first step
+                places = places_of(self.mesh.rank, self.pulse.attempt, self.job, self.plan, state.tensors())
+                places.write(snapshots.folder)
         if snapshots.tick(state.step):
             snapshots.every = max(cast(list[int], self.mesh.all_gather_object(snapshots.wish())))
 
@@ -216,6 +228,7 @@ def open_session(
         compressor.tell = session.compression
     _write_slices(session)
     if not _recall(session):
+        _put_together(session)
         _resume(session)
     session.first_step = state.step
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
@@ -261,11 +274,31 @@ def _recall(session: Session, at_most: int | None = None) -> bool:
     if not state.optimizers.pieces():
         state.optimizers.allocate()
     pieces = state.pieces()
-    if not all(session.mesh.all_gather_object(snapshots.holds(pieces))):  # of another layout
+    if not all(session.mesh.all_gather_object(_same_layout(session) and snapshots.holds(pieces))):
         return False
     state.recall(pieces, snapshots.load(step, pieces))
     _forget_samples_after(session)
     return True
+
+
+def _same_layout(session: Session) -> bool:
+    """Whether what this rank finds in memory are pieces of its own layout, and not others of the same size."""
+    snapshots = session.snapshots
+    if snapshots.folder is None:
+        return True
+    places = Places.read(snapshots.folder / f"places-{session.mesh.rank}.json")
+    return places is not None and Plan.from_json(places.plan).axes == session.plan.axes
+
+
+def _put_together(session: Session) -> None:
+    """Where the layout has changed: what the nodes' memories hold of the former one becomes a checkpoint."""
+    snapshots = session.snapshots
+    if snapshots.folder is None or isinstance(session.state.rounds, Rounds):  # between rounds replicas differ
+        return
+    disk = _newest_on_disk(session)
+    step = save_shards(snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, disk)
+    if step is not None and session.mesh.rank == 0:
+        session.log.info("%s", f"step {step} was put together from the memories of the nodes")
 
 
 def _newest_on_disk(session: Session) -> int:
