@@ -61,7 +61,6 @@ class Step:
     norm: float
     taken: bool
     loss_scale: float
-    seconds: float
 
 
 class Guards:
@@ -227,16 +226,16 @@ class Guards:
 
     def _stalls(self, step: Step, rows: list[Row]) -> None:
         for rank, row in enumerate(rows):
-            if row.data > STALL_S and row.data > 0.5 * step.seconds:
-                self._fault(
-                    "stall", step.number, f"rank {rank} waited {row.data:.1f} s for data in step {step.number}", rank
-                )
+            if row.data > STALL_S and row.data > row.busy:
+                words = f"rank {rank} waited {row.data:.1f} s for data in step {step.number}"
+                self._fault("stall", step.number, words, rank)
             if abs(row.jump) > STALL_S:
                 words = f"the clock of rank {rank} jumped by {row.jump:+.1f} s in step {step.number}"
                 self._fault("stall", step.number, words, rank)
 
     def _paces(self, step: Step, rows: list[Row]) -> None:
-        self.seconds = [*self.seconds[-63:], step.seconds]
+        seconds = max(row.busy + row.data + sum(row.waited) for row in rows)  # every rank's own clock differs a little
+        self.seconds = [*self.seconds[-63:], seconds]
         usual = statistics.median(self.seconds)
         shortest = {
             (axis, group): min(rows[r].waited[i] for r in group)
@@ -250,7 +249,7 @@ class Guards:
                 f"{1e3 * link.usual_s:.0f} ms: the link between them is slow"
             )
             self._fault("slow_link", step.number, why, axis=link.axis, ranks=list(link.ranks))
-        self.pace.add(step.seconds, [row.busy for row in rows])
+        self.pace.add(seconds, [row.busy for row in rows])
         self._slow_rank(step)
 
     def _slow_rank(self, step: Step) -> None:
