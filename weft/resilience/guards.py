@@ -254,6 +254,8 @@ class Guards:
 
     def _slow_rank(self, step: Step) -> None:
         slow = self.pace.slow()
+        if slow is None or slow.rank != self.slow:  # only what one rank loses without a pause counts
+            self.lost_s = self.balance.lost_s = 0.0
         if slow is not None and slow.rank != self.slow:
             self.slow = slow.rank
             why = f"rank {slow.rank} computes {slow.ratio:.1f} times as long as the others"
