@@ -253,8 +253,9 @@ class Guards:
         self._slow_rank(step)
 
     def _slow_rank(self, step: Step) -> None:
-        slow = self.pace.slow()
-        if slow is None or slow.rank != self.slow:  # only what one rank loses without a pause counts
+        uneven = len(set(self.shares.counts)) > 1
+        slow = None if uneven else self.pace.slow()  # who has more to do is not slow
+        if not uneven and (slow is None or slow.rank != self.slow):  # only what one rank loses without a pause counts
             self.lost_s = self.balance.lost_s = 0.0
         if slow is not None and slow.rank != self.slow:
             self.slow = slow.rank
@@ -263,7 +264,6 @@ class Guards:
         if slow is not None and self.settings.evict_slow and SUPERVISED in os.environ:
             self._evict(slow)
         typical = self.pace.typical()
-        uneven = len(set(self.shares.counts)) > 1
         # replicas that train alone have batches of their own, and statistics of a person's own module are averaged over
         # ranks as if their shares were equal
         fixed = self.plan.dp == 1 or self.plan.alone or bool(self.state.woven.buffers())
