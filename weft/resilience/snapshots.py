@@ -245,7 +245,10 @@ def _memory(path: Path | None, size: int) -> Tensor:
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.posix_fallocate(handle, 0, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, size)
+        else:  # macOS
+            os.truncate(handle, size)
     except OSError:
         path.unlink()
         raise

@@ -85,8 +85,9 @@ class Supervisor:
     def exited(self, rank: int, record: Record) -> Fault:
         cause = read_cause(self.run.logs / f"failure-{rank}.json")
         if cause is not None:
+            kind = "oom" if cause["message"].startswith("memory ran out") else "raised"
             why = f"{cause['kind']}: {cause['message']} ({cause['where']})"
-            return Fault("raised", rank, why, record.step, cause["position"])
+            return Fault(kind, rank, why, record.step, cause["position"])
         name = signal.Signals(-record.code).name if record.code < 0 else ""
         why = f"was killed by {name}" if name else f"ended with code {record.code} and left no reason"
         return Fault("exit", rank, why, record.step, self.places().get(rank, {}).get("position", ""))
@@ -151,16 +152,16 @@ class Supervisor:
 
     def tell(self, fault: Fault) -> None:
         after = None if fault.detected_after_s is None else round(fault.detected_after_s, 3)
-        kind = "exit" if fault.kind == "raised" else fault.kind
-        self.journal.event(
-            "fault", fault=kind, rank=fault.rank, position=fault.position, step=fault.step,
-            attempt=self.attempt.number, why=fault.why, detected_after_s=after,
-            **({"stack": fault.stack} if fault.stack else {}),
-        )  # fmt: skip
+        if fault.kind != "oom":  # which the rank has written down itself
+            self.journal.event(
+                "fault", fault=_told(fault.kind), rank=fault.rank, position=fault.position, step=fault.step,
+                attempt=self.attempt.number, why=fault.why, detected_after_s=after,
+                **({"stack": fault.stack} if fault.stack else {}),
+            )  # fmt: skip
         place = f" ({fault.position})" if fault.position else ""
         who = "all ranks" if fault.rank is None else f"rank {fault.rank}{place}"
         joint = " " if fault.kind == "exit" else ": "
-        say(f"{who}{joint}{fault.why}; step {fault.step + 1} is done again")
+        say(f"{who}{joint}{fault.why}")
 
     def regroup(self, records: list[Record]) -> None:
         """Wait for the others to come back, put spares in the places of the dead, and begin the next attempt."""
@@ -240,9 +241,8 @@ class Supervisor:
         recovered = None
         if self.open:
             fault = self.open[0]
-            kind = "exit" if fault.kind == "raised" else fault.kind
             moved = any(self.attempt.ranks.get(rank) != slot for rank, slot in ranks.items())
-            recovered = {"fault": kind, "how": "spare" if moved else "regroup", "since": self.since}
+            recovered = {"fault": _told(fault.kind), "how": "spare" if moved else "regroup", "since": self.since}
         for old in self.run.logs.glob("failure-*.json"):
             old.unlink()
         for slot in ranks.values():
@@ -326,6 +326,11 @@ class Supervisor:
         temporary.replace(self.folder / "end.json")
         self.board["end"] = code + 1
         return code
+
+
+def _told(kind: str) -> str:
+    """A kind of fault as events.jsonl names it: a process that raised is one that exited."""
+    return "exit" if kind == "raised" else kind
 
 
 def kill(pid: int) -> None:

@@ -20,7 +20,7 @@ from weft.job.schema import Job
 from weft.launch.local import die_with_parent
 from weft.plan.layout import Plan
 from weft.train.signals import Signals
-from weft.train.worker import explain, exit_code, keep_freed_memory, threads_for
+from weft.train.worker import exit_code, explain, keep_freed_memory, threads_for
 
 
 def serve(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
