@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.plan.layout import Plan
 from weft.resilience.attempt import Attempt, read_attempt, write_attempt
 from weft.resilience.board import Board, Record
 from weft.resilience.diagnosis import blame, late, main_stack, where
@@ -70,17 +69,19 @@ def record(**fields: object) -> Record:
 def test_patience_is_learned_from_the_runs_own_pace() -> None:
     """Steps of a second and a half: what was too long for a quick run is usual here."""
     now = 0.0
-    patience = Patience(1.5, Plan(world=1, device="cpu"), clock=lambda: now)
-    assert patience.look({0: record()}) is None
+    patience = Patience(1.5, 120.0, clock=lambda: now, looks_s=10.0)
+    assert patience.look({0: record(pid=0)}) is None
     for step in range(1, 9):
         now += 1.5
-        assert patience.look({0: record(step=step, beats=step)}) is None
+        assert patience.look({0: record(pid=0, step=step, beats=step)}) is None
     now += 11.9
-    assert patience.look({0: record(step=8, beats=9)}) is None
+    assert patience.look({0: record(pid=0, step=8, beats=9)}) is None
     now += 0.2
-    assert patience.look({0: record(step=8, beats=10)}) is not None
+    assert patience.look({0: record(pid=0, step=8, beats=10)}) is not None
     assert not patience.silent(0)
+    assert not patience.stopped(0)
     assert patience.limit("eval") >= 600  # nothing is known of it
+    assert patience.limit("start") >= 120
 
 
 def test_the_board_shows_what_was_put_there(tmp_path: Path) -> None:
