@@ -220,7 +220,7 @@ def open_session(
             journal.event(kind, attempt=pulse.attempt, **fields)
 
     guards = Guards(job, plan, mesh, state, event, warn)
-    stepper.before_update = guards.before_update
+    stepper.before_update = guards.weights.before_update
     session = Session(
         job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse, guards
     )
