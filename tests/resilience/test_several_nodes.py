@@ -75,7 +75,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     write_job(
         tmp_path, model={"family": "gpt2", "dim": 16, "layers": 1, "heads": 2}, data={"seq_len": 8, "record_ids": True},
         train={"global_batch": BATCH, "steps": 1_000_000, "eval_every": 0}, parallel={"dp_shard": -1, "zero": 3},
-        cluster={"device": "cpu"}, checkpoint={"every": 0}, optim={"lr": 1e-3, "schedule": "constant"},
+        cluster={"device": "cpu"}, checkpoint={"every": 0}, resilience={"node_lost_s": 5, "spares": 0},
+        optim={"lr": 1e-3, "schedule": "constant", "warmup": 0},
     )  # fmt: skip
     with Hosts(3) as hosts:
         made = Cluster(hosts, tmp_path, run_of(tmp_path, "job"))
@@ -107,7 +108,6 @@ def test_a_run_outlives_strangers_ranks_nodes_and_links(cluster: Cluster) -> Non
     assert cluster.hosts.start(0, [sys.executable, "-c", STRANGER, *listening]).wait(DEADLINE_S) == 0
     step = step_of(cluster.run)
     until(lambda: step_of(cluster.run) > step + 5)
-    assert cluster.claims.newest() == attempt
 
     next(p for p in cluster.ranks(1) if _is_rank(p, 1, cluster.run)).kill()
     attempt = cluster.trains_in({0, 1, 2}, after=attempt)

@@ -11,6 +11,7 @@ from weft.hardware.probe import Machine, probe
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
+from weft.plan.buckets import bucket_mb
 from weft.plan.calibration import Calibration
 from weft.plan.choose import choose, scene_for, space_for
 from weft.plan.context import choose_style, rings
@@ -68,6 +69,13 @@ class Start:
     reasons: tuple[str, ...] = ()
 
 
+def _warmup(job: Job) -> int:
+    asked = job.comm.compression_warmup
+    if job.comm.compression.partition(":")[0] not in ("topk", "threshold", "powersgd", "onebit"):
+        return 0
+    return min(1000, job.train.steps // 10) if asked == "auto" else asked
+
+
 def begin(job: Job, world: int | None = None) -> Start:
     """Find the ranks and the device, and take in what the person pinned."""
     job = own_layout(resolve(job))
@@ -81,7 +89,9 @@ def begin(job: Job, world: int | None = None) -> Start:
     precision = job.precision if job.precision != "auto" else ("fp32" if kind == "cpu" else "bf16")
     plan = Plan(
         device=kind, device_name=device.name, backend=backend_of(job, machine, kind, world), nodes=job.cluster.nodes,
-        precision=precision, offload=job.memory.offload, compression=job.comm.compression, bucket_mb=job.comm.bucket_mb,
+        precision=precision, offload=job.memory.offload, compression=job.comm.compression,
+        compression_warmup=_warmup(job),
+        bucket_mb=Plan.bucket_mb if job.comm.bucket_mb == "auto" else job.comm.bucket_mb,
         recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
         fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,
         sync=job.train.sync.mode, sync_every=job.train.sync.period,
@@ -124,6 +134,10 @@ def finish(start: Start, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
     plan = _remember(job, plan, start.memory_gib, reasons)
+    if job.comm.bucket_mb == "auto" and plan.dp_shard == 1 and plan.dp_replicate * plan.cp > 1:
+        size, why = bucket_mb(job, plan, start.device)
+        plan = replace(plan, bucket_mb=size)
+        reasons += [why] if why else []
     return job, replace(plan, reasons=tuple(reasons), predicted=_predict(start, plan))
 
 
@@ -194,7 +208,18 @@ def _pin(given: Parallel, plan: Plan, world: int) -> Plan:
             f"parallel asks for {words} = {product} ranks, but there are {world}; "
             f"set one axis to -1 for the rest, or start {product} ranks (--nproc {product})"
         )
-    plan = replace(plan, **degrees, ep=given.ep, zero=given.zero, sequence=given.sequence, schedule=given.schedule)
+    node = world // plan.nodes
+    hop = node if given.ep_exchange == "two-hop" and given.ep > node > 1 and given.ep % node == 0 else 1
+    plan = replace(
+        plan,
+        **degrees,
+        ep=given.ep,
+        ep_hop=hop,
+        ep_rebalance=given.ep_rebalance,
+        zero=given.zero,
+        sequence=given.sequence,
+        schedule=given.schedule,
+    )
     if problem := check_schedule(given.schedule, plan.pp, 1, given.virtual_stages):
         raise JobError(problem)
     if plan.pp == 1:

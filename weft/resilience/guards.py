@@ -20,7 +20,7 @@ from weft.data.loader import Loader
 from weft.data.shares import Shares
 from weft.job.errors import DivergedError
 from weft.job.schema import Job
-from weft.mesh import JOINT, Mesh
+from weft.mesh import UNDER, Mesh
 from weft.plan.layout import Plan
 from weft.precision import FLOOR
 from weft.resilience.alike import odd_ones
@@ -33,7 +33,7 @@ from weft.resilience.rollback import RollBack
 from weft.resilience.spikes import Spikes
 from weft.resilience.telling import Row, Table
 
-CHEAP = 0.001
+CHEAP = 0.002
 """Of a step's time, what it may cost to look whether weights changed between two updates."""
 STALL_S = 1.0
 """Seconds without data, or that the wall clock jumps, from which on it is told."""
@@ -81,7 +81,7 @@ class Guards:
         self.kinds = sorted({kind for _, held, _ in everyone for kind in held})
         self.alike = {kind: self._alike(kind, [held for _, held, _ in everyone]) for kind in self.kinds}
         axes = tuple(mesh.axes)
-        self.links_of = {axis: self._groups(set(JOINT.get(axis, (axis,)))) for axis in axes}
+        self.links_of = {axis: self._groups(set(UNDER.get(axis, (axis,)))) for axis in axes}
         self.table = Table(mesh.world, axes, 2 * len(self.kinds))
         self.shares = Shares.even(job.train.global_batch, plan.microbatch, plan.dp)
         self.balance = Balance(plan, job.train.global_batch)
@@ -95,6 +95,7 @@ class Guards:
 
     def begin(self) -> None:
         """Training is about to start, or to start again from an earlier step."""
+        self.digests = Digests(self.state.woven.masters)  # a run that began anew has other tensors
         self.sums: Tensor | None = None
         self.changed: Tensor | int = 0
         self.look_every, self.looked_s = 1, 0.0
@@ -196,6 +197,8 @@ class Guards:
 
     def _spikes(self, step: Step) -> None:
         if not self.settings.roll_back or step.number in self.state.skipped_steps:
+            return
+        if self.plan.alone:  # an exchange may move the loss of replicas, and is no fault of a batch
             return
         spike = self.spikes.judge(step.number, step.loss, step.norm)
         if spike is None:

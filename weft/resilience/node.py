@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from weft.hardware.network import GLOO, NCCL, interfaces
@@ -26,7 +26,7 @@ from weft.resilience.meeting import Meeting
 from weft.resilience.neighbours import Errand, Keeper, Sender
 from weft.resilience.nodes import Nodes, Place, births
 from weft.resilience.replan import replan
-from weft.resilience.supervisor import LOOK_S, Supervisor, say
+from weft.resilience.supervisor import LOOK_S, Supervisor, kill, say
 
 SETTLED_S = 2.0
 """How long an attempt trains before others are taken in."""
@@ -148,8 +148,8 @@ class NodeSupervisor(Supervisor):
             return None
         if decision is None and self.attempt.number:
             return self.outside(now)
-        if decision is None and now - self.since > self.settings.gather_s:
-            missing = ", ".join(map(str, self.nodes.missing()))
+        if decision is None and now - self.since > self.settings.gather_s and (absent := self.nodes.missing()):
+            missing = ", ".join(map(str, absent))
             words = f"node {missing} did not come within {self.settings.gather_s:g} s; it must see {self.run.path}"
             return self.end(int(Exit.MACHINE), [f"weft: {words} and the address {self.place.host}"])
         return None
@@ -158,7 +158,8 @@ class NodeSupervisor(Supervisor):
         """The others went on without this node. It waits to be taken back."""
         if not self.left_out:
             self.left_out = now
-            self.note("the others went on without it; it commits nothing and waits to be taken back")
+            if self.nodes.council.newest:  # else only its supervisor was replaced
+                self.note("the others went on without it; it commits nothing and waits to be taken back")
         over = [r.code for r in self.nodes.council.reports.values() if r.code is not None]
         if over:
             return self.end(over[0], [])
@@ -196,7 +197,7 @@ class NodeSupervisor(Supervisor):
             self.failed = error
             return None
         left, seats = plan.world, []
-        for node in nodes:
+        for node in in_place(nodes, slots, before):
             ranks = min(slots[node], left)
             seats.append(Seat(node, plan.world - left, ranks, reports[node].address))
             left -= ranks
@@ -212,14 +213,14 @@ class NodeSupervisor(Supervisor):
         """Begin the attempt that the nodes have agreed on."""
         seat, leads = decision.seat(self.place.node), decision.leader == self.place.node
         assert seat is not None and self.free is not None
+        if (ranks := self.places_for(range(seat.first, seat.first + seat.ranks))) is None:
+            return
         self.plan = Plan.from_json(decision.given["plan"])
         if leads:
             self.meeting.open(decision.number)
             _write_plan(self.run, self.plan)
             self.tell_of_nodes(decision)
         self.forget_old_snapshots()
-        others = [slot for slot in range(self.board.slots) if slot not in self.free]
-        ranks = dict(zip(range(seat.first, seat.first + seat.ranks), [*self.free, *others], strict=False))
         host, port = decision.given["store"]
         environment = {"WEFT_STORE_AT": f"{host}:{port}"}
         name = next((i.name for i in interfaces() if i.address == self.place.host), None)
@@ -231,6 +232,23 @@ class NodeSupervisor(Supervisor):
             self.open = [Fault("node_lost", None, decision.why, self.committed)]
         self.begin(ranks, number=decision.number, environment=environment, how=how)
         self.announced = self.announced or not leads
+
+    def places_for(self, ranks: range) -> dict[int, int] | None:
+        """A slot for each rank; None while processes that cannot be used are still ending.
+
+        A process that was one rank cannot become another: torch remembers, for a mesh of the same shape, where in it
+        this process stood.
+        """
+        records = {r.slot: r for r in self.board.records()}
+        lives = {slot: r.rank for slot, r in records.items() if r.rank >= 0 and r.phase != "gone"}
+        placed = {rank: slot for slot, rank in lives.items() if rank in ranks}
+        if unfit := [slot for slot in lives if slot not in placed.values()]:
+            for slot in unfit:
+                kill(records[slot].pid)
+            return None
+        order = {"spare": 0, "start": 1, "gone": 2}
+        fresh = sorted(records.keys() - placed.values(), key=lambda slot: order.get(records[slot].phase, 3))
+        return {rank: placed[rank] if rank in placed else fresh.pop(0) for rank in ranks}
 
     def tell_of_nodes(self, decision: Decision) -> None:
         """The faults that no single node has seen on itself, told by the one who leads."""
@@ -271,6 +289,17 @@ class NodeSupervisor(Supervisor):
         self.closed = True
         self.nodes.close()
         return super().end(code, lines)
+
+
+def in_place(nodes: Sequence[int], slots: Mapping[int, int], before: Decision | None) -> list[int]:
+    """The nodes in an order in which as many as possible keep their ranks."""
+    if before is None or len(set(slots.values())) > 1:
+        return list(nodes)
+    size = next(iter(slots.values()))
+    kept = {seat.first // size: seat.node for seat in before.seats if seat.node in nodes and seat.first % size == 0}
+    kept = {position: node for position, node in kept.items() if position < len(nodes)}
+    rest = [node for node in nodes if node not in kept.values()]
+    return [kept[position] if position in kept else rest.pop(0) for position in range(len(nodes))]
 
 
 def _write_plan(run: RunDir, plan: Plan) -> None:

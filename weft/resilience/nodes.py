@@ -55,7 +55,9 @@ class Place:
         for node, count in (("NODE_RANK", "NNODES"), ("RANK", "WORLD_SIZE")):
             if node in env and count in env:
                 try:
-                    place = cls(int(env[node]), int(env[count]), bind or local_address(env.get("MASTER_ADDR")))
+                    alone = int(env[count]) == 1
+                    host = bind or local_address(None if alone else env.get("MASTER_ADDR"))
+                    place = cls(int(env[node]), int(env[count]), host)
                 except ValueError:
                     raise MachineError(f"{node}={env[node]} and {count}={env[count]} must be numbers") from None
                 if place.node < 0 or place.count < 1:

@@ -35,6 +35,7 @@ from weft.train.armed import arm
 from weft.train.checkpoint import Checkpoints
 from weft.train.manifest import entries
 from weft.train.owed import load_owed
+from weft.train.rebalance import rebalance
 from weft.train.shards import places_of, save_shards
 from weft.train.state import State, meta_problem
 from weft.train.step import Stepper
@@ -111,6 +112,8 @@ class Session:
         """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
+        if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan.ep, self.plan.ep_rebalance)):
+            self.event("rebalance", step=self.state.step, **moved)
         state, meta = self.state, self.state.meta(self.job, self.plan)
         self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
 
@@ -174,7 +177,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def open_session(
     job: Job, plan: Plan, run: RunDir, *, pulse: Pulse | None = None, mesh: Mesh | None = None,
-    dataset: Dataset | None = None,
+    dataset: Dataset | None = None, snapshots: Snapshots | None = None,
 ) -> Session:  # fmt: skip
     """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk."""
     began = time.perf_counter()
@@ -204,7 +207,7 @@ def open_session(
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
-    snapshots = Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
+    snapshots = snapshots or Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
     stepper = Stepper(job, plan, mesh, state)
 
     def warn(text: str) -> None:
