@@ -13,7 +13,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from weft.comm.bench import KINDS, fit_line, seconds
+from weft.comm.bench import KINDS, seconds
+from weft.hardware.lines import fit_line
 from weft.launch.pool import RankPool
 from weft.mesh import connect
 from weft.plan.layout import Plan

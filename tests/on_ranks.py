@@ -26,6 +26,7 @@ from weft.mesh import Mesh, connect
 from weft.optim.adafactor import add_up
 from weft.optim.clip import cut_axes
 from weft.plan import RUNNABLE, Plan, check, make_plan
+from weft.resilience.balance import limits, shares_of
 from weft.train.checkpoint import Checkpoints
 from weft.train.prove import Trace, join_stages
 from weft.train.session import build_state, to_device
@@ -71,9 +72,15 @@ def begin(job: Job) -> tuple[Job, Plan, Mesh, Stepper, Loader]:
     return job, plan, mesh, stepper, loader
 
 
-def observe(job: Job, steps: int, file: str, scale: float | None = None, count: bool = False) -> Seen:
-    """Train a few steps and leave the Result in a file; `count` the collectives on the way, which is slow."""
+def observe(
+    job: Job, steps: int, file: str, scale: float | None = None, count: bool = False,
+    counts: tuple[int, ...] | None = None,
+) -> Seen:  # fmt: skip
+    """Train a few steps and leave the Result in a file; `count` the collectives on the way, which is slow. `counts` are
+    the samples that each data-parallel rank reads of a step, where they are not the same."""
     job, plan, mesh, stepper, loader = begin(job)
+    if counts is not None:
+        loader.shares = shares_of(counts, limits(plan, job.train.global_batch))
     state = stepper.state
     masters = state.woven.masters
     start = wholes(masters)

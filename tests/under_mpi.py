@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.comm import Axis, algorithms, mpi
-from weft.comm.axis import _ALL_GATHER, _REDUCE_SCATTER
+from weft.comm.axis import native_all_gather, native_reduce_scatter
 from weft.launch.pool import RankPool
 from weft.mesh import connect
 from weft.plan.layout import Plan
@@ -80,9 +80,9 @@ def collectives() -> None:
         dist.all_reduce(turned)
         assert torch.equal(turned, total), dtype
         out = torch.empty(world * 3, 4, dtype=dtype)
-        _ALL_GATHER(out, mine)
+        native_all_gather(out, mine)
         assert torch.equal(out, joined), dtype
-        _REDUCE_SCATTER(piece := torch.empty(3, 4, dtype=dtype), joined)
+        native_reduce_scatter(piece := torch.empty(3, 4, dtype=dtype), joined)
         expected = of_all[rank].bool() if dtype == torch.bool else of_all[rank] * world
         assert torch.equal(piece, expected.to(dtype)), dtype
         parts = [torch.empty_like(mine) for _ in range(world)]

@@ -202,7 +202,7 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     wide = {name: degree for name, degree in plan.axes.items() if degree > 1}
     device_mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
     coords = dict(zip(wide, device_mesh.get_coordinate() or (), strict=True))
-    per_node, meter = ranks_of_a_node(plan), Meter()
+    per_node, meter = ranks_of_a_node(plan), Meter(cuda=device.type == "cuda")
     axes = {n: axis_of(n, device_mesh.get_group(n), per_node, meter) for n in wide}
     everyone = axis_of("everyone", dist.group.WORLD, per_node, meter)
     joined = None

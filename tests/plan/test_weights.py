@@ -16,6 +16,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 40},
     "normed": {"family": "llama", "dim": 32, "layers": 2, "heads": 4, "ffn": 48, "vocab": 40, "qk_norm": True},
     "gpt2": {"family": "gpt2", "dim": 32, "layers": 3, "heads": 4, "ffn": 64, "vocab": 40},
+    "experts": {
+        "family": "llama",
+        "dim": 32,
+        "layers": 3,
+        "heads": 4,
+        "ffn": 48,
+        "vocab": 40,
+        "experts": {"count": 4, "top_k": 2, "ffn": 16, "shared": 1, "first_dense": 1},
+    },
     "vit": {"family": "vit", "dim": 32, "layers": 2, "heads": 4, "ffn": 64, "vocab": 10},
     "mlp": {"family": "mlp", "dim": 16, "layers": 5},
 }

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.sync.wire import SIZES, Link, WireError, connect, make_secret
+from weft.sync.secret import make_secret
+from weft.sync.wire import SIZES, Link, WireError, connect
 
 SECRET = b"s" * 32
 

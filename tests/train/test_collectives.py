@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from weft.comm.algorithms import ALGORITHMS
-from weft.comm.bench import KINDS, cases, fit_line
+from weft.comm.bench import KINDS, cases
+from weft.hardware.lines import fit_line
 from weft.job.errors import JobError
 from weft.launch.pool import RankPool
 from weft.train.collectives import Found, Row, bench, lines_of, read_size, run_and_show, show, sizes_between

@@ -7,26 +7,44 @@ who is to blame for a slow or a stuck step is read from here, whatever the layou
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
+
+import torch
 
 
 class Meter:
-    """One for each mesh. Only what the training thread does is counted; checkpoints talk on a group of their own."""
+    """One for each mesh. Only what the training thread does is counted; checkpoints talk on a group of their own.
 
-    __slots__ = ("_began", "_depth", "axis", "number", "waited", "watcher", "what")
+    On a GPU the host only queues collectives: there the time is that in which the stream that computes stands still,
+    taken by events and read when they have passed, so that nobody waits for them.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_began", "_depth", "_marks", "axis", "cuda", "number", "waited", "watcher", "what")
+
+    def __init__(self, cuda: bool = False) -> None:
+        self.cuda = cuda
         self.number = 0
         """Collectives entered so far: the same on every rank that does the same work."""
         self.axis = ""
         """The axis this rank waits on now; empty while it computes."""
         self.what = ""
         self.waited: dict[str, float] = {}
-        """Seconds inside collectives so far, by axis. On a GPU only what the host waited."""
+        """Seconds inside collectives so far, by axis."""
         self.watcher: Callable[[Meter], None] | None = None
         """Told at every entry and exit."""
-        self._depth, self._began = 0, 0.0
+        self._depth = 0
+        self._began: Any = 0.0
+        self._marks: deque[tuple[str, Any, Any]] = deque()
+
+    def read(self) -> dict[str, float]:
+        """Seconds waited so far, by axis; on a GPU as far as it has come."""
+        while self._marks and self._marks[0][2].query():
+            axis, before, after = self._marks.popleft()
+            self.waited[axis] = self.waited.get(axis, 0.0) + before.elapsed_time(after) / 1e3
+        return dict(self.waited)
 
     def inside(self, axis: str, what: str) -> Inside:
         """Around whatever blocks until other ranks have come."""
@@ -39,16 +57,26 @@ class Meter:
             self.axis, self.what = axis, what
             if self.watcher is not None:
                 self.watcher(self)
-            self._began = time.perf_counter()
+            self._began = _mark() if self.cuda else time.perf_counter()
 
     def leave(self) -> None:
         self._depth -= 1
         if self._depth == 0:
             axis = self.axis
-            self.waited[axis] = self.waited.get(axis, 0.0) + time.perf_counter() - self._began
+            if self.cuda:
+                self._marks.append((axis, self._began, _mark()))
+            else:
+                self.waited[axis] = self.waited.get(axis, 0.0) + time.perf_counter() - self._began
             self.axis = self.what = ""
             if self.watcher is not None:
                 self.watcher(self)
+
+
+def _mark() -> Any:
+    """A moment of the stream that computes."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class Inside:

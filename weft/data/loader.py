@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -68,6 +69,7 @@ class Loader:
         self._next_read = start_step
         self._record_path = record
         self._record: BinaryIO | None = None
+        self._unwritten = b""
         self._ready: deque[_Step] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -152,20 +154,38 @@ class Loader:
         first = step * self._global_batch + self._offset + shares.first(rank)
         ids = np.arange(first, first + shares.counts[rank], dtype=np.int64)
         indices = sample_index(self._seed, ids, self._dataset.train_len)
-        batches = [
-            _stack([self._dataset.train(int(i)) for i in indices[part]], ids[part]) for part in shares.slices(rank)
-        ]
+        batches = read_samples(self._dataset, ids, indices, shares.slices(rank))
         if self._pin:
             batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
         return _Step(step, shares, ids, indices, batches)
 
     def _write_record(self, path: Path, step: _Step) -> None:
-        if self._record is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._record = path.open("ab", buffering=0)
         line = {"step": step.number + 1, "ids": step.ids.tolist(), "indices": step.indices.tolist()}
-        # unbuffered and in one write: a killed run leaves whole lines, and none for a step it never began
-        self._record.write(json.dumps(line).encode() + b"\n")
+        self._unwritten += json.dumps(line).encode() + b"\n"
+        with contextlib.suppress(OSError):  # a full disk ends no run; what it refused is written when it has room
+            if self._record is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._record = path.open("ab", buffering=0)
+            # unbuffered and in one write: a killed run leaves whole lines, and none for a step it never began
+            done = self._record.write(self._unwritten)
+            self._unwritten = self._unwritten[done:]
+
+
+def read_samples(dataset: Dataset, ids: Ints, indices: Ints, parts: list[slice]) -> list[Batch]:
+    """Some training samples, under these numbers, in microbatches."""
+    return [_stack([dataset.train(int(i)) for i in indices[part]], ids[part]) for part in parts]
+
+
+def read_share(
+    dataset: Dataset, *, seed: int, step: int, global_batch: int, microbatch: int, dp_rank: int, dp_size: int,
+    offset: int = 0,
+) -> list[Batch]:  # fmt: skip
+    """One of the equal shares of a step, in microbatches: what a Loader gives, without one. `offset` is the number of
+    samples read by earlier steps of other sizes, beyond what steps of this size would have read."""
+    shares = Shares.even(global_batch, microbatch, dp_size)
+    first = offset + step * global_batch + shares.first(dp_rank)
+    ids = np.arange(first, first + shares.counts[dp_rank], dtype=np.int64)
+    return read_samples(dataset, ids, sample_index(seed, ids, dataset.train_len), shares.slices(dp_rank))
 
 
 def val_batches(

@@ -14,6 +14,9 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.job.sync import expand
 
+LARGEST = 20_000
+"""Parts of a job file, every mention of an alias counted: a few lines can stand for more than memory holds."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML as people write it: 3e-4 is a number, and a repeated key is an error."""
@@ -41,11 +44,29 @@ _Loader.add_implicit_resolver(
 
 def _yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        value = yaml.load(text, Loader=_Loader)
+        if _parts(value, {}) > LARGEST:
+            raise JobError(f"{where} stands for more than {LARGEST} parts; write out what is meant, without aliases")
+        return value
+    except RecursionError:
+        raise JobError(f"{where} is nested too deeply to be a job") from None
+    except ValueError as error:  # such as a number with more digits than Python reads
+        raise JobError(f"{where} is not YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         raise JobError(f"{where}{line} is not YAML: {getattr(error, 'problem', error)}") from None
+
+
+def _parts(value: Any, known: dict[int, int]) -> int:
+    """How many parts a value has when its aliases are written out; one that contains itself has too many."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = LARGEST + 1
+        inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = min(LARGEST + 1, 1 + sum(_parts(item, known) for item in inside))
+    return known[id(value)]
 
 
 def _beside(folder: str, pattern: str) -> dict[str, Path]:

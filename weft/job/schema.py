@@ -350,8 +350,9 @@ class Comm(Section):
     largest of them (topk:0.01, that share; threshold:3, those above so many times their root mean square), as matrices
     of a low rank (powersgd:4), as signs (onebit), or as the link asks (adaptive). Weights that dp_shard gathers travel
     in fp16, bf16 or int8 then."""
-    bucket_mb: float = Field(25.0, gt=0)
-    """Gradients of replicas are averaged in buckets of this size, while the backward pass goes on."""
+    bucket_mb: float | Literal["auto"] = "auto"
+    """Gradients of replicas are summed in buckets of this size, while the backward pass goes on. auto weighs what a
+    message costs against what a byte does."""
     timeout_s: float = Field(600.0, gt=0)
     """A collective that takes longer ends the run and names the ranks that did not arrive."""
 
@@ -359,6 +360,13 @@ class Comm(Section):
     @classmethod
     def _known(cls, value: str) -> str:
         return str(parse_compression(value))
+
+    @field_validator("bucket_mb")
+    @classmethod
+    def _size(cls, value: float | str) -> float | str:
+        if isinstance(value, float) and value <= 0:
+            raise ValueError("must be more than 0, or auto")
+        return value
 
 
 class Checkpoint(Section):

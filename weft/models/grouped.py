@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.counts = counts.tolist()
+        ctx.counts = known(counts, len(x))
         # selective recompute keeps each product, so none may be a piece of what the next one writes to
         parts = [rows @ weight[e].t() for e, rows in zip(*_groups(ctx.counts, x), strict=True)]
         return torch.cat(parts) if parts else x.new_empty((0, weight.shape[1]))
@@ -47,6 +48,15 @@ class _Product(torch.autograd.Function):
             torch.mm(g, weight[e], out=into)
             torch.mm(g.t(), rows, out=dw[e])
         return dx, dw, None
+
+
+def known(counts: Tensor, total: int) -> list[int]:
+    """Counts [n] of which the host must know the values. A dry run has none: there, `total` is shared evenly."""
+    if isinstance(counts, FakeTensor):
+        each, more = divmod(total, len(counts))
+        return [each + (i < more) for i in range(len(counts))]
+    found: list[int] = counts.tolist()
+    return found
 
 
 def _groups(counts: list[int], *tensors: Tensor) -> list[list[Any]]:

@@ -134,7 +134,7 @@ def build_optimizers(
         make, elementwise = _SINGLE[optim.name]
         params = {n: _piece(m) for n, m in masters.items()} if elementwise else masters
         return Optimizers([make(optim, params)], masters, params, leaves, copies)
-    inner = {n: p for n, p in masters.items() if p.dim() == 2 and is_block(n)}
+    inner = {n: p for n, p in masters.items() if is_block(n) and (p.dim() == 2 or _is_stack(n, p))}
     outer = {n: _piece(p) for n, p in masters.items() if n not in inner}
     parts: list[torch.optim.Optimizer] = []
     if inner:
@@ -177,3 +177,8 @@ def _groups(params: Params, weight_decay: float) -> list[dict[str, Any]]:
         for members, decay in ((matrices, weight_decay), (vectors, 0.0))
         if members
     ]
+
+
+def _is_stack(name: str, param: Tensor) -> bool:
+    """Whether a weight is one matrix of each expert, one after the other."""
+    return param.dim() == 3 and ".experts." in name

@@ -43,14 +43,23 @@ class Muon(torch.optim.Optimizer):
                 mean = local_of(self.state[param]["momentum_buffer"])
                 mean.lerp_(grad, (1 - momentum) * taken)
                 piece = piece_of(param)
-                update = orthogonal(piece.whole(grad.lerp(mean, momentum)))[piece.box]
+                wanted = grad.lerp(mean, momentum)
+                if param.dim() == 3 and piece.size[1:] == tuple(piece.shape[1:]):  # whole matrices of some experts
+                    update = orthogonal(wanted)
+                else:
+                    update = orthogonal(piece.whole(wanted))[piece.box]
                 weight.mul_(1 - lr * group["weight_decay"])
-                size = lr * 0.2 * math.sqrt(max(param.shape))
+                size = lr * 0.2 * math.sqrt(max(param.shape[-2:]))
                 weight.sub_(update * size)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About the nearest matrix whose singular values are all 1, by Newton–Schulz: in bf16 where that is fast."""
+    """About the nearest matrix whose singular values are all 1, by Newton–Schulz: in bf16 where that is fast.
+
+    A stack [experts, out, in] is one matrix after the other.
+    """
+    if matrix.dim() == 3:
+        return torch.stack([orthogonal(each) for each in matrix]) if len(matrix) else matrix
     x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
     tall = x.shape[0] > x.shape[1]
     x = x.mT if tall else x

@@ -22,6 +22,7 @@ from weft.comm import Axis, Meter, Waits
 from weft.comm.algorithms import Start
 from weft.comm.pieces import like, local_of
 from weft.parallel.compressed import Compressor, Segment
+from weft.parallel.queue import Queue
 from weft.parallel.shard_comm import Gather, Scatter
 
 ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
@@ -61,7 +62,7 @@ class Replicas:
     """Whole copies of the model: gradients are summed over the dp_replicate axis while the backward pass goes on.
 
     Weights compute in `dtype`; where that is not fp32 the masters are a copy, and gradients are summed in fp32. Buckets
-    leave in one fixed order on every rank, so a parameter without a gradient cannot make ranks disagree. `summed` says
+    leave in one order on every rank (queue.py): a parameter without a gradient cannot make them disagree. `summed` says
     that a step adds up the gradients of several microbatches; alone and without that, no bucket is needed. `start`
     begins to sum a bucket over the axis; left out, by the backend's own all-reduce. The weights in `apart` have copies
     on other ranks than the rest: `start_apart` sums theirs.
@@ -87,8 +88,10 @@ class Replicas:
         self.works: list[Waits] = []
         self.sent = 0
         """Buckets on their way, or with no way to go."""
+        self.queue = Queue()
         if self.start or self.start_apart or (self.mixed and summed):
             self._fill_buckets(int(bucket_mb * 2**20 / 4))
+            self.queue = Queue(len(self.buckets))
         elif self.mixed:
             self.leaves = self.copies
 
@@ -103,11 +106,11 @@ class Replicas:
             names.append(name)
         for kind, names in filling.items():
             self._add_bucket(names, kind)
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             for name, view in bucket.views.items():
                 weight = self.weights[name]
                 self.masters[name].grad = like(view, self.masters[name])
-                weight.register_post_accumulate_grad_hook(self._hook(bucket, view))
+                weight.register_post_accumulate_grad_hook(self._hook(number, bucket, view))
 
     def _kind(self, name: str) -> str:
         """Which weights travel with which."""
@@ -129,7 +132,7 @@ class Replicas:
             bucket.start = packed.start_plain
         self.buckets.append(bucket)
 
-    def _hook(self, bucket: Bucket, view: Tensor) -> Any:
+    def _hook(self, number: int, bucket: Bucket, view: Tensor) -> Any:
         def arrived(weight: Tensor) -> None:
             assert weight.grad is not None
             if self.mixed:  # an fp32 gradient is a view of the bucket, and autograd adds to it in place
@@ -137,13 +140,15 @@ class Replicas:
                 weight.grad = None
             if self.last:
                 bucket.missing -= 1
+                if bucket.missing == 0:
+                    self.queue.ready(number)
                 self._send_ready()
 
         return arrived
 
     def _send_ready(self, all_of_them: bool = False) -> None:
         while self.sent < len(self.buckets):
-            bucket = self.buckets[self.sent]
+            bucket = self.buckets[self.queue.order[self.sent]]
             if bucket.missing > 0 and not all_of_them:
                 return
             self.sent += 1
@@ -176,6 +181,10 @@ class Replicas:
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self.works, self.sent = [], 0
+        if (
+            self.axis is not None and self.start_apart is None and self.compressor is None
+        ):  # each has an order of its own
+            self.queue.step_over(self.axis, [bucket.flat for bucket in self.buckets])
 
     def zero_grad(self) -> None:
         if not self.buckets:
@@ -299,8 +308,13 @@ def reduce_now(module: nn.Module) -> None:
 
 def see_waits(module: nn.Module, meter: Meter, axis: str, replicated: bool) -> None:
     """Let the meter see when an FSDP2 module waits: in gathers and scatters, and from a scatter to the sum that follows
-    it over the replicas, after which FSDP2 calls a hook."""
+    it over the replicas, after which FSDP2 calls a hook. On a GPU those run beside the stream that computes, which
+    waits where FSDP2 takes what was gathered, and where it hands over gradients."""
     for group in fsdp_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+        if meter.cuda:
+            group.wait_for_unshard = _Seen(group.wait_for_unshard, meter, axis, "all_gather")
+            group.post_backward = _Seen(group.post_backward, meter, axis, "reduce_scatter")
+            continue
         group._all_gather_comm = _Seen(group._all_gather_comm, meter, axis, "all_gather")
         group._reduce_scatter_comm = _Seen(group._reduce_scatter_comm, meter, axis, "reduce_scatter")
         if replicated:
@@ -313,7 +327,7 @@ class _Seen:
 
     def __init__(self, comm: Any, meter: Meter, axis: str, what: str):
         self.comm, self.meter, self.axis, self.what = comm, meter, axis, what
-        self.allocate = comm.allocate
+        self.allocate = getattr(comm, "allocate", None)
         self.then: Any = None
         """The group that sums over the replicas next, if any does."""
 

@@ -24,7 +24,7 @@ from weft.comm.algorithms import Start
 from weft.comm.exchange import Trip
 from weft.mesh import Mesh
 from weft.models.experts import ExpertParts, MixtureOfExperts, Spread, Stack
-from weft.models.grouped import dispatch
+from weft.models.grouped import dispatch, known
 from weft.parallel.data import shard
 from weft.plan.layout import Plan
 
@@ -74,7 +74,8 @@ class Spreading(Spread):
             return super().carry(experts, x, counts, meanwhile)
         leaving = counts.view(self.ep.size, -1)  # [ranks, experts of each]
         coming = self.ep.swap(leaving)
-        send, receive = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
+        both = known(torch.cat([leaving.sum(1), coming.sum(1)]), 2 * len(x))
+        send, receive = both[: self.ep.size], both[self.ep.size :]
         there, back = Trip(self.ep, send, receive), Trip(self.ep, receive, send)
         routed = sum(send)
         on_the_way = there.start(x[:routed])

@@ -93,9 +93,9 @@ def states_of(job: Job, plan: Plan, rank: int = 0) -> States | None:
 
 def _optimizer_bytes(job: Job, piece: Piece) -> int:
     name, weight = job.optim.name, piece.weight
-    matrix = len(weight.shape) == 2
+    matrix = len(weight.shape) > 1
     if name == "adafactor":
-        moments = sum(weight.shape) if matrix else piece.held
+        moments = prod(weight.shape[:-2]) * sum(weight.shape[-2:]) if matrix else piece.held
         return FLOAT * (moments + 1)
     if name == "sgd":
         return FLOAT * piece.held if job.optim.momentum else 0
@@ -113,17 +113,29 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages) if plan.pp > 1 else None
     held = schedule is not None and any(a.kind in "IW" for a in schedule.actions[coords["pp"]])
     joint = joint_axis(plan)
-    out: dict[str, Counter[str]] = {axis: Counter() for axis in (*plan.axes, joint, "everyone")}
+    axes = (*plan.axes, joint, "ep", "ep_shard", "expert_replicate", "everyone")
+    out: dict[str, Counter[str]] = {axis: Counter() for axis in axes}
     for stage in stages:
         pieces = pieces_of(job.model, plan, stage, coords)
+        routed = [p for p in pieces if _on_ep(p, plan)]
+        others = [p for p in pieces if not _on_ep(p, plan)]
+        rest = plan.dp_shard * plan.cp * plan.tp // plan.ep
         if plan.dp_shard > 1:
-            _shards(plan, pieces, held, out)
-        elif plan.dp_replicate * plan.cp > 1:
-            out[joint]["all_reduce"] += FLOAT * sum(-(-p.whole // ALIGN) * ALIGN for p in pieces)
+            _shards(plan, others, held, out[joint], shards_of(plan), out["dp_replicate"])
+            _shards(plan, routed, held, out["ep_shard"], rest, out["dp_replicate"])
+        else:
+            for these, axis, copies in (
+                (others, joint, plan.dp_replicate * plan.cp),
+                (routed, "expert_replicate", plan.dp_replicate * rest),
+            ):
+                if copies > 1:
+                    out[axis]["all_reduce"] += FLOAT * sum(-(-p.whole // ALIGN) * ALIGN for p in these)
         if plan.tp > 1:
             add = _mlp_tp if job.model.family == "mlp" else _transformer_tp
             add(job, plan, stage, out["tp"])
-            out["tp"]["all_reduce"] += FLOAT * sum(p.held for p in pieces if p.weight.partial)
+            out["tp"]["all_reduce"] += FLOAT * sum(p.held for p in pieces if p.weight.partial and not _on_ep(p, plan))
+        if plan.ep > 1:
+            _experts(job, plan, stage, out["ep"])
         if schedule is not None:
             _messages(job, plan, schedule, stage, coords["pp"], out["pp"])
     if schedule is not None:
@@ -143,15 +155,29 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
     return {axis: dict(kinds) for axis, kinds in out.items() if kinds.total()}
 
 
-def _shards(plan: Plan, pieces: list[Piece], held: bool, out: dict[str, Counter[str]]) -> None:
+def _on_ep(piece: Piece, plan: Plan) -> bool:
+    return piece.weight.experts and plan.ep > 1
+
+
+def _experts(job: Job, plan: Plan, stage: int, ep: Counter[str]) -> None:
+    """Tokens to their experts and back, and their gradients; where they go is known only when they do."""
+    assert job.model.experts is not None
+    first, end, _, _ = stage_range(job.model, plan, stage)
+    blocks = max(0, end - max(first, job.model.experts.first_dense))
+    tokens = plan.accumulation * plan.microbatch * job.data.seq_len // (plan.cp * plan.tp)
+    times = 6 if plan.recompute == "full" else 4
+    ep["all_to_all"] += times * blocks * tokens * job.model.experts.top_k * (job.model.dim or 0) * width(plan)
+
+
+def _shards(plan: Plan, pieces: list[Piece], held: bool, out: Counter[str], ways: int, replicas: Counter[str]) -> None:
     """FSDP2's: weights are gathered in the compute dtype, gradients summed and cut in fp32, copies' once a step."""
-    padded, ways, joint = sum(p.padded for p in pieces), shards_of(plan), joint_axis(plan)
+    padded = sum(p.padded for p in pieces)
     gathers = 2 * plan.accumulation if plan.zero == 3 and not held else 1
     scatters = 1 if plan.zero == 1 or held else plan.accumulation
-    out[joint]["all_gather"] += gathers * padded * ways * width(plan)
-    out[joint]["reduce_scatter"] += scatters * padded * ways * FLOAT
+    out["all_gather"] += gathers * padded * ways * width(plan)
+    out["reduce_scatter"] += scatters * padded * ways * FLOAT
     if plan.dp_replicate > 1:
-        out["dp_replicate"]["all_reduce"] += padded * FLOAT
+        replicas["all_reduce"] += padded * FLOAT
 
 
 def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
@@ -160,10 +186,13 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     first, end, begins, ends = stage_range(model, plan, stage)
     blocks = end - first
     one = plan.microbatch * job.data.seq_len // plan.cp * (model.dim or 0) * width(plan)
-    enters = 2 * blocks + (1 if ends else 0)
-    leaves = 2 * blocks + (1 if begins and model.family != "vit" else 0)
+    e = model.experts
+    unrouted = blocks if e is None or e.shared else max(0, min(end, e.first_dense) - first)
+    enters = blocks + unrouted + (1 if ends else 0)
+    leaves = blocks + unrouted + (1 if begins and model.family != "vit" else 0)
     # a block that runs again stops at the last matrix, whose input is all that is missing (unless dropout follows)
-    again = (2 * blocks, (2 if model.dropout else 1) * blocks) if plan.recompute == "full" else (0, 0)
+    once_more = (blocks + unrouted, blocks + unrouted if model.dropout else blocks)
+    again = once_more if plan.recompute == "full" else (0, 0)
     if plan.sequence:
         tp["all_gather"] += times * one * (enters + leaves + again[0])
         tp["reduce_scatter"] += times * one * (enters + leaves + again[1])
@@ -225,11 +254,11 @@ def _optimizer_traffic(job: Job, plan: Plan, coords: dict[str, int], out: dict[s
     for stage in stages_of(plan, coords["pp"]):
         for piece in pieces_of(job.model, plan, stage, coords):
             weight = piece.weight
-            matrix = len(weight.shape) == 2
+            matrix = len(weight.shape) > 1
             if job.optim.name == "muon":
                 sums = prod(weight.shape) if matrix and weight.unit else 0
             else:
-                sums = 2 + (sum(weight.shape) if matrix else 0)
+                sums = 2 + (prod(weight.shape[:-2]) * sum(weight.shape[-2:]) if matrix else 0)
             for axis, cuts in (("dp_shard", plan.dp_shard > 1), ("tp", plan.tp > 1 and weight.cut is not None)):
                 if cuts:
                     out[axis]["all_reduce"] += FLOAT * sums
@@ -246,6 +275,10 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
         first, end, begins, ends = stage_range(model, plan, stage)
         for piece in pieces_of(model, plan, stage, coords):
             name, size = piece.weight.name, prod(piece.weight.on_tp(plan.tp, coords["tp"]))
+            if piece.weight.experts and model.experts is not None:  # each token meets a few; load is taken as even
+                each = prod(piece.weight.shape[1:]) * model.experts.top_k
+                total += (8.0 if plan.recompute == "full" else 6.0) * samples * seq * each / plan.cp / plan.tp
+                continue
             if len(piece.weight.shape) != 2 or name == "positions.weight":
                 continue
             if name == "embed.weight" and model.family != "vit":
@@ -273,7 +306,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
 
 def _newton_schulz(weight: Weight) -> float:
     """Muon's five iterations on a whole matrix of a block, on every rank (optim/muon.py)."""
-    if len(weight.shape) != 2 or not weight.unit:
+    if len(weight.shape) < 2 or not weight.unit:
         return 0.0
-    short, long = sorted(weight.shape)
-    return 5 * (4.0 * short * short * long + 2.0 * short**3)
+    short, long = sorted(weight.shape[-2:])
+    return prod(weight.shape[:-2]) * 5 * (4.0 * short * short * long + 2.0 * short**3)

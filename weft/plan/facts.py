@@ -100,7 +100,7 @@ class ModelFacts:
     @property
     def expert(self) -> Size:
         """Parameters of one expert."""
-        return (self.gates + 1) * self.dim * self.moe_ffn + (self.gates * self.moe_ffn + self.dim) * self.bias
+        return (self.gates + 1) * self.dim * self.moe_ffn
 
     @property
     def moe_rest(self) -> Size:

@@ -11,6 +11,7 @@ from weft.hardware.probe import Machine, probe
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job, Parallel
 from weft.job.shapes import resolve
+from weft.plan.buckets import bucket_mb
 from weft.plan.calibration import Calibration
 from weft.plan.choose import choose, scene_for, space_for
 from weft.plan.context import choose_style, rings
@@ -81,7 +82,8 @@ def begin(job: Job, world: int | None = None) -> Start:
     precision = job.precision if job.precision != "auto" else ("fp32" if kind == "cpu" else "bf16")
     plan = Plan(
         device=kind, device_name=device.name, backend=backend_of(job, machine, kind, world), nodes=job.cluster.nodes,
-        precision=precision, offload=job.memory.offload, compression=job.comm.compression, bucket_mb=job.comm.bucket_mb,
+        precision=precision, offload=job.memory.offload, compression=job.comm.compression, 
+        bucket_mb=Plan.bucket_mb if job.comm.bucket_mb == "auto" else job.comm.bucket_mb,
         recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
         fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,
         sync=job.train.sync.mode, sync_every=job.train.sync.period,
@@ -124,6 +126,10 @@ def finish(start: Start, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
     plan = _remember(job, plan, start.memory_gib, reasons)
+    if job.comm.bucket_mb == "auto" and plan.dp_shard == 1 and plan.dp_replicate * plan.cp > 1:
+        size, why = bucket_mb(job, plan, start.device)
+        plan = replace(plan, bucket_mb=size)
+        reasons += [why] if why else []
     return job, replace(plan, reasons=tuple(reasons), predicted=_predict(start, plan))
 
 

@@ -300,7 +300,6 @@ RULES: tuple[Rule, ...] = (
 
 RUNNABLE: tuple[Rule, ...] = (
     _kinds,
-    _not_yet("train.sync", lambda p: p.sync == "step" or p.alone, lambda p: p.sync, "diloco"),
     _mpi,
     _not_yet("placement", lambda p: p.placement == "shards-near", lambda p: p.placement, "placement=shards-near"),
 )

@@ -85,6 +85,8 @@ def sync_rule(job: Job, plan: Plan) -> str | None:
             f"comm.compression={plan.compression} is for the gradients of every step, and {name} sends none between "
             f"replicas; {instead} would work"
         )
+    if not plan.alone and job.data.record_ids:
+        return f"data.record_ids is of ranks, and under {name} workers come and go; record_ids=false would work"
     return _server(job, plan) if sync.mode == "server" else _federated(job) if sync.mode == "federated" else None
 
 

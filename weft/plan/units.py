@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.job.schema import Job
+from weft.plan.counts import hidden_width
 from weft.plan.exact import FLOAT, width
 from weft.plan.layout import Plan
 from weft.plan.limits import LOGITS_BYTES
@@ -63,7 +64,8 @@ def sizes_of(job: Job, plan: Plan) -> Sizes:
     return Sizes(
         rows=tokens / plan.tp if plan.sequence else tokens, tokens=tokens, dim=m.dim or 0,
         heads=(m.heads or 0) * head_dim / plan.tp, kv=(m.kv_heads or 0) * head_dim / plan.tp,
-        scores=(m.heads or 0) / plan.tp, ffn=(m.ffn or 0) / plan.tp, c=width(plan), tp=plan.tp, sequence=plan.sequence,
+        scores=(m.heads or 0) / plan.tp, ffn=hidden_width(m) / plan.tp,
+        c=width(plan), tp=plan.tp, sequence=plan.sequence,
         retain=_retains(plan),
         fused=plan.device == "cuda",
     )  # fmt: skip

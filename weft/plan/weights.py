@@ -26,6 +26,8 @@ class Weight:
     """The dim that tp cuts; None: every rank of tp has it whole."""
     partial: bool = False
     """Whole on every rank of tp, but each sees a part of the data: its gradient is summed over tp."""
+    experts: bool = False
+    """One matrix of every expert: [experts, out, in], of which each rank of ep has some."""
 
     def on_tp(self, tp: int, rank: int) -> Shape:
         """Its shape on one rank of tp; the last pieces may be shorter."""
@@ -90,6 +92,11 @@ def pieces_of(model: Model, plan: Plan, stage: int, coords: dict[str, int]) -> l
     out = []
     ways, place = shards_of(plan), coords["dp_shard"] * plan.cp + coords["cp"]
     for weight in stage_weights(model, plan, stage):
+        if weight.experts and plan.ep > 1:
+            own = prod(weight.shape) // plan.ep
+            rest = plan.dp_shard * plan.cp * plan.tp // plan.ep if plan.dp_shard > 1 else 1
+            out.append(Piece(weight, own, -(-own // rest), -(-own // rest)))
+            continue
         shape = weight.on_tp(plan.tp, coords["tp"])
         rows, row = shape[0], prod(shape[1:])
         chunk = -(-rows // ways)
@@ -111,14 +118,14 @@ def _transformer(
         if m.positions == "learned":
             yield Weight("positions.weight", (_int(m.max_len), dim), "", None, sequence)
     for i in range(first, end):
-        yield from _block(m, sequence, f"blocks.{i}")
+        yield from _block(m, sequence, f"blocks.{i}", m.experts is not None and i >= m.experts.first_dense)
     if ends:
         yield from _norm(m, "norm", "", dim, sequence)
         if not (m.tied and begins):
             yield Weight("head.weight", (vocab, dim), "", 0)
 
 
-def _block(m: Model, sequence: bool, unit: str) -> Iterator[Weight]:
+def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight]:
     dim, ffn, hd = _int(m.dim), _int(m.ffn), _int(m.head_dim)
     heads, kv = _int(m.heads) * hd, _int(m.kv_heads) * hd
     yield from _norm(m, f"{unit}.attn_norm", unit, dim, sequence)
@@ -129,9 +136,26 @@ def _block(m: Model, sequence: bool, unit: str) -> Iterator[Weight]:
         for key in ("q_norm", "k_norm"):
             yield from _norm(m, f"{unit}.attn.{key}", unit, hd, True)
     yield from _norm(m, f"{unit}.mlp_norm", unit, dim, sequence)
+    if routed:
+        yield from _experts(m, unit)
+        return
     for key in ("gate", "up") if m.activation == "swiglu" else ("up",):
         yield from _column(m, f"{unit}.mlp.{key}", unit, ffn, dim)
     yield from _row(m, f"{unit}.mlp.down", unit, dim, ffn, sequence)
+
+
+def _experts(m: Model, unit: str) -> Iterator[Weight]:
+    assert m.experts is not None
+    e, dim, gates = m.experts, _int(m.dim), ("gate", "up") if m.activation == "swiglu" else ("up",)
+    ffn = _int(e.ffn)
+    yield Weight(f"{unit}.mlp.router.weight", (e.count, dim), unit, None, True)
+    for key in gates:
+        yield Weight(f"{unit}.mlp.experts.{key}.weight", (e.count, ffn, dim), unit, None, True, True)
+    yield Weight(f"{unit}.mlp.experts.down.weight", (e.count, dim, ffn), unit, None, True, True)
+    if e.shared:
+        for key in gates:
+            yield Weight(f"{unit}.mlp.shared.{key}.weight", (e.shared * ffn, dim), unit, 0)
+        yield Weight(f"{unit}.mlp.shared.down.weight", (dim, e.shared * ffn), unit, 1)
 
 
 def _column(m: Model, name: str, unit: str, out: int, into: int) -> Iterator[Weight]:

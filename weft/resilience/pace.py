@@ -10,15 +10,16 @@ from dataclasses import dataclass
 
 WINDOW = 8
 """Steps that are looked at."""
-SPAN_S = 0.4
-"""They must also fill this time: a CPU quota stops a process for tenths of a second and then lets it run."""
-MOST = 256
+SPAN_S = 0.8
+"""They must also fill this time: a CPU quota stops a process for tenths of a second and then lets it run, and a busy
+machine makes anyone late for as long."""
+MOST = 512
 """Steps that are kept, however short they are."""
 SLOW = 1.35
 """A rank is slow when it computes this many times as long as the others."""
 STEADY = 1.2
 """In the older and the newer half of the window alike: one hiccup is no slow rank."""
-LEAST_S = 0.004
+LEAST_S = 0.005
 """Time lost in each step, below which nobody cares."""
 
 

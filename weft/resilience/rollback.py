@@ -6,6 +6,6 @@ from __future__ import annotations
 class RollBack(Exception):
     """Go back to `to_step` or the newest step before it that is still known, and pass over the batches of `skip`."""
 
-    def __init__(self, to_step: int, skip: tuple[int, ...], why: str):
+    def __init__(self, to_step: int, skip: tuple[int, ...], why: str, fault: str = "spike"):
         super().__init__(why)
-        self.to_step, self.skip, self.why = to_step, skip, why
+        self.to_step, self.skip, self.why, self.fault = max(0, to_step), skip, why, fault

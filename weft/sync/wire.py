@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import secrets
 import socket
 import struct
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -156,14 +154,3 @@ def connect(address: str, secret: bytes, timeout_s: float | None = None) -> Link
     except OSError as error:
         raise WireError(f"{address}: {error}") from error
     return Link(sock, secret, asks=True)
-
-
-def make_secret(path: Path) -> bytes:
-    """The run's secret, made anew, in a file that only its owner can read."""
-    secret = secrets.token_bytes(32)
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secret)
-    temporary.replace(path)
-    return secret

@@ -13,13 +13,15 @@ from pathlib import Path
 from weft.data.dataset import check_dataset
 from weft.hardware.probe import probe
 from weft.hardware.world import adopt
-from weft.job.errors import Exit, MachineError
+from weft.job.errors import Exit, JobError, MachineError
 from weft.job.load import dump_yaml
 from weft.job.run import RunDir
 from weft.job.schema import Job
 from weft.launch.local import KILLED, QUIET, launch, locked
+from weft.launch.served import launch_served
 from weft.plan import RUNNABLE, Plan, check, check_fits, make_plan
 from weft.resilience.guardian import guard
+from weft.train.served.meeting import open_meeting
 from weft.watch.closing import closing_words
 from weft.watch.report import write_report
 
@@ -50,10 +52,7 @@ def start(
         if fresh:
             _set_aside(run, say)
         before = write_description(run, job, plan)
-        if plan.world > 1 if resilient is None else resilient:
-            code = guard(run, plan.world, job.resilience.spares, lock, say)
-        else:
-            code = launch(run, plan.world, lock, say)
+        code = start_processes(run, job, plan, lock, resilient, say)
         if code == Exit.JOB and not before:  # only the ranks could tell; a run that never was leaves no folder
             shutil.rmtree(run.path)
         elif code == Exit.JOB:
@@ -66,6 +65,18 @@ def start(
         return code
 
 
+def start_processes(
+    run: RunDir, job: Job, plan: Plan, lock: int, resilient: bool | None, say: Callable[[str], None]
+) -> int:
+    """The ranks of a mesh, supervised or not, or the servers and workers of a run that goes through a server."""
+    if plan.sync in ("server", "federated"):
+        open_meeting(run)
+        return launch_served(run, job.train.sync.servers, plan.world, lock, say)
+    if plan.world > 1 if resilient is None else resilient:
+        return guard(run, plan.world, job.resilience.spares, lock, say)
+    return launch(run, plan.world, lock, say)
+
+
 def join(job: Job, say: Callable[[str], None] = print) -> int:
     """Train as one rank of a world that torchrun, mpirun or a scheduler started."""
     from weft.train.signals import Signals
@@ -73,6 +84,11 @@ def join(job: Job, say: Callable[[str], None] = print) -> int:
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job, plan = prepare(job, world)
+    if plan.sync in ("server", "federated"):
+        raise JobError(
+            f"train.sync={plan.sync} starts its own processes, which come and go, and not the ranks of torchrun; "
+            "start it with `weft train` alone"
+        )
     run = RunDir(Path(job.runs_dir) / job.name)
     signals = Signals()
     try:

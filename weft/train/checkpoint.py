@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,9 @@ from weft.train.storage import Writer, run_save
 
 __all__ = ["Checkpoints", "Damaged", "Found", "list_checkpoints", "load_full", "newest_good", "read_meta", "verify"]
 
+PATIENCE_S = 600.0
+"""How long the end of a run waits for a disk that does not answer."""
+
 T = TypeVar("T")
 Event = tuple[str, dict[str, Any]]
 
@@ -53,7 +57,9 @@ class Checkpoints:
     group is a Gloo group of all ranks, made for this purpose alone: its collectives run in a thread while a checkpoint
     is written. None is one process, without torch.distributed. Every method but poll and wait is collective.
     on_event is called on every rank, always in the caller's thread. fence is called before a checkpoint takes its name,
-    and raises where this rank may commit nothing any more.
+    and raises where this rank may commit nothing any more. any_rank tells whether something is true on any rank, by
+    another group than this one; without it a save waits for the one before.
+    misfit says what is wrong with a checkpoint's meta, which whoever wrote the files could write as well.
     """
 
     def __init__(
@@ -66,6 +72,8 @@ class Checkpoints:
         background: bool,
         on_event: Callable[..., None] = _ignore,
         fence: Callable[[], None] = lambda: None,
+        any_rank: Callable[[bool], bool] | None = None,
+        misfit: Callable[[dict[str, Any]], str | None] = lambda meta: None,
     ) -> None:
         if keep < 1:
             raise JobError(f"checkpoint.keep is {keep}; at least 1 must be kept")
@@ -75,28 +83,44 @@ class Checkpoints:
         self.world = 1 if group is None else dist.get_world_size(group)
         self.durable: int | None = None
         """The step of the last checkpoint that this object saved and that is known to be on disk."""
-        self._on_event, self._fence = on_event, fence
+        self._on_event, self._fence, self._any_rank, self._misfit = on_event, fence, any_rank, misfit
         self._events: list[Event] = []
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[Manifest, Snapshot]] = deque()
         self._thread: threading.Thread | None = None
         self.damaged: set[Path] = set()
         """Checkpoints that were found to be damaged, and are skipped and left alone."""
 
-    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], *, wait: bool = False) -> None:
+    def save(
+        self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], *, wait: bool = False, patient: bool = False
+    ) -> None:
         """Save the tensors as they are now, with rank 0's meta; a name has one meaning on all ranks.
 
         Returns when the tensors may change again; with wait, or not in the background, when the checkpoint is durable.
-        A save that fails is an event, checkpoint_failed, and never an exception.
+        A save that fails is an event, checkpoint_failed, and never an exception. While one is being written a second
+        waits in memory; a third is refused, by that event, where a slow or dead disk would else hold up training,
+        unless it is patient.
         """
-        self.wait()
+        waits = wait or not self.background
+        if waits or patient or self._any_rank is None:
+            self.wait()
+        self.poll()
+        if self._any_rank is not None and self._any_rank(len(self._queue) > 0):
+            path = self.folder / checkpoint_name(step)
+            why = "the one before it waits for a disk that is still busy with an earlier one"
+            self._on_event("checkpoint_failed", step=step, path=path, why=why)
+            return
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name!r} is a {type(tensor).__name__}; what is no tensor goes into meta")
         manifest = Manifest(step, json.loads(json.dumps(meta)), {})
-        waits = wait or not self.background
         snapshot = Snapshot(tensors, copy=not waits)
-        # A daemon: a run that ends in an error must not linger in a collective whose other ranks are gone.
-        self._thread = threading.Thread(target=self._write, args=(manifest, snapshot), daemon=True, name="checkpoint")
-        self._thread.start()
+        with self._changed:
+            self._queue.append((manifest, snapshot))
+            if self._thread is None:
+                # A daemon: a run that ends in an error must not linger in a collective whose other ranks are gone.
+                self._thread = threading.Thread(target=self._write_queue, daemon=True, name="checkpoint")
+                self._thread.start()
         if waits:
             self.wait()
 
@@ -108,17 +132,34 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Report what has finished meanwhile; never waits."""
-        if self._thread is not None and not self._thread.is_alive():
-            self.wait()
-
-    def wait(self) -> None:
-        """Return when nothing is being written any more; what went wrong is reported, not raised."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        events, self._events = self._events, []
+        if not self._events:
+            return
+        with self._changed:
+            events, self._events = self._events, []
         for name, fields in events:
             self._on_event(name, **fields)
+
+    def wait(self, patience_s: float = PATIENCE_S) -> None:
+        """Return when nothing is being written any more; what went wrong is reported, not raised."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._thread is None, patience_s):
+                why = f"the disk has not answered for {patience_s:g} s"
+                self._events.append(("checkpoint_failed", {"step": None, "path": self.folder, "why": why}))
+        self.poll()
+
+    def _write_queue(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                manifest, snapshot = self._queue.popleft()
+            try:
+                self._write(manifest, snapshot)
+            except Exception as error:  # whatever it was, training goes on
+                final = self.folder / checkpoint_name(manifest.step)
+                self._note("checkpoint_failed", step=manifest.step, path=final, why=_words(error))
 
     def newest(self, at_most: int | None = None) -> Found | None:
         """The newest good checkpoint (of a step at most so large), the same on all ranks; damaged ones are reported,
@@ -175,12 +216,15 @@ class Checkpoints:
                 writer.discard()
             self._note("checkpoint_failed", step=manifest.step, path=final, why=_words(error))
             return
+        seconds = round(time.monotonic() - began, 3)
+        if (why := self._read_back(final)) is not None:
+            self.damaged.add(final)
+            self._note("checkpoint_failed", step=manifest.step, path=final, why=f"read back after writing, {why}")
+            return
         self.durable = manifest.step
         self.damaged.discard(final)
         fields = {"bytes": writer.total_bytes} if self.rank == 0 else {}
-        self._note(
-            "checkpoint_saved", step=manifest.step, path=final, seconds=round(time.monotonic() - began, 3), **fields
-        )
+        self._note("checkpoint_saved", step=manifest.step, path=final, seconds=seconds, **fields)
         if self.rank == 0:
             if writer.aside is not None and ".damaged-" in writer.aside.name:
                 self._note("damaged", path=writer.aside, why=f"moved here when step {manifest.step} was saved again")
@@ -188,6 +232,19 @@ class Checkpoints:
                 self._retain(manifest.step)
             except OSError as error:
                 self._note("checkpoint_kept", path=self.folder, why=f"old ones could not be deleted: {error}")
+
+    def _read_back(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint that was just written, read from the disk itself; the ranks share the files.
+
+        Until this is done the older ones stay, so the only good one is never deleted.
+        """
+        try:
+            files = read_manifest(path).files
+            mine = sorted(files)[self.rank :: self.world]
+            whys = [why for name in mine if (why := check_file(path, name, files[name], cached=False))]
+        except Exception as error:
+            whys = [_words(error)]
+        return next((why for found in self._gather(whys) for why in found), None)
 
     def _retain(self, written: int) -> None:
         """Delete what is no longer wanted; damaged checkpoints are neither counted nor touched."""
@@ -239,7 +296,7 @@ class Checkpoints:
             mine = sorted(manifest.files)[self.rank :: self.world]
             checks = (check_file(path, name, manifest.files[name]) for name in mine)
             whys = self._gather(next((why for why in checks if why), None))
-            why = next((why for why in whys if why), None)
+            why = next((why for why in whys if why), None) or self._misfit(manifest.meta)
         if why is not None:
             self._report_damaged(path, why)
             return None
@@ -271,7 +328,8 @@ class Checkpoints:
         return Damaged(path, why)
 
     def _note(self, name: str, **fields: Any) -> None:
-        self._events.append((name, fields))
+        with self._changed:
+            self._events.append((name, fields))
 
     def _gather(self, value: T) -> list[T]:
         """Everyone's value, by rank."""

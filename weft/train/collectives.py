@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from weft.comm.algorithms import ALGORITHMS
-from weft.comm.bench import DTYPES, KINDS, Case, cases, fit_line, measure
+from weft.comm.bench import DTYPES, KINDS, Case, cases, measure
+from weft.hardware.lines import fit_line
 from weft.job.errors import JobError, MachineError
 from weft.launch.pool import RankPool
 from weft.mesh import connect

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ class Index:
                 if info.relative_path not in self.files:
                     raise ValueError(f"it reads {info.relative_path!r}, which the manifest does not name")
                 self.where.setdefault(index.fqn, set()).add(info.relative_path)
+            held = sum(expected.bytes for expected in self.files.values())
+            if any(_size(entry) > held for entry in self.tensors.values()):
+                raise ValueError("it names a tensor that is larger than all its files")
             if partial := [name for name, entry in self.tensors.items() if not covered(entry)]:
                 raise ValueError(f"it has only a part of {partial[0]!r}")
         except Exception as error:
@@ -108,6 +112,11 @@ class _IndexUnpickler(pickle.Unpickler):
         if name not in _INDEX_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
         return super().find_class(module, name)
+
+
+def _size(entry: TensorStorageMetadata) -> int:
+    """Bytes of a whole tensor: what is claimed must also be there before memory is taken for it."""
+    return math.prod(entry.size) * entry.properties.dtype.itemsize
 
 
 def _tensor_entry(entry: Any) -> TensorStorageMetadata:

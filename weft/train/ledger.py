@@ -14,13 +14,13 @@ from torch import Tensor
 
 from weft.comm import Waits
 from weft.comm.spans import Spans
-from weft.job.errors import DivergedError, Exit
+from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.plan.counts import flops_per_sample
 from weft.plan.layout import Plan
 from weft.plan.peaks import peak_flops
-from weft.precision import FLOOR
+from weft.resilience.guards import Guards, Step
 from weft.train.signals import Signals
 from weft.train.state import State
 from weft.train.step import Gradients
@@ -28,8 +28,8 @@ from weft.train.traffic import Traffic
 
 
 class Figures:
-    """The loss, the norm, the count and the ranks' wishes of one step, summed over all ranks, and more, on their way to
-    the host.
+    """The loss, the norm, the count, the ranks' wishes and rows of one step, summed over all ranks, and more, on their
+    way to the host.
 
     A GPU copies them behind the step's own kernels, and the next step is queued meanwhile: nobody waits for them until
     they are read.
@@ -49,7 +49,7 @@ class Figures:
         return torch.cat([self.sums, self.more.reshape(-1).double()])
 
     def read(self) -> tuple[float, int, float, list[float], list[float]]:
-        """Norm (the replicas' mean, where they train alone), count, summed loss, wishes, and the rest."""
+        """Norm (the mean of replicas that train alone), count, summed loss; the ranks' wishes and rows; the rest."""
         if self.copied is not None:
             self.copied.synchronize()
         else:
@@ -57,8 +57,8 @@ class Figures:
                 self.work.wait()
             self.host = self._joined()
         loss, norm, count, *rest = self.host.tolist()
-        flags = len(self.sums) - 3
-        return norm, round(count), loss, rest[:flags], rest[flags:]
+        told = len(self.sums) - 3
+        return norm, round(count), loss, rest[:told], rest[told:]
 
 
 @dataclass
@@ -76,12 +76,16 @@ class _Open:
 
 
 class Ledger:
-    """Posts a step's figures and reads those of the step before. All ranks read the same sums and so agree to stop."""
+    """Posts a step's figures and reads those of the step before. All ranks read the same sums and so agree to stop, and
+    on what the guards make of them."""
 
     def __init__(
-        self, job: Job, plan: Plan, mesh: Mesh, state: State, write: Callable[[dict[str, Any]], None], signals: Signals
-    ):
+        self, job: Job, plan: Plan, mesh: Mesh, state: State, write: Callable[[dict[str, Any]], None], signals: Signals,
+        guards: Guards,
+    ):  # fmt: skip
         self.job, self.plan, self.mesh, self.state, self.write, self.signals = job, plan, mesh, state, write, signals
+        self.guards = guards
+        guards.begin()
         self.stop: Exit | None = None
         sample = flops_per_sample(job.model, job.data.seq_len)
         self.flops = sample * job.train.global_batch if sample else None
@@ -103,19 +107,19 @@ class Ledger:
         """Leave out of the next step's time what was not training: evaluation, start-up."""
         self.traffic.turn(self.state.step)
         self.began = time.perf_counter()
+        self.guards.start_clock()
 
     def post(self, grads: Gradients, norm: Tensor, lr: float, taken: bool) -> None:
         """Send off this step's figures, and settle those of the step before."""
-        spans = self.traffic.turn(self.state.step)
+        spans, now = self.traffic.turn(self.state.step), time.perf_counter()
+        seconds, self.began = now - self.began, now
+        sums = self.guards.tell(self.state.step, seconds, norm, [0.0, 0.0, 0.0, *self.signals.flags()])
         apart = self.plan.dp_replicate if self.plan.alone else 1
-        mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world, self._flags())
-        sums = torch.cat([x.reshape(-1).double() for x in mine])
+        mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world)
+        sums[:3] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
-        figures = Figures(sums, work, self.state.woven.figures())
-        now = time.perf_counter()
-        more = self.state.rounds.figures()
-        opened = _Open(self.state.step, lr, taken, grads.scale, figures, now - self.began, spans, more)
-        self.began = now
+        figures, more = Figures(sums, work, self.state.woven.figures()), self.state.rounds.figures()
+        opened = _Open(self.state.step, lr, taken, grads.scale, figures, seconds, spans, more)
         self.settle()
         self.open = opened
 
@@ -128,9 +132,13 @@ class Ledger:
         entry, self.open = self.open, None
         if entry is None:
             return
-        norm, count, loss_sum, flags, more = entry.figures.read()
-        self.stop = Signals.decide(flags)
+        norm, count, loss_sum, told, more = entry.figures.read()
+        wishes = len(Signals.CODES)
+        self.stop = Signals.decide(told[:wishes])
         loss = loss_sum / max(1, count)
+        step = Step(entry.step, loss, norm, entry.taken, entry.loss_scale, entry.seconds)
+        self.guards.judge(step, told[wishes:])
+        taken = step.taken and math.isfinite(norm)
         self.state.tokens += count
         rate = count / entry.seconds if entry.seconds > 0 else None
         mfu = self.flops / (entry.seconds * self.peak * self.plan.world) if rate and self.flops and self.peak else None
@@ -144,7 +152,8 @@ class Ledger:
             "tokens_per_s": rate,
             "mfu": mfu,
             "peak_memory_gib": peak_memory_gib(self.mesh.device),
-            **({"loss_scale": entry.loss_scale, "skipped": not entry.taken} if self.state.scale.dynamic else {}),
+            **({"loss_scale": entry.loss_scale} if self.state.scale.dynamic else {}),
+            **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),
             **entry.more,
             **self.state.woven.words(more, count),
             **self.traffic.figures(entry.spans, entry.seconds),
@@ -152,15 +161,6 @@ class Ledger:
         }
         self.last = record
         self.write(record)
-        hopeless = (
-            entry.taken or entry.loss_scale <= FLOOR
-        )  # a skipped step is mended by a smaller scale, if there is one
-        if not math.isfinite(loss) or (not math.isfinite(norm) and hopeless):
-            what = "loss" if not math.isfinite(loss) else "gradient norm"
-            raise DivergedError(
-                f"the {what} is {loss if what == 'loss' else norm} at step {entry.step}; try a lower optim.lr "
-                f"(now {self.job.optim.lr:g}), a longer optim.warmup, or precision=fp32"
-            )
 
 
 def peak_memory_gib(device: torch.device) -> float:

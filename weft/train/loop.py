@@ -31,7 +31,7 @@ def fit(session: Session, signals: Signals) -> Exit:
             session.commit(record)
             progress.update(record)
             if record.get("skipped"):
-                session.event("skipped", step=record["step"], loss_scale=record["loss_scale"])
+                session.event("skipped", step=record["step"], loss_scale=record.get("loss_scale"))
 
         def evaluate() -> dict[str, float]:
             if not held_out:
@@ -43,7 +43,7 @@ def fit(session: Session, signals: Signals) -> Exit:
             progress.note(f"step {state.step}: validation loss {val:.4f}")
             return {"val_loss": val}
 
-        ledger = Ledger(job, session.plan, session.mesh, state, write, signals)
+        ledger = Ledger(job, session.plan, session.mesh, state, write, signals, session.guards)
         ledger.agree()
         if state.step == 0 and not ledger.stop:
             evaluate()
@@ -67,11 +67,11 @@ def fit(session: Session, signals: Signals) -> Exit:
                     ledger.start_clock()
                 if _due(state.step, job.checkpoint.every, steps):
                     ledger.settle()
-                    session.save()
+                    session.save(patient=state.step == steps)
                 session.keep()
         ledger.settle()
         if ledger.stop and state.step > first_step:
-            session.save()
+            session.save(patient=True)
         session.now("checkpoint")
         session.checkpoints.wait()
         if state.step > first_step and session.checkpoints.durable != state.step:

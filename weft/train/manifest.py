@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import uuid
 import zlib
 from collections.abc import Collection, Iterable
@@ -20,6 +21,8 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(tmp|old|damaged|trash)-\w+)?")
 _BLOCK = 4 << 20
+LARGEST = 256 << 20
+"""Bytes of a manifest."""
 
 
 class Damaged(MachineError):
@@ -126,6 +129,8 @@ def read_manifest(path: Path) -> Manifest:
     if not path.is_dir():
         raise JobError(f"no checkpoint is at {path}; it would be a folder such as {checkpoint_name(200)}")
     try:
+        if (path / MANIFEST).stat().st_size > LARGEST:
+            raise Damaged(path, f"{MANIFEST} is larger than {LARGEST >> 20} MiB, which none is")
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
         raise Damaged(path, f"it has no {MANIFEST}, so it was never finished") from None
@@ -166,16 +171,21 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     sync_folder(path)
 
 
-def check_file(path: Path, name: str, expected: FileSum, *, checksum: bool = True) -> str | None:
-    """None when the file is as the manifest says, else what is wrong with it."""
+def check_file(path: Path, name: str, expected: FileSum, *, checksum: bool = True, cached: bool = True) -> str | None:
+    """None when the file is as the manifest says, else what is wrong with it. Not cached: as the disk itself says."""
     try:
-        size = (path / name).stat().st_size
+        status = (path / name).lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is no plain file, but a link or something else that leads out of the checkpoint"
+        size = status.st_size
         if size != expected.bytes:
             return f"{name} has {size} bytes instead of {expected.bytes}"
         if not checksum:
             return None
         crc = 0
         with (path / name).open("rb") as stream:
+            if not cached and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while block := stream.read(_BLOCK):
                 crc = zlib.crc32(block, crc)
     except FileNotFoundError:

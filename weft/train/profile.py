@@ -95,7 +95,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
     """Warm up, time some steps, profile some more, and leave profile.json."""
     job, plan, mesh = session.job, session.plan, session.mesh
     write = session.journal.metrics if session.journal else (lambda record: None)
-    ledger = Ledger(job, plan, mesh, session.state, write, signals)
+    ledger = Ledger(job, plan, mesh, session.state, write, signals, session.guards)
     session.event("start", step=0, layout=plan.layout(), world=plan.world)
     with closing(session.loader()) as loader:
 

@@ -26,6 +26,7 @@ from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
 from weft.precision import LossScale
+from weft.resilience.guards import Guards
 from weft.resilience.pulse import Pulse, Quiet
 from weft.resilience.snapfile import Places
 from weft.resilience.snapshots import Snapshots, newest_common
@@ -35,7 +36,7 @@ from weft.train.checkpoint import Checkpoints
 from weft.train.manifest import entries
 from weft.train.owed import load_owed
 from weft.train.shards import places_of, save_shards
-from weft.train.state import State
+from weft.train.state import State, meta_problem
 from weft.train.step import Stepper
 from weft.watch import logs
 from weft.watch.journal import Journal
@@ -57,6 +58,7 @@ class Session:
     """Only on rank 0: one file, one writer."""
     log: logging.Logger
     snapshots: Snapshots
+    guards: Guards
     pulse: Pulse
     """Where the loop shows what it does, and hears that its attempt is over."""
     first_step: int = 0
@@ -86,12 +88,13 @@ class Session:
         job, mesh = self.job, self.mesh
         first = not any(mesh.coord(axis) for axis in ("tp", "cp", "pp"))  # the others read the same samples
         record = self.run.samples / f"rank-{mesh.rank}.jsonl" if job.data.record_ids and first else None
-        return Loader(
+        loader = Loader(
             self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
             dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
             start_step=self.state.step, start_sample=self.state.samples, record=record,
             pin=mesh.device.type == "cuda",
         )  # fmt: skip
+        return self.guards.attach(loader)
 
     def held_out(self) -> list[list[Batch]]:
         """The batches of one evaluation."""
@@ -104,13 +107,16 @@ class Session:
             )
         ]  # fmt: skip
 
-    def save(self, wait: bool = False) -> None:
+    def save(self, patient: bool = False) -> None:
+        """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
-        self.checkpoints.save(self.state.step, self.state.saved(), self.state.meta(self.job, self.plan), wait=wait)
+        state, meta = self.state, self.state.meta(self.job, self.plan)
+        self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
 
     def keep(self) -> None:
         """Copy the step just done into memory that outlives this process, as often as that costs next to nothing."""
+        self.checkpoints.poll()
         snapshots, state = self.snapshots, self.state
         if snapshots.due(state.step):
             pieces = state.pieces()
@@ -183,6 +189,10 @@ def open_session(
         if kind in ("damaged", "checkpoint_failed"):
             words = "is damaged and was skipped" if kind == "damaged" else "could not be written; training goes on"
             log.warning("%s", f"checkpoint {fields['path']} {words}: {fields['why']}")
+            if journal is not None:
+                fault = "damaged" if kind == "damaged" else "disk_full"
+                journal.event("fault", fault=fault, rank=0, position=mesh.position, step=fields.get("step"),
+                              why=f"checkpoint {fields['path']} {words}: {fields['why']}")  # fmt: skip
         if journal is not None:
             journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
 
@@ -190,12 +200,22 @@ def open_session(
     checkpoints = Checkpoints(
         run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None, fence=pulse.fence,
+        any_rank=lambda mine: any(mesh.all_gather_object(mine)), misfit=meta_problem,
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
     snapshots = Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
     stepper = Stepper(job, plan, mesh, state)
-    session = Session(job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse)
+
+    def warn(text: str) -> None:
+        if mesh.rank == 0:
+            log.warning("%s", text)
+
+    guards = Guards(job, plan, mesh, state, journal.event if journal else lambda kind, **fields: None, warn)
+    stepper.before_update = guards.before_update
+    session = Session(
+        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, guards, pulse
+    )  # fmt: skip
     for compressor in state.woven.compressors:
         compressor.tell = session.compression
     _write_slices(session)
@@ -303,6 +323,8 @@ def _resume(session: Session, at_most: int | None = None) -> None:
     _warn_of_changes(session, found.meta["job"])
     _forget_samples_after(session)
     before = Plan.from_json(found.meta["plan"])
+    if checkpoints.damaged:
+        session.event("recovered", fault="damaged", how="disk", step=state.step + 1, steps_lost=None, seconds=None)
     session.event("resume", step=state.step, path=str(found.path), layout=session.plan.layout(), was=before.layout())
     moved = "" if before.layout() == session.plan.layout() else f" (written as {before.layout()})"
     session.log.info("%s", f"resumed from step {state.step}, {found.path}{moved}")

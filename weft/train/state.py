@@ -21,6 +21,9 @@ from weft.sync.outer import EveryStep
 OWED = ("residual.", "powersgd.", "dice.")
 """Names of what compression keeps between steps."""
 
+LARGEST = 2**62
+"""Of any count in a checkpoint."""
+
 
 @dataclass
 class State:
@@ -141,3 +144,19 @@ class State:
             torch.cuda.set_rng_state(cuda.cpu(), self.mesh.device)
         self.rounds.adopt(meta.get("sync", {}))
         self.woven.refresh()
+
+
+def meta_problem(meta: dict[str, Any]) -> str | None:
+    """Why a run cannot continue from what a checkpoint says of itself; None when it can."""
+    try:
+        counts = [meta["step"], meta["tokens"], meta["samples"], *meta.get("skipped_steps", ())]
+        if not all(type(n) is int and 0 <= n < LARGEST for n in counts):
+            raise ValueError("its counts are no counts")
+        if not 0 < float(meta["scale"]["value"]) < LARGEST or not 0 <= int(meta["scale"]["quiet"]) < LARGEST:
+            raise ValueError("its loss scale is no number")
+        sections = [meta["job"][section] for section in ("model", "data", "train")]
+        if not 0 < Plan.from_json(meta["plan"]).world < LARGEST or not all(isinstance(s, dict) for s in sections):
+            raise ValueError("its plan or job is none")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        return f"what it says of itself is not what a run says ({type(error).__name__}: {error})"
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,8 @@ class Stepper:
     plan: Plan
     mesh: Mesh
     state: State
+    before_update: Callable[[], None] = lambda: None
+    """Called when the gradients are there and the weights are still as the last update left them."""
 
     def gradients(self, batches: list[Batch]) -> Gradients:
         """Forward and backward over this rank's microbatches of one step."""
@@ -65,6 +68,7 @@ class Stepper:
         Without fp16's scale a GPU knows this by itself: then True is returned, and the norm tells the rest.
         """
         state = self.state
+        self.before_update()
         norm = grad_norm(state.woven.counted, self.mesh) * grads.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)

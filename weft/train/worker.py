@@ -63,7 +63,12 @@ def attempt(session: Session, signals: Signals, work: Work) -> Exit:
         try:
             return work(session, signals)
         except RollBack as wish:
+            began, reached = time.perf_counter(), session.state.step
             session.rewind(wish.to_step)
+            session.state.skipped_steps |= set(wish.skip)
+            step = session.state.step
+            session.event("recovered", fault=wish.fault, how="rollback", step=step + 1, steps_lost=reached - step,
+                          seconds=time.perf_counter() - began)  # fmt: skip
 
 
 def keep_freed_memory() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,9 +15,15 @@ from typing import Any, Self
 
 from weft.job.run import RunDir
 
+LATE = 10_000
+"""Lines that are kept while the disk takes none."""
+
 
 class Journal:
-    """Appends to a run's metrics and events; a kill leaves at most one torn last line."""
+    """Appends to a run's metrics and events; a kill leaves at most one torn last line.
+
+    A disk that refuses does not end a run: what it would not take is written when it takes lines again.
+    """
 
     def __init__(self, run: RunDir) -> None:
         run.path.mkdir(parents=True, exist_ok=True)
@@ -89,6 +97,7 @@ class _Lines:
     """A file that only ever grows by whole lines."""
 
     def __init__(self, path: Path) -> None:
+        self._late: deque[bytes] = deque(maxlen=LATE)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
         size = os.fstat(self._fd).st_size
         self._torn = False
@@ -99,6 +108,13 @@ class _Lines:
     def append(self, record: Mapping[str, Any]) -> None:
         """Hand the whole line to the system in one call: no buffer to lose, and no thread can write into it."""
         line = (json.dumps(to_plain(record), allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+        self._late.append(line)
+        with contextlib.suppress(OSError):  # a full disk; it is tried again with the next line
+            while self._late:
+                self._write(self._late[0])
+                self._late.popleft()
+
+    def _write(self, line: bytes) -> None:
         if self._torn:
             line = b"\n" + line
         self._torn = True

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from weft.job.run import RunDir
+from weft.watch.expert_figure import expert_figure
 from weft.watch.figures import Figure, Record, figures, number, predictions
 from weft.watch.journal import read_jsonl, read_metrics, to_plain
 from weft.watch.page import card as _figure
@@ -54,6 +55,7 @@ def _page(run: RunDir, plotly: str) -> str:
             _keys(records, events, plan),
             _profile(_text(run.profile)),
             *(_figure(f) for f in figures(records, events, plan)),
+            _experts(records),
             _pipeline(_text(run.path / "pipeline.json")),
             _predicted(records, plan),
             _slices(_json(run.slices)),
@@ -80,6 +82,11 @@ def _keys(records: Sequence[Record], events: Sequence[Record], plan: Record) -> 
         for title, value, note in key_figures(records, events, plan)
     )
     return f'<section class="card"><dl class="keys">{items}</dl></section>'
+
+
+def _experts(records: Sequence[Record]) -> str:
+    figure = expert_figure(records)
+    return _figure(figure) if figure else ""
 
 
 def _pipeline(text: str) -> str:

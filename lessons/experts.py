@@ -1,0 +1,118 @@
+"""Expert parallelism by hand: four processes hold two of eight experts each, and tokens travel to theirs and back.
+
+A router gives every token a score for every expert, and the token goes to the best two. Their answers are weighted by
+the scores and added up. All experts together have eight times the weights of one, yet a token pays for two. No rank
+holds them all, so each rank sorts its tokens by expert and sends every rank those that are meant for it:
+
+    sorted by expert ─▶ all-to-all ─▶ sorted by expert again ─▶ the experts ─▶ all-to-all ─▶ weighted sum
+
+How many go where is known only now, so the counts are exchanged first. Going back, gradients take the same way in the
+other direction. Nothing is padded and no token is dropped: an expert that nobody wants has no rows at all. Run it:
+
+    weft lesson experts
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+
+RANKS, EXPERTS, TOP, TOKENS, DIM, FFN = 4, 8, 2, 16, 12, 20
+
+
+class Exchange(torch.autograd.Function):
+    """Give send[r] rows to each rank r, in order, and get receive[r] from it; gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        ctx.send, ctx.receive = send, receive
+        out = rows.new_empty((sum(receive), rows.shape[1]))
+        dist.all_to_all_single(out, rows.contiguous(), receive, send)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        out = grad.new_empty((sum(ctx.send), grad.shape[1]))
+        dist.all_to_all_single(out, grad.contiguous(), ctx.send, ctx.receive)
+        return out, None, None
+
+
+def route(x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's experts, best first, and their weights, which add up to one. [tokens, top]"""
+    scores = F.linear(x, router).softmax(-1)
+    weights, chosen = scores.topk(TOP, -1)
+    return chosen, weights / weights.sum(-1, keepdim=True)
+
+
+def compute(rows: Tensor, counts: list[int], up: Tensor, down: Tensor) -> Tensor:
+    """Rows that are sorted by expert, each by its own expert's two matrices. up [experts, ffn, dim]"""
+    parts = zip(rows.split(counts), up, down, strict=True)
+    return torch.cat([F.gelu(part @ u.t(), approximate="tanh") @ d.t() for part, u, d in parts])
+
+
+def weighted_sum(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Sorted rows back to their tokens: row i was use order[i], and a token's uses stand side by side."""
+    uses = torch.empty_like(rows).index_copy(0, order, rows)
+    return (uses.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def alone(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """All experts in one process."""
+    chosen, weights = route(x, router)
+    order = chosen.flatten().argsort(stable=True)
+    counts = chosen.flatten().bincount(minlength=EXPERTS).tolist()
+    return weighted_sum(compute(x[order // TOP], counts, up, down), order, weights)
+
+
+def together(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, int]:
+    """This rank's tokens, with this rank's experts; also how many rows it sent to others."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    chosen, weights = route(x, router)
+    order = chosen.flatten().argsort(stable=True)
+    leaving = chosen.flatten().bincount(minlength=EXPERTS).view(ranks, -1)  # [to rank, its experts]
+    coming = torch.empty_like(leaving)  # [from rank, our experts]
+    dist.all_to_all_single(coming, leaving)
+    send, receive = leaving.sum(1).tolist(), coming.sum(1).tolist()
+    rows = Exchange.apply(x[order // TOP], send, receive)
+    ours = torch.arange(coming.shape[1]).repeat(ranks).repeat_interleave(coming.flatten())
+    by_expert = ours.argsort(stable=True)  # they came rank by rank, and each rank's are sorted
+    answers = compute(rows[by_expert], coming.sum(0).tolist(), up, down)
+    home = Exchange.apply(torch.empty_like(answers).index_copy(0, by_expert, answers), receive, send)
+    return weighted_sum(home, order, weights), sum(send) - send[rank]
+
+
+def lesson(rank: int, store: str) -> None:
+    """What each of the four processes does."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shapes = [(RANKS * TOKENS, DIM), (EXPERTS, DIM), (EXPERTS, FFN, DIM), (EXPERTS, DIM, FFN)]
+    full = [torch.randn(shape, requires_grad=True) for shape in shapes]  # tokens, router, up, down
+    dout = torch.randn(shapes[0])
+    truth = alone(*full)
+    true_grads = torch.autograd.grad(truth, full, dout)
+    mine, router = slice(rank * TOKENS, (rank + 1) * TOKENS), full[1].detach().requires_grad_()
+    x, up, down = (full[i].detach().chunk(RANKS)[rank].requires_grad_() for i in (0, 2, 3))
+    out, sent = together(x, router, up, down)
+    dx, d_router, d_up, d_down = torch.autograd.grad(out, [x, router, up, down], dout[mine])
+    dist.all_reduce(d_router)  # every rank has the router, and other tokens: its gradients are summed, the experts' not
+    torch.testing.assert_close(out, truth[mine])
+    torch.testing.assert_close((dx, d_router), (true_grads[0][mine], true_grads[1]))
+    torch.testing.assert_close((d_up, d_down), tuple(g.chunk(RANKS)[rank] for g in true_grads[2:]))
+    said = [""] * RANKS
+    dist.all_gather_object(
+        said, f"rank {rank}: experts {2 * rank} and {2 * rank + 1}, sent {sent} of {TOKENS * TOP} rows"
+    )
+    if rank == 0:
+        print("\n".join(said) + "\n\nOutput and gradients equal those of one process that holds all experts.")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(lesson, args=(f"{folder}/store",), nprocs=RANKS)

@@ -1,0 +1,171 @@
+"""What makes an update and what does not, without processes: staleness, lost workers, shares of clients, trust."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from weft.job.run import RunDir
+from weft.job.schema import Job, Optim
+from weft.optim import build_optimizers
+from weft.plan import make_plan
+from weft.sync.shares import deal, drawn, topics_of
+from weft.sync.trust import flaw, norm, outliers
+from weft.sync.wire import Link
+from weft.train.served.book import Book
+from weft.train.served.hub import Peer
+from weft.train.served.shard import Shard, deal_out
+from weft.train.served.updates import Updates
+from weft.watch.journal import Journal, read_jsonl
+from weft.watch.progress import Progress
+
+
+def desk_of(folder: Path, shares: int, steps: int, **sync: Any) -> tuple[Updates, Shard]:
+    raw = {
+        "cluster": {"device": "cpu"},
+        "train": {"global_batch": 2 * shares, "steps": steps, "eval_every": 0, "sync": {"mode": "server", **sync}},
+        "optim": {"name": "sgd", "lr": 0.1, "schedule": "constant", "warmup": 0, "clip": 0},
+        "checkpoint": {"every": 0},
+    }
+    job, plan = make_plan(Job.model_validate(raw), shares)
+    masters: dict[str, Tensor] = {"w": nn.Parameter(torch.zeros(2))}
+    shard = Shard(masters, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1")
+    book = Book(job, plan, Journal(RunDir(folder)), Progress(steps, 0, 10, silent=True), logging.getLogger("weft"))
+    desk = Updates(job, shares, shard, book, lambda _: pytest.fail("there is one server"))
+    desk.begin({}, {"step": 0, "tokens": 0, "offset": 0})
+    return desk, shard
+
+
+def peer(number: int) -> Peer:
+    return Peer(f"worker {number}", "worker", cast(Link, None))  # a desk never speaks by itself
+
+
+@given(
+    st.integers(1, 3), st.integers(0, 3), st.sampled_from([1, None]), st.lists(st.integers(0, 5), min_size=200)
+)  # fmt: skip
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_share_counts_once_and_none_is_too_old(
+    tmp_path_factory: pytest.TempPathFactory, shares: int, staleness: int, gather: int | None, moves: list[int]
+) -> None:
+    """Three workers of any speed, of which some die; what they were told to compute goes to others."""
+    folder = tmp_path_factory.mktemp("desk")
+    desk, shard = desk_of(folder, shares, 8, staleness=staleness, gather=gather)
+    peers, held = [peer(i) for i in range(3)], dict[int, dict[str, Any]]()
+    done: list[int] = []
+    for p in peers:
+        desk.arrived(p)
+    for move in [*moves, *[0, 1, 2] * 200]:
+        who = move % 3
+        if desk.ended:
+            break
+        if who not in held:
+            if desk._may_go_out():
+                held[who] = desk.answer(peers[who], {"do": "next"}, {})[0]
+        elif move > 4:
+            desk.gone(peers[who])
+            peers[who] = peer(who)
+            desk.arrived(peers[who])
+            del held[who]
+        else:
+            task = held.pop(who)
+            desk.answer(peers[who], {"do": "stage", "key": task["key"]}, {"w": torch.ones(2)})
+            asked = {"do": "done", "key": task["key"], "loss": 1.0, "count": 1}
+            assert desk.answer(peers[who], asked, {})[0]["taken"]
+            done.append(task["step"] * shares + task["share"])
+    assert sorted(done) == list(range(8 * shares))
+    assert desk.step == 8 and desk.ended
+    records = read_jsonl(RunDir(folder).metrics)
+    assert all(r["staleness"] <= staleness for r in records) and records[-1]["step"] == 8
+    assert not shard.staged
+
+
+def test_a_server_goes_back_to_its_snapshot_as_it_was(tmp_path: Path) -> None:
+    desk, shard = desk_of(tmp_path, 1, 10, order="sync", snapshot_every=2)
+    one = peer(0)
+    desk.arrived(one)
+
+    def step() -> None:
+        task = desk.answer(one, {"do": "next"}, {})[0]
+        desk.answer(one, {"do": "stage", "key": task["key"]}, {"w": torch.ones(2) * (task["step"] + 1)})
+        desk.answer(one, {"do": "done", "key": task["key"], "loss": 1.0, "count": 1}, {})
+
+    seen = []
+    for _ in range(5):
+        step()
+        seen.append(shard.read("all"))
+    assert shard.snapshots() == [2, 4]
+    assert desk.resume() and desk.step == 4
+    assert all(torch.equal(shard.read("all")[n], t) for n, t in seen[3].items())
+    step()
+    assert all(torch.equal(shard.read("all")[n], t) for n, t in seen[4].items())
+    with pytest.raises(ValueError, match="the gradient of w is missing or has another shape"):
+        shard.stage("x", {"w": torch.ones(3)})
+
+
+def test_every_optimizer_steps_on_a_server(tmp_path: Path) -> None:
+    for name in ("adamw", "sgd", "adafactor", "muon"):
+        masters: dict[str, Tensor] = {n: nn.Parameter(torch.ones(4, 4)) for n in ("blocks.0.w", "head")}
+        optim = Optim.model_validate({"name": name})
+        make = partial(build_optimizers, optim, is_block=lambda path: path.startswith("blocks"))
+        shard = Shard(masters, make, tmp_path, name)
+        shard.stage("k", {n: torch.randn(4, 4) for n in masters})
+        shard.gather(["k"], [])
+        shard.apply(0.1, 1.0, 1)
+        assert all(not torch.equal(m.detach(), torch.ones(4, 4)) for m in masters.values())
+
+
+def test_weights_are_dealt_out_evenly_and_whole() -> None:
+    sizes = {f"w{i}": size for i, size in enumerate((100, 60, 50, 40, 30, 20))}
+    dealt = deal_out(sizes, 3)
+    assert sorted(n for names in dealt for n in names) == sorted(sizes)
+    assert max(sum(sizes[n] for n in names) for names in dealt) <= 110
+
+
+@given(st.integers(1, 9), st.integers(1, 300), st.floats(0.05, 100), st.integers(0, 2**40), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_every_sample_belongs_to_one_client(clients: int, length: int, skew: float, seed: int, labels: bool) -> None:
+    topics = topics_of(length, clients, lambda i: i % 5 if labels else None)
+    dealt = deal(topics, clients, skew, seed)
+    assert len(dealt) == clients
+    assert np.array_equal(np.sort(np.concatenate(dealt)), np.arange(length))
+    if length >= 20 * clients:
+        assert all(len(held) for held in dealt)
+    assert all(np.array_equal(a, b) for a, b in zip(dealt, deal(topics, clients, skew, seed), strict=True))
+
+
+def test_a_small_skew_is_uneven_and_a_large_one_is_not() -> None:
+    topics = topics_of(8000, 8, lambda i: i % 10)
+
+    def unevenness(skew: float) -> float:
+        counts = np.stack([np.bincount(topics[held], minlength=10) for held in deal(topics, 8, skew, 1)])
+        return float((counts.std(0) / counts.mean(0)).mean())
+
+    assert unevenness(0.1) > 1.5 and unevenness(100.0) < 0.3
+
+
+def test_clients_are_drawn_by_the_seed() -> None:
+    assert drawn(8, 3, 0, 5) == drawn(8, 3, 0, 5) and len(set(drawn(8, 3, 0, 5))) == 3
+    assert {c for r in range(40) for c in drawn(8, 3, 0, r)} == set(range(8))
+
+
+def test_what_is_wrong_with_an_update_is_said() -> None:
+    weights = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+    good = {"a": torch.ones(2, 3), "b": torch.ones(4)}
+    assert flaw(good, weights) is None
+    assert flaw({"a": good["a"]}, weights) == "b is missing"
+    assert flaw({**good, "c": good["b"]}, weights) == "c is no weight of this model"
+    assert flaw({**good, "a": torch.ones(3, 2)}, weights) == "a has the shape [3, 2] instead of [2, 3]"
+    assert flaw({**good, "b": torch.tensor([1, 1, float("inf"), 1])}, weights) == "b holds a number that is not finite"
+    assert norm(good) == pytest.approx(10**0.5)
+    assert outliers({0: 1.0, 1: 1.2, 2: 50.0}, [], 10) == {2: "its norm is 50, 41.7 times the median"}
+    assert outliers({0: 1.0, 1: 50.0}, [], 10) == {}  # who of two is wrong?
+    assert list(outliers({0: 1.0, 1: 50.0}, [1.0, 1.1, 0.9], 10)) == [1]

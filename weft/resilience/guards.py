@@ -1,0 +1,352 @@
+"""The guards of a run: what every rank tells of each step, what all ranks conclude from it, and what they do about it.
+
+All ranks read the same figures and so come to the same conclusion in the same step, without another message. They look
+at a step while the next one computes: nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from weft.data.loader import Loader
+from weft.data.shares import Shares
+from weft.job.errors import DivergedError
+from weft.job.schema import Job
+from weft.mesh import JOINT, Mesh
+from weft.plan.layout import Plan
+from weft.precision import FLOOR
+from weft.resilience.alike import odd_ones
+from weft.resilience.balance import Balance
+from weft.resilience.digest import Digests, Kind
+from weft.resilience.links import Links
+from weft.resilience.pace import Pace
+from weft.resilience.repair import copy_pieces
+from weft.resilience.rollback import RollBack
+from weft.resilience.spikes import Spikes
+from weft.resilience.telling import Row, Table
+
+CHEAP = 0.001
+"""Of a step's time, what it may cost to look whether weights changed between two updates."""
+STALL_S = 1.0
+"""Seconds without data, or that the wall clock jumps, from which on it is told."""
+
+
+class Guarded(Protocol):
+    """What the guards see of a run's state."""
+
+    step: int
+    samples: int
+    skipped_steps: set[int]
+
+    @property
+    def woven(self) -> Any: ...
+
+    def pieces(self) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as all ranks read it."""
+
+    number: int
+    loss: float
+    norm: float
+    taken: bool
+    loss_scale: float
+    seconds: float
+
+
+class Guards:
+    """One for each session. `event` writes a line to events.jsonl, `warn` a sentence to the console."""
+
+    def __init__(
+        self, job: Job, plan: Plan, mesh: Mesh, state: Guarded, event: Callable[..., None], warn: Callable[[str], None]
+    ) -> None:
+        self.job, self.plan, self.mesh, self.state, self.event, self.warn = job, plan, mesh, state, event, warn
+        self.settings = job.resilience
+        self.digests = Digests(state.woven.masters)
+        everyone = cast(
+            list[tuple[dict[str, int], list[Kind], list[str]]],
+            mesh.all_gather_object((mesh.coords, self.digests.kinds, self.digests.names)),
+        )
+        self.coords, self.names = [c for c, _, _ in everyone], [n for _, _, n in everyone]
+        self.kinds = sorted({kind for _, kinds, _ in everyone for kind in kinds})
+        self.alike = {kind: self._groups(_besides(self.coords[0], kind)) for kind in self.kinds}
+        axes = tuple(mesh.axes)
+        self.links_of = {axis: self._groups(set(JOINT.get(axis, (axis,)))) for axis in axes}
+        self.table = Table(mesh.world, axes, 2 * len(self.kinds))
+        self.shares = Shares.even(job.train.global_batch, plan.microbatch, plan.dp)
+        self.balance = Balance(plan, job.train.global_batch)
+        self.pace, self.links, self.spikes = Pace(mesh.world), Links(), Spikes()
+        self.loader: Loader | None = None
+        self.slow: int | None = None
+        self.bad: list[Step] = []
+        self.agreed = state.step
+        self.seconds: list[float] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Training is about to start, or to start again from an earlier step."""
+        self.sums: Tensor | None = None
+        self.changed: Tensor | int = 0
+        self.look_every, self.looked_s = 1, 0.0
+        self.agreed = min(self.agreed, self.state.step)
+        self.pace.forget()
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Leave out what was not training."""
+        self.waited = dict(self.mesh.meter.read())
+        self.starved = self.loader.waited if self.loader else 0.0
+        self.clock = time.time() - time.monotonic()
+
+    def attach(self, loader: Loader) -> Loader:
+        """Where samples come from, and whom to tell about other shares."""
+        self.loader, self.starved = loader, loader.waited
+        loader.shares = self.shares
+        return loader
+
+    def before_update(self) -> None:
+        """Gradients are there and weights are as they were after the last update, or something else changed them."""
+        if self.sums is None:
+            return
+        began = time.perf_counter()
+        differs = self.digests.each() != self.sums
+        where = differs.int().argmax() + 1
+        self.changed = torch.where(differs.any(), where, 0) if differs.is_cuda else int(where) if differs.any() else 0
+        self.looked_s, self.sums = time.perf_counter() - began, None
+
+    def tell(self, step: int, seconds: float, norm: Tensor, head: list[float]) -> Tensor:
+        """`head` and this rank's row of the step that was just done, for the sum over all ranks."""
+        waited = self.mesh.meter.read()
+        waits = tuple(waited.get(axis, 0.0) - self.waited.get(axis, 0.0) for axis in self.table.axes)
+        starved = (self.loader.waited if self.loader else 0.0) - self.starved
+        others = waited.get("everyone", 0.0) - self.waited.get("everyone", 0.0)
+        jump = time.time() - time.monotonic() - self.clock
+        busy = max(0.0, seconds - sum(waits) - others - starved)
+        changed = self.changed if isinstance(self.changed, int) else 0
+        out = self.table.message(
+            self.mesh.rank, head, Row(busy, starved, jump, changed, 0.0, waits, ()), self.mesh.device
+        )
+        if isinstance(self.changed, Tensor):
+            out[self.table.field(self.mesh.rank, len(head), "changed")] = self.changed.double()
+        out[self.table.field(self.mesh.rank, len(head), "norm")] = norm.double()
+        self.start_clock()
+        self._look(step, seconds, out, len(head))
+        return out
+
+    def _look(self, step: int, seconds: float, out: Tensor, head: int) -> None:
+        """Sum up the weights as the update left them: for the comparison with others, and with what they are later."""
+        self.changed, every = 0, self.settings.check_every
+        compare = every > 0 and step % every == 0
+        if self.looked_s:
+            self.look_every = max(1, math.ceil(2 * self.looked_s / (CHEAP * max(seconds, 1e-9))))
+        if not compare and not (every and step % self.look_every == 0):
+            return
+        self.sums = self.digests.each()
+        if compare:
+            mine = self.digests.by_kind(self.sums).view(-1, 2)
+            own = out[self.table.place(self.mesh.rank, head)].view(-1, 2)
+            own[[self.kinds.index(kind) for kind in self.digests.kinds]] = mine
+
+    def judge(self, step: Step, values: list[float]) -> None:
+        """Conclude from a step that all ranks have told of. May ask to go back, or end the run."""
+        rows = self.table.rows(values)
+        step = replace(step, norm=rows[0].norm)  # whatever this rank has, all ranks must judge alike
+        self._gradients(step, rows)
+        self._weights(step, rows)
+        self._finite(step)
+        if not self.bad and step.taken:
+            self._spikes(step)
+        self._stalls(step, rows)
+        self._paces(step, rows)
+
+    def _finite(self, step: Step) -> None:
+        """Steps that are not finite were skipped; several in a row end the run."""
+        overflow = self.job_scales and not step.taken and step.loss_scale > FLOOR  # mended by a smaller scale
+        if math.isfinite(step.loss) and (math.isfinite(step.norm) or overflow):
+            self.bad = []
+            return
+        self.bad.append(step)
+        what, value = ("loss", step.loss) if not math.isfinite(step.loss) else ("gradient norm", step.norm)
+        samples = self._samples(step.number)
+        self._fault("nan", step.number, f"the {what} is {value} at step {step.number}", samples=samples)
+        if not math.isfinite(step.norm):
+            self._recovered("nan", "skip", step.number + 1, samples=samples)
+        if len(self.bad) < self.settings.bad_steps:
+            self.warn(f"the {what} is {value} at step {step.number}: its batch is skipped")
+            return
+        first = self.bad[0]
+        what, value = ("loss", first.loss) if not math.isfinite(first.loss) else ("gradient norm", first.norm)
+        raise DivergedError(
+            f"the {what} is {value} at step {first.number}; try a lower optim.lr (now {self.job.optim.lr:g}), a longer "
+            "optim.warmup, or precision=fp32"
+        )
+
+    @property
+    def job_scales(self) -> bool:
+        return self.plan.precision == "fp16"
+
+    def _spikes(self, step: Step) -> None:
+        if not self.settings.roll_back or step.number in self.state.skipped_steps:
+            return
+        spike = self.spikes.judge(step.number, step.loss, step.norm)
+        if spike is None:
+            return
+        why = f"{spike.why}: the batch of step {spike.step} is undone and passed over"
+        self._fault("spike", spike.step, why, samples=self._samples(spike.step))
+        self.warn(why)
+        raise RollBack(spike.step - 1, (spike.step,), why, "spike")
+
+    def _gradients(self, step: Step, rows: list[Row]) -> None:
+        """Gradients that are finite on some ranks only: those took the step, the others did not."""
+        broken = [rank for rank, row in enumerate(rows) if not math.isfinite(row.norm)]
+        if not broken or len(broken) == len(rows):
+            return
+        why = (
+            f"the summed gradients of rank {broken[0]} are not finite at step {step.number}, and those of others are: "
+            "all ranks do that step again"
+        )
+        self._fault("divergence", step.number, why, broken[0])
+        self.warn(why)
+        raise RollBack(step.number - 1, (), why, "divergence")
+
+    def _weights(self, step: Step, rows: list[Row]) -> None:
+        """Weights that changed by themselves, or are not the same where they must be."""
+        confessed = {rank: row.changed - 1 for rank, row in enumerate(rows) if row.changed}
+        for rank, index in confessed.items():
+            why = (
+                f"the weight {self.names[rank][index]} of rank {rank} changed between two updates: its memory cannot "
+                "be trusted, and all ranks go back to before it"
+            )
+            self._fault("divergence", step.number, why, rank)
+            self.warn(why)
+        if confessed:
+            raise RollBack(step.number - 2, (), why, "divergence")
+        every = self.settings.check_every
+        if not every or step.number % every:
+            return
+        for i, kind in enumerate(self.kinds):
+            digests = {rank: row.digests[2 * i : 2 * i + 2] for rank, row in enumerate(rows)}
+            for odd in odd_ones(self.alike[kind], digests, set()):
+                if odd.source is None:
+                    why = (
+                        f"ranks {' and '.join(map(str, odd.group))} should hold the same weights and do not, and it "
+                        f"cannot be told which is right: both go back to before step {self.agreed + 1}"
+                    )
+                    self._fault("divergence", step.number, why)
+                    self.warn(why)
+                    raise RollBack(self.agreed, (), why, "divergence")
+                self._mend(step, kind, odd.ranks, odd.source)
+        self.agreed = step.number
+
+    def _mend(self, step: Step, kind: Kind, wrong: tuple[int, ...], source: int) -> None:
+        began = time.perf_counter()
+        for rank in wrong:
+            why = f"rank {rank} holds other weights than rank {source} and its peers: it takes theirs"
+            self._fault("divergence", step.number, why, rank)
+            self.warn(why)
+        copy_pieces(self.state.pieces(), self.digests.masters, kind, source, wrong, self.mesh)
+        self.state.woven.refresh()
+        self.sums = None
+        seconds = time.perf_counter() - began
+        self._recovered("divergence", "replica", self.state.step + 1, seconds=seconds)
+
+    def _stalls(self, step: Step, rows: list[Row]) -> None:
+        for rank, row in enumerate(rows):
+            if row.data > STALL_S and row.data > 0.5 * step.seconds:
+                self._stall(step, rank, f"rank {rank} waited {row.data:.1f} s for data in step {step.number}")
+            if abs(row.jump) > STALL_S:
+                words = f"the clock of rank {rank} jumped by {row.jump:+.1f} s in step {step.number}"
+                self._stall(step, rank, words)
+
+    def _stall(self, step: Step, rank: int, why: str) -> None:
+        self._fault("stall", step.number, why, rank)
+        self.warn(why)
+
+    def _paces(self, step: Step, rows: list[Row]) -> None:
+        self.seconds = [*self.seconds[-63:], step.seconds]
+        usual = statistics.median(self.seconds)
+        shortest = {
+            (axis, group): min(rows[r].waited[i] for r in group)
+            for i, axis in enumerate(self.table.axes)
+            for group in self.links_of[axis]
+        }
+        for link in self.links.add(usual, shortest):
+            where = "–".join(map(str, link.ranks))
+            why = (
+                f"messages on {link.axis} between ranks {where} take {1e3 * link.now_s:.0f} ms a step instead of "
+                f"{1e3 * link.usual_s:.0f} ms: the link between them is slow"
+            )
+            self._fault("slow_link", step.number, why, axis=link.axis, ranks=list(link.ranks))
+            self.warn(why)
+        self.pace.add(step.seconds, [row.busy for row in rows])
+        self._slow_rank(step)
+
+    def _slow_rank(self, step: Step) -> None:
+        slow = self.pace.slow()
+        if slow is not None and slow.rank != self.slow:
+            self.slow = slow.rank
+            why = f"rank {slow.rank} computes {slow.ratio:.1f} times as long as the others"
+            self._fault("slow_rank", step.number, why, slow.rank, ratio=round(slow.ratio, 3))
+            self.warn(why)
+        typical = self.pace.typical()
+        uneven = len(set(self.shares.counts)) > 1
+        if not typical or not (uneven or slow) or not self.settings.rebalance or self.plan.dp == 1:
+            return
+        if self.state.woven.buffers():
+            return  # statistics of a person's own module are averaged over ranks as if their shares were equal
+        better = self.balance.better(self.shares, self._by_share(typical))
+        if better is not None:
+            self._reshare(step, better)
+
+    def _by_share(self, busy: list[float]) -> list[float]:
+        """How long each data-parallel rank computes: its slowest member."""
+        out = [0.0] * self.plan.dp
+        for coords, seconds in zip(self.coords, busy, strict=True):
+            at = coords.get("dp_replicate", 0) * self.plan.dp_shard + coords.get("dp_shard", 0)
+            out[at] = max(out[at], seconds)
+        return out
+
+    def _reshare(self, step: Step, shares: Shares) -> None:
+        before, self.shares = self.shares.counts, shares
+        self.pace.forget()
+        self.slow = None
+        if self.loader is not None:
+            self.loader.shares = shares
+        self._recovered("slow_rank", "rebalance", self.state.step + 1, was=list(before), shares=list(shares.counts))
+        self.warn(f"sequences of a step are shared anew among the ranks, {list(shares.counts)} after {list(before)}")
+
+    def _groups(self, within: set[str]) -> list[tuple[int, ...]]:
+        """The ranks that differ only on these axes."""
+        groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for rank, coords in enumerate(self.coords):
+            key = tuple((axis, place) for axis, place in coords.items() if axis not in within)
+            groups.setdefault(key, []).append(rank)
+        return [tuple(g) for g in groups.values() if len(g) > 1]
+
+    def _samples(self, step: int) -> list[int]:
+        """The first and the last sample of a step."""
+        batch = self.job.train.global_batch
+        first = self.state.samples - (self.state.step - step + 1) * batch
+        return [first, first + batch - 1]
+
+    def _fault(self, fault: str, step: int, why: str, rank: int | None = None, **more: Any) -> None:
+        place = "" if rank is None else " ".join(f"{axis}{i}" for axis, i in self.coords[rank].items())
+        self.event("fault", fault=fault, rank=rank, position=place, step=step, why=why, detected_after_s=None, **more)
+
+    def _recovered(self, fault: str, how: str, step: int, seconds: float = 0.0, **more: Any) -> None:
+        self.event("recovered", fault=fault, how=how, step=step, steps_lost=0, seconds=seconds, **more)
+
+
+def _besides(coords: Mapping[str, int], kind: Kind) -> set[str]:
+    """The axes along which weights of a kind are the same: all that do not cut them. Every stage has its own."""
+    return {axis for axis in coords if axis not in kind and axis != "pp"}
