@@ -26,6 +26,10 @@ class Plan:
     cp: int = 1
     pp: int = 1
     ep: int = 1
+    ep_hop: int = 1
+    """Ranks of ep on one node, where tokens pass on inside the node before they go to others; 1 goes directly."""
+    ep_rebalance: float = 0.0
+    """At a checkpoint experts change ranks if the fullest rank would have less load by this share; 0: never."""
     zero: int = 3
     sequence: bool = False
     schedule: str = "1f1b"
@@ -52,6 +56,8 @@ class Plan:
     host_gib: float = 0.0
     """Host memory for parked activations."""
     compression: str = "none"
+    compression_warmup: int = 0
+    """Steps at the beginning in which gradients travel as int8."""
     placement: str = "shards-near"
     """What lies on neighbouring ranks beside tp and cp: shards-near, the mesh's own order, or stages-near."""
     bucket_mb: float = 25.0

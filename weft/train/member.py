@@ -116,7 +116,7 @@ class Member:
             return int(code)
         except BaseException as error:
             if not self._is_over(error):
-                explain(self.run, rank, position, error)
+                explain(self.run, rank, position, error, plan)
                 return exit_code(error)
             with (self.run.logs / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
                 log.write(f"attempt {attempt.number} is over: {type(error).__name__}: {error}\n")

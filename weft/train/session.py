@@ -35,6 +35,7 @@ from weft.train.armed import arm
 from weft.train.checkpoint import Checkpoints
 from weft.train.manifest import entries
 from weft.train.owed import load_owed
+from weft.train.rebalance import rebalance
 from weft.train.shards import places_of, save_shards
 from weft.train.state import State, meta_problem
 from weft.train.step import Stepper
@@ -58,9 +59,9 @@ class Session:
     """Only on rank 0: one file, one writer."""
     log: logging.Logger
     snapshots: Snapshots
-    guards: Guards
     pulse: Pulse
     """Where the loop shows what it does, and hears that its attempt is over."""
+    guards: Guards
     first_step: int = 0
     """The step at which this start of the run began, whatever was recovered since."""
     began: float = field(default_factory=time.time)
@@ -111,6 +112,8 @@ class Session:
         """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
+        if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan.ep, self.plan.ep_rebalance)):
+            self.event("rebalance", step=self.state.step, **moved)
         state, meta = self.state, self.state.meta(self.job, self.plan)
         self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
 
@@ -174,7 +177,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def open_session(
     job: Job, plan: Plan, run: RunDir, *, pulse: Pulse | None = None, mesh: Mesh | None = None,
-    dataset: Dataset | None = None,
+    dataset: Dataset | None = None, snapshots: Snapshots | None = None,
 ) -> Session:  # fmt: skip
     """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk."""
     began = time.perf_counter()
@@ -199,23 +202,28 @@ def open_session(
     c = job.checkpoint
     checkpoints = Checkpoints(
         run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
-        on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None, fence=pulse.fence,
-        any_rank=lambda mine: any(mesh.all_gather_object(mine)), misfit=meta_problem,
+        on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
+        any_rank=lambda mine: any(mesh.all_gather_object(mine)), misfit=meta_problem, fence=pulse.fence,
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
-    snapshots = Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
+    snapshots = snapshots or Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
     stepper = Stepper(job, plan, mesh, state)
 
     def warn(text: str) -> None:
         if mesh.rank == 0:
             log.warning("%s", text)
 
-    guards = Guards(job, plan, mesh, state, journal.event if journal else lambda kind, **fields: None, warn)
+    def event(kind: str, **fields: Any) -> None:
+        if journal is not None:
+            pulse.fence()
+            journal.event(kind, attempt=pulse.attempt, **fields)
+
+    guards = Guards(job, plan, mesh, state, event, warn)
     stepper.before_update = guards.before_update
     session = Session(
-        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, guards, pulse
-    )  # fmt: skip
+        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse, guards
+    )
     for compressor in state.woven.compressors:
         compressor.tell = session.compression
     _write_slices(session)
