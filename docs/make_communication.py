@@ -1,9 +1,10 @@
-"""Draws the picture of docs/communication.md: python docs/make_communication.py"""
+"""Draws the pictures of docs/communication.md: python docs/make_communication.py"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from weft.comm import adaptive
 from weft.comm.algorithms import ring_places
 
 HERE = Path(__file__).parent
@@ -70,8 +71,44 @@ def ring_svg(title: str) -> str:
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
+SETTINGS = ("none", "fp16", "bf16", "int8", "int4", "onebit", "topk:0.01", "powersgd:4")
+NUMBERS, SIDE, BAR = 2**20, 1024, 460
+
+
+def sent_bits(setting: str) -> float:
+    """Bits for each number of a 1024 × 1024 gradient that a rank of two sends to sum it."""
+    if setting.startswith("powersgd"):
+        return 32 * int(setting.partition(":")[2]) * 2 * SIDE / NUMBERS
+    return 8 * adaptive.sent(setting, NUMBERS, 2, scattered=False) / NUMBERS
+
+
+def compression_svg(title: str) -> str:
+    """One bar a setting, as long as what travels."""
+    height = 50 + 26 * len(SETTINGS)
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="680" height="{height}" viewBox="0 0 680 {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f"<title>{title}</title>",
+        f'<rect width="680" height="{height}" fill="white"/>',
+        f'<text x="10" y="20" font-size="14">{title}</text>',
+    ]
+    for i, setting in enumerate(SETTINGS):
+        y, bits = 38 + 26 * i, sent_bits(setting)
+        wide = max(1.0, BAR * bits / 32)
+        less = f", {32 / bits:.0f}× less" if bits < 32 else ""
+        out.append(f'<text x="10" y="{y + 14}">{setting}</text>')
+        out.append(f'<rect x="100" y="{y}" width="{wide:.1f}" height="18" fill="{COLOURS[i % 4]}"/>')
+        out.append(f'<text x="{106 + wide:.1f}" y="{y + 14}">{bits:.2f} bits{less}</text>')
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
 def images() -> dict[Path, str]:
-    return {HERE / "images" / "ring-all-reduce.svg": ring_svg("A ring sums: 4 ranks, 4 pieces; what is framed is sent")}
+    return {
+        HERE / "images" / "ring-all-reduce.svg": ring_svg("A ring sums: 4 ranks, 4 pieces; what is framed is sent"),
+        HERE / "images" / "compression.svg": compression_svg(
+            "What a rank of two sends for each number of a 1024 × 1024 gradient"
+        ),
+    }
 
 
 def main() -> None:

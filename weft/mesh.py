@@ -26,6 +26,11 @@ JOINT: dict[str, tuple[str, str]] = {
 FOLDED = ("pp", "dp_replicate", "ep_shard", "ep")
 """dp_shard × cp × tp as experts see it: neighbours hold different ones (ep), and ranks that are ep apart the same ones
 (ep_shard). With dp_replicate, those that hold the same are expert_replicate."""
+UNDER: dict[str, tuple[str, ...]] = {
+    **JOINT, "ep": ("dp_shard", "cp", "tp"), "ep_shard": ("dp_shard", "cp", "tp"),
+    "expert_replicate": ("dp_replicate", "dp_shard", "cp", "tp"),
+}  # fmt: skip
+"""For an axis made of others, the ones its ranks may differ on."""
 
 
 def joint_axis(plan: Plan) -> str:

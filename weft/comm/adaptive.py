@@ -19,7 +19,7 @@ from weft.comm.axis import Axis
 from weft.comm.codecs import Dice, way_of
 from weft.job.compression import parse_compression
 
-LADDER = ("none", "bf16", "int8", "int4", "topk:0.01")
+LADDER = ("none", "bf16", "int8", "int4", "topk:0.04")
 """From the least compression to the most."""
 
 STANDS_OUT = 0.05

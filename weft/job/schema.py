@@ -356,11 +356,21 @@ class Comm(Section):
     largest of them (topk:0.01, that share; threshold:3, those above so many times their root mean square), as matrices
     of a low rank (powersgd:4), as signs (onebit), or as the link asks (adaptive). Weights that dp_shard gathers travel
     in fp16, bf16 or int8 then."""
+    compression_warmup: int | Literal["auto"] = "auto"
+    """Steps at the beginning in which topk, threshold, powersgd and onebit travel as int8, while gradients still turn
+    quickly. auto is a tenth of all steps, at most 1000."""
     bucket_mb: float | Literal["auto"] = "auto"
     """Gradients of replicas are summed in buckets of this size, while the backward pass goes on. auto weighs what a
     message costs against what a byte does."""
     timeout_s: float = Field(600.0, gt=0)
     """A collective that takes longer ends the run and names the ranks that did not arrive."""
+
+    @field_validator("compression_warmup")
+    @classmethod
+    def _steps(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 0:
+            raise ValueError("must be a number of steps from 0 up, or auto")
+        return value
 
     @field_validator("compression")
     @classmethod

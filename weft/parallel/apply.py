@@ -17,7 +17,7 @@ from weft.job.errors import JobError
 from weft.memory import Park, chosen, lengthen, recompute
 from weft.mesh import Mesh, joint_axis
 from weft.models.init import initialise
-from weft.parallel.compressed import Compressor, cut_over_tp
+from weft.parallel.compressed import Compressor, cut_over_tp, worth_it
 from weft.parallel.context import Context, split_context
 from weft.parallel.counted import count_shards
 from weft.parallel.cut import Cut
@@ -42,7 +42,10 @@ def parallelize(
     says that the optimizer reads `leaves`, so gradients need not be brought to the masters where nothing is summed.
     """
     pp = mesh.axis("pp")
-    beside = Beside(mesh.device, at_once=joint_axis(plan) == "cp") if compresses(plan, mesh) else None
+    beside = None
+    if (axis := mesh.axis(joint_axis(plan))) is not None and plan.compression != "none":
+        # cp's own messages go through its group meanwhile; peers that do not exist have nothing to do meanwhile
+        beside = Beside(mesh.device, at_once=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
     again = chosen(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
     load = ExpertLoad(model, mesh.device, mesh.everyone)
@@ -124,11 +127,6 @@ def weave(
     return Woven(model, data, tp, partial, frozen, aliases, DelayedScales(model, mesh))
 
 
-def compresses(plan: Plan, mesh: Mesh) -> bool:
-    """Whether gradients are summed over some axis and travel compressed."""
-    return plan.compression != "none" and mesh.axis(joint_axis(plan)) is not None
-
-
 def compressor_of(
     plan: Plan, mesh: Mesh, beside: Beside, seed: int, params: dict[str, nn.Parameter], split: TensorSplit | None
 ) -> Compressor:
@@ -139,13 +137,16 @@ def compressor_of(
     )
     assert axis is not None
 
-    def alike(name: str) -> bool:
-        return split is not None and name not in split.partial and not cut_over_tp(params[name])
+    setting = parse_compression(plan.compression)
 
+    def apart(name: str, param: Tensor) -> bool:
+        """Whether the ranks of a tp group make different gradients of it, or add them up later."""
+        return split is None or name in split.partial or cut_over_tp(param)
+
+    names = frozenset(n for n, p in params.items() if worth_it(setting, p.shape) and apart(n, p))
     return Compressor(
-        parse_compression(plan.compression), axis, across, beside, mesh.device, seed=seed,
-        alike=alike,
-    )  # fmt: skip
+        setting, axis, across, beside, mesh.device, seed=seed, names=names, warmup=plan.compression_warmup
+    )
 
 
 def compile_parts(unit: nn.Module, parts: tuple[str, ...], backend: str = "inductor") -> None:

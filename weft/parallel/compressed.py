@@ -20,15 +20,18 @@ from weft.comm import Axis, Waits
 from weft.comm.adaptive import LADDER, Adviser, Figures, agreed, measure_codes, measure_link
 from weft.comm.algorithms import Start
 from weft.comm.beside import Beside
-from weft.comm.codecs import Dice, Way, way_of
+from weft.comm.codecs import Codec, Dice, Way, way_of
 from weft.comm.compress import pays_low_rank, scatter_sum, sum_all, sum_low_rank
 from weft.comm.pieces import local_of
 from weft.job.compression import Compression, parse_compression
 
 LEAST = 256
-"""Weights with fewer elements on this rank are not worth a codec."""
+"""Weights with fewer elements are not worth a codec."""
 FIRST_LOOK, LOOK_EVERY = 3, 20
 """Steps after which adaptive compression looks at the link, first and from then on."""
+
+WARM = way_of(Compression("int8")).gradients
+"""What gradients travel as at the beginning, where their own way needs them to turn slowly."""
 
 Tell = Callable[..., None]
 
@@ -90,6 +93,11 @@ class Channel:
         if taken is not False:
             self.before = None
 
+    @property
+    def kept(self) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What is owed and the bases, after the last step that was taken."""
+        return self.before or (self.owed, self.bases)
+
     def take(self, x: Tensor, scale: float) -> None:
         """Add what is owed to what will be sent."""
         if self.owed is not None:
@@ -120,13 +128,13 @@ class Compressor:
 
     def __init__(
         self, setting: Compression, axis: Axis, across: Axis | None, beside: Beside, device: torch.device, *,
-        seed: int, alike: Callable[[str], bool],
+        seed: int, names: frozenset[str], warmup: int = 0,
     ):  # fmt: skip
-        """`axis` is the one that sums, under shards the one that cuts, and `across` the replicas of shards; `alike`
-        says of which weights all ranks of a tp group make the same gradient."""
+        """`axis` is the one that sums, under shards the one that cuts, and `across` the replicas of shards; `names` are
+        the weights whose gradients are compressed; for the first `warmup` steps they travel as int8."""
         self.setting, self.axis, self.across, self.beside, self.device = setting, axis, across, beside, device
         self.axes = [a for a in (axis, across) if a is not None]
-        self.alike = alike
+        self.names, self.warmup = names, warmup
         self.adaptive, self.low_rank = setting.kind == "adaptive", setting.kind == "powersgd"
         first = parse_compression(LADDER[0]) if self.adaptive else setting
         self.way = way_of(first)
@@ -136,15 +144,10 @@ class Compressor:
         self.dice = Dice(seed * 7919 + self.holder, device)
         self.channels: list[Channel] = []
         self.scale, self.last, self.steps, self.began = 1.0, True, 0, time.perf_counter()
+        self.warming = warmup > 0
         self.adviser: Adviser | None = None
         self.code_s: list[float] = []
         self.tell: Tell = lambda **fields: None
-
-    def takes(self, name: str, shape: torch.Size) -> bool:
-        """Whether a weight's gradient is compressed."""
-        if len(shape) < 2 or shape.numel() < LEAST or self.alike(name):
-            return False
-        return not self.low_rank or pays_low_rank(shape[0], shape[1:].numel(), int(self.setting.number))
 
     def channel(self, segments: list[Segment], rows: int, width: int) -> Channel:
         self.channels.append(Channel(self.way, int(self.setting.number), segments, rows, width))
@@ -155,6 +158,7 @@ class Compressor:
         self.scale, self.last = scale, True
         for channel in self.channels:
             channel.begin()
+        self.warming = self.steps < self.warmup
         now = time.perf_counter()
         step_s, self.began = now - self.began, now
         self.steps += 1
@@ -184,19 +188,23 @@ class Compressor:
 
         return self.beside.start(work)
 
+    def _codec(self, channel: Channel) -> Codec | None:
+        return WARM if self.warming else channel.way.gradients
+
     def _sum(self, channel: Channel, flat: Tensor) -> None:
         x = flat.view(1, -1)
         channel.take(x, self.scale)
-        if self.low_rank:
+        codec = self._codec(channel)
+        if self.low_rank and not self.warming:
             sums, error = channel.low_rank([self.axis], x)
             for segment in channel.segments:
                 segment.of(x).copy_(sums[segment.name])
             channel.owe(error, self.scale)
-        elif channel.way.gradients is None:
+        elif codec is None:
             self.axis.all_reduce(flat)
             channel.owe(None, self.scale)
         else:
-            total, left = sum_all(self.axis, channel.way.gradients, flat, self.dice)
+            total, left = sum_all(self.axis, codec, flat, self.dice)
             flat.copy_(total)
             channel.owe(None if left is None else left.view(1, -1), self.scale)
 
@@ -204,25 +212,26 @@ class Compressor:
         """Of x, [ranks, n], this rank's part of the sum over the ranks that cut; under PowerSGD over all of them."""
         channel.ready_s = time.perf_counter() - self.began
         channel.take(x, self.scale)
-        if self.low_rank:
+        codec = self._codec(channel)
+        if self.low_rank and not self.warming:
             sums, error = channel.low_rank(self.axes, x)
             channel.owe(error, self.scale)
             return torch.cat([sums[s.name][self.axis.rank] for s in channel.segments])
-        if channel.way.gradients is None:
+        if codec is None:
             channel.owe(None, self.scale)
             return self.axis.reduce_scatter(x, 0)[0]
-        total, left = scatter_sum(self.axis, channel.way.gradients, x, self.dice)
+        total, left = scatter_sum(self.axis, codec, x, self.dice)
         channel.owe(left, self.scale)
         return total
 
     def sum_across(self, channel: Channel, part: Tensor) -> Tensor:
         """The sum, over the replicas, of this rank's part; PowerSGD has summed over them already."""
         assert self.across is not None
-        if self.low_rank:
+        if self.low_rank and not self.warming:
             return part
-        if channel.way.gradients is None:
+        if (codec := self._codec(channel)) is None:
             return self.across.all_reduce(part)
-        total, left = sum_all(self.across, channel.way.gradients, part, self.dice)
+        total, left = sum_all(self.across, codec, part, self.dice)
         if left is not None and channel.owed is not None:
             channel.owed[self.axis.rank].add_(left.div_(self.scale))
         return total
@@ -253,14 +262,15 @@ class Compressor:
         """What a checkpoint holds of it; `name_of` says by which holder and name a weight is known there."""
         out: dict[str, Tensor] = {}
         for channel in self.channels:
+            owed, bases = channel.kept
             for segment in channel.segments:
                 holder, name = name_of(segment.name)
                 value = torch.zeros(segment.shape, device=self.device)
-                if channel.owed is not None:
-                    value = segment.weight(channel.owed).clone()
+                if owed is not None:
+                    value = segment.weight(owed).clone()
                 out[f"residual.{holder}.{name}"] = over_tp(value, masters[segment.name])
                 if self.low_rank:
-                    base = channel.bases.get(segment.name)
+                    base = bases.get(segment.name)
                     base = channel.first(segment, value) if base is None else base.clone()
                     out[self._base_name(holder, name, masters[segment.name])] = base
         return out
@@ -284,6 +294,13 @@ class Compressor:
                     segment.of(channel.owed).copy_(whole.view(channel.rows, -1))
                 if (base := held.get(self._base_name(holder, name, masters[segment.name]))) is not None:
                     channel.bases[segment.name] = base
+
+
+def worth_it(setting: Compression, shape: torch.Size) -> bool:
+    """Whether a weight is compressed at all: by the whole of it, so that every layout answers alike."""
+    if len(shape) < 2 or shape.numel() < LEAST:
+        return False
+    return setting.kind != "powersgd" or pays_low_rank(shape[0], shape[1:].numel(), int(setting.number))
 
 
 def over_tp(local: Tensor, master: Tensor) -> Tensor:

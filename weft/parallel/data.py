@@ -116,7 +116,7 @@ class Replicas:
         """Which weights travel with which."""
         if name in self.apart:
             return "apart"
-        if self.compressor is not None and self.compressor.takes(name, local_of(self.masters[name]).shape):
+        if self.compressor is not None and name in self.compressor.names:
             return "compressed"
         return "plain"
 
@@ -240,7 +240,9 @@ class Shards:
         for unit in self.fsdp_modules:
             for group in fsdp_groups(unit._get_fsdp_state()):
                 weights = [(names[id(p.sharded_param)], p._orig_size, p.sharded_param) for p in group.fsdp_params]
-                if weights:
+                by_rows = all(p.fsdp_placement.dim == 0 for p in group.fsdp_params)
+                ours = group.mesh_info.shard_process_group == compressor.axis.group
+                if weights and by_rows and ours:  # experts may be cut over other ranks and in another way
                     scatter = Scatter(compressor, [(n, size) for n, size, p in weights if p.requires_grad])
                     unit.set_custom_reduce_scatter(scatter)
                     unit.set_custom_all_gather(Gather(compressor, scatter, [(n, size) for n, size, _ in weights]))

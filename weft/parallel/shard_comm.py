@@ -34,7 +34,7 @@ class Columns:
             length = -(-size[0] // ranks) * size[1:].numel()
             here = slice(self.width, self.width + length)
             self.width += length
-            if not compressor.takes(name, size):
+            if name not in compressor.names:
                 self.plain.append(here)
                 continue
             self.segments.append(Segment(name, self.packed_width, length, size))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from weft.plan.calibration import Calibration
 from weft.plan.facts import ModelFacts, Size
+from weft.plan.layout import Plan
 from weft.plan.layouts import COMPRESSIONS, Layouts
+from weft.plan.weights import Piece, Weight
+
+LEAST, ALIGN = 256, 64
+"""Elements below which a weight is not compressed, and to which gradients in a bucket are aligned."""
+SPARSE = ("topk", "threshold")
 
 
 @dataclass(frozen=True)
@@ -64,3 +73,82 @@ def owed_bytes(layouts: Layouts) -> Size:
     """Kept for each gradient between steps, where more than one rank sums."""
     owed = _chosen(layouts, [TRAVEL[name].owed for name in COMPRESSIONS])
     return np.where(layouts.dp * layouts.cp > 1, owed, 0.0)
+
+
+def per_number(plan: Plan) -> float:
+    """Bytes of a gradient's number under a plan's own setting."""
+    kind, _, number = plan.compression.partition(":")
+    if kind == "topk":
+        return 6 * float(number)
+    if kind == "threshold":  # what lies beyond so many deviations, were gradients normal
+        return 6 * math.erfc(float(number) / math.sqrt(2))
+    return TRAVEL[kind].gradient
+
+
+def is_packed(plan: Plan, weight: Weight) -> bool:
+    """Whether a weight's gradient is compressed."""
+    kind, _, number = plan.compression.partition(":")
+    if kind in ("none", "adaptive") or len(weight.shape) < 2 or math.prod(weight.shape) < LEAST:
+        return False
+    rows, columns = weight.shape[0], math.prod(weight.shape[1:])
+    if kind == "powersgd" and 2 * float(number) * (rows + columns) >= rows * columns:
+        return False
+    return plan.tp == 1 or weight.cut is not None or weight.partial
+
+
+def replica_bytes(plan: Plan, pieces: Iterable[Piece], ranks: int) -> Counter[str]:
+    """What a rank hands over to sum the gradients of some whole weights over replicas; adaptive sends them as they are
+    until it knows better."""
+    out: Counter[str] = Counter()
+    kind, _, number = plan.compression.partition(":")
+    for piece in pieces:
+        if not is_packed(plan, piece.weight):
+            out["all_reduce"] += 4 * (-(-piece.whole // ALIGN) * ALIGN)
+        elif kind == "powersgd":
+            shape = piece.weight.on_tp(plan.tp, 0)
+            out["all_reduce"] += round(4 * float(number) * (shape[0] + math.prod(shape[1:])))
+        else:
+            _halves(out, kind, piece.whole * per_number(plan), ranks)
+    return out
+
+
+def _halves(out: Counter[str], kind: str, bytes_: float, ranks: int) -> None:
+    if kind in SPARSE:
+        out["all_gather"] += round(ranks * bytes_)
+    else:
+        out["all_to_all"] += round(bytes_)
+        out["all_gather"] += round(bytes_)
+
+
+def shard_bytes(
+    plan: Plan, pieces: Iterable[Piece], ways: int, times: tuple[int, int], width: int
+) -> tuple[Counter[str], Counter[str]]:
+    """The same under shards: over the ranks that cut, and over their replicas. `times` is how often weights are
+    gathered and gradients summed in a step, `width` the bytes of a weight that computes."""
+    cut: Counter[str] = Counter()
+    across: Counter[str] = Counter()
+    kind, _, number = plan.compression.partition(":")
+    gathers, scatters = times
+    for piece in pieces:
+        whole = piece.padded * ways
+        if not is_packed(plan, piece.weight):
+            cut["all_gather"] += gathers * whole * width
+            cut["reduce_scatter"] += scatters * whole * 4
+            across["all_reduce"] += piece.padded * 4
+            continue
+        cut["all_gather"] += round(gathers * whole * min(width, TRAVEL[kind].weight))
+        if kind == "powersgd":
+            shape = piece.weight.on_tp(plan.tp, 0)
+            thin = round(scatters * 4 * float(number) * (shape[0] + math.prod(shape[1:])))
+            cut["all_reduce"] += thin
+            across["all_reduce"] += thin
+        else:
+            cut["all_to_all"] += round(scatters * whole * per_number(plan))
+            _halves(across, kind, piece.padded * per_number(plan), plan.dp_replicate)
+    return cut, across if plan.dp_replicate > 1 else Counter()
+
+
+def owed_of(plan: Plan, pieces: Iterable[Piece]) -> float:
+    """Bytes that a rank keeps of what it owes: of each compressed weight as much as tp leaves of it."""
+    owed = TRAVEL[plan.compression.partition(":")[0]].owed
+    return owed * sum(p.whole for p in pieces if is_packed(plan, p.weight)) if plan.dp * plan.cp > 1 else 0.0

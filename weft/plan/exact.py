@@ -7,10 +7,11 @@ those of its whole tensor: what an all-gather gives, what a reduce-scatter takes
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 
 from weft.job.schema import Job
+from weft.plan.compressed import replica_bytes, shard_bytes
 from weft.plan.context import context_bytes
 from weft.plan.layout import Plan
 from weft.plan.schedule import Schedule, make_schedule
@@ -122,14 +123,12 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
         rest = plan.dp_shard * plan.cp * plan.tp // plan.ep
         if plan.dp_shard > 1:
             _shards(plan, others, held, out[joint], shards_of(plan), out["dp_replicate"])
-            _shards(plan, routed, held, out["ep_shard"], rest, out["dp_replicate"])
+            _shards(replace(plan, compression="none"), routed, held, out["ep_shard"], rest, out["dp_replicate"])
         else:
-            for these, axis, copies in (
-                (others, joint, plan.dp_replicate * plan.cp),
-                (routed, "expert_replicate", plan.dp_replicate * rest),
-            ):
-                if copies > 1:
-                    out[axis]["all_reduce"] += FLOAT * sum(-(-p.whole // ALIGN) * ALIGN for p in these)
+            if (copies := plan.dp_replicate * plan.cp) > 1:
+                out[joint].update(replica_bytes(plan, others, copies))
+            if plan.dp_replicate * rest > 1:
+                out["expert_replicate"]["all_reduce"] += FLOAT * sum(-(-p.whole // ALIGN) * ALIGN for p in routed)
         if plan.tp > 1:
             add = _mlp_tp if job.model.family == "mlp" else _transformer_tp
             add(job, plan, stage, out["tp"])
@@ -171,13 +170,11 @@ def _experts(job: Job, plan: Plan, stage: int, ep: Counter[str]) -> None:
 
 def _shards(plan: Plan, pieces: list[Piece], held: bool, out: Counter[str], ways: int, replicas: Counter[str]) -> None:
     """FSDP2's: weights are gathered in the compute dtype, gradients summed and cut in fp32, copies' once a step."""
-    padded = sum(p.padded for p in pieces)
     gathers = 2 * plan.accumulation if plan.zero == 3 and not held else 1
     scatters = 1 if plan.zero == 1 or held else plan.accumulation
-    out["all_gather"] += gathers * padded * ways * width(plan)
-    out["reduce_scatter"] += scatters * padded * ways * FLOAT
-    if plan.dp_replicate > 1:
-        replicas["all_reduce"] += padded * FLOAT
+    cut, across = shard_bytes(plan, pieces, ways, (gathers, scatters), width(plan))
+    out.update(cut)
+    replicas.update(across)
 
 
 def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:

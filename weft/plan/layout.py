@@ -56,6 +56,8 @@ class Plan:
     host_gib: float = 0.0
     """Host memory for parked activations."""
     compression: str = "none"
+    compression_warmup: int = 0
+    """Steps at the beginning in which gradients travel as int8."""
     placement: str = "shards-near"
     """What lies on neighbouring ranks beside tp and cp: shards-near, the mesh's own order, or stages-near."""
     bucket_mb: float = 25.0

@@ -69,6 +69,13 @@ class Start:
     reasons: tuple[str, ...] = ()
 
 
+def _warmup(job: Job) -> int:
+    asked = job.comm.compression_warmup
+    if job.comm.compression.partition(":")[0] not in ("topk", "threshold", "powersgd", "onebit"):
+        return 0
+    return min(1000, job.train.steps // 10) if asked == "auto" else asked
+
+
 def begin(job: Job, world: int | None = None) -> Start:
     """Find the ranks and the device, and take in what the person pinned."""
     job = own_layout(resolve(job))
@@ -82,7 +89,8 @@ def begin(job: Job, world: int | None = None) -> Start:
     precision = job.precision if job.precision != "auto" else ("fp32" if kind == "cpu" else "bf16")
     plan = Plan(
         device=kind, device_name=device.name, backend=backend_of(job, machine, kind, world), nodes=job.cluster.nodes,
-        precision=precision, offload=job.memory.offload, compression=job.comm.compression, 
+        precision=precision, offload=job.memory.offload, compression=job.comm.compression,
+        compression_warmup=_warmup(job),
         bucket_mb=Plan.bucket_mb if job.comm.bucket_mb == "auto" else job.comm.bucket_mb,
         recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
         fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,

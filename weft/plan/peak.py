@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
-from weft.plan.exact import FLOAT, bare_gradients, states_of, width
+from weft.plan.compressed import owed_of
+from weft.plan.exact import FLOAT, bare_gradients, rank_pieces, states_of, width
 from weft.plan.layout import Plan
 from weft.plan.walk import Step, Walk
 from weft.plan.weights import coords_of, pieces_of, stages_of
@@ -18,7 +19,8 @@ def peak_parts(job: Job, plan: Plan, rank: int = 0) -> dict[str, float]:
     states = states_of(job, plan, rank)
     if states is None:
         return {}
-    lasting = states.parameters + states.copies + states.optimizer + states.average
+    lasting: float = states.parameters + states.copies + states.optimizer + states.average
+    lasting += owed_of(plan, [p for stage in rank_pieces(job, plan, rank) for p in stage])
     buckets = plan.dp_shard == 1 and (plan.dp_replicate > 1 or plan.precision != "fp32") and not bare_gradients(plan)
     walk = Walk(lasting + (states.gradients if buckets else 0) + plan.accumulation * batch_bytes(job, plan))
     Step(job, plan, rank, walk, buckets).run()

@@ -191,7 +191,11 @@ def prove(
     job: Job, layouts: list[str], steps: int = 3, shrink: bool = False,
     on_verdict: Callable[[Verdict], None] = lambda verdict: None, pool: RankPool | None = None,
 ) -> list[Verdict]:  # fmt: skip
-    """Compare each layout with one process. Without layouts, every one of DEFAULT_LAYOUTS that the job allows."""
+    """Compare each layout with one process. Without layouts, every one of DEFAULT_LAYOUTS that the job allows.
+
+    Gradients travel uncompressed: a layout is proved, and compression is meant to change them.
+    """
+    job = job.model_copy(update={"comm": job.comm.model_copy(update={"compression": "none"})})
     named = parse_layouts(layouts or DEFAULT_LAYOUTS)
     job = small(job) if shrink else job
     reference_job, plan = make_plan(with_layout(job, {"dp_replicate": 1, "dp_shard": 1}))

@@ -80,7 +80,7 @@ def play(run: RunDir, role: str, index: int, about: dict[str, Any]) -> int:
             return int(lead(run, job, plan, signals))
         return int(serve(run, job, plan, index) if role == "server" else toil(run, job, plan, index, about))
     except BaseException as error:
-        explain(run, index, f"{role} {index}", error)
+        explain(run, index, f"{role} {index}", error, plan)
         return exit_code(error)
     finally:
         signals.ignore()

@@ -1,0 +1,129 @@
+"""What each compressor costs and gives: validation loss at equal steps, bytes, and encoding speed → compression.md.
+
+    python bench/compression.py            # every setting on two CPU ranks, on the default corpus
+    python bench/compression.py --steps 40 --settings none,int8
+
+A small llama on pydoc, the same seed and steps for all; bytes are what the axis counted on rank 0 in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.comm.codecs import Dice, way_of
+from weft.data.dataset import open_dataset
+from weft.data.loader import Loader, val_batches
+from weft.job.compression import parse_compression
+from weft.job.load import parse_job
+from weft.job.schema import Job
+from weft.launch.pool import RankPool
+from weft.mesh import connect
+from weft.plan import make_plan
+from weft.train.session import build_state, to_device
+from weft.train.step import Stepper
+
+SETTINGS = ("none", "fp16", "bf16", "int8", "int4", "topk:0.01", "threshold:3", "powersgd:4", "onebit")
+LIMITS = {"int8": 0.01, "powersgd:4": 0.01, "int4": 0.02, "topk:0.01": 0.02}
+"""What the validation loss may be above the uncompressed run's."""
+HERE = Path(__file__).parent
+
+
+def job_of(setting: str, layout: dict[str, int], steps: int) -> Job:
+    return parse_job({
+        "model": {"family": "llama", "dim": 64, "layers": 2, "heads": 4},
+        "data": {"source": "pydoc", "seq_len": 64}, "comm": {"compression": setting, "bucket_mb": 0.25},
+        "train": {"global_batch": 8, "steps": steps}, "optim": {"lr": 2e-3, "warmup": 0.05, "betas": [0.9, 0.99]},
+        "cluster": {"device": "cpu", "devices_per_node": 2}, "parallel": layout,
+    })  # fmt: skip
+
+
+def train(job: Job) -> dict[str, Any]:
+    """On each rank: train all steps, evaluate, and say what was sent in the last step."""
+    job, plan = make_plan(job)
+    mesh = connect(plan)
+    stepper = Stepper(job, plan, mesh, build_state(job, plan, mesh))
+    dataset = open_dataset(job)
+    share: dict[str, Any] = {
+        "global_batch": job.train.global_batch, "microbatch": plan.microbatch, "dp_rank": mesh.dp_rank(plan),
+        "dp_size": plan.dp,
+    }  # fmt: skip
+    began = time.perf_counter()
+    sent = 0
+    for _, batches in zip(range(job.train.steps), Loader(dataset, seed=0, prefetch=0, **share), strict=False):
+        before = _bytes(mesh)
+        grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
+        sent = _bytes(mesh) - before
+        stepper.update(grads, stepper.learning_rate())
+    seconds = time.perf_counter() - began
+    held_out = [[to_device(b, mesh.device) for b in step] for step in val_batches(dataset, limit=16, **share)]
+    return {"loss": stepper.evaluate(held_out), "sent": sent, "seconds": seconds}
+
+
+def _bytes(mesh: Any) -> int:
+    return sum(sum(axis.bytes.values()) for axis in mesh.axes.values())
+
+
+def speed(setting: str) -> tuple[float, float]:
+    """Nanoseconds to encode and to decode a number on one core; the best of five."""
+    codec = way_of(parse_compression(setting)).gradients
+    if codec is None:
+        return 0.0, 0.0
+    x, dice = torch.randn(1, 2**20), Dice(0, torch.device("cpu"))
+    best = [1e9, 1e9]
+    for _ in range(5):
+        began = time.perf_counter()
+        payload = codec.encode(x, dice, lambda k: k)
+        middle = time.perf_counter()
+        codec.decode(payload, x.numel())
+        end = time.perf_counter()
+        best = [min(best[0], middle - began), min(best[1], end - middle)]
+    return best[0] / x.numel() * 1e9, best[1] / x.numel() * 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--replicas-only", action="store_true")
+    parser.add_argument("--write", action="store_true", help="write compression.md")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = [
+        "| `comm.compression` | validation loss, replicas | against none | shards (zero 3) | against none "
+        "| bytes a step, replicas | shards | encode, decode ns a number |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    print("\n".join(lines), flush=True)
+    plain: dict[str, float] = {}
+    with RankPool(timeout_s=600) as pool:
+        for setting in asked.settings.split(","):
+            cells = []
+            sent = []
+            layouts = {"replicas": {"dp_replicate": 2, "dp_shard": 1}, "shards": {"dp_shard": 2}}
+            for name, layout in list(layouts.items())[: 1 if asked.replicas_only else 2]:
+                told = pool.run(train, 2, job_of(setting, layout, asked.steps))[0]
+                plain.setdefault(name, told["loss"])
+                more = told["loss"] / plain[name] - 1
+                verdict = "" if setting not in LIMITS else " ✓" if more <= LIMITS[setting] else " ✗"
+                cells += [f"{told['loss']:.4f}", f"{100 * more:+.2f} %{verdict}"]
+                sent.append(f"{told['sent'] / 2**20:.2f} MiB")
+            encode, decode = speed(setting)
+            line = f"| `{setting}` | " + " | ".join([*cells, *sent, f"{encode:.1f}, {decode:.1f}"]) + " |"
+            print(line, flush=True)
+            lines.append(line)
+    if asked.write:
+        text = (
+            f"# Compressors beside each other\n\n`python bench/compression.py --steps {asked.steps} --write`: a small "
+            "llama (dim 64, 2 blocks) on pydoc, on two CPU ranks, the same seed and steps for all. Bytes are what the "
+            "axes counted on one rank in a step.\n\n"
+        )
+        (HERE / "compression.md").write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

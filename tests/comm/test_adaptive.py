@@ -1,0 +1,90 @@
+"""The least compression that hides communication: what is chosen on which link, and that it does not swing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.comm.adaptive import LADDER, PATIENCE, Adviser, Figures, costs, least, sent, stands_out
+
+SIZES = [6_000_000] * 4
+MBIT = 1e6 / 8
+FIGURES = Figures(0.0005, 1e4 * MBIT, 1.0, (0.3, 0.5, 0.7, 0.9), (0.0, 4e-9, 8e-9, 1e-8, 2e-8))
+"""Four buckets of 24 MB that a backward pass makes ready one after the other; 10 Gb/s hides them."""
+
+
+def adviser() -> Adviser:
+    return Adviser(list(SIZES), ranks=2, scattered=False)
+
+
+def test_a_fast_link_needs_none() -> None:
+    one = adviser()
+    assert one.look(FIGURES) is None and one.rungs == [0] * 4 and one.words() == "none × 4"
+
+
+def test_the_slower_the_link_the_more() -> None:
+    highest = []
+    for mbit in (10_000, 2_000, 1_000, 300, 100, 30):
+        one = adviser()
+        why = one.look(replace(FIGURES, bytes_per_s=mbit * MBIT))
+        highest.append(sum(one.rungs))
+        if why is not None:
+            assert f"at {mbit} Mb/s" in why and "hold up a step of 1.00 s" in why
+    assert highest == sorted(highest) and highest[0] == 0 and highest[-1] == 4 * (len(LADDER) - 1)
+    assert len(set(highest)) >= 4
+
+
+def test_not_more_than_pays() -> None:
+    """Where encoding takes longer than sending, nothing is encoded, however much stands out."""
+    slow = replace(FIGURES, bytes_per_s=1000 * MBIT, code_s=(0.0, *[1e-6] * (len(LADDER) - 1)))
+    one = adviser()
+    assert one.look(slow) is None and one.rungs == [0] * 4
+
+
+def test_it_rises_at_once_and_falls_with_patience() -> None:
+    one = adviser()
+    assert one.look(replace(FIGURES, bytes_per_s=100 * MBIT)) is not None
+    high = list(one.rungs)
+    for _ in range(PATIENCE - 1):
+        assert one.look(FIGURES) is None and one.rungs == high
+    assert one.look(FIGURES) is not None and one.rungs == [0] * 4
+
+
+def test_a_link_that_wavers_does_not_make_it_swing() -> None:
+    one = adviser()
+    one.look(replace(FIGURES, bytes_per_s=400 * MBIT))
+    high, changes = list(one.rungs), 0
+    for i in range(20):
+        changes += one.look(replace(FIGURES, bytes_per_s=(400 if i % 2 else 2000) * MBIT)) is not None
+    assert changes == 0 and one.rungs == high
+
+
+def test_bytes_of_both_halves() -> None:
+    n = 25_600
+    assert sent("none", n, 4, scattered=False) == 2 * 3 / 4 * 4 * n
+    assert sent("int8", n, 4, scattered=False) == 2 * 3 / 4 * (n + 4 * n / 256)
+    assert sent("int8", n, 4, scattered=True) == 3 / 4 * (n + 4 * n / 256)
+    assert sent("topk:0.04", n, 4, scattered=False) == 3 * (6 * 1024 + 4)
+
+
+@given(
+    sizes=st.lists(st.integers(1000, 10_000_000), min_size=1, max_size=6), mbit=st.floats(1, 1e5),
+    gap=st.floats(0.0, 1.0), ranks=st.integers(2, 8), scattered=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_the_least_is_enough_and_no_more(
+    sizes: list[int], mbit: float, gap: float, ranks: int, scattered: bool
+) -> None:
+    ready = [gap * (i + 1) / len(sizes) for i in range(len(sizes))]
+    figures = replace(FIGURES, bytes_per_s=mbit * MBIT, ready_s=tuple(ready))
+    table = costs(figures, sizes, ranks, scattered)
+    rungs = least(ready, table, 0.05)
+    out = stands_out(ready, [row[r] for row, r in zip(table, rungs, strict=True)])
+    best = stands_out(ready, [min(row) for row in table])
+    assert best <= out + 1e-12
+    if out > 0.05:  # then every bucket is where nothing more would pay
+        assert all(min(row[r:]) > 0.9 * row[r] - 1e-12 for row, r in zip(table, rungs, strict=True))
+    elif any(rungs):
+        assert stands_out(ready, [row[0] for row in table]) > 0.05
