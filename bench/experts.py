@@ -37,7 +37,7 @@ REMARKS = (
     "chosen after looking at runs of this seed: six settings with experts were tried. With experts twice as wide, "
     "softmax, scale 1 and the usual bias rate of 0.001, the load was below 1.3 only from step 261, and the loss was "
     "2.0353 by bias, 1.9793 by aux and 2.0455 by none: there the bias was worse than aux. At 307,200 tokens the dense "
-    "model is ahead of every one of these with experts. Rows that are missing have not been measured yet.",
+    "model is ahead of every one of these with experts. Rows that are missing have not been measured.",
 )  # fmt: skip
 
 
