@@ -56,6 +56,7 @@ def weft_parts(kills: int, others: int) -> dict[str, list[str]]:
         "stops": ["--faults", f"term:{n},corrupt:{n}"],
         "numbers": ["--faults", f"nan:{n},bitflip:{n},spike:{n}"],
         "machine": ["--faults", f"oom:{n},diskfull:{n},slow:{n}"],
+        "nodes": ["--faults", f"node:{n},partition:{n}", "--nodes", "2", "--nproc", "2"],
         "promise": ["--faults", "random:10"],
     }
 
@@ -76,7 +77,10 @@ def chaos(arguments: list[str], steps: int = STEPS) -> dict[str, Any]:
 
 def ten_minutes(minutes: float) -> dict[str, Any]:
     """A fault every half minute or so, for as long as a run of so many minutes takes."""
-    told = (KEPT / "bench-chaos" / "undisturbed" / "metrics.jsonl").read_text().splitlines()
+    kept = KEPT / "bench-chaos" / "undisturbed" / "metrics.jsonl"
+    if not kept.exists():  # how long a step takes is not known yet
+        chaos(["--faults", "kill"])
+    told = kept.read_text().splitlines()
     usual = statistics.median(json.loads(line)["step_time_s"] for line in told)
     return chaos(["--faults", "random:1000", "--every", "30", "--no-compare"], steps=int(0.9 * 60 * minutes / usual))
 

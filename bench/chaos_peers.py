@@ -149,7 +149,7 @@ def nvrx(folder: Path) -> None:
         abort=inprocess.abort.AbortTorchDistributed(),
         monitor_thread_interval=seconds(0.25), monitor_process_interval=seconds(0.25),
         progress_watchdog_interval=seconds(0.25), heartbeat_interval=seconds(0.5), heartbeat_timeout=seconds(6),
-        soft_timeout=seconds(3), hard_timeout=seconds(4), last_call_wait=seconds(0.1),
+        soft_timeout=seconds(3), hard_timeout=seconds(8), last_call_wait=seconds(0.1),
         termination_grace_time=seconds(0.5), barrier_timeout=seconds(60), completion_timeout=seconds(60),
     )  # fmt: skip
 

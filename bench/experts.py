@@ -1,16 +1,17 @@
 """Experts on the default corpus: is their load even, and do they beat the dense model that costs as much?
 
-    python bench/experts.py [--steps 300] [--seeds 0 1] [--only "balance bias"]
+    python bench/experts.py [--only "balance aux"] [--seed 0]
 
 Trains moe-tiny (8 experts, 2 a token) with each kind of balance, and the dense `tiny`, whose feed-forward part has as
-many weights as a token of moe-tiny uses; same tokens, same recipe, one CPU rank. Writes bench/experts.md, and keeps
-what it found in bench/experts.json, so that a part may be measured again.
+many weights as a token of moe-tiny uses; same tokens, same recipe, one CPU thread. Writes bench/experts.md, and keeps
+what it found in bench/experts/, so that a part may be measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -26,22 +27,36 @@ from weft.plan.counts import count_parameters
 from weft.train.session import build_state
 from weft.train.step import Stepper
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "dense": {"shape": "tiny"},
-    "experts, balance none": {"shape": "moe-tiny", "experts": {"balance": "none"}},
-    "experts, balance aux": {"shape": "moe-tiny", "experts": {"balance": "aux"}},
-    "experts, balance bias": {"shape": "moe-tiny", "experts": {"balance": "bias"}},
-}
+HERE = Path(__file__).parent
 WINDOW = 10
 """Steps over which the load is averaged."""
 EVEN = 1.3
 
 
-def measure(model: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Variant:
+    """A model and how long it learns."""
+
+    name: str
+    model: dict[str, Any]
+    steps: int
+    batch: int
+
+
+EXPERTS = {balance: {"shape": "moe-tiny", "experts": {"balance": balance}} for balance in ("none", "aux", "bias")}
+VARIANTS = (
+    *(Variant(f"experts, balance {balance}", model, 300, 8) for balance, model in EXPERTS.items()),
+    Variant("dense, short", {"shape": "tiny"}, 300, 8),
+    Variant("experts, longer", EXPERTS["bias"], 500, 16),
+    Variant("dense, longer", {"shape": "tiny"}, 500, 16),
+)
+
+
+def measure(v: Variant, seed: int) -> dict[str, Any]:
     """One run's validation loss, load and size."""
     raw = {
-        "model": model, "cluster": {"device": "cpu"}, "optim": {"lr": 2e-3},
-        "train": {"steps": steps, "global_batch": 8, "seed": seed},
+        "model": v.model, "cluster": {"device": "cpu"}, "optim": {"lr": 2e-3},
+        "train": {"steps": v.steps, "global_batch": v.batch, "seed": seed},
     }  # fmt: skip
     job, plan = make_plan(parse_job(raw), 1)
     mesh = connect(plan)
@@ -49,19 +64,18 @@ def measure(model: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
     load = stepper.state.woven.load
     assert load is not None
     by_step = []
-    loader = Loader(dataset, seed=seed, global_batch=8, microbatch=plan.microbatch, dp_rank=0, dp_size=1, prefetch=0)
-    for _, batches in zip(range(steps), loader, strict=False):
+    share: dict[str, Any] = {"global_batch": v.batch, "microbatch": plan.microbatch, "dp_rank": 0, "dp_size": 1}
+    for _, batches in zip(range(v.steps), Loader(dataset, seed=seed, prefetch=0, **share), strict=False):
         stepper.update(stepper.gradients(batches), stepper.learning_rate())
         by_step.append(load.figures()[:, :-3].tolist())
-    held_out = val_batches(dataset, global_batch=8, microbatch=plan.microbatch, dp_rank=0, dp_size=1, limit=64)
     counts = count_parameters(job.model)
     assert counts is not None
-    found = {"val_loss": stepper.evaluate(list(held_out)), "active": counts.active, "total": counts.total}
+    val_loss = stepper.evaluate(list(val_batches(dataset, limit=512 // v.batch, **share)))
+    found = {"val_loss": val_loss, "active": counts.active, "total": counts.total, "seed": seed}
     if by_step[0]:
         uneven = [_uneven(by_step[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(by_step))]
-        found |= {"max_over_mean": uneven[-1], "first": uneven[WINDOW - 1]}
         even = [i for i, x in enumerate(uneven) if i >= WINDOW - 1 and x < EVEN]
-        found["even_from"] = even[0] + 1 if even else None
+        found |= {"first": uneven[WINDOW - 1], "last": uneven[-1], "even_from": even[0] + 1 if even else None}
     return found
 
 
@@ -71,45 +85,40 @@ def _uneven(window: list[list[list[float]]]) -> float:
     return max(max(block) / mean(block) for block in blocks)
 
 
-def page(found: dict[str, list[dict[str, Any]]], steps: int, command: str) -> str:
-    """The figures as a table."""
-    tokens = steps * 8 * 128
+def page() -> str:
+    """All that was found, as a table."""
     lines = [
         "# Experts on the default corpus", "",
-        f"`{command}`: {steps} steps of 8 × 128 tokens of pydoc ({tokens:,} tokens), one CPU rank, fp32; "
-        f"{len(next(iter(found.values())))} seeds. Load is that of the worst block over {WINDOW} steps.", "",
-        "| model | active parameters | all | validation loss | max/mean load first | last | below 1.3 from step |",
-        "|---|---|---|---|---|---|---|",
+        "`python bench/experts.py`: pydoc, one CPU thread, fp32, peak rate 2e-3. Load is the fullest expert's over the "
+        f"mean, in the worst block, over {WINDOW} steps; validation loss is that of 512 held-out sequences.", "",
+        "| model | tokens | active parameters | all | validation loss | load first | last | below 1.3 from step |",
+        "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for name, runs in found.items():
-        one = runs[0]
-        load = ["", "", ""]
-        if "first" in one:
-            ends = " ".join(f"{r['max_over_mean']:.2f}" for r in runs)
-            load = [" ".join(f"{r['first']:.2f}" for r in runs), ends, " ".join(str(r["even_from"]) for r in runs)]
-        losses = " ".join(f"{r['val_loss']:.4f}" for r in runs)
-        lines.append(f"| {name} | {one['active']:,} | {one['total']:,} | {losses} | {' | '.join(load)} |")
+    for v in VARIANTS:
+        if (kept := _kept(v)).exists():
+            r = json.loads(kept.read_text(encoding="utf-8"))
+            load = [f"{r['first']:.2f}", f"{r['last']:.2f}", str(r["even_from"])] if "first" in r else ["", "", ""]
+            sizes = f"{v.steps} × {v.batch} × 128 | {r['active']:,} | {r['total']:,}"
+            lines.append(f"| {v.name} | {sizes} | {r['val_loss']:.4f} | {' | '.join(load)} |")
     return "\n".join(lines) + "\n"
 
 
+def _kept(v: Variant) -> Path:
+    return HERE / "experts" / f"{v.name.replace(', ', '-').replace(' ', '-')}.json"
+
+
 def main() -> None:
-    torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", default="", help="variants whose name has this in it")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    kept = Path(__file__).with_suffix(".json")
-    found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    for name, model in VARIANTS.items():
-        if args.only in name:
-            found[name] = [measure(model, args.steps, s) for s in args.seeds]
-            kept.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    seeds = "" if args.seeds == [0] else " --seeds " + " ".join(map(str, args.seeds))
-    ordered = {name: found[name] for name in VARIANTS if name in found}
-    text = page(ordered, args.steps, f"python bench/experts.py --steps {args.steps}{seeds}")
-    Path(__file__).with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    torch.set_num_threads(1)
+    (HERE / "experts").mkdir(exist_ok=True)
+    for v in VARIANTS:
+        if args.only in v.name:
+            _kept(v).write_text(json.dumps(measure(v, args.seed)) + "\n", encoding="utf-8")
+    (HERE / "experts.md").write_text(page(), encoding="utf-8")
+    print(page())
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 COLOURS = {"compute": "#4477aa", "wait": "#bbccee", "regroup": "#ccbb44", "dead": "#ee6677", "spare": "#eeeeee"}
@@ -13,8 +13,7 @@ KILLED, SEEN, READY, END = 2.3, 2.6, 3.6, 5.6
 """Moments of the picture, in steps' lengths: not measured, only in order. Figures are in bench/chaos.md."""
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """What a process does from one moment to another."""
 
     what: str

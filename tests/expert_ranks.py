@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.job.schema import Job
+from weft.train.rebalance import better_order, rebalance
 from weft.train.session import to_device
 
 
@@ -56,3 +57,36 @@ def loads(job: Job, steps: int, favourite: int | None = None) -> Loads:
     moved, calls = (axis.bytes, axis.calls) if axis else (Counter[str](), Counter[str]())
     held = sum(on_ranks.local_of(m).numel() for n, m in woven.masters.items() if ".experts." in n)
     return Loads(tables, losses, norms, moved, calls, held, {n: b.clone() for n, b in woven.buffers().items()})
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Two steps, perhaps with experts that changed places between them."""
+
+    losses: list[float]
+    norms: list[float]
+    order: list[int] | None
+    counts: list[float]
+    """Tokens of the first block's experts in the second step."""
+
+
+def move_experts(job: Job, move: bool) -> Moved:
+    """Train a step, move the first block's experts as its load suggests, and train another."""
+    job, plan, mesh, stepper, loader = on_ranks.begin(job)
+    state, order = stepper.state, None
+    load = state.woven.load
+    assert load is not None
+    losses, norms = [], []
+    for i, batches in zip(range(2), loader, strict=False):
+        grads = stepper.gradients(batches)
+        counts = load.figures()[0, :-3].tolist()
+        norm, _ = stepper.update(grads, stepper.learning_rate())
+        total = grads.loss.double() / plan.tp
+        assert mesh.everyone is not None
+        mesh.everyone.all_reduce(total)
+        losses.append(float(total / grads.count))
+        norms.append(float(norm))
+        if move and i == 0:
+            order = better_order(load.since[0, :-3].tolist(), plan.ep)
+            rebalance(state, plan.ep, -1.0)  # whether it pays or not
+    return Moved(losses, norms, order, counts)

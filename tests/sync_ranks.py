@@ -15,6 +15,7 @@ from weft.data.loader import Loader
 from weft.job.schema import Job
 from weft.mesh import connect
 from weft.plan import make_plan
+from weft.resilience.guards import Guards
 from weft.sync.quantize import sum_quantized
 from weft.train.checkpoint import Checkpoints
 from weft.train.prove import join_stages
@@ -46,6 +47,13 @@ def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -
     join_stages(held, mesh)
     mesh.barrier()
     return held, sent
+
+
+def watched(job: Job) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
+    """Which ranks the guards take to hold the same weights."""
+    job, plan, mesh, stepper, _ = begin(job)
+    guards = Guards(job, plan, mesh, stepper.state, lambda kind, **fields: None, lambda text: None)
+    return guards.alike
 
 
 def quantized_sums(size: int, bits: int) -> tuple[Tensor, Tensor, int]:

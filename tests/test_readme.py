@@ -120,7 +120,10 @@ def test_the_tour_of_the_readme(shell):
     assert steps == list(range(1, steps[-1] + 1))
 
 
-PAGES = ["flow", "layouts", "precision", "dryrun", "context", "communication", "how-weft-chooses", "fewer-exchanges"]
+PAGES = [
+    "flow", "layouts", "precision", "dryrun", "context", "communication", "several-hosts", "how-weft-chooses",
+    "fewer-exchanges", "resilience",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("page", [f"docs/{name}.md" for name in PAGES])

@@ -73,8 +73,11 @@ def train(
     from weft.hardware.world import adopt
     from weft.job.load import load_job
     from weft.train.api import join, prepare, start
+    from weft.train.several import start_node, this_node
 
     described = load_job(job, overrides or ())
+    if (place := this_node(described, nproc)) is not None:
+        raise typer.Exit(start_node(described, place, nproc, say=_say))
     if adopt():
         raise typer.Exit(join(described, say=_say))
     raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, say=_say))
@@ -171,6 +174,7 @@ def chaos(
     ] = "random:5",
     seed: Annotated[int, typer.Option(help="Another seed: other ranks, other moments.")] = 0,
     nproc: Nproc = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Hosts of network namespaces (root), each with --nproc ranks.")] = 1,
     every: Annotated[
         float | None, typer.Option(min=1, help="Strike at about this many seconds' distance until the run ends.")
     ] = None,
@@ -186,7 +190,7 @@ def chaos(
 
     described = load_job(job, overrides or ())
     asked = Rehearsal(
-        described, nproc, faults, seed, every_s=every, compare=compare, restart=restart, patience_s=patience
+        described, nproc, faults, seed, nodes, every_s=every, compare=compare, restart=restart, patience_s=patience
     )
     raise typer.Exit(run_and_show(asked, as_json))
 
@@ -395,13 +399,17 @@ def bench_collectives(
     largest: Annotated[str, typer.Option("--max", help="The largest size.")] = "4M",
     device: Annotated[str, typer.Option(help="cpu or cuda. auto: GPUs where there are several.")] = "auto",
     seconds: Annotated[float, typer.Option(min=0, help="About how long to measure.")] = 15.0,
+    layout: Annotated[
+        str | None, typer.Option(help="A mesh, such as 'dp_shard 2 x tp 2'; each axis is measured.")
+    ] = None,
+    axes: Annotated[str | None, typer.Option(help="Of the mesh, such as tp,everyone. Left out: all.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Draw it as one offline page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure every collective on local ranks: latency, bandwidth, and the fitted α and β."""
+    """Measure every collective, on local ranks or those that torchrun or mpirun started: α, β and bandwidth."""
     from weft.train.collectives import run_and_show
 
-    run_and_show(nproc, kinds, algorithms, dtypes, smallest, largest, device, seconds, html, as_json)
+    run_and_show(nproc, kinds, algorithms, dtypes, smallest, largest, device, seconds, html, as_json, layout, axes)
 
 
 def main() -> None:

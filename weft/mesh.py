@@ -26,6 +26,11 @@ JOINT: dict[str, tuple[str, str]] = {
 FOLDED = ("pp", "dp_replicate", "ep_shard", "ep")
 """dp_shard × cp × tp as experts see it: neighbours hold different ones (ep), and ranks that are ep apart the same ones
 (ep_shard). With dp_replicate, those that hold the same are expert_replicate."""
+UNDER: dict[str, tuple[str, ...]] = {
+    **JOINT, "ep": ("dp_shard", "cp", "tp"), "ep_shard": ("dp_shard", "cp", "tp"),
+    "expert_replicate": ("dp_replicate", "dp_shard", "cp", "tp"),
+}  # fmt: skip
+"""For an axis made of others, the ones its ranks may differ on."""
 
 
 def joint_axis(plan: Plan) -> str:
@@ -215,6 +220,10 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
         folded = init_device_mesh(device.type, shape, mesh_dim_names=FOLDED)
         parts = {name: folded[name] for name in ("ep_shard", "ep")}
         parts["expert_replicate"] = folded["dp_replicate", "ep_shard"]._flatten("expert_replicate")
+        if 1 < plan.ep_hop < plan.ep:
+            nodes = (plan.world // plan.ep, plan.ep // plan.ep_hop, plan.ep_hop)
+            hops = init_device_mesh(device.type, nodes, mesh_dim_names=("ep_groups", "ep_far", "ep_near"))
+            parts |= {name: hops[name] for name in ("ep_far", "ep_near")}
         axes |= {n: axis_of(n, part.get_group(), per_node, meter) for n, part in parts.items() if part.size() > 1}
     host_group, disk_group = (dist.new_group(backend=host_backend, timeout=timeout) for _ in range(2))
     return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, meter, folded)

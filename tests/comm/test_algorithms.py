@@ -34,6 +34,8 @@ class Case:
     chunks: int | None = None
     op: str = "sum"
     turned: bool = False
+    whole: bool = False
+    """Numbers without fractions, which any order of addition sums exactly."""
 
 
 def numbers(case: Case, rank: int) -> Tensor:
@@ -42,7 +44,7 @@ def numbers(case: Case, rank: int) -> Tensor:
     random = torch.Generator().manual_seed(rank)
     made = torch.randint(-3, 4, shape, generator=random)
     x = (made.abs() if case.dtype == torch.uint8 else made).to(case.dtype)
-    if case.dtype.is_floating_point:
+    if case.dtype.is_floating_point and not case.whole:
         x = x + torch.rand(shape, generator=random).to(case.dtype)
     return x.permute(tuple(reversed(range(x.dim())))) if case.turned else x
 
@@ -80,7 +82,7 @@ def check(pool: RankPool, world: int, cases: list[Case]) -> list[list[int]]:
     told = pool.run(on_rank, world, cases)
     for i, case in enumerate(cases):
         first, _, native = told[0][i]
-        exact = not case.dtype.is_floating_point or case.op in ("max", "min")
+        exact = not case.dtype.is_floating_point or case.op in ("max", "min") or case.whole
         near: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
         if not exact and case.dtype in (torch.float16, torch.bfloat16):
             near = {"rtol": world * torch.finfo(case.dtype).eps, "atol": world * 8 * torch.finfo(case.dtype).eps}
@@ -105,6 +107,25 @@ def test_every_algorithm_of_every_size_and_dtype(pool: RankPool, world: int) -> 
         ]
     ]  # fmt: skip
     check(pool, world, cases)
+
+
+def test_up_to_eight_ranks(pool: RankPool) -> None:
+    for world in (6, 7, 8):
+        cases = [
+            Case(name, shape, dtype, near, chunks, turned=len(shape) > 1, whole=True)
+            for name in BY_HAND
+            for near in ((2, 3, 4) if name == "hierarchical" else (1,))
+            for shape, dtype, chunks in [
+                ((), torch.float32, None), ((1,), torch.float32, None), ((world - 1,), torch.bfloat16, None),
+                ((7, 13), torch.float32, 3), *(((3, 5), dtype, 2) for dtype in DTYPES),
+            ]
+        ]  # fmt: skip
+        size = 4 * 840
+        ring, levels = Case("ring", (840,), torch.float32), Case("hierarchical", (840,), torch.float32, near=2)
+        sent = check(pool, world, [*cases, ring, levels])
+        assert sent[-2] == [2 * (world - 1) * size // world] * world
+        if world % 2 == 0:
+            assert sent[-1] == sent[-2]
 
 
 @pytest.mark.parametrize("world", [3, 4])

@@ -57,6 +57,7 @@ def test_who_a_process_is() -> None:
     assert standing(ours) == Standing(5, 8, 1, 4, "Open MPI")
     assert under_mpi(ours) and not under_mpi({"RANK": "0", "WORLD_SIZE": "1"})
     assert standing({"PMI_RANK": "1", "PMI_SIZE": "2"}) == Standing(1, 2, 1, 2, "MPICH")
+    assert not under_mpi({"PMI_RANK": "0", "PMI_SIZE": "1"})  # a shell under srun
     assert standing({}) == Standing(0, 1, 0, 1, "alone")
     told = dict(ours)
     assert adopt(told) and {k: told[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {

@@ -118,6 +118,23 @@ def test_only_routed_tokens_travel(pool: RankPool) -> None:
     assert sum(s.held for s in even) == 2 * 3 * 4 * 24 * dim, "each element of an expert is updated on one rank"
 
 
+def test_two_hops_are_one(pool: RankPool) -> None:
+    """Two nodes of two ranks each: tokens pass on inside the node first."""
+    job = experts_job({**EXPERTS, "shared": 1, "capacity": 1.0}, "train.accumulation=1")
+    direct = with_layout(job, section("dp_shard=4 ep=4"))
+    hopping = direct.model_copy(
+        update={
+            "cluster": direct.cluster.model_copy(update={"nodes": 2, "devices_per_node": 2}),
+            "parallel": direct.parallel.model_copy(update={"ep_exchange": "two-hop"}),  # type: ignore[union-attr]
+        }
+    )
+    assert make_plan(hopping)[1].ep_hop == 2
+    one, two = (pool.run(expert_ranks.loads, 4, j, 2) for j in (direct, hopping))
+    assert [t.losses for t in two] == [t.losses for t in one]
+    assert [t.norms for t in two] == [t.norms for t in one]
+    assert all(t.moved["all_to_all"] == 0 for t in two), "nothing goes directly"
+
+
 def test_bias_follows_the_load(pool: RankPool) -> None:
     job = experts_job({**EXPERTS, "balance": "bias", "bias_rate": 0.01})
     alone, spread = run_loads(pool, job, "1", 2)[0], run_loads(pool, job, "pp2 dp_shard=2 ep=2", 2)

@@ -65,4 +65,5 @@ def test_a_schedule_leaves_room_for_each(kinds: list[str], steps: int, world: in
         assert (fault.rank is None) != kind.in_one_rank
         assert fault.rank is None or 0 <= fault.rank < world
         free = fault.step + kind.room
+        assert fault.step <= fault.latest <= steps - kind.room
     assert free <= steps

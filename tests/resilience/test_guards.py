@@ -19,7 +19,7 @@ STEPS = 44
 def job(folder: Path, name: str, *overrides: str) -> Job:
     return make_job(
         "train.steps=44", "train.eval_every=0", "checkpoint.every=20", "train.global_batch=8", "optim.lr=0.001",
-        f"name={name}", f"runs_dir={folder}", "resilience.rebalance=false", *overrides,
+        f"name={name}", f"runs_dir={folder}", "resilience={rebalance: false, check_every: 1}", *overrides,
     )  # fmt: skip
 
 

@@ -92,6 +92,14 @@ def test_any_run_goes_on_from_its_checkpoint(pool: RankPool, tmp_path: Path) -> 
     assert torch.equal(weights(begun[0][0]), weights(begun[1][0]))
 
 
+def test_replicas_that_train_alone_are_not_taken_to_be_broken(pool: RankPool) -> None:
+    """Between exchanges their weights differ, as those of a rank with a broken memory would."""
+    alike = pool.run(sync_ranks.watched, 4, job_of("dp_replicate 2 x tp 2", "diloco"))[0]
+    assert alike[()] == [(0, 1), (2, 3)] and not alike["tp",]
+    alike = pool.run(sync_ranks.watched, 4, job_of("dp_replicate 2 x tp 2", "step"))[0]
+    assert alike[()] == [(0, 1, 2, 3)] and alike["tp",] == [(0, 2), (1, 3)]
+
+
 @given(st.integers(1, 4), st.sampled_from([8, 4]), st.integers(0, 2**31), st.floats(1e-20, 1e20))
 @settings(max_examples=30, deadline=None)
 def test_integers_come_back_within_half_a_level(blocks: int, bits: int, seed: int, size: float) -> None:

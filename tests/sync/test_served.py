@@ -13,14 +13,13 @@ import pytest
 import sync_ranks
 import torch
 from command import Started, losses, run_of, until, write_job
-from parity import BASE, make_job, section
+from parity import BASE, section
 
-from weft.job.load import load_job
+from weft.job.load import load_job, parse_job
 from weft.job.run import RunDir
 from weft.launch.pool import RankPool
 from weft.plan import make_plan
 from weft.train.checkpoint import load_full, newest_good
-from weft.train.prove import with_layout
 from weft.train.served.worker import Worker, make_worker, work
 from weft.watch.journal import read_jsonl
 
@@ -92,7 +91,7 @@ def test_killed_workers_and_servers_leave_no_trace_in_the_weights(pool: RankPool
     found = newest_good(run.checkpoints)
     assert found is not None
     last = told(run, "stop")[0]["step"]
-    job = with_layout(make_job(train=SMALL["train"]), section("1"))
+    job = parse_job({**SMALL, "cluster": {"device": "cpu", "devices_per_node": 1}, "parallel": section("1")})
     plain = pool.run(sync_ranks.train_to, 1, job, last)[0][0]
     first = pool.run(sync_ranks.train_to, 1, job, 0)[0][0]
     kept = load_full(found.path, "model.")

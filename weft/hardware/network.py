@@ -117,3 +117,10 @@ def name_interface(environ: MutableMapping[str, str] = os.environ) -> Choice | N
     environ.setdefault(GLOO, found.name)
     environ.setdefault(NCCL, found.name)
     return found
+
+
+def stay_home(environ: MutableMapping[str, str]) -> None:
+    """For ranks on one host: let Gloo and NCCL use the loopback, which no other host can reach."""
+    for home in [i.name for i in interfaces() if i.loopback][:1]:
+        environ.setdefault(GLOO, home)
+        environ.setdefault(NCCL, home)

@@ -16,6 +16,8 @@ class Starter:
     world: str
     local_rank: str
     local_world: str
+    least: int = 1
+    """A world of fewer is none: srun also marks shells that hold no MPI program at all."""
 
 
 TORCHRUN = Starter("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -26,7 +28,7 @@ MPI_STARTERS: tuple[Starter, ...] = (
             "OMPI_COMM_WORLD_LOCAL_SIZE"),
     Starter("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
             "MV2_COMM_WORLD_LOCAL_SIZE"),
-    Starter("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Starter("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", least=2),
 )  # fmt: skip
 
 
@@ -50,7 +52,7 @@ class Standing:
 def standing(environ: Mapping[str, str] = os.environ) -> Standing:
     """This process's place; torchrun's variables count before MPI's, which a program under mpirun may set by hand."""
     for starter in (TORCHRUN, *MPI_STARTERS):
-        if starter.rank in environ and starter.world in environ:
+        if _said(starter, environ):
             rank, world = int(environ[starter.rank]), int(environ[starter.world])
             local_world = int(environ.get(starter.local_world, world))
             return Standing(
@@ -61,7 +63,11 @@ def standing(environ: Mapping[str, str] = os.environ) -> Standing:
 
 def under_mpi(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether an MPI starter started this process."""
-    return any(s.rank in environ and s.world in environ for s in MPI_STARTERS)
+    return any(_said(starter, environ) for starter in MPI_STARTERS)
+
+
+def _said(starter: Starter, environ: Mapping[str, str]) -> bool:
+    return starter.rank in environ and int(environ.get(starter.world, 0)) >= starter.least
 
 
 def adopt(environ: MutableMapping[str, str] = os.environ) -> bool:

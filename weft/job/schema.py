@@ -262,6 +262,12 @@ class Parallel(Section):
     """Stages among which the layers are cut."""
     ep: int = 1
     """Ranks among which the experts are cut, laid over dp_shard × cp × tp."""
+    ep_exchange: Literal["direct", "two-hop"] = "direct"
+    """How tokens reach experts on other nodes: each rank to each, or first inside the node and then between nodes,
+    which makes fewer and larger messages. Where ep lies inside a node, both are the same."""
+    ep_rebalance: float = Field(0.0, ge=0, lt=1)
+    """At a checkpoint experts change ranks, with all that belongs to them, if the load of the fullest rank since the
+    last one would have been less by this share; the model stays the same. 0: never; 0.1 is usual."""
     schedule: str = "1f1b"
     """The order of a pipeline's work: naive, gpipe, 1f1b, interleaved-1f1b, zero-bubble (zb-h1, zbv) or dualpipe-v."""
     virtual_stages: int | None = Field(None, ge=1)

@@ -47,7 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "vit-l": dict(family="vit", dim=1024, layers=24, heads=16, ffn=4096, vocab=1000),
     "vit-h": dict(family="vit", dim=1280, layers=32, heads=16, ffn=5120, vocab=1000),
     "moe-tiny": dict(
-        family="llama", dim=64, layers=4, heads=4, kv_heads=2, ffn=192, experts=dict(count=8, top_k=2, ffn=96),
+        family="llama", dim=64, layers=4, heads=4, kv_heads=2, ffn=192,
+        experts=dict(count=8, top_k=2, ffn=96, router="sigmoid", scale=2.0, balance="bias", bias_rate=0.01),
     ),
     "mixtral-8x7b": dict(
         family="llama", dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=32000, rope_theta=1e6,
@@ -93,6 +94,11 @@ def _resolve_model(model: Model, data: Data) -> Model:
     shape = _shape(model.shape or ("tiny" if not {"family", "dim", "layers"} & given.keys() else None))
     if "family" in given and given["family"] != shape.get("family", given["family"]):
         shape = {k: v for k, v in shape.items() if k != "kv_heads"}
+    if model.experts is not None:  # what a person says of the experts, over what the shape says of them
+        given["experts"] = {
+            **(shape.get("experts") or {}),
+            **model.experts.model_dump(exclude_unset=True, exclude_none=True),
+        }
     fields: dict[str, Any] = {"family": "llama", **shape, **given}
     fields = {**FAMILIES[fields["family"]], **fields}
     needed = ("dim", "layers") if fields["family"] == "mlp" else ("dim", "layers", "heads")

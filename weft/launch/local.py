@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from weft.hardware.network import stay_home
 from weft.job.errors import Exit, JobError
 from weft.job.run import RunDir
 
@@ -106,6 +107,7 @@ def _start(
         "WEFT_LAUNCHER": str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
     }
+    stay_home(env)
     env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads once it knows its share
     # a session of its own: Ctrl-C reaches the launcher alone, which passes it on once
     command = [sys.executable, "-m", worker[0], str(run.path), *worker[1:]]

@@ -50,8 +50,14 @@ class Stack(nn.Module):
         return product(x, weight.to_local() if hasattr(weight, "to_local") else weight, counts)
 
 
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
 class ExpertParts(nn.Module):
     """The experts' own feed-forward parts, on rows that are sorted by expert."""
+
+    join: Callable[[Tensor, Tensor], Tensor] = staticmethod(gated)
 
     def __init__(self, m: Model, e: Experts):
         super().__init__()
@@ -65,9 +71,6 @@ class ExpertParts(nn.Module):
         up = self.up(x, counts)
         hidden = F.gelu(up, approximate="tanh") if self.gate is None else self.join(self.gate(x, counts), up)
         return self.down(hidden, counts)
-
-    def join(self, gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate) * up
 
 
 class Spread:
@@ -154,7 +157,8 @@ class MixtureOfExperts(nn.Module):
         order = torch.argsort(ids, stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        counts = counts_of(ids, self.options.count)
+        numbers = torch.arange(self.options.count + 1, device=ids.device)
+        counts = torch.searchsorted(ids.index_select(0, order), numbers).diff()
         sent = dispatch(flat, order, inverse, self.options.top_k)
         back, always = self.spread.carry(
             self.experts, sent, counts, lambda: None if self.shared is None else self.shared(x, where)
@@ -241,15 +245,9 @@ class MixtureOfExperts(nn.Module):
         return out
 
 
-def counts_of(ids: Tensor, count: int) -> Tensor:
-    """How often each of the numbers below `count` occurs."""
-    return counts_by_row(ids.view(1, -1), count)[0]
-
-
 def counts_by_row(ids: Tensor, count: int) -> Tensor:
     """How often each of the numbers below `count` occurs in each row, [rows, count]."""
-    out = torch.zeros((len(ids), count + 1), dtype=torch.int64, device=ids.device)
-    return out.scatter_add_(1, ids, torch.ones_like(ids))[:, :count]
+    return (ids.unsqueeze(2) == torch.arange(count, device=ids.device)).sum(1)
 
 
 class _Attach(torch.autograd.Function):

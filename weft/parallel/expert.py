@@ -23,7 +23,7 @@ from weft.comm import Axis, join_along, split_along
 from weft.comm.algorithms import Start
 from weft.comm.exchange import Trip
 from weft.mesh import Mesh
-from weft.models.experts import ExpertParts, MixtureOfExperts, Spread, Stack
+from weft.models.experts import ExpertParts, MixtureOfExperts, Spread, Stack, gated
 from weft.models.grouped import dispatch, known
 from weft.parallel.data import shard
 from weft.plan.layout import Plan
@@ -35,8 +35,11 @@ NOWHERE = 2**62  # the place of a token that only fills up
 class Spreading(Spread):
     """Tokens cut over tp and cp, experts over ep; each of the axes may be missing."""
 
-    def __init__(self, tp: Axis | None, sequence: bool, cp: Axis | None, ep: Axis | None):
-        self.tp, self.sequence, self.cp, self.ep = tp, sequence, cp, ep
+    def __init__(
+        self, tp: Axis | None, sequence: bool, cp: Axis | None, ep: Axis | None, hops: tuple[Axis, Axis] | None = None
+    ):
+        """`hops` are the ranks of ep on this node, and those at the same place on other nodes."""
+        self.tp, self.sequence, self.cp, self.ep, self.hops = tp, sequence, cp, ep, hops
 
     def enter(self, x: Tensor) -> Tensor:
         if self.tp is None or self.sequence:
@@ -73,24 +76,80 @@ class Spreading(Spread):
         if self.ep is None:
             return super().carry(experts, x, counts, meanwhile)
         leaving = counts.view(self.ep.size, -1)  # [ranks, experts of each]
-        coming = self.ep.swap(leaving)
-        both = known(torch.cat([leaving.sum(1), coming.sum(1)]), 2 * len(x))
-        send, receive = both[: self.ep.size], both[self.ep.size :]
-        there, back = Trip(self.ep, send, receive), Trip(self.ep, receive, send)
-        routed = sum(send)
-        on_the_way = there.start(x[:routed])
+        way = _Direct(self.ep, leaving, len(x)) if self.hops is None else _TwoHops(*self.hops, leaving, len(x))
+        on_the_way = way.start(x[: way.routed])
         always = meanwhile()
-        order, inverse = by_expert(coming, sum(receive))
-        rows = dispatch(there.wait(on_the_way), order, inverse)
-        y = back.go(dispatch(experts(rows, coming.sum(0)), inverse, order))
-        return (y if routed == len(x) else F.pad(y, (0, 0, 0, len(x) - routed))), always
+        order, inverse = by_expert(way.coming, way.total)
+        rows = dispatch(way.arrive(on_the_way), order, inverse)
+        y = way.back(dispatch(experts(rows, way.coming.sum(0)), inverse, order))
+        return (y if way.routed == len(x) else F.pad(y, (0, 0, 0, len(x) - way.routed))), always
+
+
+class _Direct:
+    """Every rank of ep to every other."""
+
+    def __init__(self, ep: Axis, leaving: Tensor, most: int):
+        self.coming = ep.swap(leaving)  # [ranks, experts of this one]
+        both = known(torch.cat([leaving.sum(1), self.coming.sum(1)]), 2 * most)
+        send, receive = both[: ep.size], both[ep.size :]
+        self.routed, self.total = sum(send), sum(receive)
+        self.there, self.home = Trip(ep, send, receive), Trip(ep, receive, send)
+
+    def start(self, x: Tensor) -> Tensor:
+        return self.there.start(x)
+
+    def arrive(self, x: Tensor) -> Tensor:
+        return self.there.wait(x)
+
+    def back(self, x: Tensor) -> Tensor:
+        return self.home.go(x)
+
+
+class _TwoHops:
+    """Inside the node to the rank that stands where the expert's rank stands in its own, and from there to its node.
+
+    Each rank talks to one rank of each other node, with all that its node has for it: few large messages cross.
+    """
+
+    def __init__(self, near: Axis, far: Axis, leaving: Tensor, most: int):
+        asked = leaving.view(far.size, near.size, -1)  # [node, place in it, expert]
+        middle = near.swap(asked.transpose(0, 1))  # [from place, node, expert]
+        last = far.swap(middle.transpose(0, 1))  # [from node, from place, expert]
+        self.coming = last.flatten(0, 1)
+        sums = [asked.sum((0, 2)), middle.sum((1, 2)), middle.sum((0, 2)), last.sum((1, 2))]
+        found = known(torch.cat(sums), 4 * most)
+        a, b, c = near.size, 2 * near.size, 2 * near.size + far.size
+        send, receive, send_far, receive_far = found[:a], found[a:b], found[b:c], found[c:]
+        self.routed, self.total = sum(send), sum(receive_far)
+        self.orders = _swapped(asked.sum(2), self.routed), _swapped(middle.sum(2), sum(receive))
+        self.there = Trip(near, send, receive), Trip(far, send_far, receive_far)
+        self.home = Trip(far, receive_far, send_far), Trip(near, receive, send)
+
+    def start(self, x: Tensor) -> Tensor:
+        return self.there[0].start(dispatch(x, *self.orders[0]))
+
+    def arrive(self, x: Tensor) -> Tensor:
+        return self.there[1].go(dispatch(self.there[0].wait(x), *self.orders[1]))
+
+    def back(self, x: Tensor) -> Tensor:
+        (order, inverse), (order_far, inverse_far) = self.orders
+        middle = dispatch(self.home[0].go(x), inverse_far, order_far)
+        return dispatch(self.home[1].go(middle), inverse, order)
+
+
+def _swapped(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """The order that brings rows in blocks [a, b] into blocks [b, a], and the way back."""
+    a, b = counts.shape
+    return _sorted_by(torch.arange(a * b, device=counts.device).view(b, a).t(), counts, total)
 
 
 def by_expert(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """The order that brings rows sorted by rank, and then by expert, into that of experts; and the way back."""
-    ranks, experts = counts.shape
-    numbers = torch.arange(experts, device=counts.device).repeat(ranks)
-    order = torch.argsort(torch.repeat_interleave(numbers, counts.flatten(), output_size=total), stable=True)
+    return _sorted_by(torch.arange(counts.shape[1], device=counts.device).expand_as(counts), counts, total)
+
+
+def _sorted_by(keys: Tensor, counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    order = torch.argsort(torch.repeat_interleave(keys.flatten(), counts.flatten(), output_size=total), stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(total, device=counts.device)
     return order, inverse
@@ -127,9 +186,11 @@ def dress(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
 def spread_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, sequence: bool) -> None:
     """Let mixtures of experts reach over the ranks of tp, cp and ep."""
     axes = {name: mesh.axis(name) for name in ("tp", "cp", "ep")}
+    near, far = mesh.axis("ep_near"), mesh.axis("ep_far")
+    hops = (near, far) if near is not None and far is not None else None
     for _, module in modules:
         if isinstance(module, MixtureOfExperts):
-            module.spread = Spreading(axes["tp"], sequence, axes["cp"], axes["ep"])
+            module.spread = Spreading(axes["tp"], sequence, axes["cp"], axes["ep"], hops)
 
 
 def shard_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None:
@@ -161,3 +222,4 @@ def compile_around(modules: list[tuple[str, nn.Module]]) -> None:
     for _, module in modules:
         if isinstance(module, MixtureOfExperts):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+            module.experts.join = torch.compile(gated, dynamic=True)

@@ -32,6 +32,8 @@ class ExpertLoad:
         width = max((len(m.tally) for m in found.values()), default=0)
         self.table = torch.zeros((len(found), width), dtype=torch.float64, device=device)
         """[blocks with experts, experts + 3], as MixtureOfExperts.tally has it."""
+        self.since = torch.zeros_like(self.table)
+        """The tables of the steps since someone last asked, summed."""
         self.work: Waits | None = None
         self.parts: dict[int, MixtureOfExperts] = {}
 
@@ -68,6 +70,7 @@ class ExpertLoad:
         table = self.figures()
         if taken is False:
             return
+        self.since += table
         for index, part in self.parts.items():
             e = part.options
             load = table[self.blocks.index(index), : e.count]

@@ -26,6 +26,10 @@ class Plan:
     cp: int = 1
     pp: int = 1
     ep: int = 1
+    ep_hop: int = 1
+    """Ranks of ep on one node, where tokens pass on inside the node before they go to others; 1 goes directly."""
+    ep_rebalance: float = 0.0
+    """At a checkpoint experts change ranks if the fullest rank would have less load by this share; 0: never."""
     zero: int = 3
     sequence: bool = False
     schedule: str = "1f1b"

@@ -208,7 +208,18 @@ def _pin(given: Parallel, plan: Plan, world: int) -> Plan:
             f"parallel asks for {words} = {product} ranks, but there are {world}; "
             f"set one axis to -1 for the rest, or start {product} ranks (--nproc {product})"
         )
-    plan = replace(plan, **degrees, ep=given.ep, zero=given.zero, sequence=given.sequence, schedule=given.schedule)
+    node = world // plan.nodes
+    hop = node if given.ep_exchange == "two-hop" and given.ep > node > 1 and given.ep % node == 0 else 1
+    plan = replace(
+        plan,
+        **degrees,
+        ep=given.ep,
+        ep_hop=hop,
+        ep_rebalance=given.ep_rebalance,
+        zero=given.zero,
+        sequence=given.sequence,
+        schedule=given.schedule,
+    )
     if problem := check_schedule(given.schedule, plan.pp, 1, given.virtual_stages):
         raise JobError(problem)
     if plan.pp == 1:

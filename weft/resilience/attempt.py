@@ -30,6 +30,8 @@ class Attempt:
     """Kind, rank and step of every fault so far: it tells a fault that comes again and again."""
     environment: dict[str, str] = field(default_factory=dict)
     """More for the ranks' environment, such as an address to meet at."""
+    plan: dict[str, Any] = field(default_factory=dict)
+    """The layout of this attempt."""
 
     def rank_of(self, slot: int) -> int | None:
         return next((rank for rank, s in self.ranks.items() if s == slot), None)

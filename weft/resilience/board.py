@@ -16,7 +16,20 @@ PHASES = ("gone", "start", "spare", "waiting", "connect", "data", "compute", "up
 TRAINING = PHASES[PHASES.index("data") :]
 """Phases of a rank that has a session."""
 
-_HEAD = ("magic", "slots", "attempt", "published", "end", "first_step", "supervisor", "guardian", "adopted")
+_HEAD = (
+    "magic",
+    "slots",
+    "attempt",
+    "published",
+    "end",
+    "first_step",
+    "supervisor",
+    "guardian",
+    "adopted",
+    "pause",
+    "safe",
+    "target",
+)
 HEAD = {name: i for i, name in enumerate(_HEAD)}
 HEAD_WORDS = 16
 LEASE = 15

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -9,19 +10,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.comm.pieces import local_of
-from weft.mesh import JOINT
+from weft.comm.pieces import local_of, piece_of
 
 Kind = tuple[str, ...]
-"""The axes over which a weight is cut: ranks that differ only on other axes hold the same piece of it."""
+"""The axes over which a weight is cut: who holds the same piece of one such weight does so of all."""
 
 
 def kind_of(master: Tensor) -> Kind:
     if not isinstance(master, DTensor):
         return ()
     names = master.device_mesh.mesh_dim_names or ()
-    cut = [n for n, p in zip(names, master.placements, strict=True) if not p.is_replicate()]
-    return tuple(sorted({axis for name in cut for axis in JOINT.get(name, (name,))}))
+    return tuple(sorted(n for n, p in zip(names, master.placements, strict=True) if not p.is_replicate()))
 
 
 class Digests:
@@ -32,6 +31,12 @@ class Digests:
         self.names = list(self.masters)
         self.kinds = sorted({kind_of(m) for m in self.masters.values()})
         self.members = [[i for i, m in enumerate(self.masters.values()) if kind_of(m) == k] for k in self.kinds]
+        self.held: dict[Kind, str] = {}
+        """For every kind, in a few letters, which pieces of which weights this rank holds."""
+        for kind, members in zip(self.kinds, self.members, strict=True):
+            pieces = [(self.names[i], piece_of(self.masters[self.names[i]])) for i in members]
+            listed = repr([(name, piece.offset, piece.size) for name, piece in pieces])
+            self.held[kind] = hashlib.sha256(listed.encode()).hexdigest()[:16]
         self.odd = [2 * i + 1 for i in range(len(self.names))]
         self._views: list[tuple[int, np.ndarray]] = []
 

@@ -6,7 +6,7 @@ import difflib
 import random
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from weft.job.errors import JobError
@@ -16,8 +16,8 @@ Way = Literal["signal", "inside", "restart", "disk", "nodes"]
 to a whole node."""
 
 
-PHASES = ("data", "forward", "backward", "collective", "update", "eval", "checkpoint")
-"""What a rank may be doing when a fault strikes it from outside."""
+PHASES = ("data", "compute", "collective", "update", "eval", "checkpoint")
+"""What a rank may be doing when a fault strikes it from outside, as the board shows it."""
 
 POINTS = ("data", "forward", "backward", "update")
 """Where one can strike from inside."""
@@ -98,6 +98,8 @@ class Fault:
     """It strikes when this many steps are done."""
     moment: float
     """A number from 0 to 1 that settles what else is left to chance."""
+    latest: int = 1 << 60
+    """From this step on it no longer waits for its phase."""
 
 
 def parse(text: str, seed: int, world: int, nodes: int) -> list[Wish]:
@@ -161,7 +163,8 @@ def schedule(wishes: Iterable[Wish], *, seed: int, world: int, steps: int) -> li
         step = earliest + int(chance.uniform(0.3, 1.0) * (latest - earliest) / (len(wanted) - i))
         found.append(draw(i, wish, step, world, chance))
         free = step + kind.room
-    return found
+    ends = [f.step for f in found[1:]] + [steps]
+    return [replace(f, latest=end - KINDS[f.kind].room) for f, end in zip(found, ends, strict=True)]
 
 
 def draw(number: int, wish: Wish, step: int, world: int, chance: random.Random) -> Fault:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from weft.hardware.network import stay_home
 from weft.job.run import RunDir
 from weft.launch.local import AT_ONCE, KILLED, WISHES, forwarding, shared_memory
 from weft.resilience.board import PHASES, Board
@@ -28,44 +29,52 @@ WORKER = ("weft.train.member",)
 SUPERVISOR = ("weft.resilience.supervisor",)
 
 
-def guard(run: RunDir, world: int, spares: int, lock: int, say: Callable[[str], None]) -> int:
+def guard(
+    run: RunDir,
+    world: int,
+    spares: int,
+    lock: int,
+    say: Callable[[str], None],
+    supervisor: tuple[str, ...] = SUPERVISOR,
+    node: str = "",
+) -> int:
     """Train the run in this folder with a supervisor, until it says that it is over. Returns the exit code."""
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
-    forget_memory(run)
+    forget_memory(run, node)
     folder = Path(tempfile.mkdtemp(prefix="weft-", dir=shared_memory()))
     try:
         board = Board(folder / "board", slots=world + spares)
         board["guardian"] = os.getpid()
-        _write_pointer(run, folder)
-        code = _Guardian(run, world, folder, board, lock).keep(say)
+        _write_pointer(run, folder, node)
+        code = _Guardian(run, world, folder, board, lock, supervisor).keep(say)
         for line in _last_words(folder) if code != KILLED else ():
             say(line)
         return code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        pointer(run).unlink(missing_ok=True)
+        pointer(run, node).unlink(missing_ok=True)
 
 
-def pointer(run: RunDir) -> Path:
+def pointer(run: RunDir, node: str = "") -> Path:
     """Where the memory of a running run is, for whoever wants to look at it from outside."""
-    return run.path / ".supervisor.json"
+    return run.path / f".supervisor{node and '-'}{node}.json"
 
 
-def forget_memory(run: RunDir) -> None:
+def forget_memory(run: RunDir, node: str = "") -> None:
     """Free the memory of a run whose guardian was killed; only its own run's, and only if it is nobody's any more."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        left = json.loads(pointer(run).read_text(encoding="utf-8"))
+        left = json.loads(pointer(run, node).read_text(encoding="utf-8"))
         folder = Path(left["folder"])
         ours = folder.parent == Path(shared_memory() or tempfile.gettempdir()) and folder.name.startswith("weft-")
         if ours and left["run"] == str(run.path.resolve()) and folder.stat().st_uid == os.getuid():
             shutil.rmtree(folder)
 
 
-def _write_pointer(run: RunDir, folder: Path) -> None:
+def _write_pointer(run: RunDir, folder: Path, node: str) -> None:
     content = {"folder": str(folder), "run": str(run.path.resolve()), "guardian": os.getpid()}
-    pointer(run).write_text(json.dumps(content), encoding="utf-8")
+    pointer(run, node).write_text(json.dumps(content), encoding="utf-8")
 
 
 def _last_words(folder: Path) -> list[str]:
@@ -77,8 +86,9 @@ def _last_words(folder: Path) -> list[str]:
 
 
 class _Guardian:
-    def __init__(self, run: RunDir, world: int, folder: Path, board: Board, lock: int):
+    def __init__(self, run: RunDir, world: int, folder: Path, board: Board, lock: int, command: tuple[str, ...]):
         self.run, self.world, self.folder, self.board, self.lock = run, world, folder, board, lock
+        self.command = command
         self.ranks: list[subprocess.Popen[bytes]] = []
         """The processes in slots, for signals."""
         self.slots: dict[int, subprocess.Popen[bytes]] = {}
@@ -123,12 +133,14 @@ class _Guardian:
         self.ranks.append(process)
 
     def _start_supervisor(self) -> None:
-        self.supervisor = self._start([*SUPERVISOR, str(self.run.path), str(self.folder)], {})
+        self.supervisor = self._start([self.command[0], str(self.run.path), str(self.folder), *self.command[1:]], {})
         self.board["supervisor"] = self.supervisor.pid
 
     def _start(self, command: list[str], more: dict[str, str]) -> subprocess.Popen[bytes]:
         ours = {"WEFT_MEMORY": str(self.folder), "WEFT_LAUNCHER": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         env = {**os.environ, **more, **ours}
+        if self.command == SUPERVISOR:
+            stay_home(env)
         env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads once it knows its share
         was = signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
         try:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,7 +20,7 @@ from weft.data.loader import Loader
 from weft.data.shares import Shares
 from weft.job.errors import DivergedError
 from weft.job.schema import Job
-from weft.mesh import JOINT, Mesh
+from weft.mesh import UNDER, Mesh
 from weft.plan.layout import Plan
 from weft.precision import FLOOR
 from weft.resilience.alike import odd_ones
@@ -33,7 +33,7 @@ from weft.resilience.rollback import RollBack
 from weft.resilience.spikes import Spikes
 from weft.resilience.telling import Row, Table
 
-CHEAP = 0.001
+CHEAP = 0.002
 """Of a step's time, what it may cost to look whether weights changed between two updates."""
 STALL_S = 1.0
 """Seconds without data, or that the wall clock jumps, from which on it is told."""
@@ -74,14 +74,14 @@ class Guards:
         self.settings = job.resilience
         self.digests = Digests(state.woven.masters)
         everyone = cast(
-            list[tuple[dict[str, int], list[Kind], list[str]]],
-            mesh.all_gather_object((mesh.coords, self.digests.kinds, self.digests.names)),
+            list[tuple[dict[str, int], dict[Kind, str], list[str]]],
+            mesh.all_gather_object((mesh.coords, self.digests.held, self.digests.names)),
         )
         self.coords, self.names = [c for c, _, _ in everyone], [n for _, _, n in everyone]
-        self.kinds = sorted({kind for _, kinds, _ in everyone for kind in kinds})
-        self.alike = {kind: self._groups(_besides(self.coords[0], kind)) for kind in self.kinds}
+        self.kinds = sorted({kind for _, held, _ in everyone for kind in held})
+        self.alike = {kind: self._alike(kind, [held for _, held, _ in everyone]) for kind in self.kinds}
         axes = tuple(mesh.axes)
-        self.links_of = {axis: self._groups(set(JOINT.get(axis, (axis,)))) for axis in axes}
+        self.links_of = {axis: self._groups(set(UNDER.get(axis, (axis,)))) for axis in axes}
         self.table = Table(mesh.world, axes, 2 * len(self.kinds))
         self.shares = Shares.even(job.train.global_batch, plan.microbatch, plan.dp)
         self.balance = Balance(plan, job.train.global_batch)
@@ -95,6 +95,7 @@ class Guards:
 
     def begin(self) -> None:
         """Training is about to start, or to start again from an earlier step."""
+        self.digests = Digests(self.state.woven.masters)  # a run that began anew has other tensors
         self.sums: Tensor | None = None
         self.changed: Tensor | int = 0
         self.look_every, self.looked_s = 1, 0.0
@@ -160,7 +161,6 @@ class Guards:
     def judge(self, step: Step, values: list[float]) -> None:
         """Conclude from a step that all ranks have told of. May ask to go back, or end the run."""
         rows = self.table.rows(values)
-        step = replace(step, norm=rows[0].norm)  # whatever this rank has, all ranks must judge alike
         self._gradients(step, rows)
         self._weights(step, rows)
         self._finite(step)
@@ -198,6 +198,8 @@ class Guards:
     def _spikes(self, step: Step) -> None:
         if not self.settings.roll_back or step.number in self.state.skipped_steps:
             return
+        if self.plan.alone:  # an exchange may move the loss of replicas, and is no fault of a batch
+            return
         spike = self.spikes.judge(step.number, step.loss, step.norm)
         if spike is None:
             return
@@ -209,7 +211,7 @@ class Guards:
     def _gradients(self, step: Step, rows: list[Row]) -> None:
         """Gradients that are finite on some ranks only: those took the step, the others did not."""
         broken = [rank for rank, row in enumerate(rows) if not math.isfinite(row.norm)]
-        if not broken or len(broken) == len(rows):
+        if not broken or len(broken) == len(rows) or self.plan.alone:
             return
         why = (
             f"the summed gradients of rank {broken[0]} are not finite at step {step.number}, and those of others are: "
@@ -333,6 +335,15 @@ class Guards:
             groups.setdefault(key, []).append(rank)
         return [tuple(g) for g in groups.values() if len(g) > 1]
 
+    def _alike(self, kind: Kind, held: list[dict[Kind, str]]) -> list[tuple[int, ...]]:
+        """The ranks that hold the same pieces of a kind's weights, unless they train alone and so have their own."""
+        groups: dict[tuple[str, int], list[int]] = {}
+        for rank, mine in enumerate(held):
+            if kind in mine:
+                own = self.coords[rank].get("dp_replicate", 0) if self.plan.alone else 0
+                groups.setdefault((mine[kind], own), []).append(rank)
+        return [tuple(g) for g in groups.values() if len(g) > 1]
+
     def _samples(self, step: int) -> list[int]:
         """The first and the last sample of a step."""
         batch = self.job.train.global_batch
@@ -345,8 +356,3 @@ class Guards:
 
     def _recovered(self, fault: str, how: str, step: int, seconds: float = 0.0, **more: Any) -> None:
         self.event("recovered", fault=fault, how=how, step=step, steps_lost=0, seconds=seconds, **more)
-
-
-def _besides(coords: Mapping[str, int], kind: Kind) -> set[str]:
-    """The axes along which weights of a kind are the same: all that do not cut them. Every stage has its own."""
-    return {axis for axis in coords if axis not in kind and axis != "pp"}

@@ -45,21 +45,22 @@ def explain(error: BaseException, plan: Plan) -> str:
     return f"memory ran out ({first}); the plan counts {told or 'no parts'}; {change} takes less"
 
 
-def shrink(run: RunDir, plan: Plan, error: BaseException, rank: int, position: str, step: int | None) -> Plan | None:
+def shrink(run: RunDir, plan: Plan, error: BaseException, rank: int, position: str) -> Plan | None:
     """Write the plan of the next attempt, with smaller microbatches, and say so; None where nothing can be smaller.
 
-    Called by the rank that ran out, whatever state the others are in: a line and a renamed file need nobody else.
+    Called by the rank that ran out, whatever state the others are in: a line and a renamed file need nobody else. Where
+    several ran out at once each writes the same.
     """
     why, less = explain(error, plan), smaller(plan)
     with Journal(run) as journal:
-        journal.event("fault", fault="oom", rank=rank, position=position, step=step, why=why, detected_after_s=0.0)
+        journal.event("fault", fault="oom", rank=rank, position=position, step=None, why=why, detected_after_s=0.0)
         if less is None:
             return None
         temporary = run.plan.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(less.dumps(), encoding="utf-8")
         temporary.replace(run.plan)
         journal.event(
-            "recovered", fault="oom", how="smaller_microbatch", step=None if step is None else step + 1, steps_lost=0,
-            seconds=0.0, microbatch=less.microbatch, was=plan.microbatch,
+            "recovered", fault="oom", how="smaller_microbatch", step=None, steps_lost=0, seconds=0.0,
+            microbatch=less.microbatch, was=plan.microbatch,
         )  # fmt: skip
     return less

@@ -16,13 +16,15 @@ import struct
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
+
+from weft.resilience.snapfile import HEAD, MAGIC, SEAL
 
 KEEP = 5
 """Steps in the ring. While one is written, the ranks may differ by one in the newest that they have sealed; the rest
@@ -43,9 +45,6 @@ FREE_S = 0.001
 AGREE_AFTER, AGREE_EVERY = 5, 200
 """Steps after which ranks agree how often to copy: soon after a start, and then now and then."""
 
-MAGIC = b"weftsnap"
-HEAD = struct.Struct("<8sQQQQ")  # magic, sealed step + 1, offset of the tensors, length and checksum of the JSON
-SEAL = struct.Struct("<Q")
 ALIGN = 64
 
 
@@ -68,6 +67,8 @@ class Snapshots:
         self.every = 1
         """Steps between two of them, the same on all ranks."""
         self._slots: list[_Slot] = []
+        self.wanted: Callable[[], tuple[int, int]] = lambda: (-1, 0)
+        """The step that other machines hold copies of, and the one from which on the next is copied (0: none)."""
         self._open: tuple[_Slot, int, dict[str, Any]] | None = None
         self._committed = -1
         self._copies: deque[float] = deque(maxlen=8)
@@ -86,11 +87,17 @@ class Snapshots:
             self._allocate(pieces)
             if self.refused:
                 return
-        slot = min(self._slots, key=lambda s: s.sealed)
+        slot = min((s for s in self._slots if s.sealed not in self._pinned()), key=lambda s: s.sealed)
         slot.write(pieces)
         self._open = (slot, step, meta)
         if step <= self._committed:
             self.seal(step, {})
+
+    def _pinned(self) -> set[int]:
+        """What must not be overwritten yet: copies elsewhere are of use only beside the same step here."""
+        safe, target = self.wanted()
+        sent = [s for s in self.held() if s >= target > 0]
+        return {safe, *sent[:1]}
 
     def seal(self, step: int, more: dict[str, Any]) -> None:
         """The step is committed: what was copied of it may be continued from."""

@@ -34,6 +34,9 @@ REFILL_S = 2.0
 AGAIN = {"exit": 3, "raised": 2}
 """As often in a row the same fault at the same step ends the run; 3 for what is not named."""
 
+UNCOUNTED = ("elsewhere", "grow")
+"""Ends of an attempt that are no fault of a rank here."""
+
 
 class Supervisor:
     """Watches the slots of a board."""
@@ -56,11 +59,14 @@ class Supervisor:
         if number := self.board["published"]:
             self.adopt(number)
         else:
-            self.begin({rank: rank for rank in range(self.plan.world)})
+            self.first()
         while True:
             records = self.board.records()
             self.committed = max([self.committed, *(r.committed for r in records)])
-            if (code := self.ended(records)) is not None:
+            code = self.ended(records)
+            if code is None:
+                code = self.look(records)
+            if code is not None:
                 return code
             if self.open:
                 self.regroup(records)
@@ -69,6 +75,14 @@ class Supervisor:
             else:
                 self.settle(records)
             time.sleep(LOOK_S)
+
+    def first(self) -> None:
+        """Begin the first attempt."""
+        self.begin({rank: rank for rank in range(self.plan.world)})
+
+    def look(self, records: list[Record]) -> int | None:
+        """What else is new; the exit code, where that ends the run. Nothing, on a machine of its own."""
+        return None
 
     # -- what is wrong
 
@@ -91,7 +105,7 @@ class Supervisor:
         why = f"was killed by {name}" if name else f"ended with code {record.code} and left no reason"
         return Fault("exit", rank, why, record.step, self.places().get(rank, {}).get("position", ""))
 
-    def stuck(self, ranks: dict[int, Record], seconds: float) -> Fault:
+    def stuck(self, ranks: dict[int, Record], seconds: float) -> Fault | None:
         """Nothing has moved for so long: find out who is to blame, and end it."""
         places = self.places()
         names = {rank: list(places.get(rank, {}).get("groups", {})) for rank in ranks}
@@ -198,7 +212,11 @@ class Supervisor:
         if code := self.hopeless():
             self.give_up(code)
             return
-        self.begin(back)
+        self.next(back)
+
+    def next(self, ranks: dict[int, int]) -> None:
+        """All that live are back, and these slots can be the ranks of the next attempt."""
+        self.begin(ranks)
 
     def hopeless(self) -> int:
         """Whether the run has had enough: too many faults, or the same one again and again. Returns the exit code."""
@@ -233,24 +251,29 @@ class Supervisor:
             code, [f"gave up after {len(self.attempt.faults) + 1} faults, the last at step {fault.step + 1}", *lines]
         )
 
-    def begin(self, ranks: dict[int, int]) -> None:
-        """Publish the next attempt."""
-        number = self.attempt.number + 1
-        faults = [*self.attempt.faults, *([f.kind, f.rank, f.step] for f in self.open)]
+    def begin(
+        self, ranks: dict[int, int], number: int = 0, environment: dict[str, str] | None = None, how: str = ""
+    ) -> None:
+        """Publish the next attempt, as others have agreed on it or by itself."""
+        number = number or self.attempt.number + 1
+        faults = [*self.attempt.faults, *([f.kind, f.rank, f.step] for f in self.open if f.kind not in UNCOUNTED)]
         recovered = None
         if self.open:
             fault = self.open[0]
             kind = "exit" if fault.kind == "raised" else fault.kind
             moved = any(self.attempt.ranks.get(rank) != slot for rank, slot in ranks.items())
-            recovered = {"fault": kind, "how": "spare" if moved else "regroup", "since": self.since}
+            recovered = {"fault": kind, "how": how or ("spare" if moved else "regroup"), "since": self.since}
         for old in self.run.logs.glob("failure-*.json"):
-            old.unlink()
+            old.unlink(missing_ok=True)
         for slot in ranks.values():
             if self.board.record(slot).phase == "gone":
                 self.board.put(slot, "want", 1)
         deaths = {slot: self.board.get(slot, "deaths") for slot in ranks.values()}
         store = str(self.folder / f"store-{number}")
-        self.attempt = Attempt(number, self.plan.world, ranks, deaths, store, self.attempt.began, recovered, faults)
+        self.attempt = Attempt(
+            number, self.plan.world, ranks, deaths, store, self.attempt.began, recovered, faults, environment or {},
+            self.plan.to_json(),
+        )  # fmt: skip
         write_attempt(self.folder, self.attempt)
         self.board["attempt"] = number
         self.board["published"] = number

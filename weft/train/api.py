@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -132,7 +133,7 @@ def write_description(run: RunDir, job: Job, plan: Plan) -> dict[Path, bytes]:
     run.path.mkdir(parents=True, exist_ok=True)
     before = {path: path.read_bytes() for path in (run.job, run.plan) if path.exists()}
     for path, text in ((run.job, dump_yaml(job)), (run.plan, plan.dumps())):
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_suffix(f".{secrets.token_hex(4)}")  # several nodes may write the same at once
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     return before

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -14,6 +16,7 @@ from weft.job.errors import Exit, MachineError
 from weft.job.load import dump_yaml
 from weft.job.run import RunDir
 from weft.job.schema import Job
+from weft.launch.hosts import Hosts, check_hosts
 from weft.plan.layout import Plan
 from weft.resilience.account import Line, Outcome, Samples, effective_ratio, outcomes, samples
 from weft.resilience.faults import Fault, Wish, draw, parse, schedule
@@ -53,24 +56,33 @@ class Account:
 
 def rehearse(asked: Rehearsal, say: Callable[[str], None]) -> Account:
     """Run the job undisturbed, then disturbed, and hold one against the other."""
-    _, plan = prepare(asked.job, asked.nproc)
+    job, world = asked.job, asked.nproc
+    if asked.nodes > 1:
+        check_hosts()
+        job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"nodes": asked.nodes})})
+        world = (asked.nproc or 1) * asked.nodes
+    _, plan = prepare(job, world)
     wishes = parse(asked.faults, asked.seed, plan.world, asked.nodes)
     folder = Path(asked.job.runs_dir) / f"{asked.job.name}-chaos"
-    faults = _endless(wishes, asked, plan) if asked.every_s else iter(_scheduled(wishes, asked, plan))
-    reference = undisturbed(asked, folder, say) if asked.compare else None
+    planned = [] if asked.every_s else _scheduled(wishes, asked, plan)
+    reference = undisturbed(asked.job, world, folder, say) if asked.compare else None
     disturbed = _job(asked.job, folder, "disturbed")
     for old in (folder / "disturbed", folder / "orders"):
         shutil.rmtree(old, ignore_errors=True)
     (folder / "orders").mkdir(parents=True)
-    watched = Watched(disturbed, asked.nproc, {"WEFT_FAULTS": str((folder / "orders" / "orders.json").absolute())})
-    with Disk(watched.run.path, reference, any(w.kind == "diskfull" for w in wishes)) as disk:
+    env = {"WEFT_FAULTS": str((folder / "orders" / "orders.json").absolute())}
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(asked.nodes)) if asked.nodes > 1 else None
+        watched = Watched(disturbed, asked.nproc or (1 if hosts else None), env, hosts)
+        disk = stack.enter_context(Disk(watched.run.path, reference, any(w.kind == "diskfull" for w in wishes)))
         conductor = Conductor(asked, watched, disk, folder / "orders" / "orders.json", say)
         try:
-            conductor.conduct(faults)
+            conductor.conduct(iter(planned) if planned else _endless(wishes, asked, plan))
         finally:
             conductor.wake_all()
             watched.end()
-    return _account(asked, plan, conductor, reference, [] if asked.every_s else [f.kind for f in faults])
+    missed = Counter(f.kind for f in planned) - Counter(s.kind for s in conductor.struck)
+    return _account(asked, plan, conductor, reference, sorted(missed.elements()))
 
 
 def _job(job: Job, folder: Path, name: str) -> Job:
@@ -87,11 +99,11 @@ def _endless(wishes: list[Wish], asked: Rehearsal, plan: Plan) -> Iterator[Fault
     return (draw(i, wishes[i % len(wishes)], 0, plan.world, chance) for i in count())
 
 
-def undisturbed(asked: Rehearsal, folder: Path, say: Callable[[str], None]) -> RunDir:
+def undisturbed(job: Job, world: int | None, folder: Path, say: Callable[[str], None]) -> RunDir:
     """The run as it should be: done now, or kept from an earlier rehearsal of the same job and layout."""
-    job = _job(asked.job, folder, "undisturbed")
+    job = _job(job, folder, "undisturbed")
     run = RunDir(folder / "undisturbed")
-    resolved, plan = prepare(job, asked.nproc)
+    resolved, plan = prepare(job, world)
     wanted = (dump_yaml(resolved), plan.dumps())
     if run.job.exists() and (run.job.read_text(encoding="utf-8"), run.plan.read_text(encoding="utf-8")) == wanted:
         kept = newest_good(run.checkpoints)
@@ -99,10 +111,10 @@ def undisturbed(asked: Rehearsal, folder: Path, say: Callable[[str], None]) -> R
             return run
     shutil.rmtree(run.path, ignore_errors=True)
     say(f"first undisturbed: {plan.layout()}, {job.train.steps} steps")
-    watched = Watched(job, asked.nproc)
+    watched = Watched(job, world)
     watched.start()
     try:
-        code = watched.wait_for(lambda: False, 3600.0)
+        code = watched.wait_for(lambda: False, float("inf"))
     finally:
         watched.end()
     if code:

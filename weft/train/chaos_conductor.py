@@ -14,6 +14,7 @@ from typing import Any
 
 from weft.job.errors import Exit
 from weft.job.schema import Job
+from weft.launch.hosts import Hosts
 from weft.resilience.account import Struck, outcome
 from weft.resilience.faults import KINDS, Fault, order_of
 from weft.train.chaos_disk import Disk, damage
@@ -38,6 +39,9 @@ class Rehearsal:
     patience_s: float = 300.0
 
 
+PHASE_S = 5.0
+"""How long a phase is waited for, or 20 steps if that is longer."""
+
 READ_S = 0.1
 """Until every rank has read an order."""
 
@@ -52,7 +56,6 @@ class Conductor:
         self.stopped: list[int] = []
         self.why: str | None = None
         self.code: int | None = None
-        self.asked_to_end = False
 
     def conduct(self, faults: Iterator[Fault]) -> None:
         """From the first start to the end of the run."""
@@ -87,11 +90,9 @@ class Conductor:
                 return None
 
     def _again(self, code: int) -> bool:
-        """Start the run again where a scheduler would: preempted, or its first process killed."""
-        expected = code == Exit.PREEMPTED or (code == -signal.SIGKILL and self.asked_to_end)
-        if code == Exit.DONE or not (expected or self.asked.restart) or self.run.starts > 1000:
+        """Start the run again where a scheduler would."""
+        if code == Exit.DONE or not (code == Exit.PREEMPTED or self.asked.restart) or self.run.starts > 1000:
             return False
-        self.asked_to_end = False
         self.disk.free()
         self.run.start()
         return True
@@ -136,9 +137,19 @@ class Conductor:
 
     # from outside
 
-    def _moment(self, fault: Fault) -> str | None:
-        """Wait for the fault's phase; without a board, for a random moment of a step."""
-        time.sleep(min(2.0, self._usual() * fault.moment))
+    def _moment(self, fault: Fault) -> tuple[str, int] | None:
+        """Wait until the fault's rank is in the fault's phase; one that does not come in time is not waited for.
+
+        Gives the phase that was met and the process, or None where the run ended meanwhile."""
+        time.sleep(min(1.0, self._usual() * fault.moment))
+        deadline = time.monotonic() + max(PHASE_S, 20 * self._usual())
+        while self.run.look() is None:
+            found, late = self.run.rank(fault.rank or 0), time.monotonic() - deadline
+            if found is not None and (found[0] in (fault.phase, "any") or late > 0 or self.run.step >= fault.latest):
+                return found
+            if found is None and late > self.asked.patience_s:
+                raise TimeoutError
+            time.sleep(0.0005)
         return None
 
     def _usual(self) -> float:
@@ -152,37 +163,32 @@ class Conductor:
         self._signal(fault, signal.SIGSTOP)
 
     def _signal(self, fault: Fault, number: signal.Signals) -> None:
-        assert fault.rank is not None
-        phase = self._moment(fault)
-        pid = self.run.ranks().get(fault.rank)
-        if pid is None or not _send(pid, number):
-            return
-        self._note(fault, phase)
-        if number == signal.SIGSTOP:
-            self.stopped.append(pid)
+        met, at = self._moment(fault), time.time()
+        if met is not None and _send(met[1], number):
+            self._note(fault, met[0], at)
+            if number == signal.SIGSTOP:
+                self.stopped.append(met[1])
+
+    def _supervisor(self, fault: Fault) -> None:
+        met, pid, at = self._moment(fault), self.run.supervisor(), time.time()
+        if met is not None and pid is not None and _send(pid, signal.SIGKILL):
+            self._note(fault, met[0], at)
 
     def _term(self, fault: Fault) -> None:
-        phase = self._moment(fault)
-        self._end_run(fault, phase, signal.SIGTERM)
-
-    def _end_run(self, fault: Fault, phase: str | None, number: signal.Signals) -> None:
-        """Tell the whole run to end, and start it again once it has."""
-        process = self.run.process
-        assert process is not None
-        if not _send(process.pid, number):
+        """Tell the whole run to end, as a scheduler does, and start it again once it has."""
+        met, at = self._moment(fault), time.time()
+        if met is None or not self._tell_all(signal.SIGTERM):
             return
-        self._note(fault, phase)
-        self.asked_to_end = True
+        self._note(fault, met[0], at)
         starts = self.run.starts
         self._wait(lambda: self.run.starts > starts)
 
-    def _supervisor(self, fault: Fault) -> None:
-        self._end_run(fault, self._moment(fault), signal.SIGKILL)
+    def _tell_all(self, number: signal.Signals) -> bool:
+        """Send a signal to the first process of each node."""
+        return any([_send(p.pid, number) for p in self.run.processes.values() if p.poll() is None])
 
     def _corrupt(self, fault: Fault) -> None:
-        process = self.run.process
-        assert process is not None
-        if not _send(process.pid, signal.SIGTERM):
+        if not self._tell_all(signal.SIGTERM):
             return
         code = self.run.wait_for(lambda: False, self.asked.patience_s)
         if code == Exit.PREEMPTED and (found := list_checkpoints(self.run.run.checkpoints)):
@@ -192,28 +198,48 @@ class Conductor:
         elif code is not None and not self._again(code):
             self.code = code
 
+    def _node(self, fault: Fault) -> None:
+        """Lose a node; it comes back when the rest has gone on without it."""
+        hosts, node = self._victim(fault)
+        self._note(fault, f"node {node}")
+        hosts.kill(node)
+        self._settle()
+        if self.code is None:
+            self.run.start_node(node)
+
+    def _partition(self, fault: Fault) -> None:
+        """Cut a node off, and mend its link when one side has gone on."""
+        hosts, node = self._victim(fault)
+        self._note(fault, f"node {node}")
+        hosts.cut(node)
+        try:
+            self._settle()
+        finally:
+            hosts.join(node)
+
+    def _victim(self, fault: Fault) -> tuple[Hosts, int]:
+        hosts = self.run.hosts
+        assert hosts is not None
+        return hosts, int(fault.moment * hosts.count)
+
     def _diskfull(self, fault: Fault) -> None:
         """Full until a checkpoint has failed, or for as long as the fault has room."""
         self.disk.fill()
         self._note(fault)
-        began, known = self.run.step, len(self.run.events)
-        room = max(KINDS[fault.kind].room, self.asked.job.checkpoint.every)
+        known, room = len(self.run.events), min(100, max(KINDS[fault.kind].room, self.asked.job.checkpoint.every))
+        until = time.monotonic() + 1.0 + room * self._usual()  # what cannot be written cannot be read here either
         self._wait(
-            lambda: (
-                self.run.step >= began + room
-                or any(
-                    e["event"] == "checkpoint_failed" or e.get("fault") == "disk_full" for e in self.run.events[known:]
-                )
-            )
+            lambda: time.monotonic() > until or any(e["event"] == "checkpoint_failed" for e in self.run.events[known:])
         )
         self.disk.free()
 
     def _slow(self, fault: Fault) -> None:
         """Let a rank run every other slice of time until it is named, or for as long as the fault has room."""
         assert fault.rank is not None
-        pid = self.run.ranks().get(fault.rank)
-        if pid is None:
+        met = self._moment(fault)
+        if met is None:
             return
+        pid = met[1]
         self._note(fault, "all")
         began, known = self.run.step, len(self.run.events)
         over = lambda: self.run.step >= began + KINDS[fault.kind].room - 3  # noqa: E731

@@ -56,10 +56,10 @@ class Checkpoints:
 
     group is a Gloo group of all ranks, made for this purpose alone: its collectives run in a thread while a checkpoint
     is written. None is one process, without torch.distributed. Every method but poll and wait is collective.
-    on_event is called on every rank, always in the caller's thread. fence is called before a checkpoint takes its name,
-    and raises where this rank may commit nothing any more. any_rank tells whether something is true on any rank, by
-    another group than this one; without it a save waits for the one before.
-    misfit says what is wrong with a checkpoint's meta, which whoever wrote the files could write as well.
+    on_event is called on every rank, always in the caller's thread. any_rank tells whether something is true on any
+    rank, by another group than this one; without it a save waits for the one before. misfit says what is wrong with a
+    checkpoint's meta, which whoever wrote the files could write as well. fence is called before a checkpoint takes its
+    name, and raises where this rank may commit nothing any more.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Checkpoints:
         keep_every: int,
         background: bool,
         on_event: Callable[..., None] = _ignore,
-        fence: Callable[[], None] = lambda: None,
         any_rank: Callable[[bool], bool] | None = None,
         misfit: Callable[[dict[str, Any]], str | None] = lambda meta: None,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         if keep < 1:
             raise JobError(f"checkpoint.keep is {keep}; at least 1 must be kept")
@@ -83,7 +83,7 @@ class Checkpoints:
         self.world = 1 if group is None else dist.get_world_size(group)
         self.durable: int | None = None
         """The step of the last checkpoint that this object saved and that is known to be on disk."""
-        self._on_event, self._fence, self._any_rank, self._misfit = on_event, fence, any_rank, misfit
+        self._on_event, self._any_rank, self._misfit, self._fence = on_event, any_rank, misfit, fence
         self._events: list[Event] = []
         self._changed = threading.Condition()
         self._queue: deque[tuple[Manifest, Snapshot]] = deque()
@@ -123,6 +123,12 @@ class Checkpoints:
                 self._thread.start()
         if waits:
             self.wait()
+
+    def put(self, step: int, snapshot: Snapshot, meta: dict[str, Any]) -> None:
+        """Save what was put together elsewhere; returns when it is durable, or could not be."""
+        self.wait()
+        self._write(Manifest(step, json.loads(json.dumps(meta)), {}), snapshot)
+        self.wait()
 
     def poll(self) -> None:
         """Report what has finished meanwhile; never waits."""

@@ -28,8 +28,8 @@ from weft.train.traffic import Traffic
 
 
 class Figures:
-    """The loss, the norm, the count, the ranks' wishes and rows of one step, summed over all ranks, and more, on their
-    way to the host.
+    """The loss, the norm, the count, the ranks' wishes and their rows of one step, summed over all ranks, and more, on
+    their way to the host.
 
     A GPU copies them behind the step's own kernels, and the next step is queued meanwhile: nobody waits for them until
     they are read.
@@ -49,7 +49,7 @@ class Figures:
         return torch.cat([self.sums, self.more.reshape(-1).double()])
 
     def read(self) -> tuple[float, int, float, list[float], list[float]]:
-        """Norm (the mean of replicas that train alone), count, summed loss; the ranks' wishes and rows; the rest."""
+        """Norm (the replicas' mean, where they train alone), count, summed loss, wishes and rows, and the rest."""
         if self.copied is not None:
             self.copied.synchronize()
         else:
@@ -67,7 +67,6 @@ class _Open:
 
     step: int
     lr: float
-    taken: bool
     loss_scale: float
     figures: Figures
     seconds: float
@@ -109,17 +108,19 @@ class Ledger:
         self.began = time.perf_counter()
         self.guards.start_clock()
 
-    def post(self, grads: Gradients, norm: Tensor, lr: float, taken: bool) -> None:
+    def post(self, grads: Gradients, norm: Tensor, lr: float) -> None:
         """Send off this step's figures, and settle those of the step before."""
-        spans, now = self.traffic.turn(self.state.step), time.perf_counter()
+        now = time.perf_counter()
         seconds, self.began = now - self.began, now
-        sums = self.guards.tell(self.state.step, seconds, norm, [0.0, 0.0, 0.0, *self.signals.flags()])
+        spans = self.traffic.turn(self.state.step)
         apart = self.plan.dp_replicate if self.plan.alone else 1
         mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world)
-        sums[:3] = torch.stack([x.reshape(()).double() for x in mine])
+        sums = self.guards.tell(self.state.step, seconds, norm, [0.0] * len(mine) + self.signals.flags())
+        sums[: len(mine)] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
-        figures, more = Figures(sums, work, self.state.woven.figures()), self.state.rounds.figures()
-        opened = _Open(self.state.step, lr, taken, grads.scale, figures, seconds, spans, more)
+        figures = Figures(sums, work, self.state.woven.figures())
+        more = self.state.rounds.figures()
+        opened = _Open(self.state.step, lr, grads.scale, figures, seconds, spans, more)
         self.settle()
         self.open = opened
 
@@ -136,9 +137,8 @@ class Ledger:
         wishes = len(Signals.CODES)
         self.stop = Signals.decide(told[:wishes])
         loss = loss_sum / max(1, count)
-        step = Step(entry.step, loss, norm, entry.taken, entry.loss_scale, entry.seconds)
-        self.guards.judge(step, told[wishes:])
-        taken = step.taken and math.isfinite(norm)
+        taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps
+        self.guards.judge(Step(entry.step, loss, norm, taken, entry.loss_scale, entry.seconds), told[wishes:])
         self.state.tokens += count
         rate = count / entry.seconds if entry.seconds > 0 else None
         mfu = self.flops / (entry.seconds * self.peak * self.plan.world) if rate and self.flops and self.peak else None

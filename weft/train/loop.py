@@ -58,8 +58,8 @@ def fit(session: Session, signals: Signals) -> Exit:
                 with recorded(session, state.step + 1):
                     grads = stepper.gradients(batches)
                 session.now("update")
-                norm, taken = stepper.update(grads, lr)
-                ledger.post(grads, norm, lr, taken)
+                norm, _ = stepper.update(grads, lr)
+                ledger.post(grads, norm, lr)
                 collector.tick(state.step)
                 if _due(state.step, job.train.eval_every, steps):
                     ledger.settle(**evaluate())

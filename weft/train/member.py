@@ -11,12 +11,13 @@ import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.job.errors import WeftError
+from weft.job.errors import Exit, WeftError
 from weft.job.load import load_job
 from weft.job.run import RunDir
 from weft.job.schema import Job
@@ -26,11 +27,14 @@ from weft.resilience.attempt import Attempt, read_attempt
 from weft.resilience.board import Board
 from weft.resilience.diagnosis import STACK
 from weft.resilience.pulse import Fenced, Heart
+from weft.resilience.wire import run_secret
 from weft.train.signals import Signals
 from weft.train.worker import attempt as train
 from weft.train.worker import exit_code, explain, is_echo, is_timeout, set_up
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from weft.data.dataset import Dataset
     from weft.train.session import Session
 
@@ -59,7 +63,7 @@ class Member:
             self.heart.now(phase, 0)
             attempt = self._next(number)
             number, phase = attempt.number, "waiting"
-            code = self._take_part(attempt, job, self._plan())
+            code = self._take_part(attempt, job, Plan.from_json(attempt.plan))
             if code is not None:
                 return code
             gc.collect()  # what the broken attempt held, before the next takes as much
@@ -81,7 +85,6 @@ class Member:
     def _take_part(self, attempt: Attempt, job: Job, plan: Plan) -> int | None:
         """Train as a rank of an attempt. Returns the exit code, or None when the attempt was broken by another rank."""
         from weft.mesh import connect
-        from weft.resilience.filestore import FencedStore
         from weft.resilience.wires import Watch, Wires
         from weft.train.loop import fit_or_explain
         from weft.train.session import open_session
@@ -95,22 +98,25 @@ class Member:
         self.heart.join(attempt.number, rank)
         try:
             with wires.opening():
-                store = FencedStore(attempt.store, attempt.world, job.comm.timeout_s, self.heart.fence)
+                store = self._store(attempt, job.comm.timeout_s)
                 mesh = connect(plan, job.comm.timeout_s, store)
             position = mesh.position
             self.heart.watch = watch = Watch(mesh)
             place = {"position": position, "groups": watch.members}
             (self.folder / f"place-{rank}.json").write_text(json.dumps(place), encoding="utf-8")
             session = open_session(job, plan, self.run, pulse=self.heart, mesh=mesh, dataset=self.dataset)
+            session.snapshots.wanted = lambda: (self.board["safe"], self.board["target"])
             self._carry_on(session, attempt)
             code = train(session, self.signals, fit_or_explain)
             session.now("end")
             mesh.barrier()
             session.close()
+            if code == Exit.PREEMPTED and self.board["pause"] == attempt.number and self._only_paused():
+                return None
             return int(code)
         except BaseException as error:
             if not self._is_over(error):
-                explain(self.run, rank, position, error)
+                explain(self.run, rank, position, error, plan)
                 return exit_code(error)
             with (self.run.logs / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
                 log.write(f"attempt {attempt.number} is over: {type(error).__name__}: {error}\n")
@@ -119,6 +125,23 @@ class Member:
             wires.cut()
             _forget_groups()
         return None
+
+    def _store(self, attempt: Attempt, timeout_s: float) -> dist.Store:
+        """Where the ranks of an attempt meet: in a file of this machine, or at a supervisor where there are several."""
+        if not (at := attempt.environment.get("WEFT_STORE_AT")):
+            from weft.resilience.filestore import FencedStore
+
+            return FencedStore(attempt.store, attempt.world, timeout_s, self.heart.fence)
+        from weft.resilience.secret_store import SecretStore
+
+        host, port = at.rsplit(":", 1)
+        return SecretStore((host, int(port)), run_secret(self.run.path), attempt.number, timeout_s, self.heart.fence)
+
+    def _only_paused(self) -> bool:
+        """Whether nobody but the supervisors asked this rank to stop: then it has saved, and will go on."""
+        received = set(self.signals.received)
+        self.signals.received -= {signal.SIGUSR1}
+        return received <= {signal.SIGUSR1}
 
     def _carry_on(self, session: Session, attempt: Attempt) -> None:
         """What a later attempt knows of the first one."""

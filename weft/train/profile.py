@@ -152,9 +152,9 @@ def _step(session: Session, loader: Iterator[Any], ledger: Ledger) -> None:
     with record_function("weft.gradients"):
         grads = stepper.gradients(batches)
     with record_function("weft.update"):
-        norm, taken = stepper.update(grads, lr)
+        norm, _ = stepper.update(grads, lr)
     with record_function("weft.figures"):
-        ledger.post(grads, norm, lr, taken)
+        ledger.post(grads, norm, lr)
 
 
 def _profiling(device: torch.device) -> profile:

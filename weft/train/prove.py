@@ -18,6 +18,7 @@ from weft.data.loader import Loader
 from weft.job.errors import JobError, WeftError
 from weft.job.load import parse_job
 from weft.job.schema import Job
+from weft.job.shapes import resolve
 from weft.launch.pool import RankFailed, RankPool
 from weft.mesh import Mesh, connect
 from weft.plan import RUNNABLE, check, make_plan
@@ -31,7 +32,8 @@ bf16 differs in its last digit, fp8 may differ by a quarter of a number."""
 
 DEFAULT_LAYOUTS = (
     "ddp2", "zero1", "zero2", "zero3", "tp2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "hsdp", "pp2", "pp2 zbv",
-    "pp2 dp_shard=2", "pp2 tp2", "cp2 ring", "cp2 ulysses", "cp2 dp_shard=2", "cp2 tp2",
+    "pp2 dp_shard=2", "pp2 tp2", "cp2 ring", "cp2 ulysses", "cp2 dp_shard=2", "cp2 tp2", "dp_shard=2 ep=2",
+    "tp2 ep2", "cp2 ep2", "pp2 dp_shard=2 ep=2",
 )  # fmt: skip
 
 ADAM_EPS = 1e-6
@@ -77,8 +79,6 @@ def small(job: Job) -> Job:
     m = job.model
     if m.module:
         raise JobError("a model of your own cannot be shrunk; give it smaller model.args instead")
-    from weft.job.shapes import resolve
-
     m = resolve(job).model
     updates: dict[str, Any] = {"shape": None, "layers": min(m.layers or 2, 3), "dim": min(m.dim or 64, 64)}
     if m.family != "mlp":
@@ -92,6 +92,10 @@ def small(job: Job) -> Job:
         seq = min(job.data.seq_len, 64)
         updates["max_len"] = seq
         job = job.model_copy(update={"data": job.data.model_copy(update={"seq_len": seq})})
+    if m.experts is not None:
+        e = m.experts
+        less = {"count": min(e.count, 8), "top_k": min(e.top_k, 2), "ffn": min(e.ffn or 32, 32), "groups": 1}
+        updates["experts"] = e.model_copy(update={**less, "top_groups": None, "first_dense": min(e.first_dense, 1)})
     train = job.train.model_copy(
         update={"global_batch": min(job.train.global_batch, 16), "microbatch": "auto", "accumulation": "auto"}
     )
@@ -100,7 +104,7 @@ def small(job: Job) -> Job:
 
 def with_layout(job: Job, section: dict[str, Any]) -> Job:
     """The job on local ranks under one layout: CPU ranks, or sharing the GPUs where the job says device=cuda."""
-    raw = job.model_dump(mode="json")
+    raw = resolve(job).model_dump(mode="json")
     raw["parallel"] = section
     device = "cuda" if job.cluster.device == "cuda" else "cpu"
     raw["cluster"] = {"device": device, "devices_per_node": ranks(section)}

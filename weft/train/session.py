@@ -28,12 +28,15 @@ from weft.plan.layout import Plan
 from weft.precision import LossScale
 from weft.resilience.guards import Guards
 from weft.resilience.pulse import Pulse, Quiet
+from weft.resilience.snapfile import Places
 from weft.resilience.snapshots import Snapshots, newest_common
 from weft.sync.outer import EveryStep, Rounds
 from weft.train.armed import arm
 from weft.train.checkpoint import Checkpoints
 from weft.train.manifest import entries
 from weft.train.owed import load_owed
+from weft.train.rebalance import rebalance
+from weft.train.shards import places_of, save_shards
 from weft.train.state import State, meta_problem
 from weft.train.step import Stepper
 from weft.watch import logs
@@ -56,12 +59,14 @@ class Session:
     """Only on rank 0: one file, one writer."""
     log: logging.Logger
     snapshots: Snapshots
-    guards: Guards
     pulse: Pulse
     """Where the loop shows what it does, and hears that its attempt is over."""
+    guards: Guards
     first_step: int = 0
     """The step at which this start of the run began, whatever was recovered since."""
     began: float = field(default_factory=time.time)
+    placed: int = 0
+    """Tensors of which it is written down, beside the snapshots, what they are pieces of."""
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line in events.jsonl, from rank 0."""
@@ -107,6 +112,8 @@ class Session:
         """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
+        if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan.ep, self.plan.ep_rebalance)):
+            self.event("rebalance", step=self.state.step, **moved)
         state, meta = self.state, self.state.meta(self.job, self.plan)
         self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
 
@@ -115,9 +122,14 @@ class Session:
         self.checkpoints.poll()
         snapshots, state = self.snapshots, self.state
         if snapshots.due(state.step):
-            snapshots.take(state.step, state.pieces(), state.counts())
+            pieces = state.pieces()
+            snapshots.take(state.step, pieces, state.counts())
             if snapshots.refused:
                 self.log.warning("%s", snapshots.refused)
+            elif snapshots.folder is not None and self.placed != len(pieces):
+                self.placed = len(pieces)  # the optimizer's appear with its first step
+                places = places_of(self.mesh.rank, self.pulse.attempt, self.job, self.plan, state.tensors())
+                places.write(snapshots.folder)
         if snapshots.tick(state.step):
             snapshots.every = max(cast(list[int], self.mesh.all_gather_object(snapshots.wish())))
 
@@ -165,7 +177,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def open_session(
     job: Job, plan: Plan, run: RunDir, *, pulse: Pulse | None = None, mesh: Mesh | None = None,
-    dataset: Dataset | None = None,
+    dataset: Dataset | None = None, snapshots: Snapshots | None = None,
 ) -> Session:  # fmt: skip
     """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk."""
     began = time.perf_counter()
@@ -190,27 +202,33 @@ def open_session(
     c = job.checkpoint
     checkpoints = Checkpoints(
         run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
-        on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None, fence=pulse.fence,
-        any_rank=lambda mine: any(mesh.all_gather_object(mine)), misfit=meta_problem,
+        on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
+        any_rank=lambda mine: any(mesh.all_gather_object(mine)), misfit=meta_problem, fence=pulse.fence,
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
-    snapshots = Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
+    snapshots = snapshots or Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
     stepper = Stepper(job, plan, mesh, state)
 
     def warn(text: str) -> None:
         if mesh.rank == 0:
             log.warning("%s", text)
 
-    guards = Guards(job, plan, mesh, state, journal.event if journal else lambda kind, **fields: None, warn)
+    def event(kind: str, **fields: Any) -> None:
+        if journal is not None:
+            pulse.fence()
+            journal.event(kind, attempt=pulse.attempt, **fields)
+
+    guards = Guards(job, plan, mesh, state, event, warn)
     stepper.before_update = guards.before_update
     session = Session(
-        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, guards, pulse
-    )  # fmt: skip
+        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse, guards
+    )
     for compressor in state.woven.compressors:
         compressor.tell = session.compression
     _write_slices(session)
     if not _recall(session):
+        _put_together(session)
         _resume(session)
     session.first_step = state.step
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
@@ -256,11 +274,31 @@ def _recall(session: Session, at_most: int | None = None) -> bool:
     if not state.optimizers.pieces():
         state.optimizers.allocate()
     pieces = state.pieces()
-    if not all(session.mesh.all_gather_object(snapshots.holds(pieces))):  # of another layout
+    if not all(session.mesh.all_gather_object(_same_layout(session) and snapshots.holds(pieces))):
         return False
     state.recall(pieces, snapshots.load(step, pieces))
     _forget_samples_after(session)
     return True
+
+
+def _same_layout(session: Session) -> bool:
+    """Whether what this rank finds in memory are pieces of its own layout, and not others of the same size."""
+    snapshots = session.snapshots
+    if snapshots.folder is None:
+        return True
+    places = Places.read(snapshots.folder / f"places-{session.mesh.rank}.json")
+    return places is not None and Plan.from_json(places.plan).axes == session.plan.axes
+
+
+def _put_together(session: Session) -> None:
+    """Where the layout has changed: what the nodes' memories hold of the former one becomes a checkpoint."""
+    snapshots = session.snapshots
+    if snapshots.folder is None or isinstance(session.state.rounds, Rounds):  # between rounds replicas differ
+        return
+    disk = _newest_on_disk(session)
+    step = save_shards(snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, disk)
+    if step is not None and session.mesh.rank == 0:
+        session.log.info("%s", f"step {step} was put together from the memories of the nodes")
 
 
 def _newest_on_disk(session: Session) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -19,10 +20,13 @@ from weft.job.load import load_job
 from weft.job.run import RunDir
 from weft.job.schema import Job
 from weft.plan.layout import Plan
+from weft.resilience.oom import explain as ran_out
+from weft.resilience.oom import is_oom, shrink
 from weft.resilience.rollback import RollBack
 from weft.train.signals import Signals
 
 if TYPE_CHECKING:
+    from weft.resilience.snapshots import Snapshots
     from weft.train.session import Session
 
 Work = Callable[["Session", Signals], Exit]
@@ -35,16 +39,22 @@ def run_rank(run: RunDir, job: Job, plan: Plan, signals: Signals, work: Work | N
     from weft.train.session import open_session
 
     rank, position = int(os.environ.get("RANK", 0)), ""
-    try:
-        session = open_session(job, plan, run)
-        position = session.mesh.position
-        code = attempt(session, signals, work or fit_or_explain)
-        session.mesh.barrier()
-        session.close()
-        return int(code)
-    except BaseException as error:
-        explain(run, rank, position, error)
-        return exit_code(error)
+    held: Snapshots | None = None
+    while True:
+        try:
+            session = open_session(job, plan, run, snapshots=held)
+            position, held = session.mesh.position, session.snapshots
+            code = attempt(session, signals, work or fit_or_explain)
+            session.mesh.barrier()
+            session.close()
+            return int(code)
+        except BaseException as error:
+            less = explain(run, rank, position, error, plan)
+            if less is None or plan.world > 1:  # others wait for this rank, and do not know
+                return exit_code(error)
+        plan, session = less, None  # type: ignore[assignment]
+        (run.logs / f"failure-{rank}.json").unlink()
+        gc.collect()
 
 
 def set_up(run: RunDir, plan: Plan) -> None:
@@ -64,8 +74,9 @@ def attempt(session: Session, signals: Signals, work: Work) -> Exit:
             return work(session, signals)
         except RollBack as wish:
             began, reached = time.perf_counter(), session.state.step
+            skipped = session.state.skipped_steps | set(wish.skip)
             session.rewind(wish.to_step)
-            session.state.skipped_steps |= set(wish.skip)
+            session.state.skipped_steps |= skipped  # an older state does not know of all of them
             step = session.state.step
             session.event("recovered", fault=wish.fault, how="rollback", step=step + 1, steps_lost=reached - step,
                           seconds=time.perf_counter() - began)  # fmt: skip
@@ -97,8 +108,9 @@ def is_timeout(error: BaseException) -> bool:
     return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
-def explain(run: RunDir, rank: int, position: str, error: BaseException) -> None:
-    """Leave the cause where the launcher finds it, and the traceback in this rank's log."""
+def explain(run: RunDir, rank: int, position: str, error: BaseException, plan: Plan) -> Plan | None:
+    """Leave the cause where the launcher finds it, and the traceback in this rank's log. Where memory ran out, returns
+    the plan with which it would not, and leaves that too."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if f"{os.sep}weft{os.sep}" in f.filename]
     where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} in {ours[-1].name}" if ours else ""
@@ -110,20 +122,22 @@ def explain(run: RunDir, rank: int, position: str, error: BaseException) -> None
         "position": position,
         "time": time.time(),
         "kind": type(error).__name__,
-        "message": str(error).strip(),
+        "message": ran_out(error, plan) if is_oom(error) else str(error).strip(),
         "where": where,
         "expected": isinstance(error, WeftError),
         "echo": is_echo(error),
         "machine": is_machine(error),
         "code": exit_code(error),
     }
+    less = shrink(run, plan, error, rank, position) if is_oom(error) else None
     (run.logs / f"failure-{rank}.json").write_text(json.dumps(cause), encoding="utf-8")
+    return less
 
 
 def is_machine(error: BaseException) -> bool:
     """Whether another process or another try may do better: the machine failed, not the program."""
     text = str(error).lower()
-    return isinstance(error, OSError | MemoryError) or any(s in text for s in ("cuda error", "nccl", "out of memory"))
+    return isinstance(error, OSError) or is_oom(error) or any(s in text for s in ("cuda error", "nccl"))
 
 
 def is_echo(error: BaseException) -> bool:

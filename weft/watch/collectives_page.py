@@ -27,14 +27,18 @@ def write_collectives_page(path: Path, data: Data) -> Path:
 
 def collectives_page(data: Data, plotly: str) -> str:
     """The page as HTML."""
-    dtype = data["rows"][0]["dtype"]
-    native = [r for r in data["rows"] if r["algorithm"] == "native" and r["dtype"] == dtype]
-    by_hand = [r for r in data["rows"] if r["kind"] == "all_reduce" and r["dtype"] == dtype]
-    dtypes = [r for r in data["rows"] if (r["kind"], r["algorithm"]) == (data["rows"][0]["kind"], "native")]
+    first = data["rows"][0]
+    dtype, rows = first["dtype"], [r for r in data["rows"] if r["axis"] == first["axis"]]
+    native = [r for r in rows if r["algorithm"] == "native" and r["dtype"] == dtype]
+    by_hand = [r for r in rows if r["kind"] == "all_reduce" and r["dtype"] == dtype]
+    dtypes = [r for r in rows if (r["kind"], r["algorithm"]) == (first["kind"], "native")]
+    same = (first["kind"], first["algorithm"], dtype)
+    axes = [r for r in data["rows"] if (r["kind"], r["algorithm"], r["dtype"]) == same]
     drawn = [
         figure("kinds", f"Every collective, by the backend, {dtype}", native, "kind"),
         figure("algorithms", f"All-reduce by every algorithm, {dtype}", by_hand, "algorithm"),
-        figure("dtypes", f"{data['rows'][0]['kind']} by dtype", dtypes, "dtype"),
+        figure("dtypes", f"{first['kind']} by dtype", dtypes, "dtype"),
+        *([figure("axes", f"{first['kind']} by axis, {dtype}", axes, "axis")] if len(axes) > len(rows) else []),
     ]
     where = f"{data['ranks']} ranks over {data['backend']} on {data['device']}, torch {data['torch']}"
     header = f"""<header><div class="top"><h1>Collectives</h1></div><p>{esc(where)}</p>
@@ -63,10 +67,10 @@ def figure(name: str, title: str, rows: list[Data], by: str) -> Figure:
 def table(data: Data) -> str:
     """The fitted lines."""
     cells = "".join(
-        f"<tr><td>{esc(x['kind'])}</td><td>{esc(x['algorithm'])}</td><td>{esc(x['dtype'])}</td>"
+        f"<tr><td>{esc(x['axis'])}</td><td>{esc(x['kind'])}</td><td>{esc(x['algorithm'])}</td><td>{esc(x['dtype'])}</td>"
         f"<td>{x['alpha_s'] * 1e6:.1f}</td><td>{x['beta_s_per_byte'] * 1e9:.4f}</td>"
         f"<td>{'–' if x['busbw_gb_s'] is None else format(x['busbw_gb_s'], '.3f')}</td></tr>"
         for x in data["lines"]
     )
-    head = "".join(f"<th>{h}</th>" for h in ("collective", "by", "dtype", "α µs", "β ns/byte", "bus GB/s"))
+    head = "".join(f"<th>{h}</th>" for h in ("axis", "collective", "by", "dtype", "α µs", "β ns/byte", "bus GB/s"))
     return f'<section class="card"><h2>Fits</h2><table><tr>{head}</tr>{cells}</table></section>'

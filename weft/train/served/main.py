@@ -20,7 +20,7 @@ from weft.job.schema import Job
 from weft.launch.local import die_with_parent
 from weft.plan.layout import Plan
 from weft.train.signals import Signals
-from weft.train.worker import explain, exit_code, keep_freed_memory, threads_for
+from weft.train.worker import exit_code, explain, keep_freed_memory, threads_for
 
 
 def serve(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
@@ -80,7 +80,7 @@ def play(run: RunDir, role: str, index: int, about: dict[str, Any]) -> int:
             return int(lead(run, job, plan, signals))
         return int(serve(run, job, plan, index) if role == "server" else toil(run, job, plan, index, about))
     except BaseException as error:
-        explain(run, index, f"{role} {index}", error)
+        explain(run, index, f"{role} {index}", error, plan)
         return exit_code(error)
     finally:
         signals.ignore()

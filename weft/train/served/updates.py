@@ -145,7 +145,6 @@ class Updates:
                         self.holders[index] = self.connect(self.addresses[index])
             if not self.ready and not self.ended and all(h is not None for h in self.holders):
                 self._restore()  # or again at the next tick
-                self.changed.notify_all()
             late = time.monotonic() - self.job.comm.timeout_s
             slow = [out.peer for out in self.out.values() if out.since < late]
         for peer in slow:
@@ -194,6 +193,7 @@ class Updates:
         before = self.step
         self._adopt(metas[0])
         self.ready = True
+        self.changed.notify_all()
         self.book.event("server_restored", f"step {self.step}: the servers go on from their snapshot", step=self.step,
                         version=self.version, steps_lost=max(0, before - self.step))  # fmt: skip
         return True

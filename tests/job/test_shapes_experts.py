@@ -1,0 +1,19 @@
+"""What a job says of the experts wins over its shape's, field by field, and stays so when the job is read again."""
+
+from weft.job import parse_job
+from weft.job.shapes import resolve
+
+
+def test_fields_of_a_shape_stay() -> None:
+    job = resolve(parse_job({"model": {"shape": "moe-tiny", "experts": {"balance": "none", "top_k": 3}}}))
+    experts = job.model.experts
+    assert experts is not None
+    assert (experts.count, experts.top_k, experts.ffn, experts.balance) == (8, 3, 96, "none")
+    assert resolve(parse_job(job.model_dump(mode="json"))).model.experts == experts
+
+
+def test_experts_without_a_shape_have_the_models_width() -> None:
+    job = resolve(
+        parse_job({"model": {"family": "llama", "dim": 32, "layers": 2, "heads": 4, "ffn": 48, "experts": {}}})
+    )
+    assert job.model.experts is not None and job.model.experts.ffn == 48
