@@ -43,6 +43,8 @@ class Patience:
         self.gaps: dict[str, deque[float]] = {}
         self.load = 1.0
         """How many times slower than usual this machine is now, by our own lateness."""
+        self.doubt = 1.0
+        """So many times longer is waited after a standstill that came again at the same step."""
         self._last = self.clock()
         self.new_attempt()
 
@@ -96,7 +98,7 @@ class Patience:
     def limit(self, kind: str) -> float:
         known = self.gaps.get(kind)
         if kind == "step":
-            return self.load * max(self.floor_s, FACTOR * max(known or [0.0]))
+            return self.doubt * self.load * max(self.floor_s, FACTOR * max(known or [0.0]))
         usual = self.first_s if kind == "first" else UNKNOWN_S
         return max(SLOW_S, FACTOR * max(known)) if known and kind != "first" else usual
 

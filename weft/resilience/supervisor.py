@@ -293,6 +293,9 @@ class Supervisor:
         self.board["attempt"] = number
         self.board["published"] = number
         self.open, self.doomed, self.announced, self.since = [], set(), recovered is None, time.monotonic()
+        last = faults[-1] if faults else None
+        same = sum(f == last for f in faults[-3:]) if last and last[0] in ("hang", "gil") else 0
+        self.patience.doubt = 4.0 ** max(0, same - 1)
         self.patience.new_attempt()
 
     def adopt(self, number: int) -> None:
