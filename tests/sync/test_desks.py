@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -20,16 +21,23 @@ from weft.optim import build_optimizers
 from weft.plan import make_plan
 from weft.sync.shares import deal, drawn, topics_of
 from weft.sync.trust import flaw, norm, outliers
-from weft.sync.wire import Link
+from weft.sync.wire import Link, connect
 from weft.train.served.book import Book
-from weft.train.served.hub import Peer
-from weft.train.served.shard import Shard, deal_out
+from weft.train.served.chief import reach_shard
+from weft.train.served.hub import Hub, Peer
+from weft.train.served.shard import Holder, Shard, ShardDesk, deal_out
 from weft.train.served.updates import Updates
 from weft.watch.journal import Journal, read_jsonl
 from weft.watch.progress import Progress
 
 
-def desk_of(folder: Path, shares: int, steps: int, **sync: Any) -> tuple[Updates, Shard]:
+def nobody(address: str) -> Holder:
+    raise AssertionError(f"there is one server, and none at {address}")
+
+
+def desk_of(
+    folder: Path, shares: int, steps: int, connect: Callable[[str], Holder] = nobody, begin: bool = True, **sync: Any
+) -> tuple[Updates, Shard]:
     raw = {
         "cluster": {"device": "cpu"},
         "train": {"global_batch": 2 * shares, "steps": steps, "eval_every": 0, "sync": {"mode": "server", **sync}},
@@ -40,8 +48,9 @@ def desk_of(folder: Path, shares: int, steps: int, **sync: Any) -> tuple[Updates
     masters: dict[str, Tensor] = {"w": nn.Parameter(torch.zeros(2))}
     shard = Shard(masters, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1")
     book = Book(job, plan, Journal(RunDir(folder)), Progress(steps, 0, 10, silent=True), logging.getLogger("weft"))
-    desk = Updates(job, shares, shard, book, lambda _: pytest.fail("there is one server"))
-    desk.begin({}, {"step": 0, "tokens": 0, "offset": 0})
+    desk = Updates(job, shares, shard, book, connect)
+    if begin:
+        desk.begin({}, {"step": 0, "tokens": 0, "offset": 0})
     return desk, shard
 
 
@@ -109,6 +118,56 @@ def test_a_server_goes_back_to_its_snapshot_as_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(shard.read("all")[n], t) for n, t in seen[4].items())
     with pytest.raises(ValueError, match="the gradient of w is missing or has another shape"):
         shard.stage("x", {"w": torch.ones(3)})
+
+
+def test_a_second_server_is_reached_lost_and_taken_back(tmp_path: Path) -> None:
+    """Two shards, of which one lies behind a socket: updates reach both or are undone on both."""
+    log, secret = logging.getLogger("weft"), b"s" * 32
+
+    def other() -> tuple[Shard, Hub]:
+        held: dict[str, Tensor] = {"v": nn.Parameter(torch.zeros(3))}
+        make = partial(build_optimizers, Optim.model_validate({"name": "sgd"}), is_block=lambda _: False)
+        shard = Shard(held, make, tmp_path, "shard-1-of-2")
+        return shard, Hub("127.0.0.1", secret, ShardDesk(shard), log)
+
+    desk, shard = desk_of(tmp_path, 1, 10, connect=lambda a: reach_shard(a, secret), begin=False, servers=2,
+                          order="sync", snapshot_every=2)  # fmt: skip
+    one = peer(0)
+
+    def join(hub: Hub) -> Peer:
+        server = Peer("server 1", "server", cast(Link, None), {"index": 1, "address": hub.address})
+        desk.arrived(server)
+        return server
+
+    def step() -> None:
+        task = desk.answer(one, {"do": "next"}, {})[0]
+        desk.answer(one, {"do": "stage", "key": task["key"]}, {"w": torch.ones(2)})
+        link = connect(task["servers"][1], secret)
+        link.request({"role": "worker", "name": one.name})
+        link.request({"do": "stage", "key": task["key"]}, {"v": torch.ones(3)})
+        link.close()
+        desk.answer(one, {"do": "done", "key": task["key"], "loss": 1.0, "count": 1, "bytes": 7}, {})
+
+    assert not desk.whole()
+    far, hub = other()
+    first = join(hub)
+    desk.begin({}, {"step": 0, "tokens": 0, "offset": 0})
+    desk.arrived(one)
+    for _ in range(3):
+        step()
+    assert (desk.version, far.version, shard.version, desk.bytes) == (3, 3, 3, 21)
+    assert desk.copy(evaluates=False, saves=True).weights.keys() >= {"model.w", "model.v"}
+    hub.close()
+    desk.gone(first)
+    assert not desk.whole()
+    far, hub = other()
+    join(hub)
+    assert not desk._may_go_out()
+    desk.tick()
+    assert (desk.version, far.version, shard.version, desk.step) == (2, 2, 2, 2)
+    step()
+    assert (far.version, desk.step) == (3, 3)
+    hub.close()
 
 
 def test_every_optimizer_steps_on_a_server(tmp_path: Path) -> None:

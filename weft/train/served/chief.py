@@ -50,7 +50,6 @@ class Lead(Desk, Protocol):
     """The desk of a kind of run, as the chief sees it."""
 
     stop: bool
-    bytes: Callable[[], int]
     failed: str | None
 
     @property
@@ -196,7 +195,6 @@ def lead(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
             else Averaging(job, [len(s) for s in client_shares(job, dataset)], shard, book)
         )
         hub = Hub(job.train.sync.host, secret, desk, log)
-        desk.bytes = hub.sent
         say_address(run, hub.address)
         first = state.step
         stopped = _wait(desk.whole, signals)

@@ -43,14 +43,8 @@ class Hub:
         self.socket = socket.create_server((host, 0))
         self.address = f"{host}:{self.socket.getsockname()[1]}"
         self.closed = False
-        self.bytes = 0
-        """Handed to peers that are gone; see sent()."""
         self.peers: list[Peer] = []
         threading.Thread(target=self._listen, daemon=True, name="hub").start()
-
-    def sent(self) -> int:
-        """Bytes that went to or came from all peers so far."""
-        return self.bytes + sum(p.link.sent + p.link.received for p in list(self.peers))
 
     def close(self) -> None:
         self.closed = True
@@ -89,6 +83,5 @@ class Hub:
             self.log.debug("", exc_info=error)
         finally:
             self.peers.remove(peer)
-            self.bytes += link.sent + link.received
             link.close()
             self.desk.gone(peer)

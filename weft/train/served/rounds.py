@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +65,8 @@ class Averaging:
         self.norms: list[float] = []
         self.ready = self.stop = False
         self.failed: str | None = None
-        self.bytes: Callable[[], int] = lambda: 0
+        self.bytes = 0
+        """That workers sent and received, by what they tell."""
 
     @property
     def ended(self) -> bool:
@@ -187,6 +187,7 @@ class Averaging:
             if out is None or out.peer is not peer:
                 return {"taken": False}
             del self.out[head["key"]]
+            self.bytes += int(head.get("bytes", 0))
             why = flaw(tensors, self.shard.masters)
             told = [[float(x) for x in head[what]] for what in ("losses", "counts", "norms")]
             if why is None and any(len(x) != self.steps for x in told):
@@ -254,7 +255,7 @@ class Averaging:
         self.book.step(
             step + 1, sum(u.losses[i] for u in updates) / max(1.0, count), int(count),
             sum(u.norms[i] for u in updates) / max(1, len(updates)), rate(self.job, step + 1), self.tokens, seconds,
-            self.bytes(),
+            self.bytes,
             peak_memory_gib=peak_memory_gib(torch.device("cpu")), round=self.round + 1,
             clients=sorted(self.come), rejected=sorted(self.refused), workers=len(self.workers),
         )  # fmt: skip

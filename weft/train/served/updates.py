@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -20,6 +19,7 @@ from weft.sync.wire import Message, WireError
 from weft.train.ledger import peak_memory_gib
 from weft.train.served.book import Book, Copy
 from weft.train.served.hub import Peer
+from weft.train.served.servers import Servers
 from weft.train.served.shard import Holder, Shard
 
 EPS = 1e-6
@@ -56,16 +56,14 @@ class Updates:
 
     def __init__(self, job: Job, shares: int, shard: Shard, book: Book, connect: Callable[[str], Holder]):
         """A step has so many shares; `connect` reaches the shard at an address."""
-        self.job, self.shares, self.shard, self.book, self.connect = job, shares, shard, book, connect
+        self.job, self.shares, self.shard, self.book = job, shares, shard, book
         self.sync = job.train.sync
         self.asynchronous = self.sync.order == "async"
         self.gather = (self.sync.gather or shares) if self.asynchronous else shares
         self.changed = threading.Condition()
-        self.holders: list[Holder | None] = [shard] + [None] * (self.sync.servers - 1)
-        self.addresses: list[str] = [""] * self.sync.servers
+        self.servers = Servers(shard, self.sync.servers, connect)
         self.waiting: set[Peer] = set()
         self.workers: set[Peer] = set()
-        self.servers: dict[int, Peer] = {}
         self.todo: deque[int] = deque()
         """Shares to be computed again, before new ones."""
         self.out: dict[str, Out] = {}
@@ -80,7 +78,8 @@ class Updates:
         self.failed: str | None = None
         self.sums = [0.0, 0, 0, 0]
         """Of the step under way: loss, count, staleness, gradients."""
-        self.bytes: Callable[[], int] = lambda: 0
+        self.bytes = 0
+        """That workers sent and received, by what they tell."""
 
     @property
     def step(self) -> int:
@@ -99,11 +98,8 @@ class Updates:
     def arrived(self, peer: Peer) -> None:
         with self.changed:
             if peer.role == "server":
-                index = int(peer.about["index"])
-                self.holders[index] = self.connect(str(peer.about["address"]))
-                self.addresses[index] = str(peer.about["address"])
-                self.servers[index] = peer
-                self.ready = False  # what it holds is another version than the others'
+                self.servers.join(peer)
+                self.ready = False
             else:
                 self.workers.add(peer)
                 self.book.event("worker_joined", worker=peer.name, step=self.step)
@@ -116,9 +112,7 @@ class Updates:
             if self.ended:
                 return
             if peer.role == "server":
-                index = int(peer.about["index"])
-                if self.servers.get(index) is peer:  # else another has taken its place
-                    del self.servers[index]
+                if (index := self.servers.leave(peer)) is not None:
                     self._lost(index)
             else:
                 lost = [key for key, out in self.out.items() if out.peer is peer]
@@ -131,19 +125,14 @@ class Updates:
             self.changed.notify_all()
 
     def _lost(self, index: int) -> None:
-        if self.holders[index] is not None:
-            self.holders[index] = None
-            self.ready = False
-            self.book.event("server_lost", f"step {self.step}: server {index} is gone", server=index, step=self.step)
+        self.ready = False
+        self.book.event("server_lost", f"step {self.step}: server {index} is gone", server=index, step=self.step)
 
     def tick(self) -> None:
         """Now and then: bring a server back in, and give up on workers that take too long."""
         with self.changed:
-            for index in self.servers:  # one that is there may have refused a request
-                if self.holders[index] is None:
-                    with contextlib.suppress(WireError):
-                        self.holders[index] = self.connect(self.addresses[index])
-            if not self.ready and not self.ended and all(h is not None for h in self.holders):
+            self.servers.call()
+            if not self.ready and not self.ended and self.servers.whole:
                 self._restore()  # or again at the next tick
             late = time.monotonic() - self.job.comm.timeout_s
             slow = [out.peer for out in self.out.values() if out.since < late]
@@ -153,7 +142,7 @@ class Updates:
     def whole(self) -> bool:
         """Whether every server is here."""
         with self.changed:
-            return all(h is not None for h in self.holders)
+            return self.servers.whole
 
     def halt(self) -> None:
         """No more updates: workers hear it when they ask."""
@@ -171,9 +160,9 @@ class Updates:
             sync = {**sync, "version": 0, "consumed": done, "next": done, "pending": []}
         with self.changed:
             self._adopt(sync)
-            for holder in self._all():
+            for holder in self.servers.all():
                 holder.load(tensors, self.version)
-            self._snapshot()
+            self.servers.snapshot(self.meta())
             self.ready = True
             self.changed.notify_all()
 
@@ -183,15 +172,10 @@ class Updates:
             return self._restore()
 
     def _restore(self) -> bool:
-        try:
-            found = max(set.intersection(*(set(h.snapshots()) for h in self._all())), default=None)
-            if found is None:
-                return False
-            metas = [h.restore(found) for h in self._all()]
-        except WireError:
+        meta, before = self.servers.restore(), self.step
+        if meta is None:
             return False
-        before = self.step
-        self._adopt(metas[0])
+        self._adopt(meta)
         self.ready = True
         self.changed.notify_all()
         self.book.event("server_restored", f"step {self.step}: the servers go on from their snapshot", step=self.step,
@@ -212,9 +196,6 @@ class Updates:
         self.next, self.tokens, self.offset = meta["next"], meta["tokens"], meta["offset"]
         self.todo = deque(meta["pending"])
         self.out, self.come, self.sums = {}, [], [0.0, 0, 0, 0]
-
-    def _all(self) -> list[Holder]:
-        return [h for h in self.holders if h is not None]
 
     # what is asked
 
@@ -248,7 +229,7 @@ class Updates:
             self.out[key] = Out(number, peer, self.version, time.monotonic())
             step, share = divmod(number, self.shares)
             return {
-                "key": key, "step": step, "share": share, "offset": self.offset, "servers": self.addresses,
+                "key": key, "step": step, "share": share, "offset": self.offset, "servers": self.servers.addresses,
                 "version": f"{self.incarnation}.{self.version}",
             }  # fmt: skip
 
@@ -269,6 +250,7 @@ class Updates:
             if out is None or out.peer is not peer or not self.ready:
                 return {"taken": False}
             del self.out[head["key"]]
+            self.bytes += int(head.get("bytes", 0))
             self.come.append(Come(head["key"], out.number, out.version, float(head["loss"]), int(head["count"])))
             self._update_if_due()
             self.changed.notify_all()
@@ -287,17 +269,13 @@ class Updates:
             self._update(taken)
         except WireError as error:
             self.book.log.debug("an update failed: %s", error)
-            for index, holder in enumerate(self.holders):
-                if holder is not None and holder is not self.shard:
-                    try:
-                        holder.snapshots()
-                    except WireError:
-                        self._lost(index)
+            for index in self.servers.silent():
+                self._lost(index)
 
     def _update(self, taken: list[Come]) -> None:
         before, job = self.step, self.job
         keys, keep = [c.key for c in taken], list(self.out)
-        square = sum(holder.gather(keys, keep) for holder in self._all())
+        square = sum(holder.gather(keys, keep) for holder in self.servers.all())
         count = max(1, sum(c.count for c in taken))
         norm = math.sqrt(square) / count
         loss = sum(c.loss for c in taken)
@@ -308,7 +286,7 @@ class Updates:
             return
         clip = min(1.0, job.optim.clip / (norm + EPS)) if job.optim.clip else 1.0
         lr = rate(job, min(before + 1, job.train.steps))
-        for holder in self._all():
+        for holder in self.servers.all():
             holder.apply(lr, clip / count, self.version + 1)
         stale = sum(self.version - c.version for c in taken)
         self.sums = [a + b for a, b in zip(self.sums, (loss, count, stale, len(taken)), strict=True)]
@@ -318,14 +296,14 @@ class Updates:
         if self.step > before:
             self._close_step(before, norm, lr)
         if self.version % self.sync.snapshot_every == 0:
-            self._snapshot()
+            self.servers.snapshot(self.meta())
 
     def _close_step(self, before: int, norm: float, lr: float) -> None:
         loss, count, stale, number = self.sums
         self.sums, taken = [0.0, 0, 0, 0], self.step - before
         self.book.step(
             self.step, loss / max(1, count), round(count / taken), norm, lr, self.tokens, self.book.lap(taken),
-            self.bytes(),
+            self.bytes,
             peak_memory_gib=peak_memory_gib(torch.device("cpu")), staleness=stale / max(1, number),
             workers=len(self.workers),
         )  # fmt: skip
@@ -336,9 +314,5 @@ class Updates:
 
     def copy(self, evaluates: bool, saves: bool) -> Copy:
         """The run as it is now. Whoever calls holds the lock, or nothing moves any more."""
-        held = {n: t for h in self._all() for n, t in h.read("all" if saves else "weights").items()}
+        held = self.servers.read("all" if saves else "weights")
         return Copy(self.step, self.tokens, held, evaluates, saves, self.meta())
-
-    def _snapshot(self) -> None:
-        for holder in self._all():
-            holder.snapshot(self.meta())

@@ -50,6 +50,8 @@ class Worker:
     servers: dict[str, Link] = field(default_factory=dict)
     version: str | None = None
     """Of the weights it has, as the chief names it."""
+    told: int = 0
+    """Bytes that the chief was told of."""
     shares: list[Ints] = field(default_factory=list)
     """Of a federated run: the samples of each client."""
 
@@ -72,12 +74,18 @@ class Worker:
                     raise MachineError(f"{self.name} cannot reach the server of {self.run.path}: {error}") from None
                 time.sleep(0.05)
 
+    def moved(self) -> int:
+        """Bytes that were sent and received since this was last asked."""
+        links = [*self.servers.values(), *([self.chief] if self.chief else [])]
+        before, self.told = self.told, sum(link.sent + link.received for link in links)
+        return max(0, self.told - before)
+
     def drop(self) -> None:
         for link in self.servers.values():
             link.close()
         if self.chief is not None:
             self.chief.close()
-        self.chief, self.servers, self.version = None, {}, None
+        self.chief, self.servers, self.version, self.told = None, {}, None, 0
 
     def server(self, address: str) -> Link:
         """The link to a server; the chief, which holds the first shard, has no other address here."""
@@ -138,7 +146,8 @@ def gradient(worker: Worker, task: dict[str, Any]) -> None:
         worker.servers, worker.version = {}, None
         worker.ask({"do": "back", "key": task["key"]})  # raises as well if it was the chief who went
         return
-    worker.ask({"do": "done", "key": task["key"], "loss": float(grads.loss), "count": float(grads.count)})
+    figures = {"loss": float(grads.loss), "count": float(grads.count), "bytes": worker.moved()}
+    worker.ask({"do": "done", "key": task["key"], **figures})
 
 
 def label_of(dataset: Dataset) -> Callable[[int], int | None]:
@@ -186,7 +195,7 @@ def train_client(worker: Worker, task: dict[str, Any]) -> None:
         for name, value in (("losses", grads.loss), ("counts", grads.count), ("norms", norm)):
             told[name].append(float(value))
     change = {n: local_of(m.detach()) - before[n] for n, m in woven.masters.items()}
-    worker.ask({"do": "done", "key": task["key"], **told}, change)
+    worker.ask({"do": "done", "key": task["key"], **told, "bytes": worker.moved()}, change)
 
 
 KINDS: dict[str, Callable[[Worker, dict[str, Any]], None]] = {
