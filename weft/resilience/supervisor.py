@@ -263,6 +263,13 @@ class Supervisor:
             code, [f"gave up after {len(self.attempt.faults) + 1} faults, the last at step {fault.step + 1}", *lines]
         )
 
+    def _take_smaller_plan(self) -> None:
+        """A rank that ran out of memory left a plan with smaller microbatches; everything else in it is the same."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            left = Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
+            if left.axes == self.plan.axes and left.microbatch < self.plan.microbatch:
+                self.plan = left
+
     def begin(
         self, ranks: dict[int, int], number: int = 0, environment: dict[str, str] | None = None, how: str = ""
     ) -> None:
@@ -285,6 +292,7 @@ class Supervisor:
                 self.board.put(slot, "want", 1)
         deaths = {slot: self.board.get(slot, "deaths") for slot in ranks.values()}
         store = str(self.folder / f"store-{number}")
+        self._take_smaller_plan()
         self.attempt = Attempt(
             number, self.plan.world, ranks, deaths, store, self.attempt.began, recovered, faults, environment or {},
             self.plan.to_json(),
