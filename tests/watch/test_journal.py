@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,13 @@ def test_metrics_and_events_come_back(tmp_path: Path) -> None:
     assert event["event"] == "checkpoint"
     assert event["path"] == "checkpoints/step-1"
     assert event["time"].endswith("+00:00")
+
+
+def test_threads_write_every_line_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "a")
+    with Journal(run) as journal, ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda step: journal.metrics({"step": step}), range(4000)))
+    assert sorted(r["step"] for r in read_jsonl(run.metrics)) == list(range(4000))
 
 
 def test_a_line_is_on_disk_before_the_journal_is_closed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import threading
 from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -98,6 +99,7 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self._late: deque[bytes] = deque(maxlen=LATE)
+        self._lock = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
         size = os.fstat(self._fd).st_size
         self._torn = False
@@ -108,8 +110,8 @@ class _Lines:
     def append(self, record: Mapping[str, Any]) -> None:
         """Hand the whole line to the system in one call: no buffer to lose, and no thread can write into it."""
         line = (json.dumps(to_plain(record), allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8", "replace")
-        self._late.append(line)
-        with contextlib.suppress(OSError):  # a full disk; it is tried again with the next line
+        with self._lock, contextlib.suppress(OSError):  # a full disk; it is tried again with the next line
+            self._late.append(line)
             while self._late:
                 self._write(self._late[0])
                 self._late.popleft()
