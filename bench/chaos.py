@@ -7,7 +7,7 @@ runs/bench-chaos, so a bench that was interrupted goes on with the parts that ar
 table comes last and is written to bench/chaos.md. torchft and nvidia-resiliency-ext are measured where the environment
 variable WEFT_PEERS names a folder that holds them:
 
-    pip install --target peers --no-deps torchft==0.2.0 nvidia-resiliency-ext==0.4.1 …and what they import
+    pip install --target .peers --no-deps torchft==0.2.0 nvidia-resiliency-ext==0.4.1 …and what they import
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ A small llama on pydoc, the same seed and steps for all; bytes are what the axis
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,12 @@ LIMITS = {"int8": 0.01, "powersgd:4": 0.01, "int4": 0.02, "topk:0.01": 0.02}
 HERE = Path(__file__).parent
 
 
-def job_of(setting: str, layout: dict[str, int], steps: int) -> Job:
+def job_of(setting: str, layout: dict[str, int], asked: argparse.Namespace) -> Job:
     return parse_job({
-        "model": {"family": "llama", "dim": 64, "layers": 2, "heads": 4},
-        "data": {"source": "pydoc", "seq_len": 64}, "comm": {"compression": setting, "bucket_mb": 0.25},
-        "train": {"global_batch": 8, "steps": steps}, "optim": {"lr": 2e-3, "warmup": 0.05, "betas": [0.9, 0.99]},
+        "model": {"family": "llama", "dim": asked.dim, "layers": asked.layers, "heads": 4},
+        "data": {"source": "pydoc", "seq_len": 64}, "comm": {"compression": setting, "bucket_mb": 1.0},
+        "train": {"global_batch": asked.batch, "steps": asked.steps},
+        "optim": {"lr": 2e-3, "warmup": 0.05, "betas": [0.9, asked.beta2]},
         "cluster": {"device": "cpu", "devices_per_node": 2}, "parallel": layout,
     })  # fmt: skip
 
@@ -87,7 +89,11 @@ def speed(setting: str) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--beta2", type=float, default=0.95)
     parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--replicas-only", action="store_true")
     parser.add_argument("--write", action="store_true", help="write compression.md")
@@ -106,7 +112,7 @@ def main() -> None:
             sent = []
             layouts = {"replicas": {"dp_replicate": 2, "dp_shard": 1}, "shards": {"dp_shard": 2}}
             for name, layout in list(layouts.items())[: 1 if asked.replicas_only else 2]:
-                told = pool.run(train, 2, job_of(setting, layout, asked.steps))[0]
+                told = pool.run(train, 2, job_of(setting, layout, asked))[0]
                 plain.setdefault(name, told["loss"])
                 more = told["loss"] / plain[name] - 1
                 verdict = "" if setting not in LIMITS else " ✓" if more <= LIMITS[setting] else " ✗"
@@ -118,9 +124,9 @@ def main() -> None:
             lines.append(line)
     if asked.write:
         text = (
-            f"# Compressors beside each other\n\n`python bench/compression.py --steps {asked.steps} --write`: a small "
-            "llama (dim 64, 2 blocks) on pydoc, on two CPU ranks, the same seed and steps for all. Bytes are what the "
-            "axes counted on one rank in a step.\n\n"
+            f"# Compressors beside each other\n\n`{' '.join(['python bench/compression.py', *sys.argv[1:]])}`: a small "
+            "llama on pydoc, on two CPU ranks, the same seed and steps for all. Bytes are what the axes counted on one "
+            "rank in a step.\n\n"
         )
         (HERE / "compression.md").write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
 

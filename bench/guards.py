@@ -35,8 +35,8 @@ def main() -> None:
         run = RunDir(Path(folder) / job.name)
         session = open_session(job, plan, run)
         spent: list[float] = []
-        timed(session.guards, "before_update", spent, first=True)
-        session.stepper.before_update = session.guards.before_update
+        timed(session.guards.weights, "before_update", spent, first=True)
+        session.stepper.before_update = session.guards.weights.before_update
         timed(session.guards, "tell", spent)
         timed(session.guards, "judge", spent)
         signals = Signals()

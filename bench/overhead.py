@@ -1,9 +1,12 @@
 """What Weft costs over a bare loop: tokens/s of `weft train` beside hand-written PyTorch DDP, alternating in one run.
 
-    python bench/overhead.py [--rounds 3] [--steps 60] [--json]
+    python bench/overhead.py [--rounds 3] [--steps 60] [--resilience] [--json]
 
 Same model, same data, same dtype and optimizer, two CPU ranks with one thread each. The bare loop is what a careful
 person would write: DDP with bucket views, fused AdamW, clipping, the batch sliced from one array in memory.
+
+With --resilience it is not the bare loop that Weft stands beside but itself: with a supervisor, snapshots and a spare,
+and without (`--no-resilient`).
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ def run_bare(steps: int) -> list[float]:
         return times
 
 
-def run_weft(steps: int, layout: str) -> list[float]:
+def run_weft(steps: int, layout: str, *more: str) -> list[float]:
     layouts = {"ddp": {"dp_replicate": 2, "dp_shard": 1}, "zero3": {"dp_shard": 2, "zero": 3}}
     with tempfile.TemporaryDirectory() as folder:
         job = {
@@ -92,10 +95,31 @@ def run_weft(steps: int, layout: str) -> list[float]:
         path.write_text(json.dumps(job))
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(
-            [sys.executable, "-m", "weft", "train", str(path)], env=env, check=True, stderr=subprocess.DEVNULL
+            [sys.executable, "-m", "weft", "train", str(path), *more], env=env, check=True, stderr=subprocess.DEVNULL
         )
         lines = (Path(folder) / "overhead" / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["step_time_s"] for line in lines]
+
+
+def compare_resilience(rounds: int, steps: int, layout: str, as_json: bool) -> None:
+    """The same run watched and unwatched. A spare is started while steps are counted, as it is in a real run."""
+    times: dict[str, list[float]] = {"--no-resilient": [], "--resilient": []}
+    for _ in range(rounds):
+        for flag, found in times.items():
+            found += run_weft(steps, layout, flag)[WARM:]
+    plain, watched = (statistics.median(found) for found in times.values())
+    result = {
+        "plain_s": plain,
+        "resilient_s": watched,
+        "overhead": watched / plain - 1,
+        "steps_each": len(times["--resilient"]),
+    }
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print(f"without a supervisor  {plain:8.4f} s a step (median)")
+        print(f"with one              {watched:8.4f} s a step")
+        print(f"overhead              {result['overhead']:8.2%} (aim: at most 1 %)")
 
 
 def main() -> None:
@@ -103,12 +127,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--layout", choices=["ddp", "zero3"], default="ddp")
+    parser.add_argument("--resilience", action="store_true", help="compare with and without a supervisor")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--bare", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.bare:
         rank, store, steps, out = args.bare
         return bare(int(rank), 2, store, int(steps), out)
+    if args.resilience:
+        return compare_resilience(args.rounds, args.steps, args.layout, args.json)
     ours: list[float] = []
     theirs: list[float] = []
     for _ in range(args.rounds):  # alternating, so that a change in the machine's load meets both

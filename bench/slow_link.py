@@ -28,7 +28,7 @@ def job_of(name: str, steps: int, every: int, folder: Path, **more: Any) -> dict
     return {
         "name": name, "runs_dir": str(folder / "runs"),
         "model": {"family": "llama", "dim": 384, "layers": 4, "heads": 6, "ffn": 1024},
-        "data": {"source": "pydoc", "seq_len": 32},
+        "data": {"source": "pydoc", "seq_len": 16},
         "train": {"steps": steps, "global_batch": 4, "eval_every": every, "eval_batches": 24, **more.pop("train", {})},
         "optim": {"lr": 1e-3, "schedule": "constant", "warmup": 10}, "checkpoint": {"every": 0},
         "cluster": {"device": "cpu", "nodes": 2, "devices_per_node": 1},
@@ -200,7 +200,7 @@ def main() -> None:
             + " ".join(["python bench/slow_link.py", *sys.argv[1:]])
             + "`: two network "
             "namespaces on one machine, one rank each, the link between them shaped by `tc tbf`; a llama of 7 million "
-            "weights and 128 tokens a step, on pydoc. The loss is that of DDP after its last step. DDP is "
+            "weights and 64 tokens a step, on pydoc. The loss is that of DDP after its last step. DDP is "
             "PyTorch's own on the same model, data and learning rate. Bytes are the first host's interface's own "
             "count, start-up and evaluations included.\n\n"
         )

@@ -95,6 +95,8 @@ def until(what: Callable[[], bool]) -> None:
 
 
 def write_job(folder: Path, **sections: Any) -> None:
+    """A job whose work stays where it was planned: a busy machine would move it, and bits would differ."""
+    sections["resilience"] = {"rebalance": False, **sections.get("resilience", {})}
     (folder / "job.yaml").write_text(yaml.safe_dump(sections), encoding="utf-8")
 
 

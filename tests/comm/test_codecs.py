@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.comm.codecs import Codec, Dice, sum_of, way_of
+from weft.comm.codecs import Codec, Dice, Largest, sum_of, way_of
 from weft.job.compression import parse_compression
 from weft.launch.pool import RankPool
 
@@ -29,8 +29,8 @@ def draw(seed: int, rows: int, n: int, size: float) -> Tensor:
     return torch.randn(rows, n, generator=torch.Generator().manual_seed(seed)) * size
 
 
-def alone(k: int) -> int:
-    return k
+def alone(counts: list[int]) -> list[int]:
+    return counts
 
 
 sizes = st.sampled_from([1e-12, 1e-3, 1.0, 1e20])
@@ -101,6 +101,15 @@ def test_few_of_many_are_the_largest() -> None:
         for row, got in zip(x, back, strict=True):
             assert int(got.count_nonzero()) == 700
             assert float(row[got != 0].abs().min()) >= float(row[got == 0].abs().max())
+
+
+def test_each_part_sends_its_own_largest() -> None:
+    x = torch.cat([draw(7, 2, 1000, 1e-4), draw(8, 2, 500, 10.0)], 1)
+    for one, least in ((Largest(share=0.01, parts=(1000, 500)), (10, 5)), (Largest(0.0, 2.0, (1000, 500)), (5, 5))):
+        back = one.decode(one.encode(x, None, alone), 1500)
+        assert all(int(row[:1000].count_nonzero()) >= least[0] for row in back)
+        assert all(int(row[1000:].count_nonzero()) >= least[1] for row in back)
+    assert Largest(share=0.01, parts=(1000, 500)).bytes_of(1500) == 6 * 15
 
 
 def test_rounded_to_the_nearest_it_is_the_same_each_time() -> None:

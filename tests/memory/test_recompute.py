@@ -27,7 +27,7 @@ LAYOUTS = ("dp_shard 2 zero=3", "tp 2", "dp_replicate 2 × tp 2 no-sequence", "p
 
 def block(option: str, fp8: bool = False) -> Block:
     torch.manual_seed(0)
-    made = Block(SHAPE).to(torch.bfloat16 if fp8 else torch.float32)
+    made = Block(SHAPE, 0).to(torch.bfloat16 if fp8 else torch.float32)
     for module in made.modules():
         if fp8 and isinstance(module, nn.Linear):
             module.__class__ = Fp8Linear

@@ -30,7 +30,7 @@ JOB: dict[str, Any] = {
 def test_a_rank_that_dies_in_a_schedule_ends_the_run_which_then_resumes(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
     run = run_of(tmp_path, "run")
-    started = Started(tmp_path, "train", "job.yaml")
+    started = Started(tmp_path, "train", "job.yaml", "--no-resilient")
     started.wait_for(lambda: step_of(run) >= 6)
     started.ranks()[1].send_signal(signal.SIGKILL)
     killed_at = time.monotonic()
@@ -52,7 +52,7 @@ def test_a_rank_that_dies_in_a_schedule_ends_the_run_which_then_resumes(tmp_path
 def test_a_rank_that_stands_still_is_named_once_the_others_have_waited_long_enough(tmp_path: Path) -> None:
     write_job(tmp_path, **{**JOB, "comm": {"timeout_s": 5}})
     run = run_of(tmp_path, "run")
-    started = Started(tmp_path, "train", "job.yaml")
+    started = Started(tmp_path, "train", "job.yaml", "--no-resilient")
     started.wait_for(lambda: step_of(run) >= 2)
     started.ranks()[0].send_signal(signal.SIGSTOP)
     said = started.end()

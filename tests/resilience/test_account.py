@@ -20,6 +20,8 @@ def test_a_kill_and_a_term_by_hand() -> None:
     lines = [line(1, 1), line(2, 2), line(3.05, 3), line(6.5, 3), line(7.5, 4), line(20, 5), line(21, 6)]
     struck = [Struck("kill", 1, "backward", 2, 3.0), Struck("term", 0, "data", 4, 8.0)]
     events: list[dict[str, Any]] = [
+        {"time": 3.05, "event": "fault", "fault": "slow_rank", "rank": 1, "why": "a busy machine"},
+        {"time": 3.06, "event": "recovered", "fault": "slow_rank", "how": "rebalance"},
         {"time": 3.1, "event": "fault", "fault": "hang", "rank": 0, "why": "waits"},
         {"time": 3.2, "event": "fault", "fault": "exit", "rank": 1, "why": "killed by SIGKILL"},
         {"time": 4.5, "event": "recovered", "fault": "exit", "how": "spare", "step": 3, "steps_lost": 1},

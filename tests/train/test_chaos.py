@@ -18,8 +18,8 @@ JOB = {
     "name": "small",
     "model": {"dim": 16, "layers": 2, "heads": 2, "ffn": 32},
     "data": {"seq_len": 16},
-    "train": {"steps": 24, "global_batch": 4, "eval_every": 0},
-    "checkpoint": {"every": 8},
+    "train": {"steps": 400, "global_batch": 4, "eval_every": 0},
+    "checkpoint": {"every": 50},
     "cluster": {"device": "cpu"},
     "parallel": {"dp_replicate": 2, "dp_shard": 1},
 }
@@ -30,7 +30,7 @@ FAULT_KEYS = {"kind", "rank", "phase", "detect_s", "resume_s", "steps_lost"}
 
 def test_a_run_that_is_killed_and_preempted_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
-    command = "chaos job.yaml --faults kill@1,term --seed 1 --json"
+    command = "chaos job.yaml --faults kill@1,term --seed 5 --json"
     said = subprocess.run(  # two whole runs, one of them started twice: more than the usual deadline allows for
         [sys.executable, "-m", "weft", *command.split()],
         cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=5 * DEADLINE_S, check=False,
@@ -44,7 +44,7 @@ def test_a_run_that_is_killed_and_preempted_ends_as_if_nothing_had_happened(tmp_
         assert fault["resume_s"] > 0 and fault["steps_lost"] >= 0
     assert found["finished"] is True and found["bitwise_equal"] is True
     assert (found["samples_lost"], found["samples_repeated"]) == (0, 0)
-    assert found["steps"] == 24 and found["final_loss"] == found["undisturbed_loss"]
+    assert found["steps"] == 400 and found["final_loss"] == found["undisturbed_loss"]
     assert 0 < found["effective_ratio"] <= 1
     assert "kill rank 1" in said.stderr and "term" in said.stderr
 
@@ -55,7 +55,7 @@ def test_a_run_that_is_killed_and_preempted_ends_as_if_nothing_had_happened(tmp_
         (["--faults", "kil"], "'kil' is not known; did you mean kill?"),
         (["--faults", "stop@2"], "stop@2 names rank 2, but the run has ranks 0 to 1"),
         (["--faults", "node"], "node needs a run of at least 2 nodes"),
-        (["--faults", "random:20"], "train.steps is 24, and 20 faults need at least"),
+        (["--faults", "random:200"], "train.steps is 400, and 200 faults need at least"),
         (["parallel.tp=3"], "parallel.tp=3 does not divide model.heads=2"),
     ],
 )

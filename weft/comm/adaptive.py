@@ -23,7 +23,7 @@ LADDER = ("none", "bf16", "int8", "int4", "topk:0.04")
 """From the least compression to the most."""
 
 STANDS_OUT = 0.05
-"""Share of a step that communication may take beyond the backward pass and still count as hidden."""
+"""Share of the forward and backward pass that communication may take beyond them and still count as hidden."""
 SPARE = 0.7
 """Less compression is tried only where its figures fit into this share of what is allowed."""
 PATIENCE = 3
@@ -114,7 +114,7 @@ class Adviser:
     def look(self, figures: Figures) -> str | None:
         """Choose again; returns why, where something changed."""
         table = costs(figures, self.sizes, self.ranks, self.scattered)
-        allowed = STANDS_OUT * figures.step_s
+        allowed = STANDS_OUT * max(figures.ready_s)
         need = least(figures.ready_s, table, allowed)
         safe = least(figures.ready_s, table, SPARE * allowed)
         before = list(self.rungs)

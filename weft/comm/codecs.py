@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -23,8 +24,8 @@ from weft.job.compression import Compression
 TABLE = 2**17
 """Different values that the dice show."""
 
-Agree = Callable[[int], int]
-"""The largest of all ranks' numbers."""
+Agree = Callable[[list[int]], list[int]]
+"""Of each number the largest that a rank has."""
 
 
 class Dice:
@@ -220,25 +221,33 @@ def _top(size: Tensor, k: int) -> Tensor:
 class Largest:
     """The largest numbers with their places: a share of all, or those above a multiple of the root mean square.
 
-    All ranks send as many as the one with the most, so that messages are of one size.
+    Each of `parts`, columns of so many numbers, has its own: gradients of one weight are smaller than those of another,
+    and would never be sent. All ranks send as many as the one with the most, so that messages are of one size.
     """
 
     share: float = 0.0
     times: float = 0.0
+    parts: tuple[int, ...] = ()
     feedback: bool = True
     sparse: bool = True
 
     def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
-        n = x.shape[1]
-        size = x.abs()
-        k = self._count(n)
+        columns = self.parts or (x.shape[1],)
+        size = x.abs().split(columns, 1)
+        counts = [self._count(n) for n in columns]
         if self.times and not isinstance(x, FakeTensor):  # a dry run has no numbers to count
-            limit = self.times * x.square().mean(1, keepdim=True).sqrt()
-            k = agree(max(1, int(((size >= limit) & (limit > 0)).sum(1).max())))
-        places = torch.stack([_top(row, k) for row in size])
-        values = x.gather(1, places)
-        power = _power(values.abs().amax(1, keepdim=True))
-        return _joined(places.int(), power, (values / power).half())
+            counts = agree([self._above(part) for part in size])
+        starts = accumulate(columns, initial=0)
+        places = [
+            torch.stack([_top(row, k) for row in part]) + start
+            for part, k, start in zip(size, counts, starts, strict=False)
+        ]
+        chosen = torch.cat(places, 1)
+        return _joined(chosen.int(), x.gather(1, chosen).bfloat16())
+
+    def _above(self, size: Tensor) -> int:
+        limit = self.times * size.square().mean(1, keepdim=True).sqrt()
+        return max(1, int(((size >= limit) & (limit > 0)).sum(1).max()))
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
         places, values = self.read(payload)
@@ -246,15 +255,14 @@ class Largest:
 
     def read(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """Places and values, [rows, k] each."""
-        k = (payload.shape[1] - 4) // 6
-        power = _taken(payload, 4 * k, 1, torch.float32)
-        return _taken(payload, 0, k, torch.int32).long(), _taken(payload, 4 * k + 4, k, torch.float16).float() * power
+        k = payload.shape[1] // 6
+        return _taken(payload, 0, k, torch.int32).long(), _taken(payload, 4 * k, k, torch.bfloat16).float()
 
     def _count(self, n: int) -> int:
         return min(n, max(1, math.ceil(self.share * n)))
 
     def bytes_of(self, n: int) -> int:
-        return 6 * self._count(n) + 4
+        return 6 * sum(self._count(part) for part in self.parts or (n,))
 
 
 def sum_of(codec: Codec, payload: Tensor, n: int) -> Tensor:

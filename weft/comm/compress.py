@@ -19,7 +19,7 @@ from weft.comm.codecs import Agree, Codec, Dice, sum_of
 
 def largest_of(axis: Axis, device: torch.device) -> Agree:
     """How the ranks of an axis agree on the largest of their numbers."""
-    return lambda value: int(axis.all_reduce(torch.tensor([value], device=device), dist.ReduceOp.MAX)[0])
+    return lambda values: axis.all_reduce(torch.tensor(values, device=device), dist.ReduceOp.MAX).tolist()
 
 
 def scatter_sum(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor, Tensor | None]:

@@ -127,7 +127,7 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         raise JobError(f"rotary positions need an even head size; model.head_dim is {fields['head_dim']}")
     if "ffn" not in fields:
         fields["ffn"] = 4 * dim if fields["activation"] == "gelu" else -(-8 * dim // (3 * 64)) * 64
-    if fields.get("experts"):
+    if fields.get("experts") is not None:
         fields["experts"] = {"ffn": fields["ffn"], **fields["experts"]}
     tokens = data_vocab(data)
     fields.setdefault("vocab", tokens or (10 if fields["family"] == "vit" else 256))

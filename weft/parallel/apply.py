@@ -15,7 +15,7 @@ from weft.comm.beside import Beside
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.memory import Park, chosen, lengthen, recompute
-from weft.mesh import Mesh, joint_axis
+from weft.mesh import Mesh, joint_axis, ranks_of_a_node
 from weft.models.init import initialise
 from weft.parallel.compressed import Compressor, cut_over_tp, worth_it
 from weft.parallel.context import Context, split_context
@@ -118,7 +118,7 @@ def weave(
             count_shards(model, mesh)
         data: Replicas | Shards = Shards(model, plan.zero, bool(between), mesh.meter, joint_axis(plan), compressor)
     else:
-        start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes)) if axis else None
+        start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
         data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor)
     partial = tuple(n for n in data.masters if split and n in split.partial)
     names = dict(model.named_parameters())

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,15 +21,15 @@ from weft.comm import Axis, Waits
 from weft.comm.adaptive import LADDER, Adviser, Figures, agreed, measure_codes, measure_link
 from weft.comm.algorithms import Start
 from weft.comm.beside import Beside
-from weft.comm.codecs import Codec, Dice, Way, way_of
+from weft.comm.codecs import Codec, Dice, Largest, Way, way_of
 from weft.comm.compress import pays_low_rank, scatter_sum, sum_all, sum_low_rank
 from weft.comm.pieces import local_of
 from weft.job.compression import Compression, parse_compression
 
 LEAST = 256
 """Weights with fewer elements are not worth a codec."""
-FIRST_LOOK, LOOK_EVERY = 3, 20
-"""Steps after which adaptive compression looks at the link, first and from then on."""
+FIRST_LOOKS, LOOK_EVERY = (2, 5, 10), 20
+"""Steps at which adaptive compression looks at the link, first and from then on."""
 
 WARM = way_of(Compression("int8")).gradients
 """What gradients travel as at the beginning, where their own way needs them to turn slowly."""
@@ -66,6 +67,9 @@ class Channel:
     ) -> None:  # fmt: skip
         self.way, self.rank = way, rank
         self.segments, self.rows, self.width = segments, rows, width
+        starts = [0, *(s.start for s in segments[1:]), width]
+        self.parts = tuple(after - start for start, after in pairwise(starts))
+        """The columns of each weight, with what fills them up."""
         self.owed: Tensor | None = None
         self.bases: dict[str, Tensor] = {}
         """PowerSGD's, from which the next matrices are made."""
@@ -162,7 +166,7 @@ class Compressor:
         now = time.perf_counter()
         step_s, self.began = now - self.began, now
         self.steps += 1
-        if self.adaptive and self.channels and self.steps % LOOK_EVERY == FIRST_LOOK:
+        if self.adaptive and self.channels and (self.steps in FIRST_LOOKS or self.steps % LOOK_EVERY == 0):
             self._look(step_s)
             self.began = time.perf_counter()
 
@@ -189,7 +193,8 @@ class Compressor:
         return self.beside.start(work)
 
     def _codec(self, channel: Channel) -> Codec | None:
-        return WARM if self.warming else channel.way.gradients
+        codec = WARM if self.warming else channel.way.gradients
+        return replace(codec, parts=channel.parts) if isinstance(codec, Largest) else codec
 
     def _sum(self, channel: Channel, flat: Tensor) -> None:
         x = flat.view(1, -1)
@@ -241,7 +246,8 @@ class Compressor:
         widths = [c.rows * c.width for c in self.channels]
         if self.adviser is None:
             self.adviser = Adviser(widths, self.axis.size, scattered)
-            self.code_s = measure_codes(self.dice, self.device)
+        measured = measure_codes(self.dice, self.device)  # the best so far, for others may use the machine too
+        self.code_s = [min(pair) for pair in zip(self.code_s or measured, measured, strict=True)]
         ready = [c.ready_s for c in self.channels]
         if scattered:  # on CPU ranks FSDP2 waits for each unit; on GPUs the host runs ahead, and units leave evenly
             hidden = 0.0 if self.device.type == "cpu" else 2 / 3

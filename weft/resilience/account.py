@@ -66,6 +66,9 @@ WENT_ON = ("recovered", "start")
 """Events after which the next committed step is one after the fault."""
 
 
+NOISE = ("slow_rank", "slow_link", "stall")
+
+
 def outcomes(struck: Sequence[Struck], lines: Sequence[Line], events: Sequence[Event]) -> list[Outcome]:
     """What each fault cost. Faults strike one after another; what happens until the next belongs to the one before."""
     ends = [s.time for s in struck[1:]] + [float("inf")]
@@ -76,8 +79,9 @@ def outcome(struck: Struck, end: float, lines: Sequence[Line], events: Sequence[
     own = [e for e in events if struck.time <= e["time"] < end]
     seen = _seen(struck, own)
     known_at = seen["time"] if seen else struck.time
-    after = [e for e in own if e["event"] in WENT_ON and e["time"] >= known_at]
-    went_on = next((e for e in after if e["event"] == "recovered"), after[0] if after else None)
+    after = [e for e in own if e["event"] in WENT_ON and e["time"] >= known_at and not _noise(struck, e)]
+    named = [e for e in after if seen and e.get("fault") == seen.get("fault", "")]
+    went_on = next((e for e in (*named, *after) if e["event"] == "recovered"), after[0] if after else None)
     if went_on is not None:
         first = bisect_left(lines, went_on["time"], key=lambda line: line.time)
     else:  # nobody stopped for it: what was under way is let pass
@@ -101,12 +105,17 @@ def outcome(struck: Struck, end: float, lines: Sequence[Line], events: Sequence[
 def _seen(struck: Struck, events: Sequence[Event]) -> Event | None:
     """The event that tells of a fault: by its own name before any other, with the right rank before another."""
     named = [e for e in events if tells_of(struck.kind, e) or e["event"] == ALSO_TELLS.get(struck.kind)]
-    others = [e for e in events if e["event"] == "fault"]
+    others = [e for e in events if e["event"] == "fault" and not _noise(struck, e)]
     for found in (named, others):
         right = [e for e in found if struck.rank is None or e.get("rank") in (None, struck.rank)]
         if right or found:
             return (right or found)[0]
     return None
+
+
+def _noise(struck: Struck, event: Event) -> bool:
+    """Whether an event tells of a busy machine, which the faults themselves make, and of nothing that was struck."""
+    return event.get("fault") in NOISE and event.get("fault") not in KINDS[struck.kind].seen_as
 
 
 def effective_ratio(
@@ -122,7 +131,10 @@ def effective_ratio(
         return None
     usual = statistics.median(line.seconds for line in lines)
     last = {line.step: i for i, line in enumerate(lines)}
-    broken = sorted([s.time for s in struck] + [e["time"] for e in events if e["event"] in (*WENT_ON, "fault")])
+    broken = sorted(
+        [s.time for s in struck]
+        + [e["time"] for e in events if e["event"] in (*WENT_ON, "fault") and e.get("fault") not in NOISE]
+    )
     useful = 0.0
     for i, line in enumerate(lines):
         if last[line.step] != i or line.skipped:

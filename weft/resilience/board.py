@@ -25,7 +25,6 @@ _HEAD = (
     "first_step",
     "supervisor",
     "guardian",
-    "adopted",
     "pause",
     "safe",
     "target",

@@ -19,11 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weft.hardware.network import stay_home
+from weft.job.errors import MachineError
 from weft.job.run import RunDir
 from weft.launch.local import AT_ONCE, KILLED, WISHES, forwarding, shared_memory
 from weft.resilience.board import PHASES, Board
 
 LOOK_S = 0.02
+SHORT_S, TRIES = 2.0, 5
+"""A supervisor that ends so soon, as many times in a row, cannot work here."""
 WORKER = ("weft.train.member",)
 """The module of a rank or spare."""
 SUPERVISOR = ("weft.resilience.supervisor",)
@@ -93,6 +96,7 @@ class _Guardian:
         """The processes in slots, for signals."""
         self.slots: dict[int, subprocess.Popen[bytes]] = {}
         self.supervisor: subprocess.Popen[bytes] | None = None
+        self.supervised_since, self.short_lives = 0.0, 0
 
     def keep(self, say: Callable[[str], None]) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)  # a process inherits the mask and lifts it when it can answer
@@ -111,7 +115,10 @@ class _Guardian:
 
     def _look(self) -> None:
         if self.supervisor is not None and self.supervisor.poll() is not None:
-            self.board["adopted"] += 1
+            lived = time.monotonic() - self.supervised_since
+            self.short_lives = self.short_lives + 1 if lived < SHORT_S else 0
+            if self.short_lives == TRIES:
+                raise MachineError(f"the supervisor of {self.run.path} ends as soon as it is started; see above why")
             self._start_supervisor()
         for slot in range(self.board.slots):
             process = self.slots.get(slot)
@@ -133,6 +140,7 @@ class _Guardian:
         self.ranks.append(process)
 
     def _start_supervisor(self) -> None:
+        self.supervised_since = time.monotonic()
         self.supervisor = self._start([self.command[0], str(self.run.path), str(self.folder), *self.command[1:]], {})
         self.board["supervisor"] = self.supervisor.pid
 

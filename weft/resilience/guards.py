@@ -7,13 +7,13 @@ at a step while the next one computes: nobody waits for them.
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-import torch
 from torch import Tensor
 
 from weft.data.loader import Loader
@@ -23,18 +23,18 @@ from weft.job.schema import Job
 from weft.mesh import UNDER, Mesh
 from weft.plan.layout import Plan
 from weft.precision import FLOOR
-from weft.resilience.alike import odd_ones
-from weft.resilience.balance import Balance
-from weft.resilience.digest import Digests, Kind
+from weft.resilience.balance import PATIENCE_S, Balance
+from weft.resilience.digest import Kind
 from weft.resilience.links import Links
-from weft.resilience.pace import Pace
+from weft.resilience.pace import Pace, Slow
 from weft.resilience.repair import copy_pieces
 from weft.resilience.rollback import RollBack
 from weft.resilience.spikes import Spikes
 from weft.resilience.telling import Row, Table
+from weft.resilience.weights import Weights
 
-CHEAP = 0.002
-"""Of a step's time, what it may cost to look whether weights changed between two updates."""
+SUPERVISED = "WEFT_SLOT"
+"""In the environment of a process that a supervisor can replace."""
 STALL_S = 1.0
 """Seconds without data, or that the wall clock jumps, from which on it is told."""
 
@@ -61,7 +61,6 @@ class Step:
     norm: float
     taken: bool
     loss_scale: float
-    seconds: float
 
 
 class Guards:
@@ -72,21 +71,16 @@ class Guards:
     ) -> None:
         self.job, self.plan, self.mesh, self.state, self.event, self.warn = job, plan, mesh, state, event, warn
         self.settings = job.resilience
-        self.digests = Digests(state.woven.masters)
-        everyone = cast(
-            list[tuple[dict[str, int], dict[Kind, str], list[str]]],
-            mesh.all_gather_object((mesh.coords, self.digests.held, self.digests.names)),
-        )
-        self.coords, self.names = [c for c, _, _ in everyone], [n for _, _, n in everyone]
-        self.kinds = sorted({kind for _, held, _ in everyone for kind in held})
-        self.alike = {kind: self._alike(kind, [held for _, held, _ in everyone]) for kind in self.kinds}
+        self.coords = cast(list[dict[str, int]], mesh.all_gather_object(mesh.coords))
+        self.weights = Weights(state.woven.masters, mesh, self.coords, plan.alone, self.settings.check_every)
         axes = tuple(mesh.axes)
         self.links_of = {axis: self._groups(set(UNDER.get(axis, (axis,)))) for axis in axes}
-        self.table = Table(mesh.world, axes, 2 * len(self.kinds))
+        self.table = Table(mesh.world, axes, 2 * len(self.weights.kinds))
         self.shares = Shares.even(job.train.global_batch, plan.microbatch, plan.dp)
         self.balance = Balance(plan, job.train.global_batch)
         self.pace, self.links, self.spikes = Pace(mesh.world), Links(), Spikes()
         self.loader: Loader | None = None
+        self.lost_s = 0.0
         self.slow: int | None = None
         self.bad: list[Step] = []
         self.agreed = state.step
@@ -95,10 +89,7 @@ class Guards:
 
     def begin(self) -> None:
         """Training is about to start, or to start again from an earlier step."""
-        self.digests = Digests(self.state.woven.masters)  # a run that began anew has other tensors
-        self.sums: Tensor | None = None
-        self.changed: Tensor | int = 0
-        self.look_every, self.looked_s = 1, 0.0
+        self.weights.begin(self.state.woven.masters)
         self.agreed = min(self.agreed, self.state.step)
         self.pace.forget()
         self.start_clock()
@@ -115,16 +106,6 @@ class Guards:
         loader.shares = self.shares
         return loader
 
-    def before_update(self) -> None:
-        """Gradients are there and weights are as they were after the last update, or something else changed them."""
-        if self.sums is None:
-            return
-        began = time.perf_counter()
-        differs = self.digests.each() != self.sums
-        where = differs.int().argmax() + 1
-        self.changed = torch.where(differs.any(), where, 0) if differs.is_cuda else int(where) if differs.any() else 0
-        self.looked_s, self.sums = time.perf_counter() - began, None
-
     def tell(self, step: int, seconds: float, norm: Tensor, head: list[float]) -> Tensor:
         """`head` and this rank's row of the step that was just done, for the sum over all ranks."""
         waited = self.mesh.meter.read()
@@ -133,30 +114,16 @@ class Guards:
         others = waited.get("everyone", 0.0) - self.waited.get("everyone", 0.0)
         jump = time.time() - time.monotonic() - self.clock
         busy = max(0.0, seconds - sum(waits) - others - starved)
-        changed = self.changed if isinstance(self.changed, int) else 0
-        out = self.table.message(
-            self.mesh.rank, head, Row(busy, starved, jump, changed, 0.0, waits, ()), self.mesh.device
-        )
-        if isinstance(self.changed, Tensor):
-            out[self.table.field(self.mesh.rank, len(head), "changed")] = self.changed.double()
-        out[self.table.field(self.mesh.rank, len(head), "norm")] = norm.double()
+        rank, at, changed = self.mesh.rank, len(head), self.weights.changed
+        row = Row(busy, starved, jump, changed if isinstance(changed, int) else 0, 0.0, waits, ())
+        out = self.table.message(rank, head, row, self.mesh.device)
+        if isinstance(changed, Tensor):
+            out[self.table.field(rank, at, "changed")] = changed.double()
+        out[self.table.field(rank, at, "norm")] = norm.double()
+        if (sums := self.weights.look(step, seconds)) is not None:
+            out[self.table.place(rank, at)] = sums
         self.start_clock()
-        self._look(step, seconds, out, len(head))
         return out
-
-    def _look(self, step: int, seconds: float, out: Tensor, head: int) -> None:
-        """Sum up the weights as the update left them: for the comparison with others, and with what they are later."""
-        self.changed, every = 0, self.settings.check_every
-        compare = every > 0 and step % every == 0
-        if self.looked_s:
-            self.look_every = max(1, math.ceil(2 * self.looked_s / (CHEAP * max(seconds, 1e-9))))
-        if not compare and not (every and step % self.look_every == 0):
-            return
-        self.sums = self.digests.each()
-        if compare:
-            mine = self.digests.by_kind(self.sums).view(-1, 2)
-            own = out[self.table.place(self.mesh.rank, head)].view(-1, 2)
-            own[[self.kinds.index(kind) for kind in self.digests.kinds]] = mine
 
     def judge(self, step: Step, values: list[float]) -> None:
         """Conclude from a step that all ranks have told of. May ask to go back, or end the run."""
@@ -178,11 +145,12 @@ class Guards:
         self.bad.append(step)
         what, value = ("loss", step.loss) if not math.isfinite(step.loss) else ("gradient norm", step.norm)
         samples = self._samples(step.number)
-        self._fault("nan", step.number, f"the {what} is {value} at step {step.number}", samples=samples)
-        if not math.isfinite(step.norm):
+        skipped = not math.isfinite(step.norm)
+        words = f"the {what} is {value} at step {step.number}{': its batch is skipped' if skipped else ''}"
+        self._fault("nan", step.number, words, samples=samples)
+        if skipped:
             self._recovered("nan", "skip", step.number + 1, samples=samples)
         if len(self.bad) < self.settings.bad_steps:
-            self.warn(f"the {what} is {value} at step {step.number}: its batch is skipped")
             return
         first = self.bad[0]
         what, value = ("loss", first.loss) if not math.isfinite(first.loss) else ("gradient norm", first.norm)
@@ -205,7 +173,6 @@ class Guards:
             return
         why = f"{spike.why}: the batch of step {spike.step} is undone and passed over"
         self._fault("spike", spike.step, why, samples=self._samples(spike.step))
-        self.warn(why)
         raise RollBack(spike.step - 1, (spike.step,), why, "spike")
 
     def _gradients(self, step: Step, rows: list[Row]) -> None:
@@ -218,36 +185,32 @@ class Guards:
             "all ranks do that step again"
         )
         self._fault("divergence", step.number, why, broken[0])
-        self.warn(why)
         raise RollBack(step.number - 1, (), why, "divergence")
 
     def _weights(self, step: Step, rows: list[Row]) -> None:
         """Weights that changed by themselves, or are not the same where they must be."""
         confessed = {rank: row.changed - 1 for rank, row in enumerate(rows) if row.changed}
         for rank, index in confessed.items():
+            name = self.weights.names[rank][index]
             why = (
-                f"the weight {self.names[rank][index]} of rank {rank} changed between two updates: its memory cannot "
-                "be trusted, and all ranks go back to before it"
+                f"the weight {name} of rank {rank} changed between two updates: its memory cannot be trusted, and all "
+                "ranks go back to before it"
             )
             self._fault("divergence", step.number, why, rank)
-            self.warn(why)
         if confessed:
             raise RollBack(step.number - 2, (), why, "divergence")
-        every = self.settings.check_every
-        if not every or step.number % every:
+        if not self.weights.due(step.number):
             return
-        for i, kind in enumerate(self.kinds):
-            digests = {rank: row.digests[2 * i : 2 * i + 2] for rank, row in enumerate(rows)}
-            for odd in odd_ones(self.alike[kind], digests, set()):
-                if odd.source is None:
-                    why = (
-                        f"ranks {' and '.join(map(str, odd.group))} should hold the same weights and do not, and it "
-                        f"cannot be told which is right: both go back to before step {self.agreed + 1}"
-                    )
-                    self._fault("divergence", step.number, why)
-                    self.warn(why)
-                    raise RollBack(self.agreed, (), why, "divergence")
-                self._mend(step, kind, odd.ranks, odd.source)
+        for found in self.weights.disagreements(rows):
+            odd = found.odd
+            if odd.source is None:
+                why = (
+                    f"ranks {' and '.join(map(str, odd.group))} should hold the same weights and do not, and it cannot "
+                    f"be told which is right: all ranks go back to before step {self.agreed + 1}"
+                )
+                self._fault("divergence", step.number, why)
+                raise RollBack(self.agreed, (), why, "divergence")
+            self._mend(step, found.kind, odd.ranks, odd.source)
         self.agreed = step.number
 
     def _mend(self, step: Step, kind: Kind, wrong: tuple[int, ...], source: int) -> None:
@@ -255,27 +218,24 @@ class Guards:
         for rank in wrong:
             why = f"rank {rank} holds other weights than rank {source} and its peers: it takes theirs"
             self._fault("divergence", step.number, why, rank)
-            self.warn(why)
-        copy_pieces(self.state.pieces(), self.digests.masters, kind, source, wrong, self.mesh)
+        copy_pieces(self.state.pieces(), self.state.woven.masters, kind, source, wrong, self.mesh)
         self.state.woven.refresh()
-        self.sums = None
+        self.weights.begin(self.state.woven.masters)
         seconds = time.perf_counter() - began
         self._recovered("divergence", "replica", self.state.step + 1, seconds=seconds)
 
     def _stalls(self, step: Step, rows: list[Row]) -> None:
         for rank, row in enumerate(rows):
-            if row.data > STALL_S and row.data > 0.5 * step.seconds:
-                self._stall(step, rank, f"rank {rank} waited {row.data:.1f} s for data in step {step.number}")
+            if row.data > STALL_S and row.data > row.busy:
+                words = f"rank {rank} waited {row.data:.1f} s for data in step {step.number}"
+                self._fault("stall", step.number, words, rank)
             if abs(row.jump) > STALL_S:
                 words = f"the clock of rank {rank} jumped by {row.jump:+.1f} s in step {step.number}"
-                self._stall(step, rank, words)
-
-    def _stall(self, step: Step, rank: int, why: str) -> None:
-        self._fault("stall", step.number, why, rank)
-        self.warn(why)
+                self._fault("stall", step.number, words, rank)
 
     def _paces(self, step: Step, rows: list[Row]) -> None:
-        self.seconds = [*self.seconds[-63:], step.seconds]
+        seconds = max(row.busy + row.data + sum(row.waited) for row in rows)  # every rank's own clock differs a little
+        self.seconds = [*self.seconds[-63:], seconds]
         usual = statistics.median(self.seconds)
         shortest = {
             (axis, group): min(rows[r].waited[i] for r in group)
@@ -289,26 +249,37 @@ class Guards:
                 f"{1e3 * link.usual_s:.0f} ms: the link between them is slow"
             )
             self._fault("slow_link", step.number, why, axis=link.axis, ranks=list(link.ranks))
-            self.warn(why)
-        self.pace.add(step.seconds, [row.busy for row in rows])
+        self.pace.add(seconds, [row.busy for row in rows])
         self._slow_rank(step)
 
     def _slow_rank(self, step: Step) -> None:
-        slow = self.pace.slow()
+        uneven = len(set(self.shares.counts)) > 1
+        slow = None if uneven else self.pace.slow()  # who has more to do is not slow
+        if not uneven and (slow is None or slow.rank != self.slow):  # only what one rank loses without a pause counts
+            self.lost_s = self.balance.lost_s = 0.0
         if slow is not None and slow.rank != self.slow:
             self.slow = slow.rank
             why = f"rank {slow.rank} computes {slow.ratio:.1f} times as long as the others"
             self._fault("slow_rank", step.number, why, slow.rank, ratio=round(slow.ratio, 3))
-            self.warn(why)
+        if slow is not None and self.settings.evict_slow and SUPERVISED in os.environ:
+            self._evict(slow)
         typical = self.pace.typical()
-        uneven = len(set(self.shares.counts)) > 1
-        if not typical or not (uneven or slow) or not self.settings.rebalance or self.plan.dp == 1:
+        # replicas that train alone have batches of their own, and statistics of a person's own module are averaged over
+        # ranks as if their shares were equal
+        fixed = self.plan.dp == 1 or self.plan.alone or bool(self.state.woven.buffers())
+        if fixed or not typical or not (uneven or slow) or not self.settings.rebalance:
             return
-        if self.state.woven.buffers():
-            return  # statistics of a person's own module are averaged over ranks as if their shares were equal
         better = self.balance.better(self.shares, self._by_share(typical))
         if better is not None:
             self._reshare(step, better)
+
+    def _evict(self, slow: Slow) -> None:
+        """Once a second was lost, the slow rank leaves, and the supervisor puts another process in its place."""
+        self.lost_s += slow.lost_s
+        if self.lost_s > PATIENCE_S and slow.rank == self.mesh.rank:
+            raise OSError(
+                f"this rank computes {slow.ratio:.1f} times as long as the others: resilience.evict_slow is on"
+            )
 
     def _by_share(self, busy: list[float]) -> list[float]:
         """How long each data-parallel rank computes: its slowest member."""
@@ -335,15 +306,6 @@ class Guards:
             groups.setdefault(key, []).append(rank)
         return [tuple(g) for g in groups.values() if len(g) > 1]
 
-    def _alike(self, kind: Kind, held: list[dict[Kind, str]]) -> list[tuple[int, ...]]:
-        """The ranks that hold the same pieces of a kind's weights, unless they train alone and so have their own."""
-        groups: dict[tuple[str, int], list[int]] = {}
-        for rank, mine in enumerate(held):
-            if kind in mine:
-                own = self.coords[rank].get("dp_replicate", 0) if self.plan.alone else 0
-                groups.setdefault((mine[kind], own), []).append(rank)
-        return [tuple(g) for g in groups.values() if len(g) > 1]
-
     def _samples(self, step: int) -> list[int]:
         """The first and the last sample of a step."""
         batch = self.job.train.global_batch
@@ -351,6 +313,7 @@ class Guards:
         return [first, first + batch - 1]
 
     def _fault(self, fault: str, step: int, why: str, rank: int | None = None, **more: Any) -> None:
+        self.warn(why)
         place = "" if rank is None else " ".join(f"{axis}{i}" for axis, i in self.coords[rank].items())
         self.event("fault", fault=fault, rank=rank, position=place, step=step, why=why, detected_after_s=None, **more)
 

@@ -17,6 +17,8 @@ SLOW = 2.0
 """Times as long as usual."""
 LEAST = 0.1
 """Of the time of a step, what must be lost before it is told."""
+LEAST_S = 0.015
+"""And in seconds: a busy machine makes short messages late."""
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Links:
             if len(link.usual) < LEARN // 2:
                 continue
             usual, now = statistics.median(link.usual), statistics.median(link.recent)
-            slow = now > SLOW * usual and now - usual > LEAST * step_s and min(link.recent) > SLOW * usual
+            slow = now > SLOW * usual and now - usual > max(LEAST_S, LEAST * step_s) and min(link.recent) > SLOW * usual
             if slow and not link.told:
                 found.append(SlowLink(*key, usual, now))
             link.told = slow or (link.told and now > (1 + SLOW) / 2 * usual)

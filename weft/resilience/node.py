@@ -47,7 +47,7 @@ class NodeSupervisor(Supervisor):
         self.failed: WeftError | None = None
         self.guests_since: float | None = None
         self.blameless: float | None = None
-        self.left_out, self.attempt_first, self.closed = 0.0, 0, False
+        self.left_out, self.attempt_first, self.closed, self.ending = 0.0, 0, False, False
         self.keeper, self.meeting = Keeper(folder), Meeting()
         self.nodes = Nodes(run, place, slots, self.decide, lambda: None, self.note, lost_s=job.resilience.node_lost_s)
         self.nodes.services |= {"store": self.meeting.serve, "copy": self.keeper.serve}
@@ -242,9 +242,11 @@ class NodeSupervisor(Supervisor):
         records = {r.slot: r for r in self.board.records()}
         lives = {slot: r.rank for slot, r in records.items() if r.rank >= 0 and r.phase != "gone"}
         placed = {rank: slot for slot, rank in lives.items() if rank in ranks}
-        if unfit := [slot for slot in lives if slot not in placed.values()]:
-            for slot in unfit:
-                kill(records[slot].pid)
+        unfit = [slot for slot in lives if slot not in placed.values()]
+        for slot in unfit:
+            kill(records[slot].pid)
+        if unfit or self.ending:  # the guardian counts a death a moment after it shows it
+            self.ending = bool(unfit)
             return None
         order = {"spare": 0, "start": 1, "gone": 2}
         fresh = sorted(records.keys() - placed.values(), key=lambda slot: order.get(records[slot].phase, 3))

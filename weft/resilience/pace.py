@@ -15,11 +15,11 @@ SPAN_S = 0.8
 machine makes anyone late for as long."""
 MOST = 512
 """Steps that are kept, however short they are."""
-SLOW = 1.35
+SLOW = 1.5
 """A rank is slow when it computes this many times as long as the others."""
 STEADY = 1.2
 """In the older and the newer half of the window alike: one hiccup is no slow rank."""
-LEAST_S = 0.005
+LEAST_S = 0.015
 """Time lost in each step, below which nobody cares."""
 
 

@@ -97,7 +97,7 @@ class Snapshots:
         """What must not be overwritten yet: copies elsewhere are of use only beside the same step here."""
         safe, target = self.wanted()
         sent = [s for s in self.held() if s >= target > 0]
-        return {safe, *sent[:1]}
+        return {s for s in (safe, *sent[:1]) if s > 0}
 
     def seal(self, step: int, more: dict[str, Any]) -> None:
         """The step is committed: what was copied of it may be continued from."""
@@ -252,7 +252,10 @@ def _memory(path: Path | None, size: int) -> Tensor:
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.posix_fallocate(handle, 0, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, size)
+        else:  # macOS
+            os.truncate(handle, size)
     except OSError:
         path.unlink()
         raise

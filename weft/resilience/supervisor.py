@@ -23,12 +23,16 @@ from weft.plan.layout import Plan
 from weft.resilience.attempt import Attempt, read_attempt, write_attempt
 from weft.resilience.board import TRAINING, Board, Record
 from weft.resilience.diagnosis import STACK, Fault, blame, main_stack, where
-from weft.resilience.patience import Patience, is_stopped
+from weft.resilience.patience import Patience, first_steps_s
 from weft.watch.journal import Journal
 
 LOOK_S = 0.02
 RETURN_S = 3.0
 """How long the other ranks may take to come back from an attempt that is over, before they are replaced as well."""
+LOST_S = 5.0
+"""How long a rank may have come back by itself before all are called back."""
+NOBODY_S = 120.0
+"""A standstill for which nobody is to blame is a fault only after this time."""
 REFILL_S = 2.0
 """How long a new attempt trains undisturbed before the next spare is started: importing torch takes a core."""
 AGAIN = {"exit": 3, "raised": 2}
@@ -44,13 +48,14 @@ class Supervisor:
     def __init__(self, run: RunDir, folder: Path, board: Board, settings: Resilience, plan: Plan):
         self.run, self.folder, self.board, self.settings, self.plan = run, folder, board, settings, plan
         self.journal = Journal(run)
-        self.patience = Patience(settings.patience_s, plan)
+        self.patience = Patience(settings.patience_s, first_steps_s(plan))
         self.attempt = Attempt(0, plan.world, {}, {}, "", time.time())
         self.open: list[Fault] = []
         """Faults of the attempt that is over, while the next is not published."""
         self.since = time.monotonic()
         self.announced = True
         self.committed = 0
+        self.lost_since: float | None = None
         self.doomed: set[int] = set()
         """Ranks that the supervisor has killed itself."""
 
@@ -93,14 +98,20 @@ class Supervisor:
             if record.deaths > self.attempt.deaths[record.slot]:
                 self.doomed.add(rank)
                 return self.exited(rank, record)
+        lost = any(r.phase == "waiting" and r.attempt == self.attempt.number for r in ranks.values())
+        self.lost_since = (self.lost_since or time.monotonic()) if lost else None
+        if self.lost_since is not None and time.monotonic() - self.lost_since > LOST_S:
+            step = min(record.step for record in ranks.values())
+            return Fault("hang", None, "ranks lost their connections, though nobody is gone", step, "", LOST_S)
         stuck = self.patience.look(ranks)
         return self.stuck(ranks, stuck) if stuck is not None else None
 
     def exited(self, rank: int, record: Record) -> Fault:
         cause = read_cause(self.run.logs / f"failure-{rank}.json")
         if cause is not None:
+            kind = "oom" if cause["message"].startswith("memory ran out") else "raised"
             why = f"{cause['kind']}: {cause['message']} ({cause['where']})"
-            return Fault("raised", rank, why, record.step, cause["position"])
+            return Fault(kind, rank, why, record.step, cause["position"])
         name = signal.Signals(-record.code).name if record.code < 0 else ""
         why = f"was killed by {name}" if name else f"ended with code {record.code} and left no reason"
         return Fault("exit", rank, why, record.step, self.places().get(rank, {}).get("position", ""))
@@ -109,7 +120,7 @@ class Supervisor:
         """Nothing has moved for so long: find out who is to blame, and end it."""
         places = self.places()
         names = {rank: list(places.get(rank, {}).get("groups", {})) for rank in ranks}
-        stopped = [r for r, record in ranks.items() if is_stopped(record.pid)]
+        stopped = [r for r in ranks if self.patience.stopped(r)]
         silent = [r for r in ranks if self.patience.silent(r)]
         if stopped:
             kind, guilty = "stopped", {r: "it is stopped by a signal" for r in stopped}
@@ -120,8 +131,9 @@ class Supervisor:
             inside = {r: ["", *names[r]][record.inside] for r, record in ranks.items()}
             kind, guilty = "hang", blame(counts, {r: places.get(r, {}).get("groups", {}) for r in ranks}, inside)
         step = min(record.step for record in ranks.values())
-        if not guilty:
-            return Fault("hang", None, "all ranks wait for one another", step, "", seconds)
+        if not guilty:  # perhaps it mends itself
+            why = "all ranks wait for one another"
+            return Fault("hang", None, why, step, "", seconds) if seconds > NOBODY_S else None
         stacks = self.stacks({r: ranks[r].pid for r in guilty})
         for r in guilty:
             self.doomed.add(r)
@@ -165,16 +177,16 @@ class Supervisor:
 
     def tell(self, fault: Fault) -> None:
         after = None if fault.detected_after_s is None else round(fault.detected_after_s, 3)
-        kind = "exit" if fault.kind == "raised" else fault.kind
-        self.journal.event(
-            "fault", fault=kind, rank=fault.rank, position=fault.position, step=fault.step,
-            attempt=self.attempt.number, why=fault.why, detected_after_s=after,
-            **({"stack": fault.stack} if fault.stack else {}),
-        )  # fmt: skip
+        if fault.kind != "oom":  # which the rank has written down itself
+            self.journal.event(
+                "fault", fault=_told(fault.kind), rank=fault.rank, position=fault.position, step=fault.step,
+                attempt=self.attempt.number, why=fault.why, detected_after_s=after,
+                **({"stack": fault.stack} if fault.stack else {}),
+            )  # fmt: skip
         place = f" ({fault.position})" if fault.position else ""
         who = "all ranks" if fault.rank is None else f"rank {fault.rank}{place}"
         joint = " " if fault.kind == "exit" else ": "
-        say(f"{who}{joint}{fault.why}; step {fault.step + 1} is done again")
+        say(f"{who}{joint}{fault.why}")
 
     def regroup(self, records: list[Record]) -> None:
         """Wait for the others to come back, put spares in the places of the dead, and begin the next attempt."""
@@ -251,6 +263,13 @@ class Supervisor:
             code, [f"gave up after {len(self.attempt.faults) + 1} faults, the last at step {fault.step + 1}", *lines]
         )
 
+    def _take_smaller_plan(self) -> None:
+        """A rank that ran out of memory left a plan with smaller microbatches; everything else in it is the same."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            left = Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
+            if left.axes == self.plan.axes and left.microbatch < self.plan.microbatch:
+                self.plan = left
+
     def begin(
         self, ranks: dict[int, int], number: int = 0, environment: dict[str, str] | None = None, how: str = ""
     ) -> None:
@@ -260,9 +279,12 @@ class Supervisor:
         recovered = None
         if self.open:
             fault = self.open[0]
-            kind = "exit" if fault.kind == "raised" else fault.kind
             moved = any(self.attempt.ranks.get(rank) != slot for rank, slot in ranks.items())
-            recovered = {"fault": kind, "how": how or ("spare" if moved else "regroup"), "since": self.since}
+            recovered = {
+                "fault": _told(fault.kind),
+                "how": how or ("spare" if moved else "regroup"),
+                "since": self.since,
+            }
         for old in self.run.logs.glob("failure-*.json"):
             old.unlink(missing_ok=True)
         for slot in ranks.values():
@@ -270,6 +292,7 @@ class Supervisor:
                 self.board.put(slot, "want", 1)
         deaths = {slot: self.board.get(slot, "deaths") for slot in ranks.values()}
         store = str(self.folder / f"store-{number}")
+        self._take_smaller_plan()
         self.attempt = Attempt(
             number, self.plan.world, ranks, deaths, store, self.attempt.began, recovered, faults, environment or {},
             self.plan.to_json(),
@@ -278,6 +301,9 @@ class Supervisor:
         self.board["attempt"] = number
         self.board["published"] = number
         self.open, self.doomed, self.announced, self.since = [], set(), recovered is None, time.monotonic()
+        last = faults[-1] if faults else None
+        same = sum(f == last for f in faults[-3:]) if last and last[0] in ("hang", "gil") else 0
+        self.patience.doubt = 4.0 ** max(0, same - 1)
         self.patience.new_attempt()
 
     def adopt(self, number: int) -> None:
@@ -349,6 +375,11 @@ class Supervisor:
         temporary.replace(self.folder / "end.json")
         self.board["end"] = code + 1
         return code
+
+
+def _told(kind: str) -> str:
+    """A kind of fault as events.jsonl names it: a process that raised is one that exited."""
+    return "exit" if kind == "raised" else kind
 
 
 def kill(pid: int) -> None:

@@ -42,6 +42,9 @@ class Rehearsal:
 PHASE_S = 5.0
 """How long a phase is waited for, or 20 steps if that is longer."""
 
+RETURN_S = 40.0
+"""How long a node that comes back is waited for."""
+
 READ_S = 0.1
 """Until every rank has read an order."""
 
@@ -199,13 +202,14 @@ class Conductor:
             self.code = code
 
     def _node(self, fault: Fault) -> None:
-        """Lose a node; it comes back when the rest has gone on without it."""
+        """Lose a node; it comes back when the rest has gone on without it, and is waited for."""
         hosts, node = self._victim(fault)
         self._note(fault, f"node {node}")
         hosts.kill(node)
         self._settle()
         if self.code is None:
             self.run.start_node(node)
+            self._whole_again()
 
     def _partition(self, fault: Fault) -> None:
         """Cut a node off, and mend its link when one side has gone on."""
@@ -216,6 +220,12 @@ class Conductor:
             self._settle()
         finally:
             hosts.join(node)
+        self._whole_again()
+
+    def _whole_again(self) -> None:
+        """Wait for the nodes to be together again, for a while: the next fault shall meet all of them."""
+        known, until = len(self.run.events), time.monotonic() + RETURN_S
+        self._wait(lambda: time.monotonic() > until or any(e.get("how") == "grow" for e in self.run.events[known:]))
 
     def _victim(self, fault: Fault) -> tuple[Hosts, int]:
         hosts = self.run.hosts

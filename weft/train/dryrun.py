@@ -109,7 +109,7 @@ def trace(job: Job, plan: Plan, mesh: Mesh) -> tuple[Meter, dict[str, int]]:
         for name, piece in state.optimizers.params.items():
             if piece is not state.optimizers.masters[name]:  # FSDP2 may move a piece before its first use
                 piece.data = piece.data.new_empty(0)
-        stepper = Stepper(job, plan, mesh, state)
+        stepper = Stepper(job, plan, mesh, state, blind=True)
         batches = [make_batch(job, plan) for _ in range(plan.accumulation)]
         meter.start()
         grads = stepper.gradients(batches)

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -195,4 +196,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended)  # all is written; torch's threads may abort a process whose Python is being taken down

@@ -18,7 +18,7 @@ from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import Batch, Loader, val_batches
 from weft.job.run import RunDir
 from weft.job.schema import Job, Model
-from weft.mesh import Mesh, connect
+from weft.mesh import Mesh, connect, ranks_of_a_node
 from weft.models import build_model
 from weft.optim import Ema, Optimizers, build_optimizers, peak_lr
 from weft.parallel.apply import find_units, parallelize
@@ -220,7 +220,7 @@ def open_session(
             journal.event(kind, attempt=pulse.attempt, **fields)
 
     guards = Guards(job, plan, mesh, state, event, warn)
-    stepper.before_update = guards.before_update
+    stepper.before_update = guards.weights.before_update
     session = Session(
         job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse, guards
     )
@@ -253,7 +253,7 @@ def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
     axis = mesh.axis("dp_replicate")
     if not plan.alone or axis is None:
         return EveryStep()
-    start = summing(axis, plan.allreduce, max(1, plan.world // plan.nodes))
+    start = summing(axis, plan.allreduce, ranks_of_a_node(plan))
     limit = int(plan.bucket_mb * 2**20 / 4)
     return Rounds(job.train.sync, axis, start, state.woven.masters, state.ema.averages, job.train.steps, limit)
 

@@ -47,6 +47,8 @@ class Stepper:
     state: State
     before_update: Callable[[], None] = lambda: None
     """Called when the gradients are there and the weights are still as the last update left them."""
+    blind: bool = False
+    """There are no values to look at, as in a dry run: every step is taken."""
 
     def gradients(self, batches: list[Batch]) -> Gradients:
         """Forward and backward over this rank's microbatches of one step."""
@@ -74,7 +76,7 @@ class Stepper:
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
         finite, wanted = torch.isfinite(norm), state.step + 1 not in state.skipped_steps
         unseen = norm.is_cuda and not state.scale.dynamic
-        taken = wanted and (unseen or bool(finite))
+        taken = wanted and (unseen or self.blind or bool(finite))
         if taken:
             flag = finite if unseen else None
             state.optimizers.step(lr, clipped * grads.factor, flag)
