@@ -53,7 +53,7 @@ def watched(job: Job) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
     """Which ranks the guards take to hold the same weights."""
     job, plan, mesh, stepper, _ = begin(job)
     guards = Guards(job, plan, mesh, stepper.state, lambda kind, **fields: None, lambda text: None)
-    return guards.alike
+    return guards.weights.alike
 
 
 def quantized_sums(size: int, bits: int) -> tuple[Tensor, Tensor, int]:

@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -29,7 +29,7 @@ from weft.resilience.links import Links
 from weft.resilience.pace import Pace, Slow
 from weft.resilience.repair import copy_pieces
 from weft.resilience.rollback import RollBack
-from weft.resilience.spikes import Spikes
+from weft.resilience.spikes import RECALLED, Spikes
 from weft.resilience.telling import Row, Table
 from weft.resilience.weights import Weights
 
@@ -162,6 +162,11 @@ class Guards:
     @property
     def job_scales(self) -> bool:
         return self.plan.precision == "fp16"
+
+    def recall(self, told: Sequence[tuple[float, float]]) -> None:
+        """The loss and norm of the last steps in order: who comes back judges the next as if never away."""
+        for loss, norm in told[-RECALLED:]:
+            self.spikes.learn(loss, norm)
 
     def _spikes(self, step: Step) -> None:
         if not self.settings.roll_back or step.number in self.state.skipped_steps:

@@ -22,6 +22,8 @@ NORM_FLOOR = math.log(30)
 """Norms are compared by ratio. Clipping tames what is smaller, and a bad batch of that kind shows in the loss."""
 UNEASY = 0.35
 """A step whose norm went this share of the way to a spike is to blame if the next step's loss is one."""
+RECALLED = WINDOW + BEFORE + 1
+"""Steps from which all that is known can be learned again."""
 PATIENCE, MEMORY = 3, 50
 """So many spikes within so many steps are no accident: the data or the run has changed, and that is the new normal."""
 
@@ -67,6 +69,11 @@ class Spikes:
         self.loss, self.norm = Surprises(), Surprises()
         self.uneasy: int | None = None
 
+    def learn(self, loss: float, norm: float) -> None:
+        """A step that was found to be in order, by whoever judged it."""
+        self.loss.add(loss)
+        self.norm.add(math.log(max(norm, 1e-30)))
+
     def judge(self, step: int, loss: float, norm: float) -> Spike | None:
         """What must be undone after this step; None, and the step is learned from, in the ordinary course."""
         size = math.log(max(norm, 1e-30))
@@ -75,8 +82,7 @@ class Spikes:
         by_norm = self.norm.judge(size, NORM_FLOOR)
         if max(by_loss, by_norm) < 1:
             self.uneasy = step if by_norm > UNEASY else None
-            self.loss.add(loss)
-            self.norm.add(size)
+            self.learn(loss, norm)
             return None
         bad = self.uneasy if self.uneasy == step - 1 and by_norm < 1 else step
         if step - 1 in self.undone:  # its batch was not learned from, so the damage was done before

@@ -40,7 +40,7 @@ from weft.train.shards import places_of, save_shards
 from weft.train.state import State, meta_problem
 from weft.train.step import Stepper
 from weft.watch import logs
-from weft.watch.journal import Journal
+from weft.watch.journal import Journal, read_jsonl
 
 
 @dataclass
@@ -230,6 +230,7 @@ def open_session(
     if not _recall(session):
         _put_together(session)
         _resume(session)
+    guards.recall(_told_before(session))
     session.first_step = state.step
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
     _, scaling = peak_lr(job)
@@ -262,6 +263,20 @@ def make_optimizers(job: Job, woven: Woven | Pipelined) -> Optimizers:
     """The job's optimizer over the masters; muon asks which of them are in the blocks."""
     units = tuple(find_units(build_model(job.model)))
     return build_optimizers(job.optim, woven.masters, lambda name: name.startswith(units), woven.leaves, woven.copies)
+
+
+def _told_before(session: Session) -> list[tuple[float, float]]:
+    """Loss and norm of the steps that were learned from so far, as the run's metrics tell them last."""
+    told: dict[int, tuple[float, float]] = {}
+    if session.journal is not None and session.state.step:
+        for record in read_jsonl(session.run.metrics):
+            step, loss, norm = record.get("step"), record.get("loss"), record.get("grad_norm")
+            if isinstance(step, int) and step <= session.state.step and loss is not None and norm is not None:
+                told[step] = (loss, norm)
+                if record.get("skipped"):
+                    del told[step]
+    everyone = session.mesh.all_gather_object([told[step] for step in sorted(told)][-256:])
+    return cast(list[tuple[float, float]], everyone[0])
 
 
 def _recall(session: Session, at_most: int | None = None) -> bool:
