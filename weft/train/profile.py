@@ -228,7 +228,7 @@ def _has_head(session: Session) -> bool:
 
 
 if __name__ == "__main__":
-    from weft.train.worker import run_here
+    from weft.train.worker import end, run_here
 
     count = int(sys.argv[2])
-    sys.exit(run_here(lambda session, signals: measure(session, signals, count)))
+    end(run_here(lambda session, signals: measure(session, signals, count)))

@@ -6,13 +6,14 @@ import contextlib
 import ctypes
 import gc
 import json
+import logging
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from weft.hardware.probe import probe
 from weft.job.errors import Exit, HangError, WeftError
@@ -161,5 +162,13 @@ def run_here(work: Work | None = None) -> int:
     return code
 
 
+def end(code: int) -> NoReturn:
+    """All is written: torch's threads may abort a process whose Python is being taken down."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(run_here())
+    end(run_here())

@@ -20,7 +20,7 @@ from weft.job.schema import Job
 from weft.launch.local import die_with_parent
 from weft.plan.layout import Plan
 from weft.train.signals import Signals
-from weft.train.worker import exit_code, explain, keep_freed_memory, threads_for
+from weft.train.worker import end, exit_code, explain, keep_freed_memory, threads_for
 
 
 def serve(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
@@ -94,4 +94,4 @@ def main(words: list[str]) -> int:
 if __name__ == "__main__":
     if "WEFT_SERVED" in os.environ:
         die_with_parent()
-    sys.exit(main(sys.argv[1:]))
+    end(main(sys.argv[1:]))
