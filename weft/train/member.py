@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import gc
 import json
-import logging
 import os
 import signal
 import sys
@@ -31,7 +30,7 @@ from weft.resilience.pulse import Fenced, Heart
 from weft.resilience.wire import run_secret
 from weft.train.signals import Signals
 from weft.train.worker import attempt as train
-from weft.train.worker import exit_code, explain, is_echo, is_timeout, set_up
+from weft.train.worker import end, exit_code, explain, is_echo, is_timeout, set_up
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -196,8 +195,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    ended = main()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(ended)  # all is written; torch's threads may abort a process whose Python is being taken down
+    end(main())
