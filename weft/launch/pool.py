@@ -100,6 +100,8 @@ def _serve(pipe: Connection) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), WEFT_STORE=store)
         try:
             answer = (True, fn(*args), "")
+            if dist.is_initialized():  # ranks leave together: one that ends sooner would cut those that still connect
+                dist.barrier()
         except BaseException as error:
             answer = (False, _portable(error), traceback.format_exc())
         try:
