@@ -58,6 +58,9 @@ class Member:
         set_up(self.run, plan)
         with contextlib.suppress(Exception):  # it is opened again, and its mistakes told, where there is a rank
             self.dataset = _prepare(job)
+        from weft.comm.leave import leave
+
+        gc.freeze()  # what was imported stays, and need not be looked at when an attempt is over
         number, phase = 0, "spare"
         while True:
             self.heart.now(phase, 0)
@@ -66,7 +69,7 @@ class Member:
             code = self._take_part(attempt, job, Plan.from_json(attempt.plan))
             if code is not None:
                 return code
-            gc.collect()  # what the broken attempt held, before the next takes as much
+            leave()  # the error that broke it has gone, and with it all that it held
 
     def _plan(self) -> Plan:
         return Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
@@ -123,7 +126,6 @@ class Member:
         finally:
             self.heart.watch = lambda: (0, 0, [])
             wires.cut()
-            _forget_groups()
         return None
 
     def _store(self, attempt: Attempt, timeout_s: float) -> dist.Store:
@@ -172,15 +174,6 @@ def _prepare(job: Job) -> Dataset:
     from weft.data.dataset import open_dataset
 
     return open_dataset(job)
-
-
-def _forget_groups() -> None:
-    """Take down the process groups of a broken attempt."""
-    import torch.distributed as dist
-
-    with contextlib.suppress(Exception):
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def main() -> int:
