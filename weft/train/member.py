@@ -26,11 +26,12 @@ from weft.plan.layout import Plan
 from weft.resilience.attempt import Attempt, read_attempt
 from weft.resilience.board import Board
 from weft.resilience.diagnosis import STACK
+from weft.resilience.nursery import serve
 from weft.resilience.pulse import Fenced, Heart
 from weft.resilience.wire import run_secret
 from weft.train.signals import Signals
 from weft.train.worker import attempt as train
-from weft.train.worker import end, exit_code, explain, is_echo, is_timeout, set_up
+from weft.train.worker import bring_in, end, exit_code, explain, is_echo, is_timeout, set_up
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -57,7 +58,9 @@ class Member:
         job, plan = load_job(str(self.run.job)), self._plan()
         set_up(self.run, plan)
         with contextlib.suppress(Exception):  # it is opened again, and its mistakes told, where there is a rank
-            self.dataset = _prepare(job)
+            from weft.data.dataset import open_dataset
+
+            self.dataset = open_dataset(job)
         from weft.comm.leave import leave
 
         gc.freeze()  # what was imported stays, and need not be looked at when an attempt is over
@@ -168,21 +171,21 @@ class Member:
         return False
 
 
-def _prepare(job: Job) -> Dataset:
-    """All that can be done before it is known which rank this will be."""
-    import weft.train.loop  # noqa: F401  # torch and everything else
-    from weft.data.dataset import open_dataset
-
-    return open_dataset(job)
-
-
 def main() -> int:
     die_with_parent()
+    run, slot = RunDir(Path(sys.argv[1])), int(os.environ.get("WEFT_SLOT", -1))
+    if "WEFT_NURSERY" in os.environ:
+        bring_in(run)
+        gc.freeze()
+        if (born := serve()) is None:
+            return 0
+        slot = born
+        die_with_parent()
     signals = Signals()
     folder = Path(os.environ["WEFT_MEMORY"])
     stacks = (folder / f"stack-{os.getpid()}").open("w")
     faulthandler.register(STACK, file=stacks, all_threads=True)
-    code = Member(RunDir(Path(sys.argv[1])), folder, int(os.environ["WEFT_SLOT"]), signals).work()
+    code = Member(run, folder, slot, signals).work()
     signals.ignore()
     return code
 
