@@ -27,10 +27,10 @@ from weft.resilience.attempt import Attempt, read_attempt
 from weft.resilience.board import Board
 from weft.resilience.diagnosis import STACK
 from weft.resilience.pulse import Fenced, Heart
-from weft.resilience.wire import run_secret
 from weft.train.signals import Signals
 from weft.train.worker import attempt as train
 from weft.train.worker import end, exit_code, explain, is_echo, is_timeout, set_up
+from weft.wire.secret import run_secret
 
 if TYPE_CHECKING:
     import torch.distributed as dist
