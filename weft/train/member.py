@@ -28,10 +28,10 @@ from weft.resilience.board import Board
 from weft.resilience.diagnosis import STACK
 from weft.resilience.nursery import serve
 from weft.resilience.pulse import Fenced, Heart
-from weft.resilience.wire import run_secret
 from weft.train.signals import Signals
 from weft.train.worker import attempt as train
 from weft.train.worker import bring_in, end, exit_code, explain, is_echo, is_timeout, set_up
+from weft.wire.secret import run_secret
 
 if TYPE_CHECKING:
     import torch.distributed as dist
