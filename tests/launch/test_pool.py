@@ -23,7 +23,10 @@ def held() -> tuple[int, int]:
 
 def jobs() -> list[Job]:
     experts = {"experts": {"count": 4, "top_k": 2, "ffn": 16}}
-    plain = [with_layout(make_job(model=experts if "ep" in words else {}), section(words)) for words in LAYOUTS]
+    ema = {"ema": 0.5}
+    plain = [
+        with_layout(make_job(model=experts if "ep" in words else {}, train=ema), section(words)) for words in LAYOUTS
+    ]
     packed = [with_layout(make_job("comm.compression=int8"), section(words)) for words in LAYOUTS[:2]]
     return [*plain, *packed]
 

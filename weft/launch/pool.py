@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -96,10 +95,10 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from weft.comm.leave import leave
+    from weft.comm.leave import leave, settle
 
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays
+    settle()
     while True:
         try:
             fn, args, rank, world, store = pipe.recv()

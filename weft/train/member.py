@@ -61,9 +61,9 @@ class Member:
             from weft.data.dataset import open_dataset
 
             self.dataset = open_dataset(job)
-        from weft.comm.leave import leave
+        from weft.comm.leave import leave, settle
 
-        gc.freeze()  # what was imported stays, and need not be looked at when an attempt is over
+        settle()
         number, phase = 0, "spare"
         while True:
             self.heart.now(phase, 0)
@@ -176,7 +176,7 @@ def main() -> int:
     run, slot = RunDir(Path(sys.argv[1])), int(os.environ.get("WEFT_SLOT", -1))
     if "WEFT_NURSERY" in os.environ:
         bring_in(run)
-        gc.freeze()
+        gc.freeze()  # so that a fork copies no page to count references
         if (born := serve()) is None:
             return 0
         slot = born
