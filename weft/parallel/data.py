@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,11 +21,11 @@ from torch.distributed.tensor import Shard
 from weft.comm import Axis, Meter, Waits
 from weft.comm.algorithms import Start
 from weft.comm.pieces import like, local_of
-from weft.parallel.compressed import Compressor, Segment
+from weft.parallel.bucket import Bucket
+from weft.parallel.compressed import Compressor
+from weft.parallel.fsdp import fsdp_groups, fsdp_states, reduce_now, see_waits
 from weft.parallel.queue import Queue
 from weft.parallel.shard_comm import Gather, Scatter
-
-ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -38,25 +37,6 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
                 if id(p) not in cast:
                     cast[id(p)] = nn.Parameter(p.detach().to(dtype))
                 owner.register_parameter(key, cast[id(p)])
-
-
-class Bucket:
-    """Gradients that travel together in one buffer, in the order in which the backward pass makes them."""
-
-    def __init__(self, names: list[str], masters: dict[str, Tensor]):
-        self.names = names
-        sizes = [-(-local_of(masters[n]).numel() // ALIGN) * ALIGN for n in names]
-        device = local_of(masters[names[0]]).device
-        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        self.views: dict[str, Tensor] = {}
-        self.segments: list[Segment] = []
-        for name, size, first in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
-            master = local_of(masters[name])
-            self.views[name] = self.flat[first : first + size][: master.numel()].view(master.shape)
-            self.segments.append(Segment(name, first, master.numel(), master.shape))
-        self.missing = len(names)
-        self.start: Start | None = None
-        """Begins to sum it over the replicas."""
 
 
 def arriving(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[Tensor], None]:
@@ -308,59 +288,6 @@ class Shards:
         """Drop weights gathered by an evaluation: they would be stale after the next update."""
         for m in self.fsdp_modules:
             m.reshard()
-
-
-def reduce_now(module: nn.Module) -> None:
-    """Reduce the gradients that FSDP2 holds whole, as its hooks would at the end of a backward pass."""
-    for each in fsdp_states(module):
-        for group in fsdp_groups(each):
-            group.post_backward()
-    fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
-
-
-def see_waits(module: nn.Module, meter: Meter, axis: str, replicated: bool) -> None:
-    """Let the meter see when an FSDP2 module waits: in gathers and scatters, and from a scatter to the sum that follows
-    it over the replicas, after which FSDP2 calls a hook. On a GPU those run beside the stream that computes, which
-    waits where FSDP2 takes what was gathered, and where it hands over gradients."""
-    for group in fsdp_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
-        if meter.cuda:
-            group.wait_for_unshard = _Seen(group.wait_for_unshard, meter, axis, "all_gather")
-            group.post_backward = _Seen(group.post_backward, meter, axis, "reduce_scatter")
-            continue
-        group._all_gather_comm = _Seen(group._all_gather_comm, meter, axis, "all_gather")
-        group._reduce_scatter_comm = _Seen(group._reduce_scatter_comm, meter, axis, "reduce_scatter")
-        if replicated:
-            group._reduce_scatter_comm.then = group
-            group._all_reduce_hook = lambda summed: meter.leave()
-
-
-class _Seen:
-    """One of FSDP2's collectives, under the eyes of the meter."""
-
-    def __init__(self, comm: Any, meter: Meter, axis: str, what: str):
-        self.comm, self.meter, self.axis, self.what = comm, meter, axis, what
-        self.allocate = getattr(comm, "allocate", None)
-        self.then: Any = None
-        """The group that sums over the replicas next, if any does."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        with self.meter.inside(self.axis, self.what):
-            work = self.comm(*args, **options)
-        if self.then is not None and self.then.all_reduce_grads:
-            self.meter.enter("dp_replicate", "all_reduce")
-        return work
-
-
-def fsdp_states(module: nn.Module) -> list[Any]:
-    """What FSDP2 keeps of a root and of every module below it."""
-    return list(fully_shard.state(module)._state_ctx.all_states)  # type: ignore[attr-defined]
-
-
-def fsdp_groups(state: Any) -> list[Any]:
-    """An FSDP2 state's groups of parameters: one until torch 2.12, a list since."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def shard(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.data.dataset import open_dataset
-from weft.data.loader import Batch, val_batches
+from weft.data.loader import Batch, to_device, val_batches
 from weft.job.errors import DivergedError, Exit, JobError, MachineError
 from weft.job.run import RunDir
 from weft.job.schema import Job
@@ -23,6 +23,7 @@ from weft.optim import Optimizers, build_optimizers
 from weft.parallel.apply import find_units
 from weft.plan.layout import Plan
 from weft.plan.sync import inside
+from weft.train.build import build_state
 from weft.train.checkpoint import Checkpoints
 from weft.train.ledger import peak_memory_gib
 from weft.train.served.book import Book, Copy
@@ -32,7 +33,6 @@ from weft.train.served.rounds import Averaging
 from weft.train.served.shard import Remote, Shard, deal_out
 from weft.train.served.updates import Updates
 from weft.train.served.worker import client_shares
-from weft.train.session import build_state, to_device
 from weft.train.signals import Signals
 from weft.train.state import State
 from weft.train.step import Stepper

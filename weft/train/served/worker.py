@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.comm.pieces import local_of
 from weft.data.dataset import Dataset, open_dataset
-from weft.data.loader import Batch, read_samples, read_share
+from weft.data.loader import Batch, read_samples, read_share, to_device
 from weft.data.sampler import sample_index
 from weft.data.shares import Shares
 from weft.job.errors import MachineError
@@ -25,9 +25,9 @@ from weft.optim import rate
 from weft.plan.layout import Plan
 from weft.plan.sync import inside
 from weft.sync.shares import Ints, deal, topics_of
+from weft.train.build import build_state, make_optimizers
 from weft.train.served.meeting import chief_address
 from weft.train.served.shard import deal_out
-from weft.train.session import build_state, make_optimizers, to_device
 from weft.train.step import Stepper
 from weft.wire.channel import WireError
 from weft.wire.secret import run_secret
