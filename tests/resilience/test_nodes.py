@@ -21,7 +21,7 @@ from weft.resilience.meeting import Meeting
 from weft.resilience.nodes import Nodes, Place, births, local_address
 from weft.resilience.replan import replan
 from weft.resilience.secret_store import SecretStore
-from weft.resilience.wire import Gone
+from weft.wire.channel import Gone
 
 
 def _decide(proposal: Proposal, reports: Mapping[int, Report]) -> Decision:

@@ -7,6 +7,7 @@ backward pass, `finish()` after the last, `refresh()` after the masters changed 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
@@ -56,6 +57,17 @@ class Bucket:
         self.missing = len(names)
         self.start: Start | None = None
         """Begins to sum it over the replicas."""
+
+
+def arriving(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[Tensor], None]:
+    """A hook that does not keep its owner: Python cannot see through autograd's hooks, and a model of which one held
+    the whole, with its process groups and their threads, would stay for ever."""
+
+    def arrived(weight: Tensor) -> None:
+        if (replicas := owner()) is not None:
+            replicas.arrived(number, name, weight)
+
+    return arrived
 
 
 class Replicas:
@@ -108,9 +120,8 @@ class Replicas:
             self._add_bucket(names, kind)
         for number, bucket in enumerate(self.buckets):
             for name, view in bucket.views.items():
-                weight = self.weights[name]
                 self.masters[name].grad = like(view, self.masters[name])
-                weight.register_post_accumulate_grad_hook(self._hook(number, bucket, view))
+                self.weights[name].register_post_accumulate_grad_hook(arriving(weakref.ref(self), number, name))
 
     def _kind(self, name: str) -> str:
         """Which weights travel with which."""
@@ -132,19 +143,18 @@ class Replicas:
             bucket.start = packed.start_plain
         self.buckets.append(bucket)
 
-    def _hook(self, number: int, bucket: Bucket, view: Tensor) -> Any:
-        def arrived(weight: Tensor) -> None:
-            assert weight.grad is not None
-            if self.mixed:  # an fp32 gradient is a view of the bucket, and autograd adds to it in place
-                view.add_(local_of(weight.grad))
-                weight.grad = None
-            if self.last:
-                bucket.missing -= 1
-                if bucket.missing == 0:
-                    self.queue.ready(number)
-                self._send_ready()
-
-        return arrived
+    def arrived(self, number: int, name: str, weight: Tensor) -> None:
+        """Autograd has made the gradient of a weight in a bucket."""
+        bucket = self.buckets[number]
+        assert weight.grad is not None
+        if self.mixed:  # an fp32 gradient is a view of the bucket, and autograd adds to it in place
+            bucket.views[name].add_(local_of(weight.grad))
+            weight.grad = None
+        if self.last:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self.queue.ready(number)
+            self._send_ready()
 
     def _send_ready(self, all_of_them: bool = False) -> None:
         while self.sent < len(self.buckets):

@@ -29,7 +29,9 @@ from weft.resilience.council import (
     Proposal,
     Report,
 )
-from weft.resilience.wire import HANDSHAKE_S, Channel, Gone, Listener, Message, Refused, dial, run_secret
+from weft.wire.channel import HANDSHAKE_S, Channel, Gone, Message, Refused, dial
+from weft.wire.listener import Listener
+from weft.wire.secret import run_secret
 
 Decide = Callable[[Proposal, Mapping[int, Report]], Decision | None]
 """Fills in what a proposal leaves open: which ranks go where, under which plan; None where there is no way."""
