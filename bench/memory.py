@@ -1,6 +1,7 @@
 """Memory of Weft's own runs: what the plan predicts beside what real CPU ranks had at once, counted in tensors.
 
     python bench/memory.py [--models llama gpt2 …] [--precision fp32 bf16] [--recompute none full] [--json]
+    python bench/memory.py --models experts --layouts 1 tp2 'dp_shard=4 ep=2' 'tp2 ep2' 'pp2 dp_shard=2 ep=2'
 
 Every rank is a process that builds its part of the model and takes a real step under a meter (weft/memory/meter.py)
 that counts the bytes of live tensors, not the pages of the process. The table has the fullest rank of each layout.
@@ -29,6 +30,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "ffn": 704, "vocab": 2048},
     "gpt2": {"family": "gpt2", "dim": 256, "layers": 4, "heads": 8, "ffn": 1024, "vocab": 2048},
     "deep": {"family": "llama", "dim": 128, "layers": 8, "heads": 4, "ffn": 384, "vocab": 512},
+    "experts": {
+        "family": "llama",
+        "dim": 256,
+        "layers": 4,
+        "heads": 8,
+        "kv_heads": 4,
+        "ffn": 704,
+        "vocab": 2048,
+        "experts": {"count": 8, "top_k": 2, "ffn": 256, "shared": 1},
+    },
     "vit": {"family": "vit", "dim": 192, "layers": 4, "heads": 4, "ffn": 768, "vocab": 10},
     "mlp": {"family": "mlp", "dim": 256, "layers": 8},
 }
@@ -75,7 +86,7 @@ def measure(pool: RankPool, model: str, layout: str, precision: str, recompute: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=[m for m in MODELS if m != "experts"], choices=list(MODELS))
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS)
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--recompute", nargs="+", default=["none", "full"])

@@ -1,6 +1,8 @@
 """What a job says of the experts wins over its shape's, field by field, and stays so when the job is read again."""
 
-from weft.job import parse_job
+import pytest
+
+from weft.job import JobError, parse_job
 from weft.job.shapes import resolve
 
 
@@ -17,3 +19,11 @@ def test_experts_without_a_shape_have_the_models_width() -> None:
         parse_job({"model": {"family": "llama", "dim": 32, "layers": 2, "heads": 4, "ffn": 48, "experts": {}}})
     )
     assert job.model.experts is not None and job.model.experts.ffn == 48
+
+
+def test_what_a_shape_says_is_known_before_anything_is_refused() -> None:
+    job = resolve(parse_job({"model": {"shape": "qwen3-30b-a3b", "experts": {"top_k": 16, "groups": 16}}}))
+    assert job.model.experts is not None and job.model.experts.count == 128
+    for experts, words in (({"top_k": 9}, "top_k=9 of count=8"), ({"groups": 3}, "count=8 experts evenly")):
+        with pytest.raises(JobError, match=words):
+            resolve(parse_job({"model": {"shape": "moe-tiny", "experts": experts}}))

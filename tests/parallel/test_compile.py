@@ -10,7 +10,8 @@ from weft.job import parse_job
 from weft.job.schema import Job
 from weft.mesh import connect
 from weft.models import build_model, loss_sum
-from weft.parallel.apply import compile_parts, find_units, parallelize
+from weft.parallel.apply import compile_parts, find_units, members, parallelize
+from weft.parallel.expert import compile_around
 from weft.plan import make_plan
 
 BATCH = {
@@ -31,24 +32,28 @@ def gradients(job: Job, compiled: bool) -> tuple[float, dict[str, Tensor]]:
     job, plan = make_plan(job)
     woven = parallelize(build_model(job.model), connect(plan), plan)
     if compiled:
-        for unit in find_units(woven.module).values():
+        for name, unit in find_units(woven.module).items():
+            compile_around(members(woven.module, name, skip=()), backend="aot_eager")
             compile_parts(unit, ("forward",), backend="aot_eager")
     total = woven.backward([BATCH], lambda m, b, hidden=None: loss_sum(m, b, job.model), 1.0)
     return float(total), {n: x.grad.clone() for n, x in woven.leaves.items()}
 
 
-@pytest.mark.parametrize("sections", [
-    {"model": {"dropout": 0.2}},
-    {"memory": {"recompute": "full"}},
-    {"memory": {"recompute": "selective"}, "model": {"qk_norm": True}},
-], ids=["dropout", "full recompute", "selective recompute"])  # fmt: skip
-def test_compiled_blocks_share_one_graph_and_give_the_same_gradients(sections: dict[str, object]) -> None:
+@pytest.mark.parametrize(("sections", "graphs"), [
+    ({"model": {"dropout": 0.2}}, 1),
+    ({"memory": {"recompute": "full"}}, 1),
+    ({"memory": {"recompute": "selective"}, "model": {"qk_norm": True}}, 1),
+    ({"model": {"experts": {"count": 4, "ffn": 16, "shared": 1}}}, 3),  # before the sorting, the gate, and after
+], ids=["dropout", "full recompute", "selective recompute", "experts"])  # fmt: skip
+def test_compiled_blocks_share_their_graphs_and_give_the_same_gradients(
+    sections: dict[str, object], graphs: int
+) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     job = job_of(**sections)
     loss, plain = gradients(job, compiled=False)
     found, ours = gradients(job, compiled=True)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     assert found == pytest.approx(loss, rel=1e-5)
     for name, grad in plain.items():
         torch.testing.assert_close(ours[name], grad, rtol=1e-4, atol=1e-6)

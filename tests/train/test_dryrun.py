@@ -22,6 +22,9 @@ from weft.train.dryrun import DryRun, dryrun, measured_peak
 LLAMA: dict[str, Any] = {"family": "llama", "dim": 64, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 200}
 GPT2: dict[str, Any] = {"family": "gpt2", "dim": 64, "layers": 3, "heads": 4, "ffn": 256, "vocab": 201}
 VIT: dict[str, Any] = {"family": "vit", "dim": 64, "layers": 3, "heads": 4, "ffn": 128, "vocab": 10}
+MOE: dict[str, Any] = {
+    **LLAMA, "experts": {"count": 4, "ffn": 48, "shared": 1, "aux_weight": 0.1, "balance": "bias", "first_dense": 1}
+}  # fmt: skip
 MLP: dict[str, Any] = {"family": "mlp", "dim": 64, "layers": 8}
 
 
@@ -65,6 +68,9 @@ def assert_exact(found: DryRun) -> None:
         (GPT2, "pp=3 tp=2 dp_shard=2", 9, {"precision": "bf16"}),
         (LLAMA, "pp2 zbv dp_shard=2", 2, {}),
         (LLAMA, "pp2 zb-h1 tp=2", 1, {"memory": {"recompute": "full"}}),
+        (MOE, "dp_shard=4 ep=2", 3, {}),
+        (MOE, "dp_shard=2 tp=2 ep=4", 1, {"memory": {"recompute": "full"}}),
+        (MOE, "pp2 tp2 ep2", 3, {"precision": "bf16"}),
         (VIT, "dp_replicate=2 tp=2", 1, {}),
         (MLP, "pp2 tp2", 3, {}),
         ({**MLP, "layers": 6}, "pp2 tp2", 0, {}),
@@ -116,11 +122,13 @@ def test_the_command_speaks_json() -> None:
     assert {c["kind"] for c in found["collectives"]} >= {"all_gather", "reduce_scatter"}
 
 
-@pytest.mark.parametrize(
-    "layout", ["1", "ddp2", "zero1", "zero2", "zero3", "hsdp", "tp2", "dp_shard=2 tp=2", "pp2", "pp2 dp_shard=2"]
-)
-def test_real_ranks_hold_what_was_predicted(pool: RankPool, layout: str) -> None:
-    model = {**LLAMA, "dim": 128, "ffn": 352, "layers": 4}
+EVEN = {**MOE, "experts": {**MOE["experts"], "top_k": 4}}  # every token to every expert: no rank is sent more
+DENSE = ["1", "ddp2", "zero1", "zero2", "zero3", "hsdp", "tp2", "dp_shard=2 tp=2", "pp2", "pp2 dp_shard=2"]
+
+
+@pytest.mark.parametrize(("layout", "experts"), [*((layout, None) for layout in DENSE), ("dp_shard=4 ep=2", EVEN)])
+def test_real_ranks_hold_what_was_predicted(pool: RankPool, layout: str, experts: dict[str, Any] | None) -> None:
+    model = {**(experts or LLAMA), "dim": 128, "ffn": 352, "layers": 4}
     job = make(model, layout, train={"global_batch": 16, "microbatch": 2})
     resolved, plan = make_plan(job)
     predicted = predict_memory(resolved, plan)

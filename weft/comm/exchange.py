@@ -57,6 +57,7 @@ class _Wait(torch.autograd.Function):
         ctx.trip = trip
         assert trip.work is not None
         trip.work.wait()
+        trip.work = None  # it holds what was sent, and the trip lives until the backward pass
         return x.view_as(x)
 
     @staticmethod

@@ -71,13 +71,13 @@ def _sentence(key: str, errors: list[Any]) -> str:
     if any(e["type"] == "extra_forbidden" for e in errors):
         return f"{key}: unknown key{_suggest(key)}"
     value = errors[0].get("input")
-    shown = f"{value!r}" if not isinstance(value, dict) else "a mapping"
+    said = key if isinstance(value, dict) else f"{key}={value!r}"
     expected = [_EXPECTED.get(e["type"]) or _choices(e) for e in errors]
     if all(expected):
-        return f"{key}={shown}: must be {' or '.join(dict.fromkeys(str(x) for x in expected))}"
+        return f"{said}: must be {' or '.join(dict.fromkeys(str(x) for x in expected))}"
     message = next(str(e["msg"]) for e, known in zip(errors, expected, strict=True) if not known)
     message = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    return f"{key}={shown}: {message if message.startswith(('must', 'no ')) else 'must be ' + message}"
+    return f"{said}: {message if message.startswith(('must', 'no ')) else 'must be ' + message}"
 
 
 def _choices(error: Any) -> str | None:

@@ -63,6 +63,8 @@ class Experts(Section):
 
     @model_validator(mode="after")
     def _few(self) -> Experts:
+        if {"count", "top_k", "groups"} - self.model_fields_set:
+            return self  # the shape may say the rest; who resolves it says everything
         if self.top_k > self.count:
             raise ValueError(f"must not ask for top_k={self.top_k} of count={self.count} experts")
         if self.count % self.groups:

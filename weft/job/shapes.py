@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
-from weft.job.schema import Data, Job, Model
+from weft.job.schema import Data, Experts, Job, Model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": dict(
@@ -128,7 +128,8 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
     if "ffn" not in fields:
         fields["ffn"] = 4 * dim if fields["activation"] == "gelu" else -(-8 * dim // (3 * 64)) * 64
     if fields.get("experts") is not None:
-        fields["experts"] = {"ffn": fields["ffn"], **fields["experts"]}
+        usual = {name: Experts.model_fields[name].default for name in ("count", "top_k", "groups")}
+        fields["experts"] = {"ffn": fields["ffn"], **usual, **fields["experts"]}
     tokens = data_vocab(data)
     fields.setdefault("vocab", tokens or (10 if fields["family"] == "vit" else 256))
     fields.setdefault("max_len", data.seq_len)

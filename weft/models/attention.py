@@ -38,6 +38,8 @@ class Where(NamedTuple):
     """Their places in the whole sequence, [seq]."""
     length: int
     """Tokens of the whole sequence; a place from here on is padding."""
+    samples: Tensor | None = None
+    """What stands for each sample everywhere, [batch]; `keys` differ from block to block."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, where: Where) -> Tensor:

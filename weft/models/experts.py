@@ -26,6 +26,11 @@ AUX_WEIGHT = {"aux": 0.01, "bias": 0.0, "none": 0.0}
 """Of the auxiliary loss, where the job does not say."""
 
 
+Guide = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+"""Decides in a router's place: from how it ranks the experts [batch, tokens, experts], what it would choose
+[batch, tokens, k], the samples [batch] and the tokens' places, to what is chosen."""
+
+
 class Router(nn.Module):
     """A score for each expert, always in fp32: rounding would decide where a token goes."""
 
@@ -120,6 +125,8 @@ class Routing(NamedTuple):
 class MixtureOfExperts(nn.Module):
     """Router, experts, and the experts that every token uses. Names: router, experts.{gate,up,down}, shared."""
 
+    guide: Guide | None = None
+    """Who decides where tokens go, if it is not the router: a proof compares runs on the same way."""
     bias: Tensor | None
     """What is added to an expert's score when it is chosen, and learns from the load (balance bias)."""
     past: Tensor | None
@@ -152,7 +159,7 @@ class MixtureOfExperts(nn.Module):
         tokens = self.spread.enter(x)  # [batch, seq, dim]
         batch, seq, dim = tokens.shape
         flat = tokens.reshape(-1, dim)
-        chosen, weights = self.route(flat, batch, rows, where.length)
+        chosen, weights = self.route(flat, batch, rows, where)
         ids = chosen.flatten()
         order = torch.argsort(ids, stable=True)
         inverse = torch.empty_like(order)
@@ -167,14 +174,19 @@ class MixtureOfExperts(nn.Module):
         out = self.spread.leave(y.view(batch, seq, dim), x.shape[1])
         return out if always is None else out + always
 
-    def route(self, flat: Tensor, batch: int, rows: Tensor, length: int) -> Routing:
-        """Choose experts for tokens [batch · seq, dim] that stand at `rows` of sequences of some length."""
-        e = self.options
+    def route(self, flat: Tensor, batch: int, rows: Tensor, where: Where) -> Routing:
+        """Choose experts for tokens [batch · seq, dim] that stand at `rows` of their sequences."""
+        e, length = self.options, where.length
         logits = self.router(flat)  # [tokens, experts]
         scores = logits.softmax(1) if e.router == "softmax" else logits.sigmoid()
         with torch.no_grad():
             real = (rows < length).repeat(batch).unsqueeze(1)  # padding goes nowhere
-            asked = torch.where(real, self.choose(scores), e.count)
+            ranked = scores if self.bias is None else scores + self.bias
+            asked = self.choose(ranked)
+            if self.guide is not None:
+                shown = ranked.view(batch, -1, e.count), asked.view(batch, -1, e.top_k)
+                asked = self.guide(*shown, where.samples, rows).flatten(0, 1)
+            asked = torch.where(real, asked, e.count)
             chosen = self._within_capacity(asked, batch, rows, length)
         weights = scores.gather(1, torch.where(real, asked, 0))
         if e.renormalize:
@@ -184,10 +196,10 @@ class MixtureOfExperts(nn.Module):
             weights = self._balanced(weights, logits, scores, asked, chosen, batch, length)
         return Routing(chosen, weights)
 
-    def choose(self, scores: Tensor) -> Tensor:
-        """The numbers of each token's experts [tokens, k]; the bias decides who is chosen, never with what weight."""
+    def choose(self, ranked: Tensor) -> Tensor:
+        """The numbers of each token's experts [tokens, k], from their scores [tokens, experts] with the bias, which
+        decides who is chosen, never with what weight."""
         e = self.options
-        ranked = scores if self.bias is None else scores + self.bias
         if e.top_groups is not None and e.top_groups < e.groups:
             grouped = ranked.view(len(ranked), e.groups, -1)
             # a group is as good as its best two (DeepSeek-V3 §2.1.2), or its best one (DeepSeek-V2 §2.2.2)

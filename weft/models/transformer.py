@@ -177,7 +177,7 @@ class Transformer(nn.Module):
         turn = None
         if self.rotary:
             turn = rotation(positions, frequencies(self.head_dim, self.theta, self.scaling, inputs.device))
-        where = Where(turn, docs, keys, rows, inputs.shape[1] if length is None else length)
+        where = Where(turn, docs, keys, rows, inputs.shape[1] if length is None else length, keys)
         x = self.begin(inputs, positions, where) if hidden is None else hidden
         for index, block in self.blocks.named_children():
             # every block drops by sites of its own, yet runs the same code: what is compiled for one fits all

@@ -217,9 +217,9 @@ def experts_apart(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], Start |
     return names, axis.start_all_reduce if axis is not None else None
 
 
-def compile_around(modules: list[tuple[str, nn.Module]]) -> None:
+def compile_around(modules: list[tuple[str, nn.Module]], backend: str = "inductor") -> None:
     """What is compiled stops where tokens are sorted: how many go where is another number in every step."""
     for _, module in modules:
         if isinstance(module, MixtureOfExperts):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-            module.experts.join = torch.compile(gated, dynamic=True)
+            module.experts.join = torch.compile(gated, dynamic=True, backend=backend)

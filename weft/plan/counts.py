@@ -32,12 +32,6 @@ class Counts:
         return self.total - self.idle * self.blocks
 
 
-def hidden_width(model: Model) -> int:
-    """Hidden numbers of a token in a feed-forward part; with experts, in all that it uses."""
-    e = model.experts
-    return (model.ffn or 0) if e is None else (e.top_k + e.shared) * (e.ffn or 0)
-
-
 def count_parameters(model: Model) -> Counts | None:
     """Parameters by part; None for a person's own module, which is not described here."""
     if model.module:

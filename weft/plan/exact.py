@@ -13,6 +13,7 @@ from math import prod
 from weft.job.schema import Job
 from weft.plan.compressed import replica_bytes, shard_bytes
 from weft.plan.context import context_bytes
+from weft.plan.expert_bytes import EXPERT_AXES, expert_bytes, load_bytes
 from weft.plan.layout import Plan
 from weft.plan.schedule import Schedule, make_schedule
 from weft.plan.weights import Piece, Weight, coords_of, pieces_of, shards_of, stage_range, stages_of
@@ -114,7 +115,7 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages) if plan.pp > 1 else None
     held = schedule is not None and any(a.kind in "IW" for a in schedule.actions[coords["pp"]])
     joint = joint_axis(plan)
-    axes = (*plan.axes, joint, "ep", "ep_shard", "expert_replicate", "everyone")
+    axes = (*plan.axes, joint, *EXPERT_AXES, "everyone")
     out: dict[str, Counter[str]] = {axis: Counter() for axis in axes}
     for stage in stages:
         pieces = pieces_of(job.model, plan, stage, coords)
@@ -123,7 +124,8 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
         rest = plan.dp_shard * plan.cp * plan.tp // plan.ep
         if plan.dp_shard > 1:
             _shards(plan, others, held, out[joint], shards_of(plan), out["dp_replicate"])
-            _shards(replace(plan, compression="none"), routed, held, out["ep_shard"], rest, out["dp_replicate"])
+            if plan.ep > 1 and rest * plan.dp_replicate > 1:
+                _shards(replace(plan, compression="none"), routed, held, out["ep_shard"], rest, out["dp_replicate"])
         else:
             if (copies := plan.dp_replicate * plan.cp) > 1:
                 out[joint].update(replica_bytes(plan, others, copies))
@@ -133,8 +135,7 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
             add = _mlp_tp if job.model.family == "mlp" else _transformer_tp
             add(job, plan, stage, out["tp"])
             out["tp"]["all_reduce"] += FLOAT * sum(p.held for p in pieces if p.weight.partial and not _on_ep(p, plan))
-        if plan.ep > 1:
-            _experts(job, plan, stage, out["ep"])
+        expert_bytes(job, plan, stage, out)
         if schedule is not None:
             _messages(job, plan, schedule, stage, coords["pp"], out["pp"])
     if schedule is not None:
@@ -150,22 +151,12 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
     if plan.world > 1:  # where one axis is all there is, it is everyone
         degrees = {**plan.axes, joint: (plan.dp_shard if plan.dp_shard > 1 else plan.dp_replicate) * plan.cp}
         everyone = next((axis for axis, degree in degrees.items() if degree == plan.world), "everyone")
-        out[everyone]["all_reduce"] += COUNT
+        out[everyone]["all_reduce"] += COUNT + load_bytes(job)
     return {axis: dict(kinds) for axis, kinds in out.items() if kinds.total()}
 
 
 def _on_ep(piece: Piece, plan: Plan) -> bool:
     return piece.weight.experts and plan.ep > 1
-
-
-def _experts(job: Job, plan: Plan, stage: int, ep: Counter[str]) -> None:
-    """Tokens to their experts and back, and their gradients; where they go is known only when they do."""
-    assert job.model.experts is not None
-    first, end, _, _ = stage_range(job.model, plan, stage)
-    blocks = max(0, end - max(first, job.model.experts.first_dense))
-    tokens = plan.accumulation * plan.microbatch * job.data.seq_len // (plan.cp * plan.tp)
-    times = 6 if plan.recompute == "full" else 4
-    ep["all_to_all"] += times * blocks * tokens * job.model.experts.top_k * (job.model.dim or 0) * width(plan)
 
 
 def _shards(plan: Plan, pieces: list[Piece], held: bool, out: Counter[str], ways: int, replicas: Counter[str]) -> None:
@@ -184,11 +175,12 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     blocks = end - first
     one = plan.microbatch * job.data.seq_len // plan.cp * (model.dim or 0) * width(plan)
     e = model.experts
-    unrouted = blocks if e is None or e.shared else max(0, min(end, e.first_dense) - first)
+    dense = blocks if e is None else max(0, min(end, e.first_dense) - first)
+    unrouted = blocks if e is None or e.shared else dense
     enters = blocks + unrouted + (1 if ends else 0)
     leaves = blocks + unrouted + (1 if begins and model.family != "vit" else 0)
     # a block that runs again stops at the last matrix, whose input is all that is missing (unless dropout follows)
-    once_more = (blocks + unrouted, blocks + unrouted if model.dropout else blocks)
+    once_more = (blocks + unrouted, blocks + unrouted - (0 if model.dropout else dense))
     again = once_more if plan.recompute == "full" else (0, 0)
     if plan.sequence:
         tp["all_gather"] += times * one * (enters + leaves + again[0])
@@ -240,6 +232,10 @@ def _norms(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[
             out[joint_axis(plan)]["all_reduce"] += COUNT
         if cut:
             out["tp"]["all_reduce"] += COUNT
+    if any(_on_ep(p, plan) for p in pieces):
+        out["ep"]["all_reduce"] += COUNT
+        if plan.dp_shard > 1 and plan.dp_shard * plan.cp * plan.tp > plan.ep:
+            out["ep_shard"]["all_reduce"] += COUNT
     if plan.pp > 1:
         out["pp"]["all_reduce"] += COUNT
 
@@ -289,6 +285,8 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
             else:
                 tokens = samples * seq
                 passes += 1.0 if plan.recompute == "full" and not name.endswith("mlp.down.weight") else 0.0
+                if name.endswith("router.weight"):  # each rank routes its own tokens
+                    tokens //= plan.tp
                 if model.family == "mlp":
                     passes = 2.0 if begins and piece.weight.unit == "layers.0" else 3.0
             total += 2.0 * passes * tokens * size / plan.cp

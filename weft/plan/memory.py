@@ -25,8 +25,9 @@ def predict_memory(job: Job, plan: Plan) -> dict[str, float]:
 
 
 def counts(job: Job, plan: Plan) -> bool:
-    """Whether this count is Weft's own; experts, and cp in a pipeline, only the estimate (hold.py) knows how to cut."""
-    return not (job.model.module or job.model.experts or (plan.cp > 1 and plan.pp > 1))
+    """Whether this count is Weft's own; some of experts, and cp in a pipeline, only the estimate (hold.py) can cut."""
+    unknown = job.model.experts is not None and not _walked(plan)
+    return not (job.model.module or unknown or (plan.cp > 1 and plan.pp > 1))
 
 
 def stage_peaks(job: Job, plan: Plan) -> list[dict[str, float]]:
@@ -41,7 +42,10 @@ def _walked(plan: Plan) -> bool:
 
 
 def _parts(job: Job, plan: Plan) -> dict[str, float]:
-    if plan.compile and plan.world == plan.dp_replicate and not plan.long:  # what is cut, the walk knows better
+    whole = (
+        plan.world == plan.dp_replicate and job.model.experts is None
+    )  # what is cut or sorted, the walk knows better
+    if plan.compile and whole and not plan.long:
         return compiled_memory(job, plan)
     if not _walked(plan):
         return rough_memory(job, plan)

@@ -24,7 +24,8 @@ def peak_parts(job: Job, plan: Plan, rank: int = 0) -> dict[str, float]:
     buckets = plan.dp_shard == 1 and (plan.dp_replicate > 1 or plan.precision != "fp32") and not bare_gradients(plan)
     walk = Walk(lasting + (states.gradients if buckets else 0) + plan.accumulation * batch_bytes(job, plan))
     Step(job, plan, rank, walk, buckets).run()
-    walk.peak = max(walk.peak, lasting + states.gradients + _optimizer_flash(job, plan, rank))
+    after = max(_optimizer_flash(job, plan, rank), _partial_flash(job, plan, rank))
+    walk.peak = max(walk.peak, lasting + states.gradients + after)
     return {
         "parameters": states.parameters + states.copies + states.average,
         "gradients": states.gradients,
@@ -44,7 +45,7 @@ def _gathered(job: Job, plan: Plan, rank: int) -> float:
     for stage in stages_of(plan, coords["pp"]):
         for p in pieces_of(job.model, plan, stage, coords):
             key = (stage, p.weight.unit)
-            units[key] = units.get(key, 0.0) + p.padded * plan.dp_shard * width(plan)
+            units[key] = units.get(key, 0.0) + p.gathered * width(plan)
     if plan.zero < 3:
         return sum(units.values())
     outside = max((size for (_, unit), size in units.items() if not unit), default=0.0)
@@ -64,6 +65,15 @@ def batch_bytes(job: Job, plan: Plan) -> float:
     if model.family == "vit":
         return size * (8 + FLOAT * seq * PATCH_DIM + 8 + 1)
     return size * (8 + seq * (8 + 8 + 1 + (16 if job.data.mask_documents else 0)))
+
+
+def _partial_flash(job: Job, plan: Plan, rank: int) -> float:
+    """Gradients that are summed over tp after the last pass travel together (parallel/woven.py)."""
+    if plan.tp == 1:
+        return 0.0
+    wide = width(plan) if bare_gradients(plan) else FLOAT
+    pieces = [p for stage in rank_pieces(job, plan, rank) for p in stage]
+    return wide * sum(p.held for p in pieces if p.weight.partial and not (p.weight.experts and plan.ep > 1))
 
 
 def _optimizer_flash(job: Job, plan: Plan, rank: int) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.job.schema import Job
-from weft.plan.counts import hidden_width
 from weft.plan.exact import FLOAT, width
 from weft.plan.layout import Plan
 from weft.plan.limits import LOGITS_BYTES
-from weft.plan.tape import Passing, Sizes, block_passing, head_passing
+from weft.plan.passing import block_passing, head_passing
+from weft.plan.routed import mixture_of
+from weft.plan.tape import Passing, Sizes
 from weft.plan.weights import Piece, pieces_of, stage_range
 
 CHUNK = LOGITS_BYTES["cpu"] // FLOAT
@@ -26,6 +27,12 @@ class Unit:
     cut: float
     """Elements of this rank's piece, with padding."""
     passing: Passing
+    apart: Unit | None = None
+    """Experts that are gathered inside of it, as a unit of their own."""
+
+    @property
+    def all_gathered(self) -> float:
+        return self.gathered + (self.apart.gathered if self.apart else 0.0)
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ def sizes_of(job: Job, plan: Plan) -> Sizes:
     return Sizes(
         rows=tokens / plan.tp if plan.sequence else tokens, tokens=tokens, dim=m.dim or 0,
         heads=(m.heads or 0) * head_dim / plan.tp, kv=(m.kv_heads or 0) * head_dim / plan.tp,
-        scores=(m.heads or 0) / plan.tp, ffn=hidden_width(m) / plan.tp,
+        scores=(m.heads or 0) / plan.tp, ffn=(m.ffn or 0) / plan.tp,
         c=width(plan), tp=plan.tp, sequence=plan.sequence,
         retain=_retains(plan),
         fused=plan.device == "cuda",
@@ -72,8 +79,11 @@ def sizes_of(job: Job, plan: Plan) -> Sizes:
 
 
 def _unit(plan: Plan, pieces: list[Piece], passing: Passing) -> Unit:
-    elements = sum(p.padded * plan.dp_shard if plan.dp_shard > 1 else p.whole for p in pieces)
-    return Unit(elements * width(plan), elements, sum(p.padded for p in pieces), passing)
+    inside = [p for p in pieces if p.weight.experts and plan.ep > 1 and plan.dp_shard > 1]
+    apart = _unit(replace(plan, ep=1), inside, NOTHING) if inside else None
+    pieces = [p for p in pieces if p not in inside]
+    elements = sum(p.gathered for p in pieces)
+    return Unit(elements * width(plan), elements, sum(p.padded for p in pieces), passing, apart)
 
 
 NOTHING = Passing(0.0, 0.0, 0.0)
@@ -90,7 +100,8 @@ def make_stage(job: Job, plan: Plan, stage: int, coords: dict[str, int]) -> Stag
     if m.family == "mlp":
         return _mlp_stage(job, plan, units, ends)
     z = sizes_of(job, plan)
-    passing = block_passing(m, z, plan.recompute == "full")
+    full, mix = plan.recompute == "full", mixture_of(job, plan)
+    kinds = {True: block_passing(m, z, full), False: block_passing(m, z, full, mix)}
     root = units.get("", [])
     hidden = z.rows * z.dim * c
     begin = tail = None
@@ -108,11 +119,14 @@ def make_stage(job: Job, plan: Plan, stage: int, coords: dict[str, int]) -> Stag
     if job.data.mask_documents:
         extra += plan.microbatch * seq * seq
         mask = plan.microbatch * float(seq) * seq * c
-        passing = Passing(
-            passing.kept + (0.0 if plan.recompute == "full" else mask), passing.forward + mask, passing.backward
-        )
-    later = z.tokens * c * (z.heads + 2 * z.kv + (2 if m.activation == "swiglu" else 1) * z.ffn) + 4 * hidden
-    blocks = tuple(_unit(plan, units[f"blocks.{i}"], passing) for i in range(first, end))
+        kinds = {
+            dense: replace(p, kept=p.kept + (0.0 if full else mask), forward=p.forward + mask)
+            for dense, p in kinds.items()
+        }
+    wide = z.ffn if mix is None else (mix.uses * mix.ffn + z.tokens * mix.shared) / z.tokens
+    later = z.tokens * c * (z.heads + 2 * z.kv + (2 if m.activation == "swiglu" else 1) * wide) + 4 * hidden
+    dense = 0 if m.experts is None else m.experts.first_dense
+    blocks = tuple(_unit(plan, units[f"blocks.{i}"], kinds[i < dense]) for i in range(first, end))
     return Stage(blocks, _unit(plan, root, NOTHING), begin, tail, head_grad, hidden, extra, later)
 
 

@@ -15,6 +15,8 @@ from weft.plan.schedule import make_schedule
 from weft.plan.units import Stage, Unit, make_stage
 from weft.plan.weights import coords_of, stages_of
 
+APART = -10
+"""The number of the first block's experts, where they are a unit of their own; the next one's is one less."""
 AHEAD = 2
 """Messages of a pipeline that are awaited before they are needed (parallel/wire.py)."""
 
@@ -91,14 +93,15 @@ class Step:
             w.flash(s.begin.forward)
             w.add(s.begin.kept)
         for unit in s.blocks:
-            if self.sharded and index not in self.ready:
-                w.add(2 * unit.gathered)  # the pieces of the unit before are let go only now
+            for part in _parts(unit) if self.sharded and index not in self.ready else ():
+                w.flash(_copies(unit, part) * part.gathered)
+                w.add(2 * part.gathered)  # the pieces of the unit before are let go only now
                 w.add(-before)
-                before = unit.gathered
+                before = part.gathered
             w.flash(unit.passing.forward)
             w.add(unit.passing.kept)
             if self._recuts:
-                w.add(-unit.gathered)
+                w.add(-unit.all_gathered)
         if s.end is not None:
             w.flash(s.end.forward)
             w.add(s.end.kept)
@@ -140,14 +143,15 @@ class Step:
             w.add(grad)
         for i in reversed(range(len(s.blocks))):
             unit = s.blocks[i]
-            if self._recuts:
-                w.add(2 * unit.gathered - ahead)
-                ahead = s.blocks[i - 1].gathered if i else 0.0
-                w.add(-unit.gathered + ahead)
+            for part in _parts(unit) if self._recuts else ():
+                w.flash(_copies(unit, part) * part.gathered - ahead)
+                w.add(2 * part.gathered - ahead)
+                before = s.blocks[i - 1].gathered if i else 0.0
+                ahead = unit.apart.gathered if unit.apart and part is unit else before
+                w.add(-part.gathered + ahead)
             w.flash(unit.passing.backward)
             if whole:
-                w.add(-unit.passing.kept)
-                self._unit_grads(index, i, unit, last)
+                self._block_grads(index, i, unit, last)
             else:
                 w.add(s.later)
         if s.begin is not None:
@@ -176,15 +180,15 @@ class Step:
             w.add(-self.scattering)
             self.scattering = 0.0
             if not self._recuts:
-                w.add(-sum(u.gathered for u in (*s.blocks, s.root)))
+                w.add(-sum(u.all_gathered for u in (*s.blocks, s.root)))
                 self.ready.discard(index)
 
     def weights(self, index: int, last: bool) -> None:
         """The second half of a split backward pass."""
         s, w = self.stages[index], self.walk
         for i in reversed(range(len(s.blocks))):
-            w.add(-s.blocks[i].passing.kept - s.later)
-            self._unit_grads(index, i, s.blocks[i], last)
+            w.add(-s.later)
+            self._block_grads(index, i, s.blocks[i], last)
         self._end(index, last)
 
     def _grads(self, index: int, number: int, made: float, lasting: float) -> None:
@@ -195,6 +199,14 @@ class Step:
         else:
             self.graded.add((index, number))
             w.add(lasting - made)
+
+    def _block_grads(self, index: int, number: int, unit: Unit, last: bool) -> None:
+        """A block lets go of what it kept; experts that are a unit of their own are done before the rest of it."""
+        if unit.apart is not None:
+            self.walk.add(-unit.passing.inner)
+            self._unit_grads(index, APART - number, unit.apart, last)
+        self.walk.add(-unit.passing.kept + (unit.passing.inner if unit.apart else 0.0))
+        self._unit_grads(index, number, unit, last)
 
     def _unit_grads(self, index: int, number: int, unit: Unit, last: bool, made: bool = False) -> None:
         w = self.walk
@@ -242,3 +254,13 @@ class Step:
             w.add(self.scattering)
             w.add(-unit.elements * FLOAT)
             w.add(unit.cut * FLOAT)
+
+
+def _parts(unit: Unit) -> tuple[Unit, ...]:
+    """What of a block is gathered at once, in the order of the forward pass."""
+    return (unit,) if unit.apart is None else (unit, unit.apart)
+
+
+def _copies(unit: Unit, part: Unit) -> int:
+    """Experts are not cut along their first dim, so what arrives is put into order once more."""
+    return 3 if part is unit.apart else 2

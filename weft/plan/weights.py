@@ -50,6 +50,13 @@ class Piece:
     """Elements of the piece with the padding that makes all ranks' pieces equal."""
     held: int
     """Elements of the piece."""
+    ways: int = 1
+    """Ranks among which it is cut."""
+
+    @property
+    def gathered(self) -> int:
+        """Elements where all pieces are brought together, with their padding."""
+        return self.padded * self.ways if self.ways > 1 else self.whole
 
 
 def coords_of(plan: Plan, rank: int) -> dict[str, int]:
@@ -95,13 +102,13 @@ def pieces_of(model: Model, plan: Plan, stage: int, coords: dict[str, int]) -> l
         if weight.experts and plan.ep > 1:
             own = prod(weight.shape) // plan.ep
             rest = plan.dp_shard * plan.cp * plan.tp // plan.ep if plan.dp_shard > 1 else 1
-            out.append(Piece(weight, own, -(-own // rest), -(-own // rest)))
+            out.append(Piece(weight, own, -(-own // rest), -(-own // rest), rest))
             continue
         shape = weight.on_tp(plan.tp, coords["tp"])
         rows, row = shape[0], prod(shape[1:])
         chunk = -(-rows // ways)
         held = max(0, min(chunk, rows - place * chunk)) if ways > 1 else rows
-        out.append(Piece(weight, rows * row, chunk * row, held * row))
+        out.append(Piece(weight, rows * row, chunk * row, held * row, ways))
     return out
 
 

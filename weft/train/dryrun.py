@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Batch
 from weft.plan import RUNNABLE, check, make_plan
 from weft.plan.exact import flops_of, states_of, traffic_of
+from weft.plan.expert_bytes import EXPERT_AXES
 from weft.plan.layout import Plan
 from weft.plan.peak import peak_of
 from weft.train.build import build_state
@@ -96,10 +98,7 @@ def measured_peak(job: Job) -> int:
 
 def trace(job: Job, plan: Plan, mesh: Mesh) -> tuple[Meter, dict[str, int]]:
     """Build this rank and take a step under a meter; also the bytes of what it keeps."""
-    groups: dict[str, str] = {str(axis.group.group_name): name for name, axis in mesh.axes.items()}
-    if mesh.everyone is not None:
-        groups.setdefault(str(mesh.everyone.group.group_name), "everyone")
-    with Meter(groups) as meter:
+    with Meter(_names(mesh)) as meter:
         state = build_state(job, plan, mesh)
         state.scale.dynamic = False  # whether a step overflowed is a value, and there are none
         if isinstance(state.woven, Pipelined):
@@ -125,6 +124,15 @@ def trace(job: Job, plan: Plan, mesh: Mesh) -> tuple[Meter, dict[str, int]]:
         "average": _bytes(state.ema.averages.values()),
     }
     return meter, parts
+
+
+def _names(mesh: Mesh) -> dict[str, str]:
+    """The axis of every process group; where the experts' is another's too, the other's."""
+    axes = sorted(mesh.axes.items(), key=lambda axis: axis[0] not in EXPERT_AXES)
+    groups = {str(axis.group.group_name): name for name, axis in axes}
+    if mesh.everyone is not None:
+        groups.setdefault(str(mesh.everyone.group.group_name), "everyone")
+    return groups
 
 
 def _stages(woven: Any) -> list[Any]:
@@ -157,7 +165,11 @@ def make_batch(job: Job, plan: Plan) -> Batch:
 def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Meter, parts: dict[str, int], began: float) -> DryRun:
     states, traffic = states_of(job, plan, mesh.rank), traffic_of(job, plan, mesh.rank)
     assert states is not None
-    expected = {(axis, kind): amount for axis, kinds in traffic.items() for kind, amount in kinds.items()}
+    groups, expected = _names(mesh), Counter[tuple[str, str]]()
+    for axis, kinds in traffic.items():
+        found = mesh.everyone if axis == "everyone" else mesh.axes.get(axis)
+        name = axis if found is None else groups[str(found.group.group_name)]
+        expected.update({(name, kind): amount for kind, amount in kinds.items()})
     collectives = tuple(
         Collective(axis, kind, meter.calls[axis, kind], meter.bytes[axis, kind], expected.get((axis, kind), 0))
         for axis, kind in sorted({*meter.bytes, *expected})

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import gcd
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,13 +18,14 @@ from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
 from weft.job.errors import JobError, WeftError
 from weft.job.load import parse_job
-from weft.job.schema import Job
+from weft.job.schema import Experts, Job
 from weft.job.shapes import resolve
 from weft.launch.pool import RankFailed, RankPool
 from weft.mesh import Mesh, connect
 from weft.plan import RUNNABLE, check, make_plan
 from weft.plan.parse import parse_layouts, ranks
 from weft.train.build import build_state
+from weft.train.prove_routing import Guided, Routing
 from weft.train.step import Stepper
 
 TOLERANCE: dict[str, float] = {"fp32": 1e-5, "bf16": 6e-2, "fp16": 1e-2, "fp8": 0.2}
@@ -53,6 +55,8 @@ class Trace:
     gradients: list[dict[str, Tensor]]
     parameters: dict[str, Tensor]
     seconds: float
+    routing: Routing | None = None
+    """Of a model with experts that was led where one process went: where it would have gone by itself."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,10 @@ class Verdict:
     seconds: float | None = None
     why: str | None = None
     grad_diff_by_parameter: dict[str, float] = field(default_factory=dict)
+    routed_apart: float | None = None
+    """Share of the tokens' experts that the layout would have chosen otherwise; it was led where one process went."""
+    router_diff: float | None = None
+    """Difference of the routers' scores, relative to their spread."""
 
 
 def small(job: Job) -> Job:
@@ -93,13 +101,22 @@ def small(job: Job) -> Job:
         updates["max_len"] = seq
         job = job.model_copy(update={"data": job.data.model_copy(update={"seq_len": seq})})
     if m.experts is not None:
-        e = m.experts
-        less = {"count": min(e.count, 8), "top_k": min(e.top_k, 2), "ffn": min(e.ffn or 32, 32), "groups": 1}
-        updates["experts"] = e.model_copy(update={**less, "top_groups": None, "first_dense": min(e.first_dense, 1)})
+        updates["experts"] = _fewer(m.experts)
     train = job.train.model_copy(
         update={"global_batch": min(job.train.global_batch, 16), "microbatch": "auto", "accumulation": "auto"}
     )
     return job.model_copy(update={"model": m.model_copy(update=updates), "train": train})
+
+
+def _fewer(e: Experts) -> Experts:
+    """Up to 8 experts in groups of at least two, of which a token may use about the same share."""
+    count, top_k = min(e.count, 8), min(e.top_k, 2)
+    groups = gcd(e.groups, max(1, count // 2))
+    top_groups = None if e.top_groups is None else -(-e.top_groups * groups // e.groups)
+    if top_groups is not None:  # none has less room than its experts need
+        top_groups = max(top_groups, -(-top_k * groups // count))
+    less = {"count": count, "top_k": top_k, "ffn": min(e.ffn or 32, 32), "groups": groups, "top_groups": top_groups}
+    return e.model_copy(update={**less, "first_dense": min(e.first_dense, 1)})
 
 
 def with_layout(job: Job, section: dict[str, Any]) -> Job:
@@ -114,13 +131,17 @@ def with_layout(job: Job, section: dict[str, Any]) -> Job:
     return parse_job(raw)
 
 
-def trace(job: Job, steps: int, folder: str) -> None:
-    """Run a few steps on the ranks of this call and leave the Trace, whole tensors, in folder/trace.pt."""
+def trace(job: Job, steps: int, folder: str, reference: str | None = None) -> None:
+    """Run a few steps on the ranks of this call and leave the Trace, whole tensors, in folder/trace.pt.
+
+    Without a `reference`, the folder of the run to be held against, where tokens went is left beside it.
+    """
     began = time.perf_counter()
     job, plan = make_plan(job)
     mesh = connect(plan, job.comm.timeout_s)
     state = build_state(job, plan, mesh)
     stepper = Stepper(job, plan, mesh, state)
+    guided = Guided(state.woven.load, folder, reference)
     losses, norms, gradients = [], [], []
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
@@ -140,8 +161,10 @@ def trace(job: Job, steps: int, folder: str) -> None:
     parameters = {n: whole(m) for n, m in state.woven.masters.items()}
     for held in (*gradients, parameters):
         join_stages(held, mesh)
+    routing = guided.end(mesh)
     if mesh.rank == 0:
-        torch.save(Trace(losses, norms, gradients, parameters, time.perf_counter() - began), Path(folder) / "trace.pt")
+        seconds = time.perf_counter() - began
+        torch.save(Trace(losses, norms, gradients, parameters, seconds, routing), Path(folder) / "trace.pt")
     mesh.barrier()
 
 
@@ -171,10 +194,11 @@ def compare(layout: str, world: int, reference: Trace, other: Trace, tolerance: 
     loss = max(_relative(a, b) for a, b in zip(reference.losses, other.losses, strict=True))
     norm = max(_relative(a, b) for a, b in zip(reference.norms, other.norms, strict=True))
     param = moved / _norm([p.double() for p in reference.parameters.values()])
-    same = all(d <= tolerance for d in (loss, norm, param, by_parameter[worst]))
+    apart, router = (None, None) if (r := other.routing) is None else (r.apart, r.scores)
+    same = all(d <= tolerance for d in (loss, norm, param, by_parameter[worst], router or 0.0))
     return Verdict(
         layout, world, "same" if same else "differs", loss, by_parameter[worst], worst, norm, param, tolerance,
-        other.seconds, None, by_parameter,
+        other.seconds, None, by_parameter, apart, router,
     )  # fmt: skip
 
 
@@ -204,13 +228,14 @@ def prove(
     pool = pool or RankPool(timeout_s=job.comm.timeout_s)
     verdicts: list[Verdict] = []
     try:
-        reference = _run(pool, reference_job, 1, steps)
-        for words, section in named:
-            verdict = _judge(pool, job, words, section, reference, steps, TOLERANCE[plan.precision])
-            if verdict.verdict == "refused" and not layouts:
-                continue
-            verdicts.append(verdict)
-            on_verdict(verdict)
+        with tempfile.TemporaryDirectory(prefix="weft-prove-") as folder:
+            reference = _run(pool, reference_job, 1, steps, folder)
+            for words, section in named:
+                verdict = _judge(pool, job, words, section, reference, steps, TOLERANCE[plan.precision], folder)
+                if verdict.verdict == "refused" and not layouts:
+                    continue
+                verdicts.append(verdict)
+                on_verdict(verdict)
     finally:
         if ours:
             pool.close()
@@ -218,25 +243,26 @@ def prove(
 
 
 def _judge(
-    pool: RankPool, job: Job, words: str, section: dict[str, Any], reference: Trace, steps: int, tolerance: float
-) -> Verdict:
+    pool: RankPool, job: Job, words: str, section: dict[str, Any], reference: Trace, steps: int, tolerance: float,
+    held_to: str,
+) -> Verdict:  # fmt: skip
     world = ranks(section)
     try:
         spread, plan = make_plan(with_layout(job, section))
         check(spread, plan, RUNNABLE)
         words = plan.layout() + (f" split {section['split']}" if "split" in section else "")
-        return compare(words, world, reference, _run(pool, spread, world, steps), tolerance)
+        with tempfile.TemporaryDirectory(prefix="weft-prove-") as folder:
+            return compare(words, world, reference, _run(pool, spread, world, steps, folder, held_to), tolerance)
     except WeftError as error:
         return Verdict(words, world, "refused", why=str(error))
 
 
-def _run(pool: RankPool, job: Job, world: int, steps: int) -> Trace:
-    with tempfile.TemporaryDirectory(prefix="weft-prove-") as folder:
-        try:
-            pool.run(trace, world, job, steps, folder)
-        except RankFailed as failure:
-            if isinstance(failure.error, WeftError):  # what only the ranks could tell, in its own words
-                raise failure.error from None
-            raise
-        found: Trace = torch.load(Path(folder) / "trace.pt", weights_only=False)
-        return found
+def _run(pool: RankPool, job: Job, world: int, steps: int, folder: str, reference: str | None = None) -> Trace:
+    try:
+        pool.run(trace, world, job, steps, folder, reference)
+    except RankFailed as failure:
+        if isinstance(failure.error, WeftError):  # what only the ranks could tell, in its own words
+            raise failure.error from None
+        raise
+    found: Trace = torch.load(Path(folder) / "trace.pt", weights_only=False)
+    return found

@@ -45,7 +45,10 @@ def _show(v: Verdict) -> None:
     shown = ["–" if f is None else f"{f:.1e}" for f in figures]
     print(_row([v.layout, str(v.world), *shown, v.verdict]), flush=True)
     if v.verdict == "differs":
-        print(f"  worst: {v.worst_parameter}")
+        routers = "" if v.router_diff is None else f"; scores of the routers: {v.router_diff:.1e}"
+        print(f"  worst: {v.worst_parameter}{routers}")
+    if v.routed_apart:
+        print(f"  near ties: of the experts that tokens went to, it would have chosen {v.routed_apart:.2%} otherwise")
     if v.why:
         print(f"  {v.why}")
 
