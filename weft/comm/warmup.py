@@ -32,9 +32,10 @@ def age(step: int, warmup: int) -> float:
     return step / warmup if warmup else math.inf
 
 
-def codec_at(codec: Codec | None, at: float) -> Codec | None:
-    """What gradients travel as at an age, instead of a codec that is wanted in the end."""
-    if at < 1:
+def codec_at(codec: Codec | None, at: float, gathering: int = 1) -> Codec | None:
+    """What gradients travel as at an age, instead of a codec that is wanted in the end. Lists of the largest, which so
+    many ranks gather from each other, wait until they are less than int8 in two halves."""
+    if at < 1 or (isinstance(codec, Largest) and at < gathering / 2):
         return WARM
     if isinstance(codec, Largest) and (share := AS_INT8 / at) > codec.share:
         return replace(codec, share=share, times=0.0)

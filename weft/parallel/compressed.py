@@ -197,14 +197,14 @@ class Compressor:
 
         return self.beside.start(work)
 
-    def _codec(self, channel: Channel) -> Codec | None:
-        codec = codec_at(channel.way.gradients, channel.age)
+    def _codec(self, channel: Channel, gathering: int = 1) -> Codec | None:
+        codec = codec_at(channel.way.gradients, channel.age, gathering)
         return replace(codec, parts=channel.parts) if isinstance(codec, Largest) else codec
 
     def _sum(self, channel: Channel, flat: Tensor) -> None:
         x = flat.view(1, -1)
         channel.take(x, self.scale)
-        codec = self._codec(channel)
+        codec = self._codec(channel, self.axis.size)
         if self.low_rank and channel.age >= 1:
             sums, error = channel.low_rank([self.axis], x)
             for segment in channel.segments:
@@ -239,7 +239,7 @@ class Compressor:
         assert self.across is not None
         if self.low_rank and channel.age >= 1:
             return part
-        if (codec := self._codec(channel)) is None:
+        if (codec := self._codec(channel, self.across.size)) is None:
             return self.across.all_reduce(part)
         total, left = sum_all(self.across, codec, part, self.dice)
         if left is not None and channel.owed is not None:
