@@ -38,7 +38,8 @@ HERE = Path(__file__).parent
 def job_of(setting: str, layout: dict[str, int], asked: argparse.Namespace) -> Job:
     return parse_job({
         "model": {"family": "llama", "dim": asked.dim, "layers": asked.layers, "heads": 4},
-        "data": {"source": "pydoc", "seq_len": 64}, "comm": {"compression": setting, "bucket_mb": 1.0},
+        "data": {"source": "pydoc", "seq_len": 64},
+        "comm": {"compression": setting, "bucket_mb": 1.0, "compression_warmup": asked.warmup},
         "train": {"global_batch": asked.batch, "steps": asked.steps},
         "optim": {"lr": 2e-3, "warmup": 0.05, "betas": [0.9, asked.beta2]},
         "cluster": {"device": "cpu", "devices_per_node": 2}, "parallel": layout,
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--beta2", type=float, default=0.95)
+    parser.add_argument("--warmup", default="auto", type=lambda text: text if text == "auto" else int(text))
     parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--replicas-only", action="store_true")
     parser.add_argument("--write", action="store_true", help="write compression.md")
