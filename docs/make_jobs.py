@@ -42,7 +42,7 @@ resolved, every default written out, lies in `runs/NAME/job.yaml`.
 
 In the tables, – as a default means that the shape, the family or another field decides.
 
-<!-- Written by docs/make_jobs.py from weft/job/schema.py: change the text there. -->
+<!-- Written by docs/make_jobs.py from the sections in weft/job/: change the text there. -->
 """
 
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}

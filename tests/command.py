@@ -18,7 +18,7 @@ from weft.job.run import RunDir
 from weft.watch.journal import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 
 ENV = {
     **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},

@@ -15,13 +15,12 @@ from weft.comm.codecs import Dice, Way, way_of
 from weft.comm.compress import hand_out, scatter_sum, sum_all
 from weft.comm.pieces import local_of
 from weft.data.dataset import open_dataset
-from weft.data.loader import Loader
+from weft.data.loader import Loader, to_device
 from weft.job.compression import parse_compression
 from weft.job.schema import Job
 from weft.train.checkpoint import Checkpoints
 from weft.train.owed import load_owed
 from weft.train.prove import join_stages
-from weft.train.session import to_device
 
 
 def numbers(rank: int, rows: int, n: int) -> Tensor:

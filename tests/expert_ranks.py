@@ -9,9 +9,9 @@ import on_ranks
 import torch
 from torch import Tensor
 
+from weft.data.loader import to_device
 from weft.job.schema import Job
 from weft.train.rebalance import better_order, rebalance
-from weft.train.session import to_device
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import weft
 from weft.comm.pieces import local_of, piece_of
 from weft.data.dataset import open_dataset
-from weft.data.loader import Loader
+from weft.data.loader import Loader, to_device
 from weft.job.errors import WeftError
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
@@ -27,9 +27,9 @@ from weft.optim.adafactor import add_up
 from weft.optim.clip import cut_axes
 from weft.plan import RUNNABLE, Plan, check, make_plan
 from weft.resilience.balance import limits, shares_of
+from weft.train.build import build_state
 from weft.train.checkpoint import Checkpoints
 from weft.train.prove import Trace, join_stages
-from weft.train.session import build_state, to_device
 from weft.train.step import Stepper
 
 

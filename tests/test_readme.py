@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from docs_pages import maker, text_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"(?:^<!-- ?([^\n]*?) ?-->\n+)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -162,6 +163,4 @@ def test_every_page_of_docs_is_in_the_index():
 
 
 def test_the_page_of_a_job_is_what_the_schema_says():
-    scope = {"__name__": "make_jobs", "__file__": str(ROOT / "docs" / "make_jobs.py")}
-    exec((ROOT / "docs" / "make_jobs.py").read_text(encoding="utf-8"), scope)
-    assert (ROOT / "docs" / "jobs.md").read_text(encoding="utf-8") == scope["page"](), "run python docs/make_jobs.py"
+    assert text_of("jobs") == maker("jobs").page(), "run python docs/make_jobs.py"

@@ -23,6 +23,10 @@ JOINT: dict[str, tuple[str, str]] = {
 """The ranks of a cp group hold the same weights and see other tokens: their gradients are summed, as the data's are."""
 
 
+MEET = datetime.timedelta(seconds=300)
+"""Ranks wait at least so long for one another to start, however little patience a collective has: a busy machine may
+take a minute to import torch."""
+
 FOLDED = ("pp", "dp_replicate", "ep_shard", "ep")
 """dp_shard × cp × tp as experts see it: neighbours hold different ones (ep), and ranks that are ep apart the same ones
 (ep_shard). With dp_replicate, those that hold the same are expert_replicate."""
@@ -152,6 +156,8 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
             raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
         mpi.register()
     store, (backend, host_backend) = store or _meeting(timeout), BACKENDS[plan.backend]
+    if store is not None:
+        _await_all(store, here.world, max(timeout, MEET))
     dist.init_process_group(backend, store=store, rank=here.rank if store else -1,
                             world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
     mesh = mesh_of(plan, device, timeout, host_backend)
@@ -173,6 +179,12 @@ def _meeting(timeout: datetime.timedelta) -> dist.Store | None:
     if file:
         return dist.FileStore(file, standing().world)
     return mpi.meet(timeout) if under_mpi() and "MASTER_ADDR" not in os.environ else None
+
+
+def _await_all(store: dist.Store, world: int, limit: datetime.timedelta) -> None:
+    if store.add("weft/arrived", 1) == world:
+        store.set("weft/all", "here")
+    store.wait(["weft/all"], limit)
 
 
 def pretend(plan: Plan, rank: int) -> Mesh:

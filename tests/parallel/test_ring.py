@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from weft.comm.pieces import local_of
+from weft.data.loader import to_device
 from weft.launch.pool import RankPool
 from weft.mesh import connect
 from weft.models.attention import PLAIN, Where, attend, attend_backward, attention, merge
@@ -22,7 +23,6 @@ from weft.plan.context import choose_style, context_bytes
 from weft.plan.layout import Plan
 from weft.plan.parse import parse_layout, ranks
 from weft.train.prove import with_layout
-from weft.train.session import to_device
 
 Case = dict[str, Any]
 BASE: Case = {"group": 1, "causal": True, "length": 16, "heads": 4, "kv": 4, "docs": None, "dtype": torch.float32}

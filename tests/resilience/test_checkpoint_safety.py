@@ -41,8 +41,10 @@ class Slow(Checkpoints):
     """Its disk answers when it is told to."""
 
     answers: threading.Event
+    asked: threading.Event
 
     def _write(self, *args: Any) -> None:
+        self.asked.set()
         self.answers.wait()
         super()._write(*args)
 
@@ -61,8 +63,9 @@ class Lying(Checkpoints):
 def test_a_disk_that_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
     events: Events = []
     slow: Slow = open_folder(tmp_path, events, Slow)
-    slow.answers = threading.Event()
+    slow.answers, slow.asked = threading.Event(), threading.Event()
     slow.save(1, tensors(1), {})
+    assert slow.asked.wait(60)
     for step in range(2, 6):  # each returns, and what is in memory already is written when the disk comes back
         slow.save(step, tensors(step), {})
     refused = [fields["step"] for name, fields in events if name == "checkpoint_failed"]

@@ -13,8 +13,9 @@ from weft.resilience.neighbours import KEEP, Errand, Keeper, Sender, held_files
 from weft.resilience.node import in_place
 from weft.resilience.snapfile import Places, find_sealed, read_table
 from weft.resilience.snapshots import Snapshots
-from weft.resilience.wire import Channel, Listener
 from weft.train.shards import newest_whole
+from weft.wire.channel import Channel
+from weft.wire.listener import Listener
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 AXES = {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1}

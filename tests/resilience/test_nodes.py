@@ -18,10 +18,11 @@ from weft.job.load import load_job
 from weft.job.run import RunDir
 from weft.resilience.council import Decision, Proposal, Report, Seat
 from weft.resilience.meeting import Meeting
-from weft.resilience.nodes import Nodes, Place, births, local_address
+from weft.resilience.nodes import Nodes, births
+from weft.resilience.place import Place, local_address
 from weft.resilience.replan import replan
 from weft.resilience.secret_store import SecretStore
-from weft.resilience.wire import Gone
+from weft.wire.channel import Gone
 
 
 def _decide(proposal: Proposal, reports: Mapping[int, Report]) -> Decision:

@@ -21,7 +21,6 @@ from weft.optim import build_optimizers
 from weft.plan import make_plan
 from weft.sync.shares import deal, drawn, topics_of
 from weft.sync.trust import flaw, norm, outliers
-from weft.sync.wire import Link, connect
 from weft.train.served.book import Book
 from weft.train.served.chief import reach_shard
 from weft.train.served.hub import Hub, Peer
@@ -29,6 +28,7 @@ from weft.train.served.shard import Holder, Shard, ShardDesk, deal_out
 from weft.train.served.updates import Updates
 from weft.watch.journal import Journal, read_jsonl
 from weft.watch.progress import Progress
+from weft.wire.tensors import Link, connect
 
 
 def nobody(address: str) -> Holder:

@@ -25,6 +25,11 @@ Batch = dict[str, torch.Tensor]
 _CLOSE_SECONDS = 10.0
 
 
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch where it is computed; pinned memory is copied while the device works on."""
+    return {k: v.to(device, non_blocking=True) for k, v in batch.items()}
+
+
 class _Step(NamedTuple):
     number: int
     shares: Shares

@@ -12,10 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from weft.hardware.network import stay_home
 from weft.job.errors import Exit, JobError
@@ -114,8 +114,14 @@ def _start(
     return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(lock,))
 
 
+class Signalled(Protocol):
+    """A process, as far as signals go."""
+
+    def send_signal(self, number: int, /) -> None: ...
+
+
 @contextlib.contextmanager
-def forwarding(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+def forwarding(ranks: Sequence[Signalled]) -> Iterator[list[int]]:
     """Pass signals on to every rank, and kill them at the third Ctrl-C; yields the list of them."""
     interrupts: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A pool of local ranks, spawned once and given functions to run: what `weft prove` and the tests stand on."""
+"""A pool of local ranks, started once and given functions to run: what `weft prove` and the tests stand on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+IMPORTED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+"""What takes seconds to import, and is imported once for all ranks: they are forks of one process that did."""
 
 
 class RankFailed(RuntimeError):
@@ -62,7 +65,8 @@ class RankPool:
         return [results[r] for r in range(world)]
 
     def _spawn(self) -> tuple[BaseProcess, Connection]:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
@@ -91,7 +95,10 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from weft.comm.leave import leave, settle
+
     torch.set_num_threads(1)
+    settle()
     while True:
         try:
             fn, args, rank, world, store = pipe.recv()
@@ -105,18 +112,9 @@ def _serve(pipe: Connection) -> None:
         except BaseException as error:
             answer = (False, _portable(error), traceback.format_exc())
         try:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-                forget_meshes()
+            leave()
         finally:
             pipe.send(answer)
-
-
-def forget_meshes() -> None:
-    """Let DTensor forget the groups of a run that has ended: to its caches a mesh of the same shape is the same."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
 
 
 def _portable(error: BaseException) -> BaseException | None:

@@ -7,9 +7,9 @@ backward pass, `finish()` after the last, `refresh()` after the masters changed 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from torch.distributed.tensor import Shard
 from weft.comm import Axis, Meter, Waits
 from weft.comm.algorithms import Start
 from weft.comm.pieces import like, local_of
-from weft.parallel.compressed import Compressor, Segment
+from weft.parallel.bucket import Bucket
+from weft.parallel.compressed import Compressor
+from weft.parallel.fsdp import fsdp_groups, fsdp_states, reduce_now, see_waits
 from weft.parallel.queue import Queue
 from weft.parallel.shard_comm import Gather, Scatter
-
-ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -39,23 +39,15 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
                 owner.register_parameter(key, cast[id(p)])
 
 
-class Bucket:
-    """Gradients that travel together in one buffer, in the order in which the backward pass makes them."""
+def arriving(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[Tensor], None]:
+    """A hook that does not keep its owner: Python cannot see through autograd's hooks, and a model of which one held
+    the whole, with its process groups and their threads, would stay for ever."""
 
-    def __init__(self, names: list[str], masters: dict[str, Tensor]):
-        self.names = names
-        sizes = [-(-local_of(masters[n]).numel() // ALIGN) * ALIGN for n in names]
-        device = local_of(masters[names[0]]).device
-        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        self.views: dict[str, Tensor] = {}
-        self.segments: list[Segment] = []
-        for name, size, first in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
-            master = local_of(masters[name])
-            self.views[name] = self.flat[first : first + size][: master.numel()].view(master.shape)
-            self.segments.append(Segment(name, first, master.numel(), master.shape))
-        self.missing = len(names)
-        self.start: Start | None = None
-        """Begins to sum it over the replicas."""
+    def arrived(weight: Tensor) -> None:
+        if (replicas := owner()) is not None:
+            replicas.arrived(number, name, weight)
+
+    return arrived
 
 
 class Replicas:
@@ -108,9 +100,8 @@ class Replicas:
             self._add_bucket(names, kind)
         for number, bucket in enumerate(self.buckets):
             for name, view in bucket.views.items():
-                weight = self.weights[name]
                 self.masters[name].grad = like(view, self.masters[name])
-                weight.register_post_accumulate_grad_hook(self._hook(number, bucket, view))
+                self.weights[name].register_post_accumulate_grad_hook(arriving(weakref.ref(self), number, name))
 
     def _kind(self, name: str) -> str:
         """Which weights travel with which."""
@@ -132,19 +123,18 @@ class Replicas:
             bucket.start = packed.start_plain
         self.buckets.append(bucket)
 
-    def _hook(self, number: int, bucket: Bucket, view: Tensor) -> Any:
-        def arrived(weight: Tensor) -> None:
-            assert weight.grad is not None
-            if self.mixed:  # an fp32 gradient is a view of the bucket, and autograd adds to it in place
-                view.add_(local_of(weight.grad))
-                weight.grad = None
-            if self.last:
-                bucket.missing -= 1
-                if bucket.missing == 0:
-                    self.queue.ready(number)
-                self._send_ready()
-
-        return arrived
+    def arrived(self, number: int, name: str, weight: Tensor) -> None:
+        """Autograd has made the gradient of a weight in a bucket."""
+        bucket = self.buckets[number]
+        assert weight.grad is not None
+        if self.mixed:  # an fp32 gradient is a view of the bucket, and autograd adds to it in place
+            bucket.views[name].add_(local_of(weight.grad))
+            weight.grad = None
+        if self.last:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self.queue.ready(number)
+            self._send_ready()
 
     def _send_ready(self, all_of_them: bool = False) -> None:
         while self.sent < len(self.buckets):
@@ -298,59 +288,6 @@ class Shards:
         """Drop weights gathered by an evaluation: they would be stale after the next update."""
         for m in self.fsdp_modules:
             m.reshard()
-
-
-def reduce_now(module: nn.Module) -> None:
-    """Reduce the gradients that FSDP2 holds whole, as its hooks would at the end of a backward pass."""
-    for each in fsdp_states(module):
-        for group in fsdp_groups(each):
-            group.post_backward()
-    fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
-
-
-def see_waits(module: nn.Module, meter: Meter, axis: str, replicated: bool) -> None:
-    """Let the meter see when an FSDP2 module waits: in gathers and scatters, and from a scatter to the sum that follows
-    it over the replicas, after which FSDP2 calls a hook. On a GPU those run beside the stream that computes, which
-    waits where FSDP2 takes what was gathered, and where it hands over gradients."""
-    for group in fsdp_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
-        if meter.cuda:
-            group.wait_for_unshard = _Seen(group.wait_for_unshard, meter, axis, "all_gather")
-            group.post_backward = _Seen(group.post_backward, meter, axis, "reduce_scatter")
-            continue
-        group._all_gather_comm = _Seen(group._all_gather_comm, meter, axis, "all_gather")
-        group._reduce_scatter_comm = _Seen(group._reduce_scatter_comm, meter, axis, "reduce_scatter")
-        if replicated:
-            group._reduce_scatter_comm.then = group
-            group._all_reduce_hook = lambda summed: meter.leave()
-
-
-class _Seen:
-    """One of FSDP2's collectives, under the eyes of the meter."""
-
-    def __init__(self, comm: Any, meter: Meter, axis: str, what: str):
-        self.comm, self.meter, self.axis, self.what = comm, meter, axis, what
-        self.allocate = getattr(comm, "allocate", None)
-        self.then: Any = None
-        """The group that sums over the replicas next, if any does."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        with self.meter.inside(self.axis, self.what):
-            work = self.comm(*args, **options)
-        if self.then is not None and self.then.all_reduce_grads:
-            self.meter.enter("dp_replicate", "all_reduce")
-        return work
-
-
-def fsdp_states(module: nn.Module) -> list[Any]:
-    """What FSDP2 keeps of a root and of every module below it."""
-    return list(fully_shard.state(module)._state_ctx.all_states)  # type: ignore[attr-defined]
-
-
-def fsdp_groups(state: Any) -> list[Any]:
-    """An FSDP2 state's groups of parameters: one until torch 2.12, a list since."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def shard(

@@ -18,7 +18,7 @@ from weft.plan.schedule import Schedule, make_schedule
 from weft.plan.weights import Piece, Weight, coords_of, pieces_of, shards_of, stage_range, stages_of
 
 ALIGN = 64
-"""Elements between gradients in a bucket of replicas (parallel/data.py)."""
+"""Elements between gradients in a bucket of replicas (parallel/bucket.py)."""
 FLOAT = 4
 COUNT = 8
 """One number in fp64: the count of valid targets, a square of a norm."""

@@ -29,6 +29,12 @@ class Fault:
     detected_after_s: float | None = None
     stack: str = ""
 
+    @property
+    def who(self) -> str:
+        """Whom it befell."""
+        place = f" ({self.position})" if self.position else ""
+        return "all ranks" if self.rank is None else f"rank {self.rank}{place}"
+
 
 def late(counts: Mapping[int, Mapping[str, int]], peers: Mapping[int, Mapping[str, list[int]]]) -> dict[int, str]:
     """The ranks that others wait for and that wait for nobody, each with what it did not begin.

@@ -23,6 +23,7 @@ from weft.job.errors import MachineError
 from weft.job.run import RunDir
 from weft.launch.local import AT_ONCE, KILLED, WISHES, forwarding, shared_memory
 from weft.resilience.board import PHASES, Board
+from weft.resilience.nursery import Child, Nursery, adopting
 
 LOOK_S = 0.02
 SHORT_S, TRIES = 2.0, 5
@@ -51,7 +52,8 @@ def guard(
         board = Board(folder / "board", slots=world + spares)
         board["guardian"] = os.getpid()
         _write_pointer(run, folder, node)
-        code = _Guardian(run, world, folder, board, lock, supervisor).keep(say)
+        with adopting() as can_adopt:
+            code = _Guardian(run, world, folder, board, lock, supervisor, can_adopt).keep(say)
         for line in _last_words(folder) if code != KILLED else ():
             say(line)
         return code
@@ -88,13 +90,19 @@ def _last_words(folder: Path) -> list[str]:
         return []
 
 
+Process = subprocess.Popen[bytes] | Child
+
+
 class _Guardian:
-    def __init__(self, run: RunDir, world: int, folder: Path, board: Board, lock: int, command: tuple[str, ...]):
+    def __init__(
+        self, run: RunDir, world: int, folder: Path, board: Board, lock: int, command: tuple[str, ...], can_adopt: bool
+    ):
         self.run, self.world, self.folder, self.board, self.lock = run, world, folder, board, lock
-        self.command = command
-        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.command, self.can_adopt = command, can_adopt
+        self.ranks: list[Process] = []
         """The processes in slots, for signals."""
-        self.slots: dict[int, subprocess.Popen[bytes]] = {}
+        self.slots: dict[int, Process] = {}
+        self.nursery: Nursery | None = None
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.supervised_since, self.short_lives = 0.0, 0
 
@@ -108,6 +116,8 @@ class _Guardian:
                     self._look()
                     time.sleep(LOOK_S)
             finally:
+                if self.nursery is not None:
+                    self.nursery.close()
                 for process in [*self.slots.values(), *([self.supervisor] if self.supervisor else [])]:
                     process.kill()
                     process.wait()
@@ -120,6 +130,8 @@ class _Guardian:
             if self.short_lives == TRIES:
                 raise MachineError(f"the supervisor of {self.run.path} ends as soon as it is started; see above why")
             self._start_supervisor()
+        for slot, pid in self.nursery.births() if self.nursery is not None else ():
+            self.board.put(slot, "pid", pid)
         for slot in range(self.board.slots):
             process = self.slots.get(slot)
             if process is not None and (code := process.poll()) is not None:
@@ -131,20 +143,31 @@ class _Guardian:
                 self._start_slot(slot)
 
     def _start_slot(self, slot: int) -> None:
-        first = self.board["published"] <= 1 and slot < self.world
-        rank = {"RANK": str(slot), "WORLD_SIZE": str(self.world)} if first else {}
         self.board.clear(slot)
-        process = self._start([*WORKER, str(self.run.path)], {**rank, "WEFT_SLOT": str(slot)})
-        self.board.put(slot, "pid", process.pid)
-        self.slots[slot] = process
-        self.ranks.append(process)
+        if self.board["published"] <= 1 and slot < self.world:
+            rank = {"RANK": str(slot), "WORLD_SIZE": str(self.world), "WEFT_SLOT": str(slot)}
+            self.slots[slot] = self._start([*WORKER, str(self.run.path)], rank)
+        elif self.can_adopt:
+            self.slots[slot] = self._nursery().ask(slot)
+        else:
+            self.slots[slot] = self._start([*WORKER, str(self.run.path)], {"WEFT_SLOT": str(slot)})
+        self.board.put(slot, "pid", self.slots[slot].pid)
+        self.ranks.append(self.slots[slot])
+
+    def _nursery(self) -> Nursery:
+        if self.nursery is not None and self.nursery.process.poll() is not None:
+            self.nursery.close()
+            self.nursery = None
+        if self.nursery is None:
+            self.nursery = Nursery(lambda env, files: self._start([*WORKER, str(self.run.path)], env, files))
+        return self.nursery
 
     def _start_supervisor(self) -> None:
         self.supervised_since = time.monotonic()
         self.supervisor = self._start([self.command[0], str(self.run.path), str(self.folder), *self.command[1:]], {})
         self.board["supervisor"] = self.supervisor.pid
 
-    def _start(self, command: list[str], more: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, command: list[str], more: dict[str, str], files: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
         ours = {"WEFT_MEMORY": str(self.folder), "WEFT_LAUNCHER": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         env = {**os.environ, **more, **ours}
         if self.command == SUPERVISOR:
@@ -154,6 +177,6 @@ class _Guardian:
         try:
             # a session of its own: Ctrl-C reaches the guardian alone, which passes it on once
             command = [sys.executable, "-m", *command]
-            return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(self.lock,))
+            return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(self.lock, *files))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, was)

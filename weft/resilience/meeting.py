@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from weft.resilience.wire import Channel, Message
+from weft.wire.channel import Channel, Message
 
 MOST = 1 << 26
 """Bytes that all values of an attempt may have together; torch keeps addresses and small objects there."""

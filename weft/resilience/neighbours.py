@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from weft.resilience.snapfile import Places, Sealed, find_sealed
-from weft.resilience.wire import Channel, Gone, Message, Refused, dial
+from weft.wire.channel import Channel, Gone, Message, Refused, dial
 
 KEEP = 2
 """Steps of a rank that a neighbour keeps."""

@@ -22,11 +22,13 @@ from weft.plan.layout import Plan
 from weft.resilience.board import TRAINING, Board, Record
 from weft.resilience.council import Decision, Proposal, Report, Seat
 from weft.resilience.diagnosis import Fault
+from weft.resilience.inquiry import LOOK_S, kill
 from weft.resilience.meeting import Meeting
 from weft.resilience.neighbours import Errand, Keeper, Sender
-from weft.resilience.nodes import Nodes, Place, births
+from weft.resilience.nodes import Nodes, births
+from weft.resilience.place import Place
 from weft.resilience.replan import replan
-from weft.resilience.supervisor import LOOK_S, Supervisor, kill, say
+from weft.resilience.supervisor import Supervisor, say
 
 SETTLED_S = 2.0
 """How long an attempt trains before others are taken in."""

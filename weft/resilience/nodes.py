@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from weft.job.errors import MachineError
 from weft.job.run import RunDir
 from weft.resilience.claims import Claims
 from weft.resilience.council import (
@@ -29,7 +22,11 @@ from weft.resilience.council import (
     Proposal,
     Report,
 )
-from weft.resilience.wire import HANDSHAKE_S, Channel, Gone, Listener, Message, Refused, dial, run_secret
+from weft.resilience.place import Place
+from weft.resilience.registry import Registry
+from weft.wire.channel import HANDSHAKE_S, Channel, Gone, Message, Refused, dial
+from weft.wire.listener import Listener
+from weft.wire.secret import run_secret
 
 Decide = Callable[[Proposal, Mapping[int, Report]], Decision | None]
 """Fills in what a proposal leaves open: which ranks go where, under which plan; None where there is no way."""
@@ -38,45 +35,6 @@ AIM_S = 3.0
 """If not all have sent a step by then, a later one is tried."""
 
 Serve = Callable[[Channel, Message], None]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which node of how many this is, and the address by which the others reach it."""
-
-    node: int
-    count: int
-    host: str
-
-    @classmethod
-    def from_env(cls, bind: str | None = None) -> Place | None:
-        """As torchrun (one process a node), a scheduler or a person tells it; None where nobody does."""
-        env = os.environ
-        for node, count in (("NODE_RANK", "NNODES"), ("RANK", "WORLD_SIZE")):
-            if node in env and count in env:
-                try:
-                    alone = int(env[count]) == 1
-                    host = bind or local_address(None if alone else env.get("MASTER_ADDR"))
-                    place = cls(int(env[node]), int(env[count]), host)
-                except ValueError:
-                    raise MachineError(f"{node}={env[node]} and {count}={env[count]} must be numbers") from None
-                if place.node < 0 or place.count < 1:
-                    raise MachineError(f"{node}={place.node} of {count}={place.count} is no node; count from 0")
-                return place
-        return None
-
-
-def local_address(master: str | None) -> str:
-    """The address of this machine on the network that leads to MASTER_ADDR; loopback where nothing is said."""
-    if not master:
-        return "127.0.0.1"
-    try:
-        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent: the kernel only looks up the route
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise MachineError(f"MASTER_ADDR={master} cannot be reached from here: {error}") from None
 
 
 class Nodes:
@@ -98,9 +56,7 @@ class Nodes:
         self.claims = Claims(run.path / "attempts")
         self.services: dict[str, Serve] = {"report": self._listen}
         """By purpose: who answers a connection."""
-        self._registry = run.path / "nodes"
-        self._registry.mkdir(parents=True, exist_ok=True)
-        self._held = _only_one(self._registry / f"{place.node}.lock", place.node)
+        self._registry = Registry(run.path / "nodes", place.node)
         birth = secrets.token_hex(8)
         self.council = Council(place.node, place.count, birth, lost_s, patience_s)
         self._changed = threading.Condition()
@@ -110,7 +66,7 @@ class Nodes:
         self._listener = Listener(self.secret, self._serve, note, place.host)
         host, port = self._listener.address
         self.council.speak(time.monotonic(), slots=slots, address=host, port=port)
-        _write_whole(self._registry / f"{place.node}.json", {"address": host, "port": port, "birth": birth})
+        self._registry.enter((host, port), birth)
         for work in (self._find_others, self._chair):
             threading.Thread(target=work, daemon=True, name=work.__name__.strip("_")).start()
 
@@ -229,8 +185,7 @@ class Nodes:
             self._closed = True
             self._changed.notify_all()
         self._listener.close()
-        (self._registry / f"{self.place.node}.json").unlink(missing_ok=True)
-        os.close(self._held)
+        self._registry.leave()
 
     def _say(self, **changes: Any) -> None:
         with self._changed:
@@ -240,9 +195,8 @@ class Nodes:
     def _find_others(self) -> None:
         """A thread for every node that has left its address in the run's folder."""
         while not self._closed:
-            names = [p.stem for p in self._registry.glob("*.json") if p.stem.isdigit()]
-            for node in map(int, names):
-                if node != self.place.node and node not in self._senders:
+            for node in self._registry.others():
+                if node not in self._senders:
                     self._senders.add(node)
                     threading.Thread(target=self._tell, args=(node,), daemon=True, name=f"to-{node}").start()
             time.sleep(BEAT_S)
@@ -250,7 +204,7 @@ class Nodes:
     def _tell(self, node: int) -> None:
         """Report to one node, again and again, over connections that are made anew when they break."""
         while not self._closed:
-            address = _read_address(self._registry / f"{node}.json")
+            address = self._registry.address_of(node)
             try:
                 if address is None:
                     raise Gone("it has left no address")
@@ -349,29 +303,3 @@ class Nodes:
 def births(reports: Mapping[int, Report], nodes: tuple[int, ...]) -> dict[str, str]:
     """Which process of each node is meant by a decision."""
     return {str(n): reports[n].birth for n in nodes}
-
-
-def _only_one(path: Path, node: int) -> int:
-    """A lock that one process of a node holds."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise MachineError(f"node {node} of this run is being run by another process ({path} is locked)") from None
-    return handle
-
-
-def _write_whole(path: Path, value: dict[str, Any]) -> None:
-    draft = path.with_suffix(f".{secrets.token_hex(4)}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(value, file)
-    draft.replace(path)
-
-
-def _read_address(path: Path) -> tuple[str, int] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return str(found["address"]), int(found["port"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.resilience.wire import Channel, Gone, Message, dial
+from weft.wire.channel import Channel, Gone, Message, dial
 
 SLICE_S = 0.2
 """A waiting rank asks again after this long, so that its other threads get their turn."""

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from weft.job.errors import Exit
 from weft.job.load import load_job
 from weft.job.resilience import Resilience
 from weft.job.run import RunDir
@@ -22,22 +19,18 @@ from weft.launch.local import GRACE_S, QUIET, WISHES, die_with_parent, read_caus
 from weft.plan.layout import Plan
 from weft.resilience.attempt import Attempt, read_attempt, write_attempt
 from weft.resilience.board import TRAINING, Board, Record
-from weft.resilience.diagnosis import STACK, Fault, blame, main_stack, where
+from weft.resilience.diagnosis import Fault
+from weft.resilience.inquiry import LOOK_S, exited, kill, stuck
 from weft.resilience.patience import Patience, first_steps_s
+from weft.resilience.verdict import hopeless, last_words
 from weft.watch.journal import Journal
 
-LOOK_S = 0.02
 RETURN_S = 3.0
 """How long the other ranks may take to come back from an attempt that is over, before they are replaced as well."""
 LOST_S = 5.0
 """How long a rank may have come back by itself before all are called back."""
-NOBODY_S = 120.0
-"""A standstill for which nobody is to blame is a fault only after this time."""
 REFILL_S = 2.0
 """How long a new attempt trains undisturbed before the next spare is started: importing torch takes a core."""
-AGAIN = {"exit": 3, "raised": 2}
-"""As often in a row the same fault at the same step ends the run; 3 for what is not named."""
-
 UNCOUNTED = ("elsewhere", "grow")
 """Ends of an attempt that are no fault of a rank here."""
 
@@ -97,73 +90,19 @@ class Supervisor:
         for rank, record in ranks.items():
             if record.deaths > self.attempt.deaths[record.slot]:
                 self.doomed.add(rank)
-                return self.exited(rank, record)
+                return exited(self.run, self.folder, rank, record)
         lost = any(r.phase == "waiting" and r.attempt == self.attempt.number for r in ranks.values())
         self.lost_since = (self.lost_since or time.monotonic()) if lost else None
         if self.lost_since is not None and time.monotonic() - self.lost_since > LOST_S:
             step = min(record.step for record in ranks.values())
             return Fault("hang", None, "ranks lost their connections, though nobody is gone", step, "", LOST_S)
-        stuck = self.patience.look(ranks)
-        return self.stuck(ranks, stuck) if stuck is not None else None
-
-    def exited(self, rank: int, record: Record) -> Fault:
-        cause = read_cause(self.run.logs / f"failure-{rank}.json")
-        if cause is not None:
-            kind = "oom" if cause["message"].startswith("memory ran out") else "raised"
-            why = f"{cause['kind']}: {cause['message']} ({cause['where']})"
-            return Fault(kind, rank, why, record.step, cause["position"])
-        name = signal.Signals(-record.code).name if record.code < 0 else ""
-        why = f"was killed by {name}" if name else f"ended with code {record.code} and left no reason"
-        return Fault("exit", rank, why, record.step, self.places().get(rank, {}).get("position", ""))
+        seconds = self.patience.look(ranks)
+        return self.stuck(ranks, seconds) if seconds is not None else None
 
     def stuck(self, ranks: dict[int, Record], seconds: float) -> Fault | None:
         """Nothing has moved for so long: find out who is to blame, and end it."""
-        places = self.places()
-        names = {rank: list(places.get(rank, {}).get("groups", {})) for rank in ranks}
-        stopped = [r for r in ranks if self.patience.stopped(r)]
-        silent = [r for r in ranks if self.patience.silent(r)]
-        if stopped:
-            kind, guilty = "stopped", {r: "it is stopped by a signal" for r in stopped}
-        elif silent:
-            kind, guilty = "gil", {r: "one of its threads holds Python's lock and does not let go" for r in silent}
-        else:
-            counts = {r: dict(zip(names[r], record.counts, strict=False)) for r, record in ranks.items()}
-            inside = {r: ["", *names[r]][record.inside] for r, record in ranks.items()}
-            kind, guilty = "hang", blame(counts, {r: places.get(r, {}).get("groups", {}) for r in ranks}, inside)
-        step = min(record.step for record in ranks.values())
-        if not guilty:  # perhaps it mends itself
-            why = "all ranks wait for one another"
-            return Fault("hang", None, why, step, "", seconds) if seconds > NOBODY_S else None
-        stacks = self.stacks({r: ranks[r].pid for r in guilty})
-        for r in guilty:
-            self.doomed.add(r)
-            kill(ranks[r].pid)
-        first = min(guilty)
-        at = where(stacks[first])
-        others = "" if len(guilty) == 1 else f" (as do ranks {', '.join(str(r) for r in sorted(guilty)[1:])})"
-        why = f"{guilty[first]}{f', at {at}' if at else ''}; the others wait for it{others}"
-        stack = "\n".join(stacks[first])
-        return Fault(kind, first, why, step, places.get(first, {}).get("position", ""), seconds, stack)
-
-    def stacks(self, pids: dict[int, int]) -> dict[int, list[str]]:
-        """The Python stack of each process's main thread; empty where it cannot answer."""
-        files = {rank: self.folder / f"stack-{pid}" for rank, pid in pids.items()}
-        before = {rank: _size(path) for rank, path in files.items()}
-        for pid in pids.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, STACK)
-        deadline = time.monotonic() + 0.3
-        while time.monotonic() < deadline and any(_size(files[r]) == before[r] for r in files):
-            time.sleep(LOOK_S)
-        time.sleep(LOOK_S)
-        return {r: main_stack(_tail(files[r], before[r])) for r in files}
-
-    def places(self) -> dict[int, dict[str, Any]]:
-        """Each rank's position, and the members of its groups by axis, as the ranks wrote them down."""
-        found = {}
-        for rank in self.attempt.ranks:
-            with contextlib.suppress(OSError, ValueError):
-                found[rank] = json.loads((self.folder / f"place-{rank}.json").read_text(encoding="utf-8"))
+        found, killed = stuck(self.folder, ranks, self.patience, seconds)
+        self.doomed |= killed
         return found
 
     # -- what is done about it
@@ -183,10 +122,8 @@ class Supervisor:
                 attempt=self.attempt.number, why=fault.why, detected_after_s=after,
                 **({"stack": fault.stack} if fault.stack else {}),
             )  # fmt: skip
-        place = f" ({fault.position})" if fault.position else ""
-        who = "all ranks" if fault.rank is None else f"rank {fault.rank}{place}"
         joint = " " if fault.kind == "exit" else ": "
-        say(f"{who}{joint}{fault.why}")
+        say(f"{fault.who}{joint}{fault.why}")
 
     def regroup(self, records: list[Record]) -> None:
         """Wait for the others to come back, put spares in the places of the dead, and begin the next attempt."""
@@ -198,7 +135,7 @@ class Supervisor:
             if record.deaths > self.attempt.deaths[slot]:
                 if rank not in self.doomed:
                     self.doomed.add(rank)
-                    self.open.append(self.exited(rank, record))
+                    self.open.append(exited(self.run, self.folder, rank, record))
                     self.tell(self.open[-1])
             elif record.phase == "waiting" and record.attempt == self.attempt.number:
                 back[rank] = slot
@@ -221,47 +158,14 @@ class Supervisor:
                 slot = next(s for s in free if not records[s].want and s not in back.values())
                 self.board.put(slot, "want", 1)
                 back[rank] = slot
-        if code := self.hopeless():
-            self.give_up(code)
+        if code := hopeless(self.open[0], self.attempt.faults, self.settings.restarts):
+            self.end(*last_words(self.run, self.board, self.attempt, self.open[0], code))
             return
         self.next(back)
 
     def next(self, ranks: dict[int, int]) -> None:
         """All that live are back, and these slots can be the ranks of the next attempt."""
         self.begin(ranks)
-
-    def hopeless(self) -> int:
-        """Whether the run has had enough: too many faults, or the same one again and again. Returns the exit code."""
-        fault = self.open[0]
-        last, kind = [fault.kind, fault.rank, fault.step], fault.kind
-        same = 1
-        for earlier in reversed(self.attempt.faults):
-            if earlier != last:
-                break
-            same += 1
-        if same < AGAIN.get(kind, 3) and len(self.attempt.faults) < self.settings.restarts:
-            return 0
-        return int(Exit.HANG) if kind in ("hang", "gil", "stopped") else int(Exit.DIFFERS)
-
-    def give_up(self, code: int) -> None:
-        """End everything; ended() finds the words."""
-        fault = self.open[0]
-        place = f" ({fault.position})" if fault.position else ""
-        who = "all ranks" if fault.rank is None else f"rank {fault.rank}{place}"
-        lines: list[str] = []
-        if fault.rank is not None and read_cause(self.run.logs / f"failure-{fault.rank}.json"):
-            codes = [1] * self.attempt.world
-            code = say_why(self.run, codes, fault.rank, [], lines.append)
-        elif fault.kind == "exit":
-            codes = [0] * self.attempt.world
-            codes[fault.rank or 0] = self.board.get(self.attempt.ranks[fault.rank or 0], "code")
-            code = say_why(self.run, codes, fault.rank or 0, [], lines.append)
-        else:
-            log = self.run.logs / f"rank-{fault.rank or 0}.log"
-            lines = [f"{who}: {fault.why}", f"log: {log}; start the same command again to resume"]
-        self.end(
-            code, [f"gave up after {len(self.attempt.faults) + 1} faults, the last at step {fault.step + 1}", *lines]
-        )
 
     def _take_smaller_plan(self) -> None:
         """A rank that ran out of memory left a plan with smaller microbatches; everything else in it is the same."""
@@ -382,29 +286,9 @@ def _told(kind: str) -> str:
     return "exit" if kind == "raised" else kind
 
 
-def kill(pid: int) -> None:
-    """Also a stopped process can be killed."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
 def say(text: str) -> None:
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _tail(path: Path, start: int) -> str:
-    try:
-        return path.read_bytes()[start:].decode("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def main() -> int:

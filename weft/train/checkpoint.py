@@ -8,42 +8,38 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from weft.job.errors import JobError
+from weft.train.everyone import Everyone, T, in_words
+from weft.train.housekeeping import retain, sweep
 from weft.train.index import Index
 from weft.train.manifest import (
     Damaged,
-    Entry,
     Found,
     Manifest,
     check_file,
     checkpoint_name,
-    entries,
-    leftovers,
     list_checkpoints,
     newest_good,
     read_manifest,
     read_meta,
-    remove,
     restore,
-    surplus,
     verify,
 )
 from weft.train.snapshot import Snapshot
 from weft.train.storage import Writer, run_save
+from weft.train.whole import load_full
 
 __all__ = ["Checkpoints", "Damaged", "Found", "list_checkpoints", "load_full", "newest_good", "read_meta", "verify"]
 
 PATIENCE_S = 600.0
 """How long the end of a run waits for a disk that does not answer."""
 
-T = TypeVar("T")
 Event = tuple[str, dict[str, Any]]
 
 
@@ -79,8 +75,7 @@ class Checkpoints:
             raise JobError(f"checkpoint.keep is {keep}; at least 1 must be kept")
         self.folder, self.group, self.background = Path(folder), group, background
         self.keep, self.keep_every = keep, keep_every
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world = 1 if group is None else dist.get_world_size(group)
+        self.everyone = Everyone(group)
         self.durable: int | None = None
         """The step of the last checkpoint that this object saved and that is known to be on disk."""
         self._on_event, self._any_rank, self._misfit, self._fence = on_event, any_rank, misfit, fence
@@ -159,7 +154,7 @@ class Checkpoints:
                 self._write(manifest, snapshot)
             except Exception as error:  # whatever it was, training goes on
                 final = self.folder / checkpoint_name(manifest.step)
-                self._note("checkpoint_failed", step=manifest.step, path=final, why=_words(error))
+                self._note("checkpoint_failed", step=manifest.step, path=final, why=in_words(error))
 
     def newest(self, at_most: int | None = None) -> Found | None:
         """The newest good checkpoint (of a step at most so large), the same on all ranks; damaged ones are reported,
@@ -176,8 +171,8 @@ class Checkpoints:
             index = Index(found.path)
             misfit = index.mismatch(tensors)
         except Exception as error:
-            damage = error.why if isinstance(error, Damaged) else _words(error)
-        verdicts = self._gather((damage, misfit))
+            damage = error.why if isinstance(error, Damaged) else in_words(error)
+        verdicts = self.everyone.gather((damage, misfit))
         for why, _ in verdicts:
             if why:
                 raise self._report_damaged(found.path, why)
@@ -187,7 +182,7 @@ class Checkpoints:
         try:
             index.fill(tensors, self.group)
         except (CheckpointException, Exception) as error:
-            why = f"its files are whole, but it cannot be loaded: {_words(error)}"
+            why = f"its files are whole, but it cannot be loaded: {in_words(error)}"
             raise self._report_damaged(found.path, why) from error
 
     def load_newest(self, tensors: dict[str, Tensor], at_most: int | None = None) -> Found | None:
@@ -214,7 +209,7 @@ class Checkpoints:
         except (CheckpointException, Exception) as error:
             if isinstance(error, CheckpointException):
                 writer.discard()
-            self._note("checkpoint_failed", step=manifest.step, path=final, why=_words(error))
+            self._note("checkpoint_failed", step=manifest.step, path=final, why=in_words(error))
             return
         seconds = round(time.monotonic() - began, 3)
         if (why := self._read_back(final)) is not None:
@@ -223,13 +218,13 @@ class Checkpoints:
             return
         self.durable = manifest.step
         self.damaged.discard(final)
-        fields = {"bytes": writer.total_bytes} if self.rank == 0 else {}
+        fields = {"bytes": writer.total_bytes} if self.everyone.rank == 0 else {}
         self._note("checkpoint_saved", step=manifest.step, path=final, seconds=seconds, **fields)
-        if self.rank == 0:
+        if self.everyone.rank == 0:
             if writer.aside is not None and ".damaged-" in writer.aside.name:
                 self._note("damaged", path=writer.aside, why=f"moved here when step {manifest.step} was saved again")
             try:
-                self._retain(manifest.step)
+                retain(self.folder, manifest.step, self.keep, self.keep_every, self.damaged, self._note)
             except OSError as error:
                 self._note("checkpoint_kept", path=self.folder, why=f"old ones could not be deleted: {error}")
 
@@ -240,31 +235,11 @@ class Checkpoints:
         """
         try:
             files = read_manifest(path).files
-            mine = sorted(files)[self.rank :: self.world]
+            mine = sorted(files)[self.everyone.rank :: self.everyone.world]
             whys = [why for name in mine if (why := check_file(path, name, files[name], cached=False))]
         except Exception as error:
-            whys = [_words(error)]
-        return next((why for found in self._gather(whys) for why in found), None)
-
-    def _retain(self, written: int) -> None:
-        """Delete what is no longer wanted; damaged checkpoints are neither counted nor touched."""
-        good = {
-            entry.step: entry
-            for entry in entries(self.folder)
-            if entry.kind == "good" and entry.path not in self.damaged and not verify(entry.path, checksum=False)
-        }
-        for step in surplus(good, keep=self.keep, keep_every=self.keep_every, written=written):
-            self._remove(good[step], f"only the newest {self.keep} are kept")
-        for entry in leftovers(self.folder, written, self.damaged):
-            self._remove(entry, f"left by an interrupted save; {checkpoint_name(written)} is good")
-
-    def _remove(self, entry: Entry, why: str) -> None:
-        try:
-            remove(entry)
-        except OSError as error:
-            self._note("checkpoint_kept", path=entry.path, why=f"it could not be deleted: {error}")
-        else:
-            self._note("checkpoint_removed", path=entry.path, why=why)
+            whys = [in_words(error)]
+        return next((why for found in self.everyone.gather(whys) for why in found), None)
 
     def _good(self, at_most: int | None = None) -> Iterator[Found]:
         """The good checkpoints, newest first; each is read in full before it is given, spread over the ranks."""
@@ -293,9 +268,9 @@ class Checkpoints:
         """The manifest, when every file is as it says; else None, and the damage is reported."""
         manifest, why = self._from_first(lambda: _manifest_or_why(path))
         if manifest is not None:
-            mine = sorted(manifest.files)[self.rank :: self.world]
+            mine = sorted(manifest.files)[self.everyone.rank :: self.everyone.world]
             checks = (check_file(path, name, manifest.files[name]) for name in mine)
-            whys = self._gather(next((why for why in checks if why), None))
+            whys = self.everyone.gather(next((why for why in checks if why), None))
             why = next((why for why in whys if why), None) or self._misfit(manifest.meta)
         if why is not None:
             self._report_damaged(path, why)
@@ -303,24 +278,18 @@ class Checkpoints:
         return manifest
 
     def _sweep(self, good_step: int) -> None:
-        """Report what interrupted saves left, and delete what an equally new good checkpoint makes worthless."""
+        """Let rank 0 clean up, and tell of it everywhere."""
 
         def look() -> list[Event]:
-            gone = leftovers(self.folder, good_step, self.damaged)
-            for entry in entries(self.folder):
-                if entry.kind == "tmp":
-                    end = (
-                        f"deleted, since {checkpoint_name(good_step)} is good"
-                        if entry in gone
-                        else "left alone, since no newer checkpoint is good"
-                    )
-                    self._note("damaged", path=entry.path, why=f"half-written: its save was interrupted; {end}")
-            for entry in gone:
-                self._remove(entry, "left by an interrupted save or deletion")
+            sweep(self.folder, good_step, self.damaged, self._note)
             return self._events
 
         self._events = self._from_first(look)
         self.wait()
+
+    def _from_first(self, ask: Callable[[], T]) -> T:
+        """What rank 0 reads, on every rank."""
+        return self.everyone.first(ask, lambda why: JobError(f"the checkpoints in {self.folder} cannot be read: {why}"))
 
     def _report_damaged(self, path: Path, why: str) -> Damaged:
         self.damaged.add(path)
@@ -331,47 +300,6 @@ class Checkpoints:
         with self._changed:
             self._events.append((name, fields))
 
-    def _gather(self, value: T) -> list[T]:
-        """Everyone's value, by rank."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def _from_first(self, ask: Callable[[], T]) -> T:
-        """What rank 0 answers, on every rank; an error of its disk reaches them all."""
-        answer: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                answer[0] = ask()
-            except Exception as error:
-                answer[1] = _words(error)
-        if self.group is not None:
-            dist.broadcast_object_list(answer, src=dist.get_global_rank(self.group, 0), group=self.group)
-        if answer[1] is not None:
-            raise JobError(f"the checkpoints in {self.folder} cannot be read: {answer[1]}")
-        return answer[0]
-
-
-def load_full(path: Path, prefix: str = "") -> dict[str, Tensor]:
-    """Every tensor whose name starts with prefix, whole, in host memory; one process, no process group."""
-    index = Index(path)
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in index.tensors.items()
-        if name.startswith(prefix)
-    }
-    needed = {".metadata"}.union(*(index.where.get(name, ()) for name in tensors))
-    for name in sorted(needed):
-        if why := check_file(path, name, index.files[name]):
-            raise Damaged(path, why)
-    try:
-        index.fill(tensors, None)
-    except (CheckpointException, Exception) as error:
-        raise Damaged(path, f"its files are whole, but it cannot be loaded: {_words(error)}") from error
-    return tensors
-
 
 def _manifest_or_why(path: Path) -> tuple[Manifest | None, str | None]:
     try:
@@ -380,11 +308,3 @@ def _manifest_or_why(path: Path) -> tuple[Manifest | None, str | None]:
         return None, error.why
     except JobError as error:
         return None, str(error)
-
-
-def _words(error: BaseException) -> str:
-    """One line a person can read, also for DCP's exception, which carries one error a rank with its traceback."""
-    if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}"
-    lines = [f"rank {rank}: {_words(cause[0])}" for rank, cause in sorted(error.failures.items())]
-    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more ranks" if len(lines) > 3 else "")

@@ -30,7 +30,7 @@ from weft.plan import RUNNABLE, check, make_plan
 from weft.plan.exact import flops_of, states_of, traffic_of
 from weft.plan.layout import Plan
 from weft.plan.peak import peak_of
-from weft.train.session import build_state
+from weft.train.build import build_state
 from weft.train.step import Stepper
 
 GIB = 2**30

@@ -6,11 +6,12 @@ import time
 from contextlib import closing
 from typing import Any
 
+from weft.data.loader import to_device
 from weft.job.errors import DivergedError, Exit, MachineError
 from weft.train.collector import Collector
 from weft.train.gantt import recorded
 from weft.train.ledger import Ledger, peak_memory_gib
-from weft.train.session import Session, to_device
+from weft.train.session import Session
 from weft.train.signals import Signals
 from weft.watch.progress import Progress
 

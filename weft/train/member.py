@@ -26,11 +26,12 @@ from weft.plan.layout import Plan
 from weft.resilience.attempt import Attempt, read_attempt
 from weft.resilience.board import Board
 from weft.resilience.diagnosis import STACK
+from weft.resilience.nursery import serve
 from weft.resilience.pulse import Fenced, Heart
-from weft.resilience.wire import run_secret
 from weft.train.signals import Signals
 from weft.train.worker import attempt as train
-from weft.train.worker import end, exit_code, explain, is_echo, is_timeout, set_up
+from weft.train.worker import bring_in, end, exit_code, explain, is_echo, is_timeout, set_up
+from weft.wire.secret import run_secret
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -57,7 +58,12 @@ class Member:
         job, plan = load_job(str(self.run.job)), self._plan()
         set_up(self.run, plan)
         with contextlib.suppress(Exception):  # it is opened again, and its mistakes told, where there is a rank
-            self.dataset = _prepare(job)
+            from weft.data.dataset import open_dataset
+
+            self.dataset = open_dataset(job)
+        from weft.comm.leave import leave, settle
+
+        settle()
         number, phase = 0, "spare"
         while True:
             self.heart.now(phase, 0)
@@ -66,7 +72,7 @@ class Member:
             code = self._take_part(attempt, job, Plan.from_json(attempt.plan))
             if code is not None:
                 return code
-            gc.collect()  # what the broken attempt held, before the next takes as much
+            leave()  # the error that broke it has gone, and with it all that it held
 
     def _plan(self) -> Plan:
         return Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
@@ -123,7 +129,6 @@ class Member:
         finally:
             self.heart.watch = lambda: (0, 0, [])
             wires.cut()
-            _forget_groups()
         return None
 
     def _store(self, attempt: Attempt, timeout_s: float) -> dist.Store:
@@ -166,30 +171,21 @@ class Member:
         return False
 
 
-def _prepare(job: Job) -> Dataset:
-    """All that can be done before it is known which rank this will be."""
-    import weft.train.loop  # noqa: F401  # torch and everything else
-    from weft.data.dataset import open_dataset
-
-    return open_dataset(job)
-
-
-def _forget_groups() -> None:
-    """Take down the process groups of a broken attempt."""
-    import torch.distributed as dist
-
-    with contextlib.suppress(Exception):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 def main() -> int:
     die_with_parent()
+    run, slot = RunDir(Path(sys.argv[1])), int(os.environ.get("WEFT_SLOT", -1))
+    if "WEFT_NURSERY" in os.environ:
+        bring_in(run)
+        gc.freeze()  # so that a fork copies no page to count references
+        if (born := serve()) is None:
+            return 0
+        slot = born
+        die_with_parent()
     signals = Signals()
     folder = Path(os.environ["WEFT_MEMORY"])
     stacks = (folder / f"stack-{os.getpid()}").open("w")
     faulthandler.register(STACK, file=stacks, all_threads=True)
-    code = Member(RunDir(Path(sys.argv[1])), folder, int(os.environ["WEFT_SLOT"]), signals).work()
+    code = Member(run, folder, slot, signals).work()
     signals.ignore()
     return code
 

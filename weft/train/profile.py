@@ -17,6 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.comm.pieces import local_of
+from weft.data.loader import to_device
 from weft.job.errors import Exit, JobError
 from weft.job.run import RunDir
 from weft.job.schema import Job
@@ -30,7 +31,7 @@ from weft.precision import COMPUTE
 from weft.train.api import prepare, write_description
 from weft.train.ledger import Ledger, peak_memory_gib
 from weft.train.roofs import measure_roofs
-from weft.train.session import Session, to_device
+from weft.train.session import Session
 from weft.train.signals import Signals
 from weft.watch.profile import Facts, from_json, summarise, table, to_json
 from weft.watch.report import write_report

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.comm.pieces import local_of, piece_of
 from weft.data.dataset import open_dataset
-from weft.data.loader import Loader
+from weft.data.loader import Loader, to_device
 from weft.job.errors import JobError, WeftError
 from weft.job.load import parse_job
 from weft.job.schema import Job
@@ -23,7 +23,7 @@ from weft.launch.pool import RankFailed, RankPool
 from weft.mesh import Mesh, connect
 from weft.plan import RUNNABLE, check, make_plan
 from weft.plan.parse import parse_layouts, ranks
-from weft.train.session import build_state, to_device
+from weft.train.build import build_state
 from weft.train.step import Stepper
 
 TOLERANCE: dict[str, float] = {"fp32": 1e-5, "bf16": 6e-2, "fp16": 1e-2, "fp8": 0.2}

@@ -13,7 +13,7 @@ from weft.job.run import RunDir
 from weft.job.schema import Job
 from weft.launch.local import KILLED, QUIET, locked
 from weft.resilience.guardian import guard
-from weft.resilience.nodes import Place
+from weft.resilience.place import Place
 from weft.train.api import close, prepare, write_description
 
 

@@ -60,12 +60,19 @@ def run_rank(run: RunDir, job: Job, plan: Plan, signals: Signals, work: Work | N
 
 def set_up(run: RunDir, plan: Plan) -> None:
     """Import torch, and set what belongs to the whole process."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read when torch is imported
-    import torch  # seconds, in which a signal may already come
+    bring_in(run)
+    import torch
 
     if plan.device == "cpu":
         keep_freed_memory()
         torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
+
+
+def bring_in(run: RunDir) -> None:
+    """Import all that training needs: seconds, in which a signal may already come."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read when torch is imported
+
+    import weft.train.loop  # noqa: F401
 
 
 def attempt(session: Session, signals: Signals, work: Work) -> Exit:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.data.dataset import open_dataset
-from weft.data.loader import Batch, val_batches
+from weft.data.loader import Batch, to_device, val_batches
 from weft.job.errors import DivergedError, Exit, JobError, MachineError
 from weft.job.run import RunDir
 from weft.job.schema import Job
@@ -23,23 +23,24 @@ from weft.optim import Optimizers, build_optimizers
 from weft.parallel.apply import find_units
 from weft.plan.layout import Plan
 from weft.plan.sync import inside
-from weft.sync.wire import Link, connect
+from weft.train.build import build_state
 from weft.train.checkpoint import Checkpoints
 from weft.train.ledger import peak_memory_gib
 from weft.train.served.book import Book, Copy
 from weft.train.served.hub import Desk, Hub
-from weft.train.served.meeting import folder, run_secret, say_address
+from weft.train.served.meeting import folder, say_address
 from weft.train.served.rounds import Averaging
 from weft.train.served.shard import Remote, Shard, deal_out
 from weft.train.served.updates import Updates
 from weft.train.served.worker import client_shares
-from weft.train.session import build_state, to_device
 from weft.train.signals import Signals
 from weft.train.state import State
 from weft.train.step import Stepper
 from weft.watch import logs
 from weft.watch.journal import Journal
 from weft.watch.progress import Progress
+from weft.wire.secret import run_secret
+from weft.wire.tensors import connect
 
 TICK_S = 0.1
 LEAVE_S = 10.0
@@ -98,7 +99,7 @@ def make_shard(run: RunDir, job: Job, state: State, index: int) -> Shard:
 
 def reach_shard(address: str, secret: bytes) -> Remote:
     """The chief's own link to another server."""
-    link: Link = connect(address, secret, timeout_s=10)
+    link = connect(address, secret)
     link.request({"role": "chief", "name": "chief"})
     return Remote(link)
 
@@ -187,7 +188,7 @@ def lead(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
         book = Book(job, plan, journal, progress, log)
         chief = Chief(run, job, plan, state, Stepper(job, inside(plan), mesh, state), checkpoints, book, held_out, log)
         tensors, sync = chief.load()
-        secret = run_secret(run)
+        secret = run_secret(run.path)
         shard = make_shard(run, job, state, 0)
         desk: Lead = (
             Updates(job, plan.dp, shard, book, lambda a: reach_shard(a, secret))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-import socket
-import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from weft.sync.wire import Link, Message, WireError
+from weft.wire.channel import Channel, WireError
+from weft.wire.listener import Listener
+from weft.wire.tensors import Answer, Link
+
+HELLO_S = 60.0
+"""Whoever has shown the secret says within this time who he is."""
 
 
 @dataclass(eq=False)
@@ -30,7 +32,7 @@ class Desk(Protocol):
 
     def arrived(self, peer: Peer) -> None: ...
 
-    def answer(self, peer: Peer, head: dict[str, Any], tensors: dict[str, Tensor]) -> Message: ...
+    def answer(self, peer: Peer, head: dict[str, Any], tensors: dict[str, Tensor]) -> Answer: ...
 
     def gone(self, peer: Peer) -> None: ...
 
@@ -39,37 +41,18 @@ class Hub:
     """Listens, and serves every peer that knows the secret until it goes away."""
 
     def __init__(self, host: str, secret: bytes, desk: Desk, log: logging.Logger):
-        self.secret, self.desk, self.log = secret, desk, log
-        self.socket = socket.create_server((host, 0))
-        self.address = f"{host}:{self.socket.getsockname()[1]}"
-        self.closed = False
+        self.desk, self.log = desk, log
         self.peers: list[Peer] = []
-        threading.Thread(target=self._listen, daemon=True, name="hub").start()
+        self.listener = Listener(secret, self._serve, log.debug, host, "train.sync.host", unheard_s=None)
+        self.address = f"{host}:{self.listener.address[1]}"
 
     def close(self) -> None:
-        self.closed = True
-        self.socket.close()
-        for peer in list(self.peers):
-            peer.link.close()
+        self.listener.close()
 
-    def _listen(self) -> None:
-        while not self.closed:
-            try:
-                sock, _ = self.socket.accept()
-            except OSError:
-                time.sleep(0.05)  # closed, or out of handles for a while
-                continue
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        try:
-            link = Link(sock, self.secret, asks=False)
-            head, _ = link.receive()
-            peer = Peer(str(head["name"]), str(head["role"]), link, head)
-        except (WireError, KeyError, ValueError, TypeError) as error:
-            self.log.debug("a stranger was turned away: %s", error)
-            sock.close()
-            return
+    def _serve(self, channel: Channel) -> None:
+        hello, _ = channel.receive(HELLO_S)
+        link = Link(channel)
+        peer = Peer(str(hello["name"]), str(hello["role"]), link, hello)
         self.peers.append(peer)
         try:
             self.desk.arrived(peer)

@@ -25,21 +25,23 @@ from weft.train.worker import end, exit_code, explain, keep_freed_memory, thread
 
 def serve(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
     """Hold a shard for whoever knows the secret, and tell every chief that comes where it is."""
-    from weft.sync.wire import WireError, connect
     from weft.train.served.chief import make_shard, whole_masters
     from weft.train.served.hub import Hub
-    from weft.train.served.meeting import chief_address, run_secret
+    from weft.train.served.meeting import chief_address
     from weft.train.served.shard import ShardDesk
     from weft.train.served.worker import PATIENCE_S
     from weft.watch import logs
+    from weft.wire.channel import WireError
+    from weft.wire.secret import run_secret
+    from weft.wire.tensors import connect
 
     log = logs.setup(run, index, f"server {index}", plan.world)
     shard = make_shard(run, job, whole_masters(job, plan)[0], index)
-    hub = Hub(job.train.sync.host, run_secret(run), ShardDesk(shard), log)
+    hub = Hub(job.train.sync.host, run_secret(run.path), ShardDesk(shard), log)
     seen = time.monotonic()
     while time.monotonic() - seen < PATIENCE_S:
         try:
-            link = connect(chief_address(run), run_secret(run), timeout_s=10)
+            link = connect(chief_address(run), run_secret(run.path))
             link.request({"role": "server", "name": f"server {index}", "index": index, "address": hub.address})
             seen = time.monotonic()
             link.receive()  # nothing comes, but the end

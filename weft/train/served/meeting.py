@@ -1,4 +1,4 @@
-"""Where the processes of a run through a server find each other: a folder of the run, with an address and a secret."""
+"""Where the processes of a run through a server find each other: a folder of the run, with the chief's address."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from weft.job.run import RunDir
-from weft.sync.secret import make_secret
+from weft.wire.secret import run_secret
 
 
 def folder(run: RunDir) -> Path:
@@ -15,14 +15,10 @@ def folder(run: RunDir) -> Path:
 
 
 def open_meeting(run: RunDir) -> None:
-    """Before any process starts: a new secret, and no address yet."""
+    """Before any process starts: a secret that all will find, and no address yet."""
     folder(run).mkdir(parents=True, exist_ok=True)
     (folder(run) / "chief.json").unlink(missing_ok=True)
-    make_secret(folder(run) / ".secret")
-
-
-def run_secret(run: RunDir) -> bytes:
-    return (folder(run) / ".secret").read_bytes()
+    run_secret(run.path)
 
 
 def say_address(run: RunDir, address: str) -> None:

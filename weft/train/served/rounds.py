@@ -14,11 +14,11 @@ from weft.job.schema import Job
 from weft.optim import rate
 from weft.sync.shares import draw, drawn
 from weft.sync.trust import flaw, norm, outliers
-from weft.sync.wire import Message
 from weft.train.ledger import peak_memory_gib
 from weft.train.served.book import Book, Copy
 from weft.train.served.hub import Peer
 from weft.train.served.shard import Shard
+from weft.wire.tensors import Answer
 
 REMEMBERED = 50
 """Norms of earlier updates that are kept, for rounds of few clients."""
@@ -148,7 +148,7 @@ class Averaging:
 
     # what is asked
 
-    def answer(self, peer: Peer, head: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+    def answer(self, peer: Peer, head: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         match head["do"]:
             case "next":
                 return self._next(peer), {}

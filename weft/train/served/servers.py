@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.sync.wire import WireError
 from weft.train.served.hub import Peer
 from weft.train.served.shard import Holder, Shard
+from weft.wire.channel import WireError
 
 
 class Servers:

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from weft.optim import Optimizers
-from weft.sync.wire import Link, Message
 from weft.train.served.hub import Peer
+from weft.wire.tensors import Answer, Link
 
 Tensors = dict[str, Tensor]
 KEPT = 2
@@ -224,7 +224,7 @@ class ShardDesk:
     def gone(self, peer: Peer) -> None:
         """Nobody is missed: what it staged is dropped at the next update."""
 
-    def answer(self, peer: Peer, head: dict[str, Any], tensors: Tensors) -> Message:
+    def answer(self, peer: Peer, head: dict[str, Any], tensors: Tensors) -> Answer:
         if peer.role == "worker" and head["do"] not in ("stage", "read"):
             raise ValueError(f"a worker may not {head['do']}")
         return self.shard.answer(head, tensors)

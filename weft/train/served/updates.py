@@ -15,12 +15,13 @@ from torch import Tensor
 
 from weft.job.schema import Job
 from weft.optim import rate
-from weft.sync.wire import Message, WireError
 from weft.train.ledger import peak_memory_gib
 from weft.train.served.book import Book, Copy
 from weft.train.served.hub import Peer
 from weft.train.served.servers import Servers
 from weft.train.served.shard import Holder, Shard
+from weft.wire.channel import WireError
+from weft.wire.tensors import Answer
 
 EPS = 1e-6
 
@@ -199,7 +200,7 @@ class Updates:
 
     # what is asked
 
-    def answer(self, peer: Peer, head: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+    def answer(self, peer: Peer, head: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         match head["do"]:
             case "next":
                 return self._next(peer), {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.comm.pieces import local_of
 from weft.data.dataset import Dataset, open_dataset
-from weft.data.loader import Batch, read_samples, read_share
+from weft.data.loader import Batch, read_samples, read_share, to_device
 from weft.data.sampler import sample_index
 from weft.data.shares import Shares
 from weft.job.errors import MachineError
@@ -25,11 +25,13 @@ from weft.optim import rate
 from weft.plan.layout import Plan
 from weft.plan.sync import inside
 from weft.sync.shares import Ints, deal, topics_of
-from weft.sync.wire import Link, WireError, connect
-from weft.train.served.meeting import chief_address, run_secret
+from weft.train.build import build_state, make_optimizers
+from weft.train.served.meeting import chief_address
 from weft.train.served.shard import deal_out
-from weft.train.session import build_state, make_optimizers, to_device
 from weft.train.step import Stepper
+from weft.wire.channel import WireError
+from weft.wire.secret import run_secret
+from weft.wire.tensors import Link, connect
 
 PATIENCE_S = 120.0
 """How long a worker tries to reach a chief that is gone before it gives up."""
@@ -65,8 +67,8 @@ class Worker:
         self.drop()
         while True:
             try:
-                secret = run_secret(self.run)
-                self.chief = connect(chief_address(self.run), secret, timeout_s=10)
+                secret = run_secret(self.run.path)
+                self.chief = connect(chief_address(self.run), secret)
                 self.ask({"role": "worker", "name": self.name, **self.about})
                 return
             except (OSError, KeyError, ValueError) as error:
@@ -93,7 +95,7 @@ class Worker:
         if not address:
             return self.chief
         if address not in self.servers:
-            link = connect(address, run_secret(self.run), timeout_s=10)
+            link = connect(address, run_secret(self.run.path))
             link.request({"role": "worker", "name": self.name})
             self.servers[address] = link
         return self.servers[address]

@@ -15,8 +15,10 @@ import pytest
 from command import DEADLINE_S, until
 
 from weft.job.errors import MachineError
-from weft.resilience import wire
-from weft.resilience.wire import LIMIT, MAGIC, Channel, Gone, Listener, Refused, dial, run_secret
+from weft.wire import channel as wire
+from weft.wire.channel import LIMIT, MAGIC, Channel, Gone, Refused, dial
+from weft.wire.listener import PENDING, Listener
+from weft.wire.secret import run_secret
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 
@@ -155,7 +157,7 @@ def test_a_peer_that_breaks_the_rules_loses_its_connection_alone(echo: Echo, kin
 
 
 def test_slow_strangers_cannot_keep_others_out(echo: Echo) -> None:
-    slow = [_raw(echo) for _ in range(wire.PENDING + 20)]
+    slow = [_raw(echo) for _ in range(PENDING + 20)]
     for sock in slow:
         sock.sendall(MAGIC[:3])
     channel = dial(echo.listener.address, SECRET)

@@ -1,0 +1,135 @@
+"""Requests that carry tensors: they arrive as they are, and nothing comes from who does not know the secret."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+from command import DEADLINE_S
+
+from weft.wire.channel import Channel, WireError
+from weft.wire.listener import Listener
+from weft.wire.tensors import ALIGN, SIZE, Link, connect
+
+SECRET = b"s" * 32
+
+
+@contextmanager
+def listening(handle: Callable[[Link], None]) -> Iterator[tuple[str, queue.Queue[str]]]:
+    """A listener whose every connection is handled; what goes wrong in one is told."""
+    said: queue.Queue[str] = queue.Queue()
+
+    def serve(channel: Channel) -> None:
+        try:
+            handle(Link(channel))
+        except WireError as error:
+            said.put(str(error))
+
+    listener = Listener(SECRET, serve, lambda text: None)
+    yield f"127.0.0.1:{listener.address[1]}", said
+    listener.close()
+
+
+def echo(link: Link) -> None:
+    while True:
+        link.send(*link.receive())
+
+
+def test_tensors_travel_as_they_are() -> None:
+    sent = {
+        "w": torch.randn(3, 5).t(),
+        "odd": torch.arange(3, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 4),
+        "one": torch.tensor(7, dtype=torch.int64),
+        "nan": torch.tensor([float("nan")], dtype=torch.float64),
+        "many parts": torch.randn(700_000),
+    }
+    with listening(echo) as (address, _):
+        link = connect(address, SECRET)
+        for _ in range(2):
+            head, got = link.request({"kind": "push", "loss": float("inf")}, sent)
+            assert head == {"kind": "push", "loss": float("inf")}
+            assert got.keys() == sent.keys()
+            assert all(got[n].dtype == sent[n].dtype and got[n].shape == sent[n].shape for n in sent)
+            assert all(torch.equal(got[n], sent[n]) for n in sent if n != "nan") and bool(got["nan"].isnan())
+        assert link.request({"kind": "pull"}) == ({"kind": "pull"}, {})
+        assert link.sent > 5_600_000 and link.received > 5_600_000
+        link.close()
+
+
+def test_who_does_not_know_the_secret_is_not_heard() -> None:
+    heard: list[object] = []
+    with listening(lambda link: heard.append(link.receive())) as (address, _):
+        with pytest.raises(WireError):
+            connect(address, b"t" * 32)
+        with pytest.raises(WireError):
+            connect("127.0.0.1:1", SECRET)
+    assert not heard
+
+
+def pass_on(source: socket.socket, sink: socket.socket, change: Callable[[bytes], bytes]) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(change(data))
+        sink.shutdown(socket.SHUT_WR)
+
+
+def sit_between(server: socket.socket, to: tuple[str, int], change: Callable[[bytes], bytes]) -> None:
+    """Pass a conversation on, and change what the client says."""
+    client, _ = server.accept()
+    with client, socket.create_connection(to) as out:
+        answers = threading.Thread(target=pass_on, args=(out, client, lambda data: data), daemon=True)
+        answers.start()
+        pass_on(client, out, change)
+        answers.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize("what", ["message", "tensor"])
+def test_what_is_changed_on_its_way_is_refused(what: str) -> None:
+    """The peer has the right secret, and is overheard."""
+    sent, other = torch.tensor([1.5, 2.5]), torch.tensor([1.5, 99.0])
+    before, after, why = {
+        "message": (b"push", b"pull", "a message whose signature is wrong"),
+        "tensor": (sent.numpy().tobytes(), other.numpy().tobytes(), "bytes that are not those that were signed"),
+    }[what]
+    with listening(echo) as (address, said), socket.create_server(("127.0.0.1", 0)) as between:
+        to = ("127.0.0.1", int(address.rpartition(":")[2]))
+        args = (between, to, lambda data: data.replace(before, after))
+        threading.Thread(target=sit_between, args=args, daemon=True).start()
+        link = connect(f"127.0.0.1:{between.getsockname()[1]}", SECRET)
+        link.send({"kind": "push"}, {"w": sent})
+        assert said.get(timeout=DEADLINE_S) == why
+        link.close()
+
+
+LIES = {
+    "a list": (b'{"w": 1}', "a list of tensors that is none"),
+    "a word": (b'["w"]   ', "a list of tensors that is none"),
+    "a kind": (b'[["w", "object", [1]]]', "w is said to be object"),
+    "a shape": (b'[["w", "float32", [-1]]]', "w is said to be float32"),
+    "a size": (b'[["w", "float32", [99999999]]]', "the message ends before"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_said_of_tensors_is_not_believed(lie: str) -> None:
+    text, why = LIES[lie]
+    with listening(echo) as (address, said):
+        link = connect(address, SECRET)
+        text += b" " * (-len(text) % ALIGN)
+        link.channel.send({}, [SIZE.pack(len(text)) + text, bytes(8)])
+        assert why in said.get(timeout=DEADLINE_S)
+        link.close()
+
+
+def test_a_peer_cannot_fill_the_memory() -> None:
+    with listening(echo) as (address, said):
+        link = connect(address, SECRET)
+        link.channel.send({"blob": {"bytes": 1 << 50, "sha256": ""}})
+        assert "bytes that nobody asked for" in said.get(timeout=DEADLINE_S)
+        link.close()

@@ -1,0 +1,24 @@
+"""What the guards of a run say of a fault: a line in events.jsonl and a sentence on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Where faults are told; `coords` are the places of the ranks on the mesh."""
+
+    event: Callable[..., None]
+    warn: Callable[[str], None]
+    coords: Sequence[dict[str, int]]
+
+    def fault(self, fault: str, step: int, why: str, rank: int | None = None, **more: Any) -> None:
+        self.warn(why)
+        place = "" if rank is None else " ".join(f"{axis}{i}" for axis, i in self.coords[rank].items())
+        self.event("fault", fault=fault, rank=rank, position=place, step=step, why=why, detected_after_s=None, **more)
+
+    def recovered(self, fault: str, how: str, step: int, seconds: float = 0.0, **more: Any) -> None:
+        self.event("recovered", fault=fault, how=how, step=step, steps_lost=0, seconds=seconds, **more)

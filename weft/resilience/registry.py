@@ -1,0 +1,54 @@
+"""Where the nodes of a run find each other: a folder of the run in which each leaves its address."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from pathlib import Path
+
+from weft.job.errors import MachineError
+
+
+class Registry:
+    """One node's entry, which one process at a time may hold, and what the others have left."""
+
+    def __init__(self, folder: Path, node: int):
+        self.folder, self.node = folder, node
+        folder.mkdir(parents=True, exist_ok=True)
+        self._held = _only_one(folder / f"{node}.lock", node)
+
+    def enter(self, address: tuple[str, int], birth: str) -> None:
+        path = self.folder / f"{self.node}.json"
+        draft = path.with_suffix(f".{secrets.token_hex(4)}")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({"address": address[0], "port": address[1], "birth": birth}, file)
+        draft.replace(path)
+
+    def others(self) -> list[int]:
+        """The nodes that have left an address."""
+        names = [path.stem for path in self.folder.glob("*.json") if path.stem.isdigit()]
+        return [int(name) for name in names if int(name) != self.node]
+
+    def address_of(self, node: int) -> tuple[str, int] | None:
+        try:
+            found = json.loads((self.folder / f"{node}.json").read_text(encoding="utf-8"))
+            return str(found["address"]), int(found["port"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def leave(self) -> None:
+        (self.folder / f"{self.node}.json").unlink(missing_ok=True)
+        os.close(self._held)
+
+
+def _only_one(path: Path, node: int) -> int:
+    """A lock that one process of a node holds."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise MachineError(f"node {node} of this run is being run by another process ({path} is locked)") from None
+    return handle

@@ -1,0 +1,1 @@
+"""Signed messages between the processes of a run that are no ranks of one group: supervisors, servers, workers."""

@@ -1,0 +1,36 @@
+"""The secret of a run, by which its processes know each other."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from weft.job.errors import MachineError
+
+
+def run_secret(folder: Path) -> bytes:
+    """The secret of a run: WEFT_SECRET, or a file that only its owner can read, made by whoever comes first."""
+    if given := os.environ.get("WEFT_SECRET"):
+        if len(given) < 32:
+            raise MachineError(
+                f"WEFT_SECRET has {len(given)} characters; at least 32 are needed (openssl rand -hex 32)"
+            )
+        return given.encode()
+    path = folder / ".secret"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        draft = folder / f".secret-{secrets.token_hex(8)}"
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        try:
+            os.link(draft, path)  # with its content, or not at all
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    mode = path.lstat()
+    if not stat.S_ISREG(mode.st_mode) or mode.st_mode & 0o077 or mode.st_uid != os.geteuid():
+        raise MachineError(f"{path} must be a file of yours that nobody else can read: chmod 600 it, or delete it")
+    return path.read_bytes()
