@@ -3,7 +3,8 @@
     python bench/compression.py            # every setting on two CPU ranks, on the default corpus
     python bench/compression.py --steps 40 --settings none,int8
 
-A small llama on pydoc, the same seed and steps for all; bytes are what the axis counted on rank 0 in a step.
+A small llama on pydoc, the same seed and steps for all; bytes are what the axes counted on rank 0, as a mean of all
+steps and in the last one: settings that send little send more at the beginning (comm.compression_warmup).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ HERE = Path(__file__).parent
 def job_of(setting: str, layout: dict[str, int], asked: argparse.Namespace) -> Job:
     return parse_job({
         "model": {"family": "llama", "dim": asked.dim, "layers": asked.layers, "heads": 4},
-        "data": {"source": "pydoc", "seq_len": 64}, "comm": {"compression": setting, "bucket_mb": 1.0},
+        "data": {"source": "pydoc", "seq_len": 64},
+        "comm": {"compression": setting, "bucket_mb": 1.0, "compression_warmup": asked.warmup},
         "train": {"global_batch": asked.batch, "steps": asked.steps},
         "optim": {"lr": 2e-3, "warmup": 0.05, "betas": [0.9, asked.beta2]},
         "cluster": {"device": "cpu", "devices_per_node": 2}, "parallel": layout,
@@ -45,7 +47,7 @@ def job_of(setting: str, layout: dict[str, int], asked: argparse.Namespace) -> J
 
 
 def train(job: Job) -> dict[str, Any]:
-    """On each rank: train all steps, evaluate, and say what was sent in the last step."""
+    """On each rank: train all steps, evaluate, and say what was sent in a step, on average and in the last one."""
     job, plan = make_plan(job)
     mesh = connect(plan)
     stepper = Stepper(job, plan, mesh, build_state(job, plan, mesh))
@@ -55,15 +57,16 @@ def train(job: Job) -> dict[str, Any]:
         "dp_size": plan.dp,
     }  # fmt: skip
     began = time.perf_counter()
-    sent = 0
+    sent = total = 0
     for _, batches in zip(range(job.train.steps), Loader(dataset, seed=0, prefetch=0, **share), strict=False):
         before = _bytes(mesh)
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
         sent = _bytes(mesh) - before
+        total += sent
         stepper.update(grads, stepper.learning_rate())
     seconds = time.perf_counter() - began
     held_out = [[to_device(b, mesh.device) for b in step] for step in val_batches(dataset, limit=16, **share)]
-    return {"loss": stepper.evaluate(held_out), "sent": sent, "seconds": seconds}
+    return {"loss": stepper.evaluate(held_out), "mean": total / job.train.steps, "last": sent, "seconds": seconds}
 
 
 def _bytes(mesh: Any) -> int:
@@ -94,6 +97,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--beta2", type=float, default=0.95)
+    parser.add_argument("--warmup", default="auto", type=lambda text: text if text == "auto" else int(text))
     parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--replicas-only", action="store_true")
     parser.add_argument("--write", action="store_true", help="write compression.md")
@@ -101,7 +105,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = [
         "| `comm.compression` | validation loss, replicas | against none | shards (zero 3) | against none "
-        "| bytes a step, replicas | shards | encode, decode ns a number |",
+        "| MiB a step and in the last, replicas | shards | encode, decode ns a number |",
         "|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
@@ -117,7 +121,7 @@ def main() -> None:
                 more = told["loss"] / plain[name] - 1
                 verdict = "" if setting not in LIMITS else " ✓" if more <= LIMITS[setting] else " ✗"
                 cells += [f"{told['loss']:.4f}", f"{100 * more:+.2f} %{verdict}"]
-                sent.append(f"{told['sent'] / 2**20:.2f} MiB")
+                sent.append(f"{told['mean'] / 2**20:.2f}, {told['last'] / 2**20:.2f}")
             encode, decode = speed(setting)
             line = f"| `{setting}` | " + " | ".join([*cells, *sent, f"{encode:.1f}, {decode:.1f}"]) + " |"
             print(line, flush=True)
@@ -126,7 +130,7 @@ def main() -> None:
         text = (
             f"# Compressors beside each other\n\n`{' '.join(['python bench/compression.py', *sys.argv[1:]])}`: a small "
             "llama on pydoc, on two CPU ranks, the same seed and steps for all. Bytes are what the axes counted on one "
-            "rank in a step.\n\n"
+            "rank in a step, on average and in the last one.\n\n"
         )
         (HERE / "compression.md").write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
 

@@ -8,6 +8,7 @@ uncompressed.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,15 +25,13 @@ from weft.comm.beside import Beside
 from weft.comm.codecs import Codec, Dice, Largest, Way, way_of
 from weft.comm.compress import pays_low_rank, scatter_sum, sum_all, sum_low_rank
 from weft.comm.pieces import local_of
+from weft.comm.warmup import age, codec_at, fitted, rank_at
 from weft.job.compression import Compression, parse_compression
 
 LEAST = 256
 """Weights with fewer elements are not worth a codec."""
 FIRST_LOOKS, LOOK_EVERY = (2, 5, 10), 20
 """Steps at which adaptive compression looks at the link, first and from then on."""
-
-WARM = way_of(Compression("int8")).gradients
-"""What gradients travel as at the beginning, where their own way needs them to turn slowly."""
 
 Tell = Callable[..., None]
 
@@ -70,6 +69,8 @@ class Channel:
         starts = [0, *(s.start for s in segments[1:]), width]
         self.parts = tuple(after - start for start, after in pairwise(starts))
         """The columns of each weight, with what fills them up."""
+        self.age = math.inf
+        """Of the run at this step, in warm-ups."""
         self.owed: Tensor | None = None
         self.bases: dict[str, Tensor] = {}
         """PowerSGD's, from which the next matrices are made."""
@@ -77,8 +78,9 @@ class Channel:
         """What was owed before a step that may yet be skipped."""
         self.ready_s = 0.0
 
-    def begin(self) -> None:
-        """Another step begins; if the last one was not kept, go back to where it began."""
+    def begin(self, at: float) -> None:
+        """Another step begins, at an age; if the last one was not kept, go back to where it began."""
+        self.age = at
         if self.before is not None:
             self.owed, self.bases = self.before
             self.before = None
@@ -92,8 +94,7 @@ class Channel:
                 self.owed = torch.where(taken, self.owed, torch.zeros_like(self.owed) if owed is None else owed)
             for s in self.segments:
                 if (base := self.bases.get(s.name)) is not None:
-                    old = bases.get(s.name)
-                    self.bases[s.name] = torch.where(taken, base, self.first(s, base) if old is None else old)
+                    self.bases[s.name] = torch.where(taken, base, self.base(s, bases, base.device))
         if taken is not False:
             self.before = None
 
@@ -113,7 +114,7 @@ class Channel:
     def low_rank(self, axes: Sequence[Axis], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """PowerSGD over some axes: by weight the sum, [rows, length], and the errors, [rows, n]."""
         matrices = [s.matrix(x) for s in self.segments]
-        bases = [self.bases[s.name] if s.name in self.bases else self.first(s, x) for s in self.segments]
+        bases = [self.base(s, self.bases, x.device) for s in self.segments]
         sums, errors, rows = sum_low_rank(axes, matrices, bases)
         self.bases = {s.name: q for s, q in zip(self.segments, rows, strict=True)}
         left = torch.zeros_like(x)
@@ -121,10 +122,15 @@ class Channel:
             segment.of(left).copy_(error.view(self.rows, -1))
         return {s.name: m.view(self.rows, -1) for s, m in zip(self.segments, sums, strict=True)}, left
 
-    def first(self, segment: Segment, x: Tensor) -> Tensor:
-        """The same on every rank."""
-        shape = (segment.shape[1:].numel(), self.rank)
-        return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(x.device)
+    def base(self, segment: Segment, bases: dict[str, Tensor], device: torch.device) -> Tensor:
+        """A weight's, of the rank that this step asks for. The first one is the same on every rank."""
+        columns = segment.shape[1:].numel()
+        shape = (columns, rank_at(self.rank, segment.shape[0], columns, self.age))
+        base = bases.get(segment.name)
+        if base is not None and base.shape == shape:
+            return base
+        first = torch.randn(shape, generator=torch.Generator().manual_seed(columns)).to(device)
+        return first if base is None else fitted(base, first)
 
 
 class Compressor:
@@ -135,7 +141,8 @@ class Compressor:
         seed: int, names: frozenset[str], warmup: int = 0,
     ):  # fmt: skip
         """`axis` is the one that sums, under shards the one that cuts, and `across` the replicas of shards; `names` are
-        the weights whose gradients are compressed; for the first `warmup` steps they travel as int8."""
+        the weights whose gradients are compressed; for the first `warmup` steps they travel as int8, and then less and
+        less of them (comm/warmup.py)."""
         self.setting, self.axis, self.across, self.beside, self.device = setting, axis, across, beside, device
         self.axes = [a for a in (axis, across) if a is not None]
         self.names, self.warmup = names, warmup
@@ -148,7 +155,6 @@ class Compressor:
         self.dice = Dice(seed * 7919 + self.holder, device)
         self.channels: list[Channel] = []
         self.scale, self.last, self.steps, self.began = 1.0, True, 0, time.perf_counter()
-        self.warming = warmup > 0
         self.adviser: Adviser | None = None
         self.code_s: list[float] = []
         self.tell: Tell = lambda **fields: None
@@ -161,8 +167,7 @@ class Compressor:
         """A step begins, with gradients of the summed loss times `scale`."""
         self.scale, self.last = scale, True
         for channel in self.channels:
-            channel.begin()
-        self.warming = self.steps < self.warmup
+            channel.begin(age(self.steps, self.warmup))
         now = time.perf_counter()
         step_s, self.began = now - self.began, now
         self.steps += 1
@@ -192,15 +197,15 @@ class Compressor:
 
         return self.beside.start(work)
 
-    def _codec(self, channel: Channel) -> Codec | None:
-        codec = WARM if self.warming else channel.way.gradients
+    def _codec(self, channel: Channel, gathering: int = 1) -> Codec | None:
+        codec = codec_at(channel.way.gradients, channel.age, gathering)
         return replace(codec, parts=channel.parts) if isinstance(codec, Largest) else codec
 
     def _sum(self, channel: Channel, flat: Tensor) -> None:
         x = flat.view(1, -1)
         channel.take(x, self.scale)
-        codec = self._codec(channel)
-        if self.low_rank and not self.warming:
+        codec = self._codec(channel, self.axis.size)
+        if self.low_rank and channel.age >= 1:
             sums, error = channel.low_rank([self.axis], x)
             for segment in channel.segments:
                 segment.of(x).copy_(sums[segment.name])
@@ -218,7 +223,7 @@ class Compressor:
         channel.ready_s = time.perf_counter() - self.began
         channel.take(x, self.scale)
         codec = self._codec(channel)
-        if self.low_rank and not self.warming:
+        if self.low_rank and channel.age >= 1:
             sums, error = channel.low_rank(self.axes, x)
             channel.owe(error, self.scale)
             return torch.cat([sums[s.name][self.axis.rank] for s in channel.segments])
@@ -232,9 +237,9 @@ class Compressor:
     def sum_across(self, channel: Channel, part: Tensor) -> Tensor:
         """The sum, over the replicas, of this rank's part; PowerSGD has summed over them already."""
         assert self.across is not None
-        if self.low_rank and not self.warming:
+        if self.low_rank and channel.age >= 1:
             return part
-        if (codec := self._codec(channel)) is None:
+        if (codec := self._codec(channel, self.across.size)) is None:
             return self.across.all_reduce(part)
         total, left = sum_all(self.across, codec, part, self.dice)
         if left is not None and channel.owed is not None:
@@ -269,6 +274,7 @@ class Compressor:
         out: dict[str, Tensor] = {}
         for channel in self.channels:
             owed, bases = channel.kept
+            channel.age = age(max(0, self.steps - 1), self.warmup)  # a run that was just opened has begun no step
             for segment in channel.segments:
                 holder, name = name_of(segment.name)
                 value = torch.zeros(segment.shape, device=self.device)
@@ -276,8 +282,7 @@ class Compressor:
                     value = segment.weight(owed).clone()
                 out[f"residual.{holder}.{name}"] = over_tp(value, masters[segment.name])
                 if self.low_rank:
-                    base = bases.get(segment.name)
-                    base = channel.first(segment, value) if base is None else base.clone()
+                    base = channel.base(segment, bases, self.device).clone()
                     out[self._base_name(holder, name, masters[segment.name])] = base
         return out
 

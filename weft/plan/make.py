@@ -70,10 +70,10 @@ class Start:
 
 
 def _warmup(job: Job) -> int:
-    asked = job.comm.compression_warmup
+    asked, steps = job.comm.compression_warmup, job.train.steps
     if job.comm.compression.partition(":")[0] not in ("topk", "threshold", "powersgd", "onebit"):
         return 0
-    return min(1000, job.train.steps // 10) if asked == "auto" else asked
+    return min(2000, max(min(300, steps * 3 // 5), steps // 4)) if asked == "auto" else asked
 
 
 def begin(job: Job, world: int | None = None) -> Start:

@@ -19,8 +19,6 @@ from weft.train.state import OWED, State
 
 def load_owed(checkpoints: Checkpoints, found: Found, state: State) -> str | None:
     """Take in what a checkpoint says is owed. Collective; returns a note where a person should know of it."""
-    for compressor in state.woven.compressors:
-        compressor.steps = state.step
     index = Index(found.path)
     holders: dict[str, set[int]] = defaultdict(set)
     for name in index.tensors:

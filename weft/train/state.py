@@ -142,6 +142,8 @@ class State:
             torch.set_rng_state(cpu)
         if (cuda := tensors.get(f"random_cuda.{self.mesh.rank}")) is not None:
             torch.cuda.set_rng_state(cuda.cpu(), self.mesh.device)
+        for compressor in self.woven.compressors:
+            compressor.steps = self.step
         self.rounds.adopt(meta.get("sync", {}))
         self.woven.refresh()
 
