@@ -131,3 +131,16 @@ def test_snapshots_outlive_who_took_them_and_torn_ones_are_none(tmp_path: Path) 
         content[60] ^= 1  # inside the table
         path.write_bytes(content)
     assert Snapshots(tmp_path, rank=0, keep=FEWEST).held() == []
+
+
+def test_the_ring_of_snapshots_is_whole_again_after_every_fault(tmp_path: Path) -> None:
+    for attempt in range(8):  # each is broken while a step is copied, and some steps are undone
+        ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+        if attempt:
+            ring.load(min(ring.held()), {name: torch.zeros_like(t) for name, t in state(0).items()})
+        for step in range(10 * attempt, 10 * attempt + 5):
+            ring.take(step, state(step), {})
+            ring.seal(step, {})
+        assert ring.held() == list(range(10 * attempt + 5 - FEWEST, 10 * attempt + 5))
+        ring.take(10 * attempt + 5, state(0), {})
+    assert len(list(tmp_path.glob("snap-0.*"))) == FEWEST

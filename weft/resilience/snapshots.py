@@ -74,17 +74,24 @@ class Snapshots:
         self._copies: deque[float] = deque(maxlen=8)
         self._steps: deque[float] = deque(maxlen=8)
         self._last: tuple[int, float] | None = None
+        self._complete = False
+        """Whether the ring was filled up: of what a process before this one left, only whole steps are taken over."""
         if folder is not None:
-            paths = [folder / f"snap-{rank}.{i}" for i in range(keep)]
-            self._slots = [slot for path in paths if (slot := _Slot.found(path)) is not None]
+            paths = [self._path(i) for i in range(keep)]
+            self._slots = [slot for path in paths if path and (slot := _Slot.found(path)) is not None]
+
+    def _path(self, number: int) -> Path | None:
+        return None if self.folder is None else self.folder / f"snap-{self.rank}.{number}"
 
     def due(self, step: int) -> bool:
         return not self.refused and step % self.every == 0
 
     def take(self, step: int, pieces: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
         """Copy this rank's pieces as they are now. It counts once it is sealed."""
-        if not self._slots or not all(slot.fits(pieces) for slot in self._slots):
-            self._allocate(pieces)
+        if not all(slot.fits(pieces) for slot in self._slots):
+            self._slots, self._complete = [], False
+        if not self._complete:
+            self._fill_up(pieces)
             if self.refused:
                 return
         slot = min((s for s in self._slots if s.sealed not in self._pinned()), key=lambda s: s.sealed)
@@ -140,21 +147,23 @@ class Snapshots:
             return 1
         return max(1, math.ceil(min(self._copies) / (COST * statistics.median(self._steps))))
 
-    def _allocate(self, pieces: Mapping[str, Tensor]) -> None:
-        table = _Table.of(pieces)
-        room = psutil.virtual_memory().available * SHARE / self.local_ranks
+    def _fill_up(self, pieces: Mapping[str, Tensor]) -> None:
+        """Make the files that are missing in the ring."""
+        table, self._complete = _Table.of(pieces), True
+        room = psutil.virtual_memory().available * SHARE / self.local_ranks + len(self._slots) * table.size
         keep = min(self.keep, int(room // table.size))
-        self._slots = []
         if keep < FEWEST:
+            self._slots = []
             self.refused = (
                 f"{FEWEST} copies of this rank's state need {FEWEST * table.size / 2**30:.2f} GiB of host memory and "
                 f"{room / 2**30:.2f} GiB may be used: faults are recovered from checkpoints on disk"
             )
             return
+        taken = {slot.path for slot in self._slots if slot.path is not None}
+        free = [path for i in range(self.keep) if (path := self._path(i)) not in taken]
         try:
-            for i in range(keep):
-                path = None if self.folder is None else self.folder / f"snap-{self.rank}.{i}"
-                self._slots.append(_Slot(table, _memory(path, table.size)))
+            for path in free[: keep - len(self._slots)]:
+                self._slots.append(_Slot(table, _memory(path, table.size), path=path))
                 self._slots[-1].unseal()
         except OSError as error:  # a small /dev/shm, as containers have
             self._slots = []
@@ -182,8 +191,11 @@ class _Table:
 class _Slot:
     """One file of the ring, or as much ordinary memory."""
 
-    def __init__(self, table: _Table, memory: Tensor, sealed: int = -1, meta: dict[str, Any] | None = None):
-        self.table, self.memory, self.sealed, self.meta = table, memory, sealed, meta or {}
+    def __init__(
+        self, table: _Table, memory: Tensor, sealed: int = -1, meta: dict[str, Any] | None = None,
+        path: Path | None = None,
+    ):  # fmt: skip
+        self.table, self.memory, self.sealed, self.meta, self.path = table, memory, sealed, meta or {}, path
         self.bytes = memoryview(memory.numpy().data)
         self.views = {name: _view(memory, dtype, shape, at) for name, dtype, shape, at in table.entries}
         self.pinned = _pin(memory)
@@ -201,7 +213,7 @@ class _Slot:
                 return None
             content, size = json.loads(text), path.stat().st_size
             table = _Table([(n, d, s, at) for n, d, s, at in content["tensors"]], head, size)
-            return cls(table, _map(path, size), sealed - 1, content["meta"])
+            return cls(table, _map(path, size), sealed - 1, content["meta"], path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RuntimeError):
             return None
 
@@ -216,7 +228,7 @@ class _Slot:
 
     @torch.no_grad()
     def write(self, pieces: Mapping[str, Tensor]) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()  # what it costs: on a busy machine others may run in between
         self.unseal()
         self.copied = (
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if self.pinned else None
@@ -226,7 +238,7 @@ class _Slot:
         torch._foreach_copy_(list(self.views.values()), list(pieces.values()), non_blocking=self.pinned)
         if self.copied is not None:  # a GPU copies behind the step's own kernels, and before those of the next
             self.copied[1].record()
-        self.copy_s = time.perf_counter() - began
+        self.copy_s = time.thread_time() - began
 
     def seal(self, step: int, meta: dict[str, Any]) -> None:
         if self.copied is not None:

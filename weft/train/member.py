@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,6 +103,7 @@ class Member:
         )  # fmt: skip
         self.heart.on_fence = wires.cut
         self.heart.join(attempt.number, rank)
+        self._note(rank, f"attempt {attempt.number} begins, in slot {self.slot}, process {os.getpid()}")
         try:
             with wires.opening():
                 store = self._store(attempt, job.comm.timeout_s)
@@ -124,12 +126,15 @@ class Member:
             if not self._is_over(error):
                 explain(self.run, rank, position, error, plan)
                 return exit_code(error)
-            with (self.run.logs / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
-                log.write(f"attempt {attempt.number} is over: {type(error).__name__}: {error}\n")
+            self._note(rank, f"attempt {attempt.number} is over: {type(error).__name__}: {error}")
         finally:
             self.heart.watch = lambda: (0, 0, [])
             wires.cut()
         return None
+
+    def _note(self, rank: int, text: str) -> None:
+        with contextlib.suppress(OSError), (self.run.logs / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
+            log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S.%f} {text}\n")
 
     def _store(self, attempt: Attempt, timeout_s: float) -> dist.Store:
         """Where the ranks of an attempt meet: in a file of this machine, or at a supervisor where there are several."""
