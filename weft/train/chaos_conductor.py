@@ -16,7 +16,7 @@ from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.launch.hosts import Hosts
 from weft.resilience.account import Struck, outcome
-from weft.resilience.faults import KINDS, Fault, order_of
+from weft.resilience.faults import KINDS, Fault, order_of, tells_of
 from weft.train.chaos_disk import Disk, damage
 from weft.train.chaos_run import Watched
 from weft.train.manifest import list_checkpoints
@@ -173,9 +173,11 @@ class Conductor:
                 self.stopped.append(met[1])
 
     def _supervisor(self, fault: Fault) -> None:
-        met, pid, at = self._moment(fault), self.run.supervisor(), time.time()
+        """Kill it, and wait until the next one has taken over: nobody would tell of one that never lived."""
+        met, pid, at, known = self._moment(fault), self.run.supervisor(), time.time(), len(self.run.events)
         if met is not None and pid is not None and _send(pid, signal.SIGKILL):
             self._note(fault, met[0], at)
+            self._wait(lambda: any(tells_of(fault.kind, e) for e in self.run.events[known:]))
 
     def _term(self, fault: Fault) -> None:
         """Tell the whole run to end, as a scheduler does, and start it again once it has."""
