@@ -1,6 +1,6 @@
 """What faults cost: detection, resumption and lost steps of every kind, beside torchrun, torchft and NVIDIA's restart.
 
-    python bench/chaos.py [--parts kills,hangs,…] [--trials 20] [--others 5] [--minutes 10] [--again]
+    python bench/chaos.py [--parts kills,hangs,…] [--trials 45] [--others 5] [--minutes 10] [--again]
 
 Each part is one long run of `weft chaos`, or a few runs of another system in the same harness; its result is kept in
 runs/bench-chaos, so a bench that was interrupted goes on with the parts that are missing (--again measures anew). The
@@ -61,6 +61,10 @@ def weft_parts(kills: int, others: int) -> dict[str, list[str]]:
     }
 
 
+MORE = {"machine": 600}
+"""Steps of parts whose faults take long: a slow rank is let be slow until it is named."""
+
+
 def chaos(arguments: list[str], steps: int = STEPS) -> dict[str, Any]:
     """One rehearsal; what it says on the way is shown."""
     KEPT.mkdir(parents=True, exist_ok=True)
@@ -87,7 +91,8 @@ def ten_minutes(minutes: float) -> dict[str, Any]:
 
 def parts(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {
-        name: (lambda words=words: chaos(words)) for name, words in weft_parts(args.trials, args.others).items()
+        name: (lambda name=name, words=words: chaos(words, MORE.get(name, STEPS)))
+        for name, words in weft_parts(args.trials, args.others).items()
     }
     found["long"] = lambda: ten_minutes(args.minutes)
     for case in chaos_others.NAMES:
@@ -149,6 +154,11 @@ def page(results: dict[str, Any]) -> str:
         "",
         *table,
         "",
+        "Faults follow one another within seconds, so the effective ratios below are of runs that suffer on purpose; "
+        "`long` is the one with a fault every half minute. `term` and `corrupt` end the run and start it again: their seconds "
+        "hold the save, the exit, and four processes that import torch on these cores. A full disk is met by the next "
+        "checkpoint, which is up to 50 steps away.",
+        "",
     ]
     runs = {n: r for n, r in results.items() if isinstance(r, dict)}
     for name, run in runs.items():
@@ -166,7 +176,7 @@ def page(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", help="which, with commas between them; left out: all")
-    parser.add_argument("--trials", type=int, default=20, help="kills")
+    parser.add_argument("--trials", type=int, default=45, help="kills, beside those of rank 0")
     parser.add_argument("--others", type=int, default=5, help="faults of every other kind")
     parser.add_argument("--minutes", type=float, default=10.0, help="of the long run")
     parser.add_argument("--again", action="store_true", help="measure the parts even if their results are there")
