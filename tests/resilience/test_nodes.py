@@ -20,6 +20,7 @@ from weft.resilience.council import Decision, Proposal, Report, Seat
 from weft.resilience.meeting import Meeting
 from weft.resilience.nodes import Nodes, births
 from weft.resilience.place import Place, local_address
+from weft.resilience.registry import Registry
 from weft.resilience.replan import replan
 from weft.resilience.secret_store import SecretStore
 from weft.wire.channel import Gone
@@ -156,3 +157,12 @@ def test_fewer_ranks_take_the_nearest_layout_and_keep_the_batch(parallel: dict, 
     job, plan = replan(load_job("demo", words), ranks, nodes=1)
     assert (plan.layout(), job.train.global_batch) == (layout, 8)
     assert plan.microbatch * plan.accumulation * plan.dp == 8
+
+
+def test_a_node_whose_link_is_cut_reads_that_the_run_has_ended(tmp_path: Path) -> None:
+    first, second = Registry(tmp_path, 0), Registry(tmp_path, 1)
+    assert second.ended() is None
+    first.end(75)
+    assert second.ended() == 75
+    second.leave()
+    assert Registry(tmp_path, 1).ended() is None  # that was the start before

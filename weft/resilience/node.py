@@ -162,8 +162,8 @@ class NodeSupervisor(Supervisor):
             self.left_out = now
             if self.nodes.council.newest:  # else only its supervisor was replaced
                 self.note("the others went on without it; it commits nothing and waits to be taken back")
-        over = [r.code for r in self.nodes.council.reports.values() if r.code is not None]
-        if over:
+        told = (*(r.code for r in self.nodes.council.reports.values()), self.nodes.ended())
+        if over := [code for code in told if code is not None]:
             return self.end(over[0], [])
         if now - self.left_out > self.settings.gather_s:
             words = f"node {self.place.node} was left out and not taken back within {self.settings.gather_s:g} s"

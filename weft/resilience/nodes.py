@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -113,7 +114,14 @@ class Nodes:
 
     def end(self, code: int) -> None:
         """The run is over here."""
+        if self.decision is not None:  # one that was left out does not speak for the run
+            with contextlib.suppress(OSError):
+                self._registry.end(code)
         self._say(state=ENDED, code=code)
+
+    def ended(self) -> int | None:
+        """The exit code with which the others ended the run, though this node could not be told."""
+        return self._registry.ended()
 
     def known(self, since: float) -> bool:
         """Whether every node of the attempt has heard what this one has said since then, or is gone."""

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 from weft.job.errors import MachineError
 
@@ -18,6 +19,25 @@ class Registry:
         self.folder, self.node = folder, node
         folder.mkdir(parents=True, exist_ok=True)
         self._held = _only_one(folder / f"{node}.lock", node)
+        self._before = self._last_end()
+
+    def end(self, code: int) -> None:
+        """Leave the word that the run is over, for nodes that nobody can tell: their links are cut."""
+        draft = self.folder / f".ended-{secrets.token_hex(8)}"
+        draft.write_text(json.dumps([code, draft.name]), encoding="utf-8")
+        draft.replace(self.folder / "ended")
+
+    def ended(self) -> int | None:
+        """The exit code of the others, if the run has ended since this node came."""
+        last = self._last_end()
+        return None if last is None or last == self._before else int(last[0])
+
+    def _last_end(self) -> list[Any] | None:
+        try:
+            code, name = json.loads((self.folder / "ended").read_text(encoding="utf-8"))
+            return [int(code), str(name)]
+        except (OSError, ValueError, TypeError):
+            return None
 
     def enter(self, address: tuple[str, int], birth: str) -> None:
         path = self.folder / f"{self.node}.json"
