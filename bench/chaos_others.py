@@ -143,7 +143,8 @@ def trials(case: str, kind: str, count: int, seed: int) -> Iterator[dict[str, An
             victims = [r for r in range(RANKS) if _there(world, r) and not (case == "nvrx" and r == 0)]
             rank, last = chance.choice(victims), world.lines()[-1]
             when = time.time()
-            os.kill(world.pid(rank), SIGNALS[kind])
+            if not wait_for(lambda: _strike(world, rank, kind), 20):  # noqa: B023
+                raise SystemExit(f"{case}: rank {rank} has no process")
             wait_for(lambda: any(x["era"] > last["era"] for x in steps_since(world, when)) or not world.alive(),  # noqa: B023
                      PATIENCE_S[case])  # fmt: skip
             after = [x for x in steps_since(world, when) if x["era"] > last["era"]]
@@ -174,6 +175,15 @@ def trials(case: str, kind: str, count: int, seed: int) -> Iterator[dict[str, An
                 wait_for(lambda: (world.folder / f"lines-{rank}.jsonl").stat().st_mtime > fresh + 0.5, 40)  # noqa: B023
         if world is not None:
             world.close()
+
+
+def _strike(world: World, rank: int, kind: str) -> bool:
+    """A rank that is just being started again is not there yet."""
+    try:
+        os.kill(world.pid(rank), SIGNALS[kind])
+        return True
+    except ProcessLookupError:
+        return False
 
 
 def _there(world: World, rank: int) -> bool:
