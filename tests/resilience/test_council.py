@@ -213,3 +213,12 @@ def test_a_report_that_is_none_is_refused(spoil: Callable[[dict], object]) -> No
     spoil(data)
     with pytest.raises((KeyError, ValueError, TypeError, AttributeError)):
         Report.from_json(data)
+
+
+def test_a_node_that_is_left_alone_and_halts_goes_on_by_itself() -> None:
+    council = Council(1, 2, birth="1/0")
+    assert council.adopt(Decision(4, 1, (Seat(1, 0, 2),), "node 0 is lost"), now=0.0)
+    council.speak(1.0, state=HALTED, why="")  # it could not tell why its ranks came back
+    proposal = council.propose(1.1)
+    assert proposal is not None
+    assert (proposal.number, proposal.nodes) == (5, (1,))

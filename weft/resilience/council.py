@@ -215,7 +215,7 @@ class Council:
                 return report.why or f"node {node} halted"
             if report.attempt < self.mine.attempt and self._reborn(node):
                 return f"node {node} was started again"
-        return self.mine.why if self.mine.state == HALTED else ""
+        return (self.mine.why or f"the ranks of node {self.me} stopped") if self.mine.state == HALTED else ""
 
     def joiners(self, now: float) -> tuple[int, ...]:
         """Nodes in sight that would like to take part and do not."""

@@ -232,6 +232,7 @@ class NodeSupervisor(Supervisor):
         self.free = self.guests_since = self.blameless = None
         if decision.given["lost"]:
             self.open = [Fault("node_lost", None, decision.why, self.committed)]
+        self.board.lease_until = self.nodes.lease_until()  # before a rank looks, or it takes the attempt for over
         self.begin(ranks, number=decision.number, environment=environment, how=how)
         self.announced = self.announced or not leads
 
