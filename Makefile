@@ -15,10 +15,9 @@ train: $(READY)
 	@echo
 	$(BIN)/weft generate demo --prompt "The " --tokens 400
 
-# Tests start, stop and starve real processes, and wait for them: three at a time fill two cores. On a busy machine one may fail
-# that is right; it gets one more try, and is named.
+# Tests start, stop and starve real processes: on a busy machine one may fail that is right. It gets one more try, and is named.
 test: $(READY) system
-	$(BIN)/python -m pytest -n 3 --dist loadfile --reruns 1 -rR
+	$(BIN)/python -m pytest -n 2 --dist loadfile --reruns 1 -rR
 
 lint: $(READY)
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
