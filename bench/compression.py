@@ -19,14 +19,14 @@ import torch
 
 from weft.comm.codecs import Dice, way_of
 from weft.data.dataset import open_dataset
-from weft.data.loader import Loader, val_batches
+from weft.data.loader import Loader, to_device, val_batches
 from weft.job.compression import parse_compression
 from weft.job.load import parse_job
 from weft.job.schema import Job
 from weft.launch.pool import RankPool
 from weft.mesh import connect
 from weft.plan import make_plan
-from weft.train.session import build_state, to_device
+from weft.train.build import build_state
 from weft.train.step import Stepper
 
 SETTINGS = ("none", "fp16", "bf16", "int8", "int4", "topk:0.01", "threshold:3", "powersgd:4", "onebit")

@@ -21,7 +21,7 @@ from weft.mesh import connect
 from weft.models import attention
 from weft.models.attention import KERNELS, attend, attend_backward, find_kernel
 from weft.plan import make_plan
-from weft.train.session import build_state
+from weft.train.build import build_state
 from weft.train.step import Stepper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

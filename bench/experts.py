@@ -24,7 +24,7 @@ from weft.job import parse_job
 from weft.mesh import connect
 from weft.plan import make_plan
 from weft.plan.counts import count_parameters
-from weft.train.session import build_state
+from weft.train.build import build_state
 from weft.train.step import Stepper
 
 HERE = Path(__file__).parent

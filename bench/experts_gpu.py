@@ -60,11 +60,11 @@ def weft(s: MoE, steps: int, dense: bool) -> None:
     import torch
 
     from weft.data.dataset import open_dataset
-    from weft.data.loader import Loader
+    from weft.data.loader import Loader, to_device
     from weft.job import parse_job
     from weft.mesh import connect
     from weft.plan import make_plan
-    from weft.train.session import build_state, to_device
+    from weft.train.build import build_state
     from weft.train.step import Stepper
 
     model: dict[str, Any] = {

@@ -59,7 +59,7 @@ def run_one(index: int, steps: int) -> dict[str, Any]:
     import torch
 
     from weft.data.dataset import open_dataset
-    from weft.data.loader import Loader
+    from weft.data.loader import Loader, to_device
     from weft.hardware.catalog import find_device
     from weft.hardware.measured import load_measured
     from weft.hardware.probe import probe
@@ -68,7 +68,7 @@ def run_one(index: int, steps: int) -> dict[str, Any]:
     from weft.plan.make import USABLE
     from weft.plan.own_time import step_seconds
     from weft.plan.ranks import device_memory
-    from weft.train.session import build_state, to_device
+    from weft.train.build import build_state
     from weft.train.step import Stepper
 
     job, plan = make_plan(make(index))

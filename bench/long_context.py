@@ -58,7 +58,7 @@ def run_weft(length: int, layers: int, stop_after: int, device: str) -> dict[str
     from weft.mesh import connect
     from weft.plan import make_plan
     from weft.plan.counts import flops_per_sample
-    from weft.train.session import build_state
+    from weft.train.build import build_state
     from weft.train.step import Stepper
 
     shape = {"dim": DIM, "heads": HEADS, "kv_heads": KV, "ffn": FFN, "vocab": VOCAB} if device == "cuda" else TINY

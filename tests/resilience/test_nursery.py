@@ -18,8 +18,8 @@ from weft.resilience.nursery import Child, Nursery, adopting
 FORK = """
 import os, signal, sys, time
 from weft.resilience.nursery import serve
-slot = serve()
-if slot is not None:
+if serve():
+    slot = int(os.environ["WEFT_SLOT"])
     open(f"{sys.argv[1]}/{slot}", "w").write(f"{os.getpid()} {os.getppid()} {os.getsid(0)}")
     if slot == 3:
         time.sleep(600)

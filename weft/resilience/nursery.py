@@ -110,16 +110,18 @@ def adopting() -> Iterator[bool]:
             libc.prctl(SUBREAPER, 0, 0, 0, 0)
 
 
-def serve() -> int | None:
-    """In the nursery: wait for slots and fork. Returns the slot in every fork, and None once the guardian is gone."""
+def serve() -> bool:
+    """In the nursery: wait for slots and fork. True in every fork, whose WEFT_SLOT is set as the guardian would have;
+    False once the guardian is gone."""
     guardian = int(os.environ["WEFT_LAUNCHER"])
     with socket.socket(fileno=int(os.environ.pop("WEFT_NURSERY"))) as sock:
         while asked := sock.recv(64):
             pid = _fork_for(guardian)
             if pid == 0:
-                return int(asked)
+                os.environ["WEFT_SLOT"] = asked.decode()
+                return True
             sock.send(f"{int(asked)} {pid}".encode())
-    return None
+    return False
 
 
 def _fork_for(parent: int) -> int:

@@ -23,9 +23,7 @@ class Registry:
 
     def end(self, code: int) -> None:
         """Leave the word that the run is over, for nodes that nobody can tell: their links are cut."""
-        draft = self.folder / f".ended-{secrets.token_hex(8)}"
-        draft.write_text(json.dumps([code, draft.name]), encoding="utf-8")
-        draft.replace(self.folder / "ended")
+        self._write("ended", [code, secrets.token_hex(8)])
 
     def ended(self) -> int | None:
         """The exit code of the others, if the run has ended since this node came."""
@@ -34,17 +32,20 @@ class Registry:
 
     def _last_end(self) -> list[Any] | None:
         try:
-            code, name = json.loads((self.folder / "ended").read_text(encoding="utf-8"))
-            return [int(code), str(name)]
+            code, token = json.loads((self.folder / "ended").read_text(encoding="utf-8"))
+            return [int(code), str(token)]
         except (OSError, ValueError, TypeError):
             return None
 
     def enter(self, address: tuple[str, int], birth: str) -> None:
-        path = self.folder / f"{self.node}.json"
-        draft = path.with_suffix(f".{secrets.token_hex(4)}")
+        self._write(f"{self.node}.json", {"address": address[0], "port": address[1], "birth": birth})
+
+    def _write(self, name: str, content: Any) -> None:
+        """A file for this owner alone, whole or not at all."""
+        draft = self.folder / f".{name}-{secrets.token_hex(4)}"
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({"address": address[0], "port": address[1], "birth": birth}, file)
-        draft.replace(path)
+            json.dump(content, file)
+        draft.replace(self.folder / name)
 
     def others(self) -> list[int]:
         """The nodes that have left an address."""

@@ -178,19 +178,18 @@ class Member:
 
 def main() -> int:
     die_with_parent()
-    run, slot = RunDir(Path(sys.argv[1])), int(os.environ.get("WEFT_SLOT", -1))
+    run = RunDir(Path(sys.argv[1]))
     if "WEFT_NURSERY" in os.environ:
         bring_in(run)
         gc.freeze()  # so that a fork copies no page to count references
-        if (born := serve()) is None:
+        if not serve():
             return 0
-        slot = born
         die_with_parent()
     signals = Signals()
     folder = Path(os.environ["WEFT_MEMORY"])
     stacks = (folder / f"stack-{os.getpid()}").open("w")
     faulthandler.register(STACK, file=stacks, all_threads=True)
-    code = Member(run, folder, slot, signals).work()
+    code = Member(run, folder, int(os.environ["WEFT_SLOT"]), signals).work()
     signals.ignore()
     return code
 
