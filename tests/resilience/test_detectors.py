@@ -17,6 +17,7 @@ from weft.resilience.links import Links
 from weft.resilience.oom import explain, is_oom, smaller
 from weft.resilience.spikes import Spikes
 from weft.resilience.telling import Row, Table
+from weft.resilience.weights import LATE, period
 
 
 def falling(step: int, noise: float, draw: random.Random) -> tuple[float, float]:
@@ -150,3 +151,9 @@ def test_memory_that_runs_out_is_told_from_other_errors_and_leads_to_smaller_pie
     assert least is not None
     assert (least.microbatch, least.accumulation) == (1, 12)
     assert smaller(least) is None
+
+
+@given(every=st.integers(2, 100), spacing=st.integers(1, 30))
+def test_weights_are_compared_often_enough_and_after_steps_that_are_kept(every: int, spacing: int) -> None:
+    assert period(every, spacing) + LATE <= every
+    assert spacing > every - LATE or period(every, spacing) % spacing == 0
