@@ -119,8 +119,9 @@ def test_what_ranks_tell_arrives_as_it_was_told(world: int, axes: int, digests: 
     table = Table(world, tuple(f"axis{i}" for i in range(axes)), 2 * digests)
     number = st.floats(0, 1e6)
     rows = [
-        Row(*(data.draw(number) for _ in range(3)), data.draw(st.integers(0, 9)), data.draw(number),
-            tuple(data.draw(number) for _ in range(axes)), tuple(float(2**32 - 1 - r) for _ in range(2 * digests)))
+        Row(*(data.draw(number) for _ in range(3)), data.draw(st.integers(0, 9)),
+            *(data.draw(number) for _ in range(3)), tuple(data.draw(number) for _ in range(axes)),
+            tuple(float(2**32 - 1 - r) for _ in range(2 * digests)))
         for r in range(world)
     ]  # fmt: skip
     total = torch.zeros(2 + world * table.width, dtype=torch.float64)

@@ -20,6 +20,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.plan.layout import Plan
 from weft.precision import FLOOR
+from weft.resilience.crowd import Crowd
 from weft.resilience.digest import Kind
 from weft.resilience.doubt import Doubt, differing, values_at, wrong_ones
 from weft.resilience.notes import Notes
@@ -74,7 +75,7 @@ class Guards:
         self.table = Table(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))
         # statistics of a person's own module are averaged over ranks as if their shares were equal
         self.tempo = Tempo(job, plan, mesh, self.notes, fixed=lambda: bool(state.woven.buffers()))
-        self.spikes = Spikes()
+        self.spikes, self.crowd = Spikes(), Crowd()
         self.loader: Loader | None = None
         self.bad: list[Step] = []
         self.agreed = state.step
@@ -101,6 +102,7 @@ class Guards:
         self.waited = dict(self.mesh.meter.read())
         self.starved = self.loader.waited if self.loader else 0.0
         self.clock = time.time() - time.monotonic()
+        self.crowd.since()
 
     def attach(self, loader: Loader) -> Loader:
         """Where samples come from, and whom to tell about other shares."""
@@ -116,7 +118,7 @@ class Guards:
         jump = time.time() - time.monotonic() - self.clock
         busy = max(0.0, seconds - sum(waits) - others - starved)
         rank, at, changed = self.mesh.rank, len(head), self.weights.changed
-        row = Row(busy, starved, jump, changed if isinstance(changed, int) else 0, 0.0, waits, ())
+        row = Row(busy, starved, jump, changed if isinstance(changed, int) else 0, 0.0, *self.crowd.since(), waits, ())
         out = self.table.message(rank, head, row, self.mesh.device)
         if isinstance(changed, Tensor):
             out[self.table.field(rank, at, "changed")] = changed.double()
