@@ -201,6 +201,12 @@ def _experts(job: Job, plan: Plan) -> str | None:
             f"{setting} takes a block apart, and model.experts balances whole sequences; memory.recompute=full would "
             "work"
         )
+    layers = job.model.layers or 0
+    if experts.first_dense >= layers:
+        return (
+            f"model.experts.first_dense={experts.first_dense} leaves none of the {layers} blocks with experts; "
+            f"first_dense={layers - 1} would work, or model.experts=null"
+        )
     return _ep(job, plan)
 
 
