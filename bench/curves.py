@@ -94,9 +94,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["fp32", "bf16", "fp8"])
     parser.add_argument("--steps", type=int)
     parser.add_argument("--out", type=Path, help="the JSON file; left out: bench/curves.json on a GPU, none on a CPU")
-    parser.add_argument(
-        "--svg", type=Path, help="the picture; left out: docs/images/curves.svg on a GPU, none on a CPU"
-    )
+    parser.add_argument("--svg", type=Path, help="the picture; left out: docs/images/curves.svg on a GPU")
     given = parser.parse_args()
 
     sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
