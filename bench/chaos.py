@@ -56,14 +56,15 @@ def weft_parts(kills: int, others: int) -> dict[str, list[str]]:
         "hangs": ["--faults", f"stop:{n},sleep:{n},gil:{n}"],
         "stops": ["--faults", f"term:{n},corrupt:{n}"],
         "numbers": ["--faults", f"nan:{n},bitflip:{n},spike:{n}"],
-        "machine": ["--faults", f"oom:{n},diskfull:{n},slow:{n}"],
+        "machine": ["checkpoint.every=10", "--faults", f"oom:{n},diskfull:{n},slow:{n}"],
         "nodes": ["--faults", f"node:{n},partition:{n}", "--nodes", "2", "--nproc", "2"],
         "promise": ["--faults", "random:10"],
     }
 
 
 MORE = {"machine": 600}
-"""Steps of parts whose faults take long: a slow rank is let be slow until it is named."""
+"""Steps of parts whose faults take long: a slow rank is let be slow until work moves, and a disk stays full until a
+checkpoint has met it."""
 
 
 def chaos(arguments: list[str], steps: int = STEPS) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def page(results: dict[str, Any]) -> str:
         "Faults follow one another within seconds, so the effective ratios below are of runs that suffer on purpose; "
         "`long` is the one with a fault every half minute. `term` and `corrupt` end the run and start it again: their "
         "seconds hold the save, the exit, and four processes that import torch on these cores. A full disk is met by "
-        "the next checkpoint, which is up to 50 steps away.",
+        "the next checkpoint, which is up to 10 steps away.",
         "",
     ]
     runs = {n: r for n, r in results.items() if isinstance(r, dict)}

@@ -29,6 +29,7 @@ from weft.resilience.board import Board
 from weft.resilience.diagnosis import STACK
 from weft.resilience.nursery import serve
 from weft.resilience.pulse import Fenced, Heart
+from weft.resilience.shown import show
 from weft.train.signals import Signals
 from weft.train.worker import attempt as train
 from weft.train.worker import bring_in, end, exit_code, explain, is_echo, is_timeout, set_up
@@ -53,6 +54,8 @@ class Member:
         self.board = Board(folder / "board")
         self.heart = Heart(self.board, slot)
         self.dataset: Dataset | None = None
+        self.shown: object = None
+        """The environment that others see."""
 
     def work(self) -> int:
         """Attempt after attempt, until one ends the run. Returns the exit code."""
@@ -101,6 +104,7 @@ class Member:
             RANK=str(rank), LOCAL_RANK=str(list(attempt.ranks).index(rank)), WORLD_SIZE=str(attempt.world),
             LOCAL_WORLD_SIZE=str(len(attempt.ranks)), **attempt.environment,
         )  # fmt: skip
+        self.shown = show(os.environ)
         self.heart.on_fence = wires.cut
         self.heart.join(attempt.number, rank)
         self._note(rank, f"attempt {attempt.number} begins, in slot {self.slot}, process {os.getpid()}")
