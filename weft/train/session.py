@@ -103,8 +103,9 @@ class Session:
         """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
-        if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan.ep, self.plan.ep_rebalance)):
+        if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan)):
             self.event("rebalance", step=self.state.step, **moved)
+            self.guards.weights.begin(self.state.woven.masters)  # they have changed, and nobody is to blame
         state, meta = self.state, self.state.meta(self.job, self.plan)
         self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
 
