@@ -258,8 +258,8 @@ class Conductor:
         self._note(fault, "all")
         began, known = self.run.step, len(self.run.events)
         room, until = KINDS[fault.kind].room - 3, time.monotonic() + SLOW_S
-        while self.run.look() is None and self.run.step < fault.latest + room:
-            if self.run.step >= began + room and time.monotonic() > until:
+        while self.run.look() is None:
+            if self.run.step >= began + room and (time.monotonic() > until or self.run.step >= fault.latest + room):
                 break
             if not (_send(pid, signal.SIGSTOP) and self._slice() and _send(pid, signal.SIGCONT) and self._slice()):
                 break
