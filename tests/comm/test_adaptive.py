@@ -36,6 +36,15 @@ def test_the_slower_the_link_the_more() -> None:
     assert len(set(highest)) >= 4
 
 
+def test_before_the_first_step_int8_where_that_is_sooner() -> None:
+    unknown = replace(FIGURES, step_s=0.0, ready_s=(0.0,) * 4)
+    slow_to_encode = replace(unknown, code_s=(0.0, *[1e-6] * (len(LADDER) - 1)))
+    assert adviser().begin(slow_to_encode) is None
+    one = adviser()
+    why = one.begin(replace(unknown, bytes_per_s=100 * MBIT))
+    assert why is not None and "at 100 Mb/s" in why and "is not known yet" in why and one.words() == "int8 × 4"
+
+
 def test_not_more_than_pays() -> None:
     """Where encoding takes longer than sending, nothing is encoded, however much stands out."""
     slow = replace(FIGURES, bytes_per_s=1000 * MBIT, code_s=(0.0, *[1e-6] * (len(LADDER) - 1)))

@@ -17,6 +17,7 @@ from weft.resilience.links import Links
 from weft.resilience.oom import explain, is_oom, smaller
 from weft.resilience.spikes import Spikes
 from weft.resilience.telling import Row, Table
+from weft.resilience.weights import LATE, period
 
 
 def falling(step: int, noise: float, draw: random.Random) -> tuple[float, float]:
@@ -118,8 +119,9 @@ def test_what_ranks_tell_arrives_as_it_was_told(world: int, axes: int, digests: 
     table = Table(world, tuple(f"axis{i}" for i in range(axes)), 2 * digests)
     number = st.floats(0, 1e6)
     rows = [
-        Row(*(data.draw(number) for _ in range(3)), data.draw(st.integers(0, 9)), data.draw(number),
-            tuple(data.draw(number) for _ in range(axes)), tuple(float(2**32 - 1 - r) for _ in range(2 * digests)))
+        Row(*(data.draw(number) for _ in range(3)), data.draw(st.integers(0, 9)),
+            *(data.draw(number) for _ in range(3)), tuple(data.draw(number) for _ in range(axes)),
+            tuple(float(2**32 - 1 - r) for _ in range(2 * digests)))
         for r in range(world)
     ]  # fmt: skip
     total = torch.zeros(2 + world * table.width, dtype=torch.float64)
@@ -150,3 +152,9 @@ def test_memory_that_runs_out_is_told_from_other_errors_and_leads_to_smaller_pie
     assert least is not None
     assert (least.microbatch, least.accumulation) == (1, 12)
     assert smaller(least) is None
+
+
+@given(every=st.integers(2, 100), spacing=st.integers(1, 30))
+def test_weights_are_compared_often_enough_and_after_steps_that_are_kept(every: int, spacing: int) -> None:
+    assert period(every, spacing) + LATE <= every
+    assert spacing > every - LATE or period(every, spacing) % spacing == 0

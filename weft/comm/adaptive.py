@@ -1,8 +1,9 @@
 """`comm.compression: adaptive`: the least compression that hides communication behind the backward pass.
 
 Every few steps the ranks measure their link and take in how long a step computes and when each bucket was ready; from
-that they reckon, for each bucket and each rung of LADDER, how long it would travel, and choose. All ranks reckon with
-the slowest rank's figures, and so choose alike.
+that they reckon, for each bucket and each rung of LADDER, how long it would travel, and choose. Before the first step
+they know the link alone, and take FIRST where that is sooner there. All ranks reckon with the slowest rank's figures,
+and so choose alike.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from weft.job.compression import parse_compression
 
 LADDER = ("none", "bf16", "int8", "int4", "topk:0.04")
 """From the least compression to the most."""
+FIRST = LADDER.index("int8")
+"""What may be taken before it is known how long a step computes: its rounding does no harm to any run."""
 
 STANDS_OUT = 0.05
 """Share of the forward and backward pass that communication may take beyond them and still count as hidden."""
@@ -31,8 +34,11 @@ PATIENCE = 3
 WORTH = 0.9
 """A rung that takes more than this share of the time of the one below is not worth its loss."""
 
-SMALL, LARGE = 2**16, 2**21
-"""Bytes of the two messages that measure a link. The small one takes what a shaper lets pass at once."""
+SMALL, LEAST, LARGE = 2**16, 2**18, 2**21
+"""Bytes of the messages that measure a link: a small one, which takes what a shaper lets pass at once, and a larger
+one, which is between the other two."""
+PROBE_S = 0.05
+"""How long the larger message shall take, as far as the small one tells."""
 SAMPLE = 2**18
 
 
@@ -108,8 +114,24 @@ class Adviser:
     idle: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rungs = self.rungs or [0] * len(self.sizes)
-        self.idle = [0] * len(self.sizes)
+        self.rungs = self.rungs or self.none
+        self.idle = list(self.none)
+
+    def begin(self, figures: Figures) -> str | None:
+        """Choose before the first step, of which nothing is known; returns why, where something changed."""
+        table = costs(figures, self.sizes, self.ranks, self.scattered)
+        self.rungs = [FIRST if row[FIRST] <= WORTH * row[0] else 0 for row in table]
+        if not any(self.rungs):
+            return None
+        plain, chosen = (sum(row[r] for row, r in zip(table, some, strict=True)) for some in (self.none, self.rungs))
+        return (
+            f"{_link(figures)}, uncompressed gradients would travel for {plain:.2f} s, these for {chosen:.2f} s; how "
+            "long a step computes is not known yet"
+        )
+
+    @property
+    def none(self) -> list[int]:
+        return [0] * len(self.sizes)
 
     def look(self, figures: Figures) -> str | None:
         """Choose again; returns why, where something changed."""
@@ -129,8 +151,8 @@ class Adviser:
         plain = stands_out(figures.ready_s, [row[0] for row in table])
         chosen = stands_out(figures.ready_s, [row[r] for row, r in zip(table, self.rungs, strict=True)])
         return (
-            f"at {figures.bytes_per_s * 8e-6:.0f} Mb/s and {figures.latency_s * 1e3:.1f} ms a message, uncompressed "
-            f"gradients would hold up a step of {figures.step_s:.2f} s for {max(0, plain):.2f} s; "
+            f"{_link(figures)}, uncompressed gradients would hold up a step of {figures.step_s:.2f} s for "
+            f"{max(0, plain):.2f} s; "
             f"these for {max(0, chosen):.2f} s"
         )
 
@@ -140,17 +162,24 @@ class Adviser:
         return ", ".join(f"{name} × {count}" for name, count in used)
 
 
+def _link(figures: Figures) -> str:
+    return f"at {figures.bytes_per_s * 8e-6:.0f} Mb/s and {figures.latency_s * 1e3:.1f} ms a message"
+
+
 def measure_link(axis: Axis, device: torch.device) -> tuple[float, float]:
     """Seconds of a message however small, and bytes a second of a rank that sends to all others."""
-    seconds = []
-    for size in (SMALL, SMALL, LARGE):
+
+    def seconds(size: int) -> float:
         message = torch.zeros(max(1, size // (axis.size - 1)), dtype=torch.uint8, device=device)
         began = time.perf_counter()
         axis.all_gather(message, 0)
         _settle(device)
-        seconds.append(time.perf_counter() - began)
-    small, large = min(seconds[:2]), seconds[2]
-    each = max(large - small, 0.02 * large) / (LARGE - SMALL)
+        return time.perf_counter() - began
+
+    [small] = agreed([min(seconds(SMALL), seconds(SMALL))], [axis], device)
+    size = round(min(LARGE, max(LEAST, SMALL * PROBE_S / small)))
+    large = seconds(size)
+    each = max(large - small, 0.02 * large) / (size - SMALL)
     return max(small - SMALL * each, 1e-5), 1 / each
 
 

@@ -80,8 +80,3 @@ def _summed(axes: Sequence[Axis], parts: list[Tensor]) -> list[Tensor]:
     for axis in axes:
         axis.all_reduce(flat)
     return [s.view_as(p) for s, p in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
-
-
-def pays_low_rank(rows: int, columns: int, rank: int) -> bool:
-    """Whether two thin matrices are less than half of the whole one."""
-    return 2 * rank * (rows + columns) < rows * columns

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from weft.comm import Axis, Waits
@@ -23,15 +24,16 @@ from weft.comm.adaptive import LADDER, Adviser, Figures, agreed, measure_codes, 
 from weft.comm.algorithms import Start
 from weft.comm.beside import Beside
 from weft.comm.codecs import Codec, Dice, Largest, Way, way_of
-from weft.comm.compress import pays_low_rank, scatter_sum, sum_all, sum_low_rank
+from weft.comm.compress import scatter_sum, sum_all, sum_low_rank
 from weft.comm.pieces import local_of
-from weft.comm.warmup import age, codec_at, fitted, rank_at
+from weft.comm.warmup import INT8, codec_at, fitted
 from weft.job.compression import Compression, parse_compression
+from weft.plan.warmup import age, pays_low_rank, rank_at, thin_pays
 
 LEAST = 256
 """Weights with fewer elements are not worth a codec."""
-FIRST_LOOKS, LOOK_EVERY = (2, 5, 10), 20
-"""Steps at which adaptive compression looks at the link, first and from then on."""
+FIRST_LOOKS, LOOK_EVERY = (1, 2, 5, 10), 20
+"""Steps of this process before which adaptive compression looks at the link, first and from then on."""
 
 Tell = Callable[..., None]
 
@@ -77,6 +79,12 @@ class Channel:
         self.before: tuple[Tensor | None, dict[str, Tensor]] | None = None
         """What was owed before a step that may yet be skipped."""
         self.ready_s = 0.0
+
+    @property
+    def thin(self) -> bool:
+        """Whether matrices travel as products of a low rank, at this step."""
+        shapes = [(s.shape[0], s.shape[1:].numel()) for s in self.segments]
+        return self.rank > 0 and thin_pays(self.rank, shapes, self.age)
 
     def begin(self, at: float) -> None:
         """Another step begins, at an age; if the last one was not kept, go back to where it began."""
@@ -155,12 +163,15 @@ class Compressor:
         self.dice = Dice(seed * 7919 + self.holder, device)
         self.channels: list[Channel] = []
         self.scale, self.last, self.steps, self.began = 1.0, True, 0, time.perf_counter()
+        self.begun = 0
+        """Steps that this process has begun; `steps` counts those of the run."""
         self.adviser: Adviser | None = None
         self.code_s: list[float] = []
         self.tell: Tell = lambda **fields: None
 
     def channel(self, segments: list[Segment], rows: int, width: int) -> Channel:
-        self.channels.append(Channel(self.way, int(self.setting.number), segments, rows, width))
+        rank = int(self.setting.number) if self.low_rank else 0
+        self.channels.append(Channel(self.way, rank, segments, rows, width))
         return self.channels[-1]
 
     def begin(self, scale: float) -> None:
@@ -171,7 +182,8 @@ class Compressor:
         now = time.perf_counter()
         step_s, self.began = now - self.began, now
         self.steps += 1
-        if self.adaptive and self.channels and (self.steps in FIRST_LOOKS or self.steps % LOOK_EVERY == 0):
+        self.begun += 1
+        if self.adaptive and self.channels and (self.begun in FIRST_LOOKS or self.begun % LOOK_EVERY == 0):
             self._look(step_s)
             self.began = time.perf_counter()
 
@@ -198,14 +210,14 @@ class Compressor:
         return self.beside.start(work)
 
     def _codec(self, channel: Channel, gathering: int = 1) -> Codec | None:
-        codec = codec_at(channel.way.gradients, channel.age, gathering)
+        codec = INT8 if self.low_rank else codec_at(channel.way.gradients, channel.age, gathering)
         return replace(codec, parts=channel.parts) if isinstance(codec, Largest) else codec
 
     def _sum(self, channel: Channel, flat: Tensor) -> None:
         x = flat.view(1, -1)
         channel.take(x, self.scale)
         codec = self._codec(channel, self.axis.size)
-        if self.low_rank and channel.age >= 1:
+        if channel.thin:
             sums, error = channel.low_rank([self.axis], x)
             for segment in channel.segments:
                 segment.of(x).copy_(sums[segment.name])
@@ -223,7 +235,7 @@ class Compressor:
         channel.ready_s = time.perf_counter() - self.began
         channel.take(x, self.scale)
         codec = self._codec(channel)
-        if self.low_rank and channel.age >= 1:
+        if channel.thin:
             sums, error = channel.low_rank(self.axes, x)
             channel.owe(error, self.scale)
             return torch.cat([sums[s.name][self.axis.rank] for s in channel.segments])
@@ -237,7 +249,7 @@ class Compressor:
     def sum_across(self, channel: Channel, part: Tensor) -> Tensor:
         """The sum, over the replicas, of this rank's part; PowerSGD has summed over them already."""
         assert self.across is not None
-        if self.low_rank and channel.age >= 1:
+        if channel.thin:
             return part
         if (codec := self._codec(channel, self.across.size)) is None:
             return self.across.all_reduce(part)
@@ -247,6 +259,8 @@ class Compressor:
         return total
 
     def _look(self, step_s: float) -> None:
+        if isinstance(torch.empty(0, device=self.device), FakeTensor):
+            return  # a dry run has no link
         scattered = self.channels[0].rows > 1
         widths = [c.rows * c.width for c in self.channels]
         if self.adviser is None:
@@ -263,7 +277,7 @@ class Compressor:
         rungs = len(LADDER)
         figures = Figures(found[0], 1 / found[1], found[2], tuple(found[3 + rungs :]), tuple(found[3 : 3 + rungs]))
         was = self.adviser.words()
-        why = self.adviser.look(figures)
+        why = self.adviser.begin(figures) if self.begun == 1 else self.adviser.look(figures)
         for channel, rung in zip(self.channels, self.adviser.rungs, strict=True):
             channel.way = way_of(parse_compression(LADDER[rung]))
         if why is not None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.job.compression import Compression, parse_compression
 from weft.plan.calibration import Calibration
 from weft.plan.facts import ModelFacts, Size
 from weft.plan.layout import Plan
 from weft.plan.layouts import COMPRESSIONS, Layouts
+from weft.plan.warmup import WARM, pays_low_rank, rank_at, setting_at, share_of, thin_pays
 from weft.plan.weights import Piece, Weight
 
 LEAST, ALIGN = 256, 64
@@ -75,14 +77,9 @@ def owed_bytes(layouts: Layouts) -> Size:
     return np.where(layouts.dp * layouts.cp > 1, owed, 0.0)
 
 
-def per_number(plan: Plan) -> float:
-    """Bytes of a gradient's number under a plan's own setting."""
-    kind, _, number = plan.compression.partition(":")
-    if kind == "topk":
-        return 6 * float(number)
-    if kind == "threshold":  # what lies beyond so many deviations, were gradients normal
-        return 6 * math.erfc(float(number) / math.sqrt(2))
-    return TRAVEL[kind].gradient
+def per_number(setting: Compression) -> float:
+    """Bytes of a gradient's number under a setting."""
+    return 6 * share_of(setting) if setting.kind in SPARSE else TRAVEL[setting.kind].gradient
 
 
 def is_packed(plan: Plan, weight: Weight) -> bool:
@@ -91,29 +88,43 @@ def is_packed(plan: Plan, weight: Weight) -> bool:
     if kind in ("none", "adaptive") or len(weight.shape) < 2 or math.prod(weight.shape) < LEAST:
         return False
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
-    if kind == "powersgd" and 2 * float(number) * (rows + columns) >= rows * columns:
+    if kind == "powersgd" and not pays_low_rank(rows, columns, int(float(number))):
         return False
     return plan.tp == 1 or weight.cut is not None or weight.partial
 
 
-def replica_bytes(plan: Plan, pieces: Iterable[Piece], ranks: int) -> Counter[str]:
-    """What a rank hands over to sum the gradients of some whole weights over replicas; adaptive sends them as they are
-    until it knows better."""
+def replica_bytes(plan: Plan, pieces: Iterable[Piece], ranks: int, at: float) -> Counter[str]:
+    """What a rank hands over to sum the gradients of some whole weights over replicas, at an age of the run; adaptive
+    sends them as they are until it knows better."""
     out: Counter[str] = Counter()
-    kind, _, number = plan.compression.partition(":")
+    wanted = parse_compression(plan.compression)
+    setting = setting_at(wanted, at, ranks)
     for piece in pieces:
         if not is_packed(plan, piece.weight):
             out["all_reduce"] += 4 * (-(-piece.whole // ALIGN) * ALIGN)
-        elif kind == "powersgd":
-            shape = piece.weight.on_tp(plan.tp, 0)
-            out["all_reduce"] += round(4 * float(number) * (shape[0] + math.prod(shape[1:])))
+        elif thin := _thin(plan, wanted, piece, at):
+            out["all_reduce"] += thin
         else:
-            _halves(out, kind, piece.whole * per_number(plan), ranks)
+            _halves(out, _coded(setting), piece.whole, ranks)
     return out
 
 
-def _halves(out: Counter[str], kind: str, bytes_: float, ranks: int) -> None:
-    if kind in SPARSE:
+def _thin(plan: Plan, wanted: Compression, piece: Piece, at: float) -> int:
+    """Bytes of PowerSGD's two thin matrices; 0 where a weight does not travel as such."""
+    if wanted.kind != "powersgd":
+        return 0
+    shape = piece.weight.on_tp(plan.tp, 0)
+    rows, columns, rank = shape[0], math.prod(shape[1:]), int(wanted.number)
+    return 4 * rank_at(rank, rows, columns, at) * (rows + columns) if thin_pays(rank, [(rows, columns)], at) else 0
+
+
+def _coded(setting: Compression) -> Compression:
+    return WARM if setting.kind == "powersgd" else setting
+
+
+def _halves(out: Counter[str], setting: Compression, numbers: int, ranks: int) -> None:
+    bytes_ = numbers * per_number(setting)
+    if setting.kind in SPARSE:
         out["all_gather"] += round(ranks * bytes_)
     else:
         out["all_to_all"] += round(bytes_)
@@ -121,13 +132,14 @@ def _halves(out: Counter[str], kind: str, bytes_: float, ranks: int) -> None:
 
 
 def shard_bytes(
-    plan: Plan, pieces: Iterable[Piece], ways: int, times: tuple[int, int], width: int
+    plan: Plan, pieces: Iterable[Piece], ways: int, times: tuple[int, int], width: int, at: float
 ) -> tuple[Counter[str], Counter[str]]:
     """The same under shards: over the ranks that cut, and over their replicas. `times` is how often weights are
     gathered and gradients summed in a step, `width` the bytes of a weight that computes."""
     cut: Counter[str] = Counter()
     across: Counter[str] = Counter()
-    kind, _, number = plan.compression.partition(":")
+    wanted = parse_compression(plan.compression)
+    here, there = setting_at(wanted, at), setting_at(wanted, at, plan.dp_replicate)
     gathers, scatters = times
     for piece in pieces:
         whole = piece.padded * ways
@@ -136,15 +148,13 @@ def shard_bytes(
             cut["reduce_scatter"] += scatters * whole * 4
             across["all_reduce"] += piece.padded * 4
             continue
-        cut["all_gather"] += round(gathers * whole * min(width, TRAVEL[kind].weight))
-        if kind == "powersgd":
-            shape = piece.weight.on_tp(plan.tp, 0)
-            thin = round(scatters * 4 * float(number) * (shape[0] + math.prod(shape[1:])))
-            cut["all_reduce"] += thin
-            across["all_reduce"] += thin
+        cut["all_gather"] += round(gathers * whole * min(width, TRAVEL[wanted.kind].weight))
+        if thin := _thin(plan, wanted, piece, at):
+            cut["all_reduce"] += scatters * thin
+            across["all_reduce"] += scatters * thin
         else:
-            cut["all_to_all"] += round(scatters * whole * per_number(plan))
-            _halves(across, kind, piece.padded * per_number(plan), plan.dp_replicate)
+            cut["all_to_all"] += round(scatters * whole * per_number(_coded(here)))
+            _halves(across, _coded(there), piece.padded, plan.dp_replicate)
     return cut, across if plan.dp_replicate > 1 else Counter()
 
 

@@ -16,6 +16,7 @@ from weft.plan.context import context_bytes
 from weft.plan.expert_bytes import EXPERT_AXES, expert_bytes, load_bytes
 from weft.plan.layout import Plan
 from weft.plan.schedule import Schedule, make_schedule
+from weft.plan.warmup import age
 from weft.plan.weights import Piece, Weight, coords_of, pieces_of, shards_of, stage_range, stages_of
 
 ALIGN = 64
@@ -106,8 +107,10 @@ def _optimizer_bytes(job: Job, piece: Piece) -> int:
     return FLOAT * (2 * piece.held + 1)  # two moments, and the count of steps
 
 
-def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
-    """Bytes by axis and collective of one step on one rank; empty for a module of a person's own."""
+def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> Traffic:
+    """Bytes by axis and collective of one step on one rank; empty for a module of a person's own. `at` is the run's age
+    where gradients are compressed (plan/warmup.py); left out, that of the first step."""
+    at = age(0, plan.compression_warmup) if at is None else at
     if job.model.module:
         return {}
     coords = coords_of(plan, rank)
@@ -123,12 +126,13 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0) -> Traffic:
         others = [p for p in pieces if not _on_ep(p, plan)]
         rest = plan.dp_shard * plan.cp * plan.tp // plan.ep
         if plan.dp_shard > 1:
-            _shards(plan, others, held, out[joint], shards_of(plan), out["dp_replicate"])
+            _shards(plan, others, held, out[joint], shards_of(plan), out["dp_replicate"], at)
             if plan.ep > 1 and rest * plan.dp_replicate > 1:
-                _shards(replace(plan, compression="none"), routed, held, out["ep_shard"], rest, out["dp_replicate"])
+                plain = replace(plan, compression="none")
+                _shards(plain, routed, held, out["ep_shard"], rest, out["dp_replicate"], at)
         else:
             if (copies := plan.dp_replicate * plan.cp) > 1:
-                out[joint].update(replica_bytes(plan, others, copies))
+                out[joint].update(replica_bytes(plan, others, copies, at))
             if plan.dp_replicate * rest > 1:
                 out["expert_replicate"]["all_reduce"] += FLOAT * sum(-(-p.whole // ALIGN) * ALIGN for p in routed)
         if plan.tp > 1:
@@ -159,11 +163,13 @@ def _on_ep(piece: Piece, plan: Plan) -> bool:
     return piece.weight.experts and plan.ep > 1
 
 
-def _shards(plan: Plan, pieces: list[Piece], held: bool, out: Counter[str], ways: int, replicas: Counter[str]) -> None:
+def _shards(
+    plan: Plan, pieces: list[Piece], held: bool, out: Counter[str], ways: int, replicas: Counter[str], at: float
+) -> None:  # fmt: skip
     """FSDP2's: weights are gathered in the compute dtype, gradients summed and cut in fp32, copies' once a step."""
     gathers = 2 * plan.accumulation if plan.zero == 3 and not held else 1
     scatters = 1 if plan.zero == 1 or held else plan.accumulation
-    cut, across = shard_bytes(plan, pieces, ways, (gathers, scatters), width(plan))
+    cut, across = shard_bytes(plan, pieces, ways, (gathers, scatters), width(plan), at)
     out.update(cut)
     replicas.update(across)
 

@@ -44,11 +44,15 @@ def explain(job: Job, plan: Plan) -> str:
             f"{k.removesuffix('_gib')} {v:.2f}" for k, v in p.items() if k.endswith("_gib") and k != "memory_gib" and v
         )
         rows.append(("memory", f"{p['memory_gib']:.2f} GiB a rank ({parts})"))
-        mib = p["communication_mib"]
-        amount = f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
-        rows.append(("traffic", f"{amount} a rank and step"))
+        last = p.get("communication_last_mib")
+        falls = f" on average, {_amount(last)} in the last one" if last is not None else ""
+        rows.append(("traffic", f"{_amount(p['communication_mib'])} a rank and step{falls}"))
     lines = [f"{name:10} {text}" for name, text in rows]
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
+
+
+def _amount(mib: float) -> str:
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
 
 
 def _recompute(job: Job, plan: Plan) -> str:

@@ -20,7 +20,7 @@ from weft.plan.explain import runs
 from weft.plan.facts import cluster_facts
 from weft.plan.layout import AXES, Plan
 from weft.plan.layouts import Layouts
-from weft.plan.memory import communication_bytes, counts, predict_memory
+from weft.plan.memory import communication_bytes, counts, last_bytes, predict_memory
 from weft.plan.own_time import step_seconds
 from weft.plan.peaks import peak_flops
 from weft.plan.places import with_copies
@@ -32,6 +32,7 @@ from weft.plan.search import Found
 from weft.plan.space import MAX_TOKENS
 from weft.plan.split import split_layers, split_stages
 from weft.plan.sync import inside, own_layout
+from weft.plan.warmup import LATE
 
 LONG_CHUNK = 16_384
 """Tokens of a long sequence in one chunk: enough for the matrix units, and little beside the sequence."""
@@ -73,7 +74,7 @@ class Start:
 
 def _warmup(job: Job) -> int:
     asked, steps = job.comm.compression_warmup, job.train.steps
-    if job.comm.compression.partition(":")[0] not in ("topk", "threshold", "powersgd", "onebit"):
+    if job.comm.compression.partition(":")[0] not in LATE:
         return 0
     return min(2000, max(min(300, steps * 3 // 5), steps // 4)) if asked == "auto" else asked
 
@@ -315,6 +316,8 @@ def _predict(start: Start, plan: Plan) -> dict[str, float]:
     moved = sum(communication_bytes(job, plan).values())
     if predicted:
         predicted["communication_mib"] = moved / 2**20
+        if plan.compression_warmup:
+            predicted["communication_last_mib"] = sum(last_bytes(job, plan).values()) / 2**20
     if peak_flops(plan, job) and not job.model.module:
         scene = scene_for(job, start.world, start.device, start.memory_gib)
         made, alone = scene.estimate(Layouts.one(plan)), scene.estimate(Layouts.one(inside(plan)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
+from weft.job.compression import parse_compression
 from weft.job.schema import Job
 from weft.plan.compiled import compiled_memory
 from weft.plan.exact import traffic_of
@@ -9,6 +12,7 @@ from weft.plan.layout import Plan
 from weft.plan.peak import peak_parts
 from weft.plan.rough import rough_memory, rough_traffic
 from weft.plan.sync import exchange_bytes, inside, outer_gib
+from weft.plan.warmup import age, ages
 
 GIB = 2**30
 RUNTIME_GIB = {"cpu": 0.35, "cuda": 0.0}
@@ -59,15 +63,29 @@ def _parts(job: Job, plan: Plan) -> dict[str, float]:
 
 
 def communication_bytes(job: Job, plan: Plan) -> dict[str, float]:
-    """Bytes one rank of the pipeline's middle hands to collectives in a step, by axis; received messages apart."""
-    return _within(job, inside(plan)) | exchange_bytes(job, plan)
+    """Bytes one rank of the pipeline's middle hands to collectives in a step, by axis, in the mean over the run;
+    received messages apart."""
+    return _within(job, inside(plan), run_ages(job, plan)) | exchange_bytes(job, plan)
 
 
-def _within(job: Job, plan: Plan) -> dict[str, float]:
+def last_bytes(job: Job, plan: Plan) -> dict[str, float]:
+    """The same in the run's last step."""
+    last = [(1.0, age(job.train.steps - 1, plan.compression_warmup))]
+    return _within(job, inside(plan), last) | exchange_bytes(job, plan)
+
+
+def _within(job: Job, plan: Plan, stretches: list[tuple[float, float]]) -> dict[str, float]:
     if not _walked(plan):
         return rough_traffic(job, plan)
     rank = plan.world // plan.pp * (plan.pp // 2)
-    return {
-        axis: float(sum(amount for kind, amount in kinds.items() if kind != "recv"))
-        for axis, kinds in traffic_of(job, plan, rank).items()
-    }
+    out: dict[str, float] = defaultdict(float)
+    for share, at in stretches:
+        for axis, kinds in traffic_of(job, plan, rank, at).items():
+            out[axis] += share * sum(amount for kind, amount in kinds.items() if kind != "recv")
+    return dict(out)
+
+
+def run_ages(job: Job, plan: Plan) -> list[tuple[float, float]]:
+    """The stretches of a run in which compression sends differently, as shares of its steps, and their ages."""
+    wanted = parse_compression(plan.compression)
+    return ages(wanted, job.train.steps, plan.compression_warmup, plan.dp_replicate * max(1, plan.cp_cut))
