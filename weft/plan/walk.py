@@ -258,8 +258,8 @@ class Step:
             w.add(unit.cut * FLOAT)
 
     def _scatter(self, unit: Unit) -> None:
-        """Gloo copies what it is to sum and cut."""
-        if self.plan.backend == "gloo":
+        """Gloo copies what it is to sum and cut, and FSDP2 what a rank alone holds."""
+        if self.plan.backend == "gloo" or unit.cut == unit.elements:
             self.walk.flash(self.scattering + unit.cut * FLOAT)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -84,7 +85,8 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
     mesh = pretend(plan, rank)
     try:
         norms = _fused_norms() if plan.device == "cuda" else nullcontext()
-        with _real_meshes(), norms, FakeTensorMode(allow_non_fake_inputs=True):
+        with warnings.catch_warnings(), _real_meshes(), norms, FakeTensorMode(allow_non_fake_inputs=True):
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # stages copy the model
             meter, parts = trace(job, plan, mesh, copied=COPIED.get(plan.backend, frozenset()))
         return _compare(job, plan, mesh, meter, parts, began)
     finally:
