@@ -31,7 +31,8 @@ class Parallel(Section):
     pp: int = 1
     """Stages among which the layers are cut."""
     ep: int = 1
-    """Ranks among which the experts are cut, laid over dp_shard × cp × tp."""
+    """Ranks among which the experts are cut, laid over dp_shard × cp × tp. -1: as many of these as divide the number of
+    experts."""
     ep_exchange: Literal["direct", "two-hop"] = "direct"
     """How tokens reach experts on other nodes: each rank to each, or first inside the node and then between nodes,
     which makes fewer and larger messages. Where ep lies inside a node, both are the same."""
