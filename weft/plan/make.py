@@ -222,6 +222,7 @@ def _pin(given: Parallel, plan: Plan, world: int, experts: Experts | None = None
         **degrees,
         ep=ep,
         ep_hop=hop,
+        ep_overlap=given.ep_overlap,
         ep_rebalance=given.ep_rebalance,
         zero=given.zero,
         sequence=given.sequence,
