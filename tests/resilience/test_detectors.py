@@ -53,6 +53,17 @@ def test_a_poisoned_batch_is_found_within_three_steps_and_named(seed: int, noise
     assert found.step == at
 
 
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_a_bad_batch_of_a_model_that_knows_little_shows_in_loss_and_norm_together(seed: int) -> None:
+    draw, spikes = random.Random(seed), Spikes()
+    for step in range(1, 60):
+        assert spikes.judge(step, 4.9 + draw.gauss(0, 0.03), math.exp(draw.gauss(0.4, 0.1))) is None
+    found = spikes.judge(60, 5.6, 8.0)
+    assert found is not None
+    assert found.step == 60
+
+
 def test_one_more_step_is_undone_where_that_did_not_help_and_a_new_normal_is_accepted() -> None:
     draw, spikes = random.Random(3), Spikes()
     for step in range(1, 60):
