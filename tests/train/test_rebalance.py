@@ -114,6 +114,7 @@ def test_a_run_goes_on_as_if_nothing_had_moved(pool: RankPool, tmp_path: Path) -
 def test_groups_are_copied_and_not_moved() -> None:
     experts = {"count": 4, "top_k": 1, "ffn": 24, "groups": 2}
     spread = {"dp_shard": 2, "ep": 2, "ep_rebalance": 0.1}
-    assert not make_plan(make_job(model={"experts": experts}, parallel=spread), 2)[1].ep_moves
+    plan = make_plan(make_job(model={"experts": experts}, parallel={**spread, "ep": -1, "ep_copies": 9}), 2)[1]
+    assert (plan.ep, plan.ep_moves, plan.ep_copies) == (2, False, 2)
     with pytest.raises(JobError, match=r"ep_copies=0 lets ep_rebalance=0\.1 only give experts other numbers"):
         make_plan(make_job(model={"experts": experts}, parallel={**spread, "ep_copies": 0}), 2)

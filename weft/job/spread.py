@@ -31,10 +31,14 @@ class Parallel(Section):
     pp: int = 1
     """Stages among which the layers are cut."""
     ep: int = 1
-    """Ranks among which the experts are cut, laid over dp_shard × cp × tp."""
+    """Ranks among which the experts are cut, laid over dp_shard × cp × tp. -1: as many of these as divide the number of
+    experts."""
     ep_exchange: Literal["direct", "two-hop"] = "direct"
     """How tokens reach experts on other nodes: each rank to each, or first inside the node and then between nodes,
     which makes fewer and larger messages. Where ep lies inside a node, both are the same."""
+    ep_overlap: bool = False
+    """Tokens travel to experts in two halves: one half's experts compute while the other half is under way. Worth it
+    where an exchange takes about as long as the experts; products are half as large."""
     ep_rebalance: float = Field(0.0, ge=0, lt=1)
     """At a checkpoint experts change ranks, with all that belongs to them, if the load of the fullest rank since the
     last one would have been less by this share; the model stays the same. 0: never; 0.1 is usual."""

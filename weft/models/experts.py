@@ -31,7 +31,7 @@ Guide = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 [batch, tokens, k], the samples [batch] and the tokens' places, to what is chosen."""
 
 
-Around = Callable[[Callable[..., Tensor], tuple[Tensor | None, ...], Tensor, Tensor], Tensor]
+Around = Callable[[Callable[..., Tensor], tuple[Tensor | None, ...], Any, Tensor], Tensor]
 """Computes in the experts' place: from how rows go through matrices, this rank's matrices, the rows and their counts.
 It is called where the weights are whole."""
 

@@ -87,7 +87,7 @@ def weave(
         keep_own(modules, mesh)
         materialise(model, modules, mesh, seed)
         dress(modules, mesh)
-        spread_experts(modules, mesh, split is not None and split.sequence)
+        spread_experts(modules, mesh, split is not None and split.sequence, plan.ep_overlap)
         if split:
             split_tensors(split, model, modules)
         if context:

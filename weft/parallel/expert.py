@@ -28,6 +28,8 @@ from weft.models.experts import Around, ExpertParts, MixtureOfExperts, Spread, S
 from weft.models.grouped import dispatch, known
 from weft.parallel.copies import Copies
 from weft.parallel.data import shard
+from weft.parallel.halves import Halves
+from weft.parallel.order import by_expert, sorted_by, swapped
 from weft.plan.layout import Plan
 
 SEQ = 1  # activations are [batch, seq, dim]
@@ -42,6 +44,8 @@ class Spreading(Spread):
     ):
         """`hops` are the ranks of ep on this node, and those at the same place on other nodes."""
         self.tp, self.sequence, self.cp, self.ep, self.hops = tp, sequence, cp, ep, hops
+        self.halves = False
+        """Whether rows travel in two halves."""
         self.copies: Copies | None = None
         """Experts that more than one rank of ep computes."""
 
@@ -79,13 +83,18 @@ class Spreading(Spread):
     ) -> tuple[Tensor, Tensor | None]:
         if self.ep is None:
             return super().carry(experts, x, counts, meanwhile)
+        if self.halves and self.copies is None and self.hops is None:
+            halves = Halves(self.ep, counts, len(x))
+            under_way = halves.start(x[: halves.routed])
+            always = meanwhile()
+            return _filled(experts(under_way, counts, halves.around), len(x)), always
         way = self._way(self.ep, counts, len(x))
         on_the_way = way.start(x[: way.routed])
         always = meanwhile()
         order, inverse = by_expert(way.coming, way.total)
         rows = dispatch(way.arrive(on_the_way), order, inverse)
         y = way.back(dispatch(experts(rows, way.coming.sum(0), way.around), inverse, order))
-        return (y if way.routed == len(x) else F.pad(y, (0, 0, 0, len(x) - way.routed))), always
+        return _filled(y, len(x)), always
 
     def _way(self, ep: Axis, counts: Tensor, most: int) -> _Direct | _TwoHops | _Dealt:
         """How rows sorted by expert, so many of each and not more than `most`, reach those who compute them."""
@@ -94,6 +103,10 @@ class Spreading(Spread):
             return _Direct(ep, leaving, most, own) if self.hops is None else _TwoHops(*self.hops, leaving, most, own)
 
         return make(counts.view(ep.size, -1)) if self.copies is None else _Dealt(self.copies, ep, counts, make)
+
+
+def _filled(y: Tensor, length: int) -> Tensor:
+    return y if len(y) == length else F.pad(y, (0, 0, 0, length - len(y)))
 
 
 def _of_guests(coming: Tensor, own: int | None) -> list[Tensor]:
@@ -148,7 +161,7 @@ class _TwoHops:
             sum(found[d:]),
         )
         self.routed, self.total = sum(send), sum(receive_far)
-        self.orders = _swapped(asked.sum(2), self.routed), _swapped(middle.sum(2), sum(receive))
+        self.orders = swapped(asked.sum(2), self.routed), swapped(middle.sum(2), sum(receive))
         self.there = Trip(near, send, receive), Trip(far, send_far, receive_far)
         self.home = Trip(far, receive_far, send_far), Trip(near, receive, send)
 
@@ -173,7 +186,7 @@ class _Dealt:
         leaving, places, shares = copies.deal(counts, ep.rank)
         self.way = make(leaving, copies.own)
         self.coming, self.routed, self.total = self.way.coming, self.way.routed, self.way.total
-        self.order, self.inverse = _sorted_by(places, shares, self.routed)
+        self.order, self.inverse = sorted_by(places, shares, self.routed)
         self.around: Around | None = partial(copies.beside, ep, self.way.guests)
 
     def start(self, x: Tensor) -> Tensor:
@@ -184,24 +197,6 @@ class _Dealt:
 
     def back(self, x: Tensor) -> Tensor:
         return dispatch(self.way.back(x), self.inverse, self.order)
-
-
-def _swapped(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The order that brings rows in blocks [a, b] into blocks [b, a], and the way back."""
-    a, b = counts.shape
-    return _sorted_by(torch.arange(a * b, device=counts.device).view(b, a).t(), counts, total)
-
-
-def by_expert(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The order that brings rows sorted by rank, and then by expert, into that of experts; and the way back."""
-    return _sorted_by(torch.arange(counts.shape[1], device=counts.device).expand_as(counts), counts, total)
-
-
-def _sorted_by(keys: Tensor, counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    order = torch.argsort(torch.repeat_interleave(keys.flatten(), counts.flatten(), output_size=total), stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(total, device=counts.device)
-    return order, inverse
 
 
 def stacks(modules: list[tuple[str, nn.Module]]) -> list[Stack]:
@@ -232,14 +227,15 @@ def dress(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
         )
 
 
-def spread_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, sequence: bool) -> None:
+def spread_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, sequence: bool, halves: bool) -> None:
     """Let mixtures of experts reach over the ranks of tp, cp and ep."""
     axes = {name: mesh.axis(name) for name in ("tp", "cp", "ep")}
     near, far = mesh.axis("ep_near"), mesh.axis("ep_far")
     hops = (near, far) if near is not None and far is not None else None
     for _, module in modules:
         if isinstance(module, MixtureOfExperts):
-            module.spread = Spreading(axes["tp"], sequence, axes["cp"], axes["ep"], hops)
+            spread = Spreading(axes["tp"], sequence, axes["cp"], axes["ep"], hops)
+            spread.halves, module.spread = halves, spread
 
 
 def shard_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None:

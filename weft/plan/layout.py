@@ -28,6 +28,8 @@ class Plan:
     ep: int = 1
     ep_hop: int = 1
     """Ranks of ep on one node, where tokens pass on inside the node before they go to others; 1 goes directly."""
+    ep_overlap: bool = False
+    """Tokens travel to experts in two halves."""
     ep_rebalance: float = 0.0
     """At a checkpoint experts change ranks if the fullest rank would have less load by this share; 0: never."""
     ep_moves: bool = True

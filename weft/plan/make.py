@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 from weft.hardware.catalog import Device, Network, find_network
 from weft.hardware.measured import load_measured
 from weft.hardware.probe import Machine, probe
 from weft.job.errors import FitError, JobError
-from weft.job.schema import Job, Parallel
+from weft.job.schema import Experts, Job, Parallel
 from weft.job.shapes import resolve
 from weft.plan.buckets import bucket_mb
 from weft.plan.calibration import Calibration
@@ -100,7 +101,7 @@ def begin(job: Job, world: int | None = None) -> Start:
         sync=job.train.sync.mode, sync_every=job.train.sync.period,
     )  # fmt: skip
     if job.parallel != "auto":
-        plan = _pin(job.parallel, plan, world)
+        plan = _pin(job.parallel, plan, world, job.model.experts)
         plan = _sequence(job, plan, reasons)
         plan = _context(job, plan, device, reasons)
         plan = with_copies(job, plan, cluster_facts(job, world, device, memory))
@@ -186,8 +187,8 @@ def _network(job: Job) -> Network:
     return find_network("ib-ndr" if job.cluster.network == "auto" else job.cluster.network, job.cluster.catalog)
 
 
-def _pin(given: Parallel, plan: Plan, world: int) -> Plan:
-    """The person's degrees, with -1 filled in."""
+def _pin(given: Parallel, plan: Plan, world: int, experts: Experts | None = None) -> Plan:
+    """The person's degrees, with -1 filled in; ep takes as many of the ranks it is laid over as divide the experts."""
     degrees = {axis: getattr(given, axis) for axis in AXES}
     explicit_shard = "dp_shard" in given.model_fields_set
     if degrees["dp_replicate"] == -1 and not explicit_shard:
@@ -212,13 +213,16 @@ def _pin(given: Parallel, plan: Plan, world: int) -> Plan:
             f"parallel asks for {words} = {product} ranks, but there are {world}; "
             f"set one axis to -1 for the rest, or start {product} ranks (--nproc {product})"
         )
+    over = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    ep = given.ep if given.ep != -1 else gcd(over, experts.count) if experts else 1
     node = world // plan.nodes
-    hop = node if given.ep_exchange == "two-hop" and given.ep > node > 1 and given.ep % node == 0 else 1
+    hop = node if given.ep_exchange == "two-hop" and ep > node > 1 and ep % node == 0 else 1
     plan = replace(
         plan,
         **degrees,
-        ep=given.ep,
+        ep=ep,
         ep_hop=hop,
+        ep_overlap=given.ep_overlap,
         ep_rebalance=given.ep_rebalance,
         zero=given.zero,
         sequence=given.sequence,

@@ -35,12 +35,14 @@ _SETTINGS = {
     "cp_style": re.compile(r"(?:cp_style\s*=\s*)?\b(ring|ulysses|hybrid)\b"),
     "virtual_stages": re.compile(r"virtual_stages\s*=?\s*(\d+)"),
     "microbatches": re.compile(r"microbatches\s*=?\s*(\d+)"),
+    "ep_overlap": re.compile(r"\b(ep_overlap)\b(?:\s*=\s*true)?"),
     "split": re.compile(r"split\s*=?\s*\[([\d\s,]+)\]"),
 }
 """Settings that are no degree, in any place of a layout: `pp2 zbv microbatches=8`, `cp4 hybrid`."""
 _READ: dict[str, Callable[[str], Any]] = {
     "schedule": str,
     "cp_style": str,
+    "ep_overlap": bool,
     "split": lambda text: [int(n) for n in text.split(",") if n.strip()],
 }
 _NUMBER = re.compile(r"\s*[=:]?\s*(\d+)")

@@ -127,9 +127,10 @@ def with_copies(job: Job, plan: Plan, facts: ClusterFacts) -> Plan:
     if not plan.ep_rebalance or e is None or job.parallel == "auto" or plan.ep == 1:
         return plan
     inner, outer = facts.levels[0], facts.levels[-1]
-    link = (inner if plan.ep * 1.0 <= inner.size else outer).gb_s * 1e9
+    link = (inner if plan.ep <= inner.size else outer).gb_s * 1e9
     flops = REACHED * (facts.peak_tflops.get(plan.precision) or CORE_TFLOPS) * 1e12
     size = 4 if plan.precision == "fp32" else 2
     products = (3 if job.model.activation == "swiglu" else 2) * (e.ffn or 1)
     price = 2 * products * size / link / (6 * products / flops + 4 * size / link)
-    return replace(plan, ep_copies=job.parallel.ep_copies, ep_copy_rows=float(price), ep_moves=e.groups == 1)
+    room = min(job.parallel.ep_copies, e.count - e.count // plan.ep)  # those of all others
+    return replace(plan, ep_copies=room, ep_copy_rows=float(price), ep_moves=e.groups == 1)

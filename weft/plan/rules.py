@@ -222,6 +222,8 @@ def _ep(job: Job, plan: Plan) -> str | None:
         )
     if count % plan.ep:
         return f"parallel.ep={plan.ep} does not divide model.experts.count={count}; ep={_or(fit)} would work"
+    if plan.ep_overlap and plan.ep_hop > 1:
+        return "parallel.ep_overlap=true halves a direct exchange, and ep_exchange=two-hop is none; direct would work"
     groups = job.model.experts.groups
     if plan.ep_rebalance and groups > 1 and not plan.ep_copies:
         return (
