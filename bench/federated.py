@@ -18,7 +18,7 @@ from weft.data.dataset import open_dataset
 from weft.job.load import load_job
 from weft.job.run import RunDir
 from weft.job.shapes import resolve
-from weft.train.served.worker import client_shares
+from weft.train.served.client import client_shares
 from weft.watch.journal import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent

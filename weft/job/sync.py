@@ -20,7 +20,7 @@ MODES: dict[str, str] = {
 }
 """Each mode, and how it is written in short."""
 
-PERIODS: dict[str, int] = {"local": 8, "diloco": 50, "federated": 10}
+PERIODS: dict[str, int] = {"local": 8, "diloco": 50, "federated": 1}
 """Steps between exchanges where a person gives none."""
 
 OUTER: dict[str, tuple[float, float]] = {"local": (1.0, 0.0), "diloco": (0.7, 0.9), "federated": (1.0, 0.0)}
@@ -70,7 +70,8 @@ class Sync(Section):
     diloco (the same with an outer optimizer), server (workers push gradients to a parameter server and pull weights) or
     federated (clients with private data train a while, and their updates are averaged)."""
     every: int | None = Field(None, ge=1)
-    """Steps between exchanges. Left out: 8 (local), 50 (diloco), 10 (federated)."""
+    """Steps between exchanges. Left out: 8 (local), 50 (diloco), 1 (federated: each round is then a step of ordinary
+    training; more steps send less and learn less from as many samples)."""
     outer_lr: float | None = Field(None, gt=0)
     """Rate of the outer step. Left out: 0.7 (diloco), 1 (federated)."""
     outer_momentum: float | None = Field(None, ge=0, lt=1)

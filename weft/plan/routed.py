@@ -217,6 +217,7 @@ def routed_backward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
     if mix.apart:
         t.drop("weights")
         t.take(weights=before)
+        t.noted = t.live
     if mix.ep:
         t.flash(2 * _lent(m, z, mix))
         t.drop("lent")

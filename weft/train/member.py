@@ -80,10 +80,11 @@ class Member:
         return Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
 
     def _next(self, after: int) -> Attempt:
-        """Wait for an attempt that names this slot."""
+        """Wait for an attempt that names this slot and is not over: a process may be born before the next is published,
+        into the place of the one that died."""
         seen = after
         while True:
-            if (number := self.board["published"]) > seen:
+            if (number := self.board["published"]) > seen and self.board.valid(number):
                 seen = number
                 attempt = read_attempt(self.folder, number)
                 if attempt.rank_of(self.slot) is not None:

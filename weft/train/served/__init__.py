@@ -5,5 +5,6 @@ hub.py        who is connected, what each works on, what is asked and answered
 updates.py    a parameter server: which gradients make an update
 rounds.py     federated averaging: which clients train, whose update is taken
 shard.py      some of the weights and their optimizer; the other servers' process
-worker.py     the process that computes gradients, or a client's update
+worker.py     the process that computes gradients
+client.py     what it does where it plays a federated client
 """

@@ -27,12 +27,12 @@ from weft.train.build import build_state
 from weft.train.checkpoint import Checkpoints
 from weft.train.ledger import peak_memory_gib
 from weft.train.served.book import Book, Copy
+from weft.train.served.client import client_shares
 from weft.train.served.hub import Desk, Hub
 from weft.train.served.meeting import folder, say_address
 from weft.train.served.rounds import Averaging
 from weft.train.served.shard import Remote, Shard, deal_out
 from weft.train.served.updates import Updates
-from weft.train.served.worker import client_shares
 from weft.train.signals import Signals
 from weft.train.state import State
 from weft.train.step import Stepper

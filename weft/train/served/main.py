@@ -52,11 +52,13 @@ def serve(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
 
 def toil(run: RunDir, job: Job, plan: Plan, index: int, about: dict[str, Any]) -> Exit:
     """Work until there is nothing left to do."""
-    from weft.train.served.worker import KINDS, make_worker, work
+    from weft.train.served.client import train_client
+    from weft.train.served.worker import gradient, make_worker, work
     from weft.watch import logs
 
     logs.setup(run, index, f"worker {index - first_worker(job)}", plan.world)
-    work(make_worker(run, job, plan, f"worker {index - first_worker(job)}", about), KINDS[plan.sync])
+    does = {"server": gradient, "federated": train_client}[plan.sync]
+    work(make_worker(run, job, plan, f"worker {index - first_worker(job)}", about), does)
     return Exit.DONE
 
 

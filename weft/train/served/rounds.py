@@ -38,7 +38,8 @@ class Update:
     """What came back."""
 
     worker: str
-    change: dict[str, Tensor]
+    sent: dict[str, Tensor]
+    """A gradient, or how far the weights went and what the optimizer remembers (`optim.…`)."""
     losses: list[float]
     counts: list[float]
     norms: list[float]
@@ -47,6 +48,10 @@ class Update:
 class Averaging:
     """FedAvg (McMahan et al. 2017): each round some clients, drawn by the seed, train from the common weights; their
     changes are averaged by how many examples each has. The server alone knows those numbers: nobody can inflate his.
+
+    What clients' optimizers remember is averaged like the weights, and the next round begins with it (an optimizer that
+    began anew would be lost for most of a short round). With `clip` it never leaves the clients: it is not covered by
+    the bound. In a round of one step the mean gradient makes a step of the server's own optimizer.
     """
 
     def __init__(self, job: Job, examples: list[int], shard: Shard, book: Book):
@@ -62,7 +67,8 @@ class Averaging:
         self.out: dict[str, Out] = {}
         self.come: dict[int, Update] = {}
         self.refused: set[int] = set()
-        self.norms: list[float] = []
+        self.norms: dict[str, list[float]] = {}
+        """Of earlier updates, by what they are of."""
         self.ready = self.stop = False
         self.failed: str | None = None
         self.bytes = 0
@@ -76,6 +82,22 @@ class Averaging:
     def steps(self) -> int:
         """Of the round under way."""
         return min(self.sync.period, self.job.train.steps - self.step)
+
+    @property
+    def carries(self) -> bool:
+        """Whether the round under way goes on with the optimizer of the one before."""
+        return self.steps > 1 and not self.sync.clip
+
+    @property
+    def parts(self) -> float:
+        """How many clients with equally many examples would make a mean of as little noise."""
+        held = [self.examples[c] for c in drawn(self.sync.clients, self.sync.drawn, self.job.train.seed, self.round)]
+        return sum(held) ** 2 / max(1, sum(n * n for n in held))
+
+    def expected(self) -> dict[str, Tensor]:
+        """What a client sends in the round under way, by name and shape."""
+        state = self.shard.optimizers.pieces() if self.carries else {}
+        return {**self.shard.masters, **{f"optim.{n}": t for n, t in state.items() if t.dim()}}
 
     # who comes and goes
 
@@ -137,7 +159,7 @@ class Averaging:
 
     def _adopt(self, meta: dict[str, Any]) -> None:
         self.round, self.step, self.tokens = meta["round"], meta["step"], meta["tokens"]
-        self.offset, self.norms = meta["offset"], list(meta.get("norms", []))
+        self.offset, self.norms = meta["offset"], dict(meta.get("norms", {}))
         self._open_round()
         self.ready = True
         self.changed.notify_all()
@@ -155,7 +177,7 @@ class Averaging:
             case "done":
                 return self._done(peer, head, tensors), {}
             case "read":
-                return self.shard.answer({"do": "read", "what": "weights"}, {})
+                return self.shard.answer({"do": "read", "what": "all" if head["what"] == "all" else "weights"}, {})
         raise ValueError(f"a {peer.role} may not ask for {head['do']}")
 
     def _next(self, peer: Peer) -> dict[str, Any]:
@@ -170,7 +192,7 @@ class Averaging:
             self.out[key] = Out(client, peer, time.monotonic())
             return {
                 "key": key, "client": client, "round": self.round, "step": self.step, "steps": self.steps,
-                "servers": [""], "version": str(self.round),
+                "servers": [""], "version": str(self.round), "carries": self.carries, "parts": self.parts,
             }  # fmt: skip
 
     def _for(self, peer: Peer) -> int | None:
@@ -188,7 +210,7 @@ class Averaging:
                 return {"taken": False}
             del self.out[head["key"]]
             self.bytes += int(head.get("bytes", 0))
-            why = flaw(tensors, self.shard.masters)
+            why = flaw(tensors, self.expected())
             told = [[float(x) for x in head[what]] for what in ("losses", "counts", "norms")]
             if why is None and any(len(x) != self.steps for x in told):
                 why = f"it tells of {len(told[0])} steps instead of {self.steps}"
@@ -209,13 +231,9 @@ class Averaging:
         )  # fmt: skip
 
     def _close_round(self) -> None:
-        sizes = {client: norm(update.change) for client, update in self.come.items()}
-        for client, why in outliers(sizes, self.norms, self.sync.tolerance).items():
-            self._refuse(client, self.come.pop(client).worker, why)
-            del sizes[client]
+        sizes = self._trusted()
         if self.come:
             self._average(sizes)
-            self.norms = [*self.norms, *sizes.values()][-REMEMBERED:]
         before, steps = self.step, self.steps
         seconds = self.book.lap(steps)
         for i in range(steps):
@@ -228,6 +246,26 @@ class Averaging:
         self.shard.snapshot(self.meta())
         self._open_round()
 
+    def _trusted(self) -> dict[int, float]:
+        """Refuse updates of which something is far larger than the others'; the norms of the rest."""
+        kinds: dict[str, list[str]] = {}
+        for name in self.expected():
+            kinds.setdefault(name.rpartition(".")[2] if name.startswith("optim.") else self._what, []).append(name)
+        told: dict[str, dict[int, float]] = {}
+        for kind, names in kinds.items():
+            sizes = {c: norm({n: u.sent[n] for n in names}) for c, u in self.come.items()}
+            for client, why in outliers(sizes, self.norms.get(kind, []), self.sync.tolerance).items():
+                self._refuse(client, self.come.pop(client).worker, why if kind == self._what else f"{kind}: {why}")
+            told[kind] = sizes
+        for kind, sizes in told.items():
+            kept = [size for client, size in sizes.items() if client in self.come]
+            self.norms[kind] = [*self.norms.get(kind, []), *kept][-REMEMBERED:]
+        return told[self._what]
+
+    @property
+    def _what(self) -> str:
+        return "change" if self.steps > 1 else "gradient"
+
     @torch.no_grad()
     def _average(self, sizes: dict[int, float]) -> None:
         """The outer step: clipped changes, averaged by examples, with noise, and momentum where it is wanted."""
@@ -235,18 +273,45 @@ class Averaging:
         shares = {
             c: self.examples[c] / total * (min(1.0, clip / max(sizes[c], 1e-12)) if clip else 1.0) for c in self.come
         }
-        spread = self.sync.noise * clip / len(self.come)
-        random = draw(self.job.train.seed, f"noise {self.round}")
+        mean: dict[str, Tensor] = {}
+        for name in self.expected():
+            mean[name] = torch.stack([self.come[c].sent[name] * shares[c] for c in sorted(self.come)]).sum(0)
+        if spread := self.sync.noise * clip / len(self.come):
+            random = draw(self.job.train.seed, f"noise {self.round}")
+            for name, tensor in mean.items():
+                mean[name] = tensor + torch.from_numpy(random.normal(0, spread, tuple(tensor.shape))).float()
+        before = {n: m.detach().clone() for n, m in self.shard.masters.items()}
+        self._step_or_take(mean)
         with self.shard.lock:
             for name, master in self.shard.masters.items():
-                way = -sum(self.come[c].change[name] * shares[c] for c in sorted(self.come))
-                if spread:
-                    way += torch.from_numpy(random.normal(0, spread, tuple(master.shape))).float()
+                way = before[name] - master.detach()
                 if self.shard.extra:
                     velocity = self.shard.extra[f"outer.velocity.{name}"].mul_(self.momentum).add_(way)
                     way = way + self.momentum * velocity
-                master.detach().sub_(way, alpha=self.rate)
+                if self.shard.extra or self.rate != 1:
+                    master.detach().copy_(before[name] - self.rate * way)
             self.shard.version = self.round + 1
+
+    def _step_or_take(self, mean: dict[str, Tensor]) -> None:
+        """Bring the weights, and what the optimizer remembers, to where the clients' mean says."""
+        masters, optim, version = self.shard.masters, self.job.optim, self.round + 1
+        if self.steps == 1:
+            size = norm(mean)
+            factor = min(1.0, optim.clip / (size + 1e-6)) if optim.clip else 1.0
+            for name, master in masters.items():
+                master.grad = mean[name].to(master.dtype)
+            self.shard.apply(rate(self.job, self.step + 1), factor, version)
+            return
+        with self.shard.lock:
+            for name, master in masters.items():
+                master.detach().add_(mean[name])
+            for name, held in self.shard.optimizers.pieces().items() if self.carries else ():
+                if not held.dim():
+                    held.add_(self.steps)  # it counts steps
+                else:
+                    held.copy_(mean[f"optim.{name}"])
+                if name.endswith(".exp_avg_sq"):
+                    held.clamp_(min=0)  # no square is below it, whatever a client says
 
     def _record(self, step: int, i: int, seconds: float) -> None:
         updates = list(self.come.values())

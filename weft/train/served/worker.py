@@ -8,24 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from weft.comm.pieces import local_of
 from weft.data.dataset import Dataset, open_dataset
-from weft.data.loader import Batch, read_samples, read_share, to_device
-from weft.data.sampler import sample_index
-from weft.data.shares import Shares
+from weft.data.loader import read_share, to_device
 from weft.job.errors import MachineError
 from weft.job.run import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, local_device
-from weft.optim import rate
 from weft.plan.layout import Plan
 from weft.plan.sync import inside
-from weft.sync.shares import Ints, deal, topics_of
-from weft.train.build import build_state, make_optimizers
+from weft.sync.shares import Ints
+from weft.train.build import build_state
 from weft.train.served.meeting import chief_address
 from weft.train.served.shard import deal_out
 from weft.train.step import Stepper
@@ -150,61 +146,6 @@ def gradient(worker: Worker, task: dict[str, Any]) -> None:
         return
     figures = {"loss": float(grads.loss), "count": float(grads.count), "bytes": worker.moved()}
     worker.ask({"do": "done", "key": task["key"], **figures})
-
-
-def label_of(dataset: Dataset) -> Callable[[int], int | None]:
-    """The class of a training sample, where it has one."""
-
-    def label(index: int) -> int | None:
-        targets = np.asarray(dataset.train(index)["targets"])
-        return int(targets) if targets.ndim == 0 and np.issubdtype(targets.dtype, np.integer) else None
-
-    return label
-
-
-def client_shares(job: Job, dataset: Dataset) -> list[Ints]:
-    """The samples of each client."""
-    sync = job.train.sync
-    topics = topics_of(dataset.train_len, sync.clients, label_of(dataset))
-    return deal(topics, sync.clients, sync.skew, job.train.seed)
-
-
-def client_batches(worker: Worker, client: int, step: int) -> list[Batch]:
-    """What a client reads in a step: the next of its own samples, in an order of its own."""
-    job, own = worker.job, worker.shares[client]
-    size = job.train.global_batch // job.train.sync.drawn
-    ids = np.arange(step * size, (step + 1) * size, dtype=np.int64)
-    indices = own[sample_index(job.train.seed + 1 + client, ids, len(own))]
-    parts = Shares.even(size, worker.plan.microbatch, 1).slices(0)
-    return read_samples(worker.dataset, ids + (client << 40), indices, parts)
-
-
-def train_client(worker: Worker, task: dict[str, Any]) -> None:
-    """Train for a client from the common weights on, with an optimizer that remembers nothing, and send the change."""
-    worker.pull(task["servers"], task["version"])
-    worker.version = None  # they are about to change
-    job, stepper = worker.job, worker.stepper
-    if not worker.shares:
-        worker.shares = client_shares(job, worker.dataset)
-    woven = stepper.state.woven
-    before = {n: local_of(m.detach()).clone() for n, m in woven.masters.items()}
-    stepper.state.optimizers = make_optimizers(job, woven)
-    told: dict[str, list[float]] = {"losses": [], "counts": [], "norms": []}
-    for step in range(task["step"], task["step"] + task["steps"]):
-        batches = client_batches(worker, task["client"], step)
-        grads = stepper.gradients([to_device(b, stepper.mesh.device) for b in batches])
-        norm, _ = stepper.update(grads, rate(job, step + 1))
-        for name, value in (("losses", grads.loss), ("counts", grads.count), ("norms", norm)):
-            told[name].append(float(value))
-    change = {n: local_of(m.detach()) - before[n] for n, m in woven.masters.items()}
-    worker.ask({"do": "done", "key": task["key"], **told, "bytes": worker.moved()}, change)
-
-
-KINDS: dict[str, Callable[[Worker, dict[str, Any]], None]] = {
-    "server": gradient,
-    "federated": train_client,
-}
-"""What a worker does with a task, by train.sync."""
 
 
 def make_worker(run: RunDir, job: Job, plan: Plan, name: str, about: dict[str, Any]) -> Worker:
