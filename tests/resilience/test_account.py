@@ -42,6 +42,9 @@ def test_what_nobody_noticed_says_so() -> None:
     assert (flip.detect_s, flip.resume_s, flip.steps_lost, flip.seen_as) == (None, 1.5, 0, None)
     (last,) = outcomes([Struck("kill", 0, "data", 8, 8.5)], lines, [{"time": 8.6, "event": "fault", "fault": "exit"}])
     assert (last.detect_s, last.resume_s, last.steps_lost) == (0.1, None, None)
+    told = [{"time": 9.0, "event": x, "fault": "supervisor", "how": "regroup"} for x in ("fault", "recovered")]
+    (unfelt,) = outcomes([Struck("supervisor", None, "data", 5, 5.5)], lines, told)
+    assert (unfelt.detect_s, unfelt.resume_s, unfelt.steps_lost) == (3.5, 1.5, 0)
     read = samples([[{"step": 1, "ids": [0, 1]}]], 1, 2)
     assert sentence(True, [flip], read, 1.0, False) == (
         "finished after 1 fault; 0 samples lost and 0 read twice; not noticed: bitflip; back after at most 1.5 s; "

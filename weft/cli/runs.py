@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -22,6 +24,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a job. Started again, it resumes; started by torchrun or mpirun, it joins."""
+    _leave_when_asked()
     from weft.hardware.world import adopt
     from weft.job.load import load_job
     from weft.train.api import join, prepare, start
@@ -33,6 +36,14 @@ def train(
     if adopt():
         raise typer.Exit(join(described, say=say))
     raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, say=say))
+
+
+def _leave_when_asked() -> None:
+    """Until there are ranks that could save: there is nothing to save yet, and the run can be started again."""
+    from weft.job.errors import Exit
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: sys.exit(int(Exit.PREEMPTED)))
 
 
 def prove(

@@ -66,6 +66,9 @@ WENT_ON = ("recovered", "start")
 """Events after which the next committed step is one after the fault."""
 
 
+UNFELT = ("supervisor",)
+"""Faults for which no rank stops."""
+
 NOISE = ("slow_rank", "slow_link", "stall")
 
 
@@ -85,7 +88,9 @@ def outcome(struck: Struck, end: float, lines: Sequence[Line], events: Sequence[
     if went_on is not None:
         first = bisect_left(lines, went_on["time"], key=lambda line: line.time)
     else:  # nobody stopped for it: what was under way is let pass
-        first = next((i for i, x in enumerate(lines) if x.time >= struck.time and x.step > struck.step + 1), len(lines))
+        first = _next_step(struck, lines)
+    if first == len(lines) and struck.kind in UNFELT:  # the last steps were done before anyone told of it
+        first = _next_step(struck, lines)
     resumed = lines[first] if first < len(lines) else None
     lost = None
     if resumed is not None:
@@ -100,6 +105,11 @@ def outcome(struck: Struck, end: float, lines: Sequence[Line], events: Sequence[
         how=str(went_on["how"]) if went_on and "how" in went_on else None,
         why=str(seen["why"]) if seen and "why" in seen else None,
     )  # fmt: skip
+
+
+def _next_step(struck: Struck, lines: Sequence[Line]) -> int:
+    """Where the first step is that was begun after a fault."""
+    return next((i for i, x in enumerate(lines) if x.time >= struck.time and x.step > struck.step + 1), len(lines))
 
 
 def _seen(struck: Struck, events: Sequence[Event]) -> Event | None:
