@@ -28,7 +28,7 @@ from weft.comm.compress import scatter_sum, sum_all, sum_low_rank
 from weft.comm.pieces import local_of
 from weft.comm.warmup import INT8, codec_at, fitted
 from weft.job.compression import Compression, parse_compression
-from weft.plan.warmup import age, pays_low_rank, rank_at, thin_pays
+from weft.plan.warmup import MORE, age, pays_low_rank, rank_at, thin_pays
 
 LEAST = 256
 """Weights with fewer elements are not worth a codec."""
@@ -137,8 +137,9 @@ class Channel:
         base = bases.get(segment.name)
         if base is not None and base.shape == shape:
             return base
-        first = torch.randn(shape, generator=torch.Generator().manual_seed(columns)).to(device)
-        return first if base is None else fitted(base, first)
+        most = torch.randn(columns, MORE * self.rank, generator=torch.Generator().manual_seed(columns)).to(device)
+        first = most[:, : shape[1]].contiguous()  # of the same numbers at every rank, whichever a run is opened with
+        return first if base is None else fitted(base, first).contiguous()
 
 
 class Compressor:
