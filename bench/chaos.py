@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import chaos_others
+import chaos_slow
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "runs" / "bench-chaos"
@@ -55,14 +56,15 @@ def weft_parts(kills: int, others: int) -> dict[str, list[str]]:
         "hangs": ["--faults", f"stop:{n},sleep:{n},gil:{n}"],
         "stops": ["--faults", f"term:{n},corrupt:{n}"],
         "numbers": ["--faults", f"nan:{n},bitflip:{n},spike:{n}"],
-        "machine": ["--faults", f"oom:{n},diskfull:{n},slow:{n}"],
+        "machine": ["checkpoint.every=10", "--faults", f"oom:{n},diskfull:{n},slow:{n}"],
         "nodes": ["--faults", f"node:{n},partition:{n}", "--nodes", "2", "--nproc", "2"],
         "promise": ["--faults", "random:10"],
     }
 
 
 MORE = {"machine": 600}
-"""Steps of parts whose faults take long: a slow rank is let be slow until it is named."""
+"""Steps of parts whose faults take long: a slow rank is let be slow until work moves, and a disk stays full until a
+checkpoint has met it."""
 
 
 def chaos(arguments: list[str], steps: int = STEPS) -> dict[str, Any]:
@@ -94,6 +96,7 @@ def parts(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         name: (lambda name=name, words=words: chaos(words, MORE.get(name, STEPS)))
         for name, words in weft_parts(args.trials, args.others).items()
     }
+    found["quota"] = lambda: [chaos_slow.trial(0.5) for _ in range(args.others)]
     found["long"] = lambda: ten_minutes(args.minutes)
     for case in chaos_others.NAMES:
         found[case] = lambda case=case: (
@@ -157,7 +160,7 @@ def page(results: dict[str, Any]) -> str:
         "Faults follow one another within seconds, so the effective ratios below are of runs that suffer on purpose; "
         "`long` is the one with a fault every half minute. `term` and `corrupt` end the run and start it again: their "
         "seconds hold the save, the exit, and four processes that import torch on these cores. A full disk is met by "
-        "the next checkpoint, which is up to 50 steps away.",
+        "the next checkpoint, which is up to 10 steps away.",
         "",
     ]
     runs = {n: r for n, r in results.items() if isinstance(r, dict)}
@@ -170,7 +173,29 @@ def page(results: dict[str, Any]) -> str:
             f"{run['seconds']:.0f} s, {run['samples_lost']} samples lost, {run['samples_repeated']} read twice, "
             f"effective {run['effective_ratio']:.3f}, {equal}"
         )
-    return "\n".join(words) + "\n"
+    return "\n".join([*words, *quota_words(results.get("quota", []))]) + "\n"
+
+
+def quota_words(trials: list[dict[str, Any]]) -> list[str]:
+    """What bench/chaos_slow.py found of a rank under a CPU quota."""
+    if not trials:
+        return []
+    named, moved = ([t[f"{what}_after_steps"] for t in trials] for what in ("named", "moved"))
+    back = [t["regained"] for t in trials]
+    right = sum(t["named_rank"] == 1 for t in trials)
+    return [
+        "",
+        f"A rank held at half a core (two ranks on two cores, `python bench/chaos_slow.py`, {len(trials)} runs): named "
+        f"in {right} of them, after {in_steps(named)} steps (aim: 10); sequences moved after {in_steps(moved)} steps; "
+        f"regained of the throughput that moving work can bring back {statistics.median(back):.0%}, at least "
+        f"{min(back):.0%} (aim: 80 %).",
+    ]
+
+
+def in_steps(values: list[int | None]) -> str:
+    known = sorted(v for v in values if v is not None)
+    most = "never" if len(known) < len(values) else str(known[-1])
+    return f"{statistics.median(known):.0f} (at most {most})" if known else "never"
 
 
 def main() -> None:

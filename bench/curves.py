@@ -1,6 +1,6 @@
 """Loss curves of one model in fp32, bf16 and fp8: the same weights, the same samples, the same recipe, 300 steps.
 
-    python bench/curves.py [--cases fp32 bf16 fp8] [--steps 300] [--out bench/curves.json] [--svg docs/curves.svg]
+    python bench/curves.py [--cases fp32 bf16 fp8] [--steps 300] [--out bench/curves.json] [--svg FILE]
 
 On a GPU: the gpt2-125m shape on the source code of Python's standard library, in bytes, 16 sequences of 512 a step.
 On a CPU: a small shape, to see that it works. Each case is one `weft train` in its own process; more cases are
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["fp32", "bf16", "fp8"])
     parser.add_argument("--steps", type=int)
     parser.add_argument("--out", type=Path, help="the JSON file; left out: bench/curves.json on a GPU, none on a CPU")
-    parser.add_argument("--svg", type=Path, help="the picture; left out: docs/curves.svg on a GPU, none on a CPU")
+    parser.add_argument("--svg", type=Path, help="the picture; left out: docs/images/curves.svg on a GPU")
     given = parser.parse_args()
 
     sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
@@ -121,7 +121,7 @@ def main() -> None:
         "runs": runs,
     }
     out = given.out or (ROOT / "bench" / "curves.json" if kind == "cuda" else None)
-    svg = given.svg or (ROOT / "docs" / "curves.svg" if kind == "cuda" else None)
+    svg = given.svg or (ROOT / "docs" / "images" / "curves.svg" if kind == "cuda" else None)
     if out:
         out.write_text(json.dumps(result) + "\n", encoding="utf-8")
     if svg:

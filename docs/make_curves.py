@@ -1,13 +1,9 @@
-"""Draw docs/curves.svg, the loss curves of each precision, from what bench/curves.py measured.
-
-python docs/make_curves.py [bench/curves.json]
-"""
+"""Draws the picture of docs/precision.md from what bench/curves.py measured: python docs/make_curves.py"""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -93,6 +89,15 @@ def _text(x: float, y: float, words: str, anchor: str = "start", size: int = 12)
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">{escape(words)}</text>'
 
 
+def images() -> dict[Path, str]:
+    measured = json.loads((HERE.parent / "bench" / "curves.json").read_text(encoding="utf-8"))
+    return {HERE / "images" / "curves.svg": draw(measured)}
+
+
+def main() -> None:
+    for path, picture in images().items():
+        path.write_text(picture, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    source = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE.parent / "bench" / "curves.json"
-    (HERE / "curves.svg").write_text(draw(json.loads(source.read_text(encoding="utf-8"))), encoding="utf-8")
+    main()

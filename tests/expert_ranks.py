@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import on_ranks
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from weft.data.loader import to_device
 from weft.job.schema import Job
-from weft.train.rebalance import better_order, rebalance
+from weft.plan.places import better_order
+from weft.train.rebalance import rebalance
 
 
 @dataclass(frozen=True)
@@ -61,21 +62,30 @@ def loads(job: Job, steps: int, favourite: int | None = None) -> Loads:
 
 @dataclass(frozen=True)
 class Moved:
-    """Two steps, perhaps with experts that changed places between them."""
+    """Some steps, perhaps with experts that changed places after the first."""
 
     losses: list[float]
     norms: list[float]
-    order: list[int] | None
+    order: list[int]
+    """Of the first block's experts, as the load suggests it."""
     counts: list[float]
-    """Tokens of the first block's experts in the second step."""
+    """Tokens of the first block's experts in the last step."""
+    weights: dict[str, Tensor]
+    """This rank's pieces of the experts, after the last step."""
+    copies: int
 
 
-def move_experts(job: Job, move: bool) -> Moved:
-    """Train a step, move the first block's experts as its load suggests, and train another."""
+def move_experts(job: Job, how: str) -> Moved:
+    """Train a step, place experts anew as its load suggests, and train another.
+
+    `how` is still, moved, copied (every rank computes some of the others' experts, whether it pays or not), or both
+    (what pays where copies cost nothing).
+    """
     job, plan, mesh, stepper, loader = on_ranks.begin(job)
-    state, order = stepper.state, None
+    state = stepper.state
     load = state.woven.load
-    assert load is not None
+    assert load is not None and job.model.experts is not None
+    count, order = job.model.experts.count, list[int]()
     losses, norms = [], []
     for i, batches in zip(range(2), loader, strict=False):
         grads = stepper.gradients(batches)
@@ -86,7 +96,15 @@ def move_experts(job: Job, move: bool) -> Moved:
         mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
-        if move and i == 0:
+        if i == 0:
             order = better_order(load.since[0, :-3].tolist(), plan.ep)
-            rebalance(state, plan.ep, -1.0)  # whether it pays or not
-    return Moved(losses, norms, order, counts)
+        if i == 0 and how == "copied":  # one expert is everywhere, one on two ranks; the last rank borrows one
+            home = count // plan.ep
+            pairs = {(0, r) for r in range(1, plan.ep)} | {(count - 1, 0), (1, 1)}
+            load.place({block: tuple((e, r) for e, r in pairs if e // home != r) for block in load.blocks})
+            state.adopt({}, state.counts())  # as after a fault
+        elif i == 0 and how != "still":
+            room = 2 if how == "both" else 0
+            rebalance(state, replace(plan, ep_rebalance=-1.0, ep_copies=room, ep_copy_rows=0.0))
+    weights = {n: on_ranks.local_of(m).detach().clone() for n, m in state.woven.masters.items() if ".experts." in n}
+    return Moved(losses, norms, order, counts, weights, sum(map(len, load.copies.values())))

@@ -42,6 +42,9 @@ LOSS: dict[str, float] = {"nan": float("nan"), "poison": 50.0}
 AFTER: dict[str, Callable[[Session], None]] = {"flip": _flip, "odd": lambda session: _grads_times(session, math.nan)}
 """What happens when the gradients are there."""
 
+LATER: dict[str, Callable[[Session], None]] = {"silent": _flip}
+"""What happens between an update and the look at what it made."""
+
 
 def train(job: Job, folder: str, faults: list[Fault], skipped: list[int]) -> tuple[int, int, str]:
     """Train to the end. Returns the exit code, the steps done, and a digest of this rank's weights."""
@@ -53,7 +56,7 @@ def train(job: Job, folder: str, faults: list[Fault], skipped: list[int]) -> tup
     gradients, loss_of = session.stepper.gradients, session.stepper.loss_of
 
     def hurt(batches: list[Any]) -> Gradients:
-        due = [f for f in left if f[0] == session.state.step + 1]
+        due = [f for f in left if f[0] == session.state.step + 1 and f[1] not in LATER]
         here = [kind for _, kind, rank in due if rank in (-1, session.mesh.rank)]
         factor = math.prod(LOSS.get(kind, 1.0) for kind in here)
         session.stepper.loss_of = lambda smoothing: (  # type: ignore[method-assign]
@@ -66,7 +69,18 @@ def train(job: Job, folder: str, faults: list[Fault], skipped: list[int]) -> tup
             AFTER.get(kind, lambda session: None)(session)
         return grads
 
-    session.stepper.gradients = hurt  # type: ignore[method-assign]
+    update = session.stepper.update
+
+    def hurt_later(grads: Gradients, lr: float) -> Any:
+        done = update(grads, lr)
+        due = [f for f in left if f[0] == session.state.step and f[1] in LATER]
+        for fault in due:
+            left.remove(fault)
+            if fault[2] in (-1, session.mesh.rank):
+                LATER[fault[1]](session)
+        return done
+
+    session.stepper.gradients, session.stepper.update = hurt, hurt_later  # type: ignore[method-assign]
     signals = Signals()
     try:
         code = attempt(session, signals, fit_or_explain)

@@ -10,7 +10,7 @@ import pytest
 from docs_pages import DOCS, maker, python_of, text_of
 
 DRAWN = [p.stem.removeprefix("make_") for p in sorted(DOCS.glob("make_*.py")) if "def images(" in p.read_text("utf-8")]
-PAGES = {"sync": "fewer-exchanges"}
+PAGES = {"sync": "fewer-exchanges", "curves": "precision"}
 """The page that shows a maker's pictures, where it has another name."""
 
 

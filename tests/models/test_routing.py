@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.job.schema import Model
 from weft.models.attention import Where
@@ -57,7 +58,8 @@ def by_hand(moe: MixtureOfExperts, x: Tensor, length: int = SEQ) -> tuple[Tensor
                 mask[good] = 0
                 ranked = (groups + mask).flatten()
             chosen = ranked.topk(o.top_k).indices.tolist()
-            weights = scores[chosen] / scores[chosen].sum() if o.renormalize else scores[chosen]
+            divided = o.renormalize or (o.renormalize is None and o.top_k > 1)
+            weights = scores[chosen] / scores[chosen].sum() if divided else scores[chosen]
             y = torch.zeros(DIM)
             for e, weight in zip(chosen, weights, strict=True):
                 if place < length:
@@ -132,3 +134,15 @@ def test_the_grouped_product_of_torch_is_ours() -> None:
     x, weight = torch.randn(8, 16).bfloat16(), torch.randn(3, 24, 16).bfloat16()
     theirs = grouped_mm(x, weight.transpose(-2, -1), counts.cumsum(0).to(torch.int32))
     torch.testing.assert_close(product(x, weight, counts), theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_a_split_backward_computes_each_product_once() -> None:
+    """What autograd will go on to has no public name; this says what broke when it moves."""
+    x, weight = torch.randn(4, 3, requires_grad=True), torch.randn(2, 5, 3, requires_grad=True)
+    y = product(x * 1, weight * 1, torch.tensor([1, 3])).sum()
+    flops = []
+    for asked in ([x], [weight], [x, weight]):
+        with FlopCounterMode(display=False) as counted:
+            torch.autograd.grad(y, asked, retain_graph=True)
+        flops.append(counted.get_total_flops())
+    assert flops == [120, 120, 240]

@@ -17,6 +17,7 @@ from weft.resilience.links import Links
 from weft.resilience.oom import explain, is_oom, smaller
 from weft.resilience.spikes import Spikes
 from weft.resilience.telling import Row, Table
+from weft.resilience.weights import LATE, period
 
 
 def falling(step: int, noise: float, draw: random.Random) -> tuple[float, float]:
@@ -50,6 +51,17 @@ def test_a_poisoned_batch_is_found_within_three_steps_and_named(seed: int, noise
     assert found is not None
     assert step <= at + 1
     assert found.step == at
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_a_bad_batch_of_a_model_that_knows_little_shows_in_loss_and_norm_together(seed: int) -> None:
+    draw, spikes = random.Random(seed), Spikes()
+    for step in range(1, 60):
+        assert spikes.judge(step, 4.9 + draw.gauss(0, 0.03), math.exp(draw.gauss(0.4, 0.1))) is None
+    found = spikes.judge(60, 5.6, 8.0)
+    assert found is not None
+    assert found.step == 60
 
 
 def test_one_more_step_is_undone_where_that_did_not_help_and_a_new_normal_is_accepted() -> None:
@@ -118,8 +130,9 @@ def test_what_ranks_tell_arrives_as_it_was_told(world: int, axes: int, digests: 
     table = Table(world, tuple(f"axis{i}" for i in range(axes)), 2 * digests)
     number = st.floats(0, 1e6)
     rows = [
-        Row(*(data.draw(number) for _ in range(3)), data.draw(st.integers(0, 9)), data.draw(number),
-            tuple(data.draw(number) for _ in range(axes)), tuple(float(2**32 - 1 - r) for _ in range(2 * digests)))
+        Row(*(data.draw(number) for _ in range(3)), data.draw(st.integers(0, 9)),
+            *(data.draw(number) for _ in range(3)), tuple(data.draw(number) for _ in range(axes)),
+            tuple(float(2**32 - 1 - r) for _ in range(2 * digests)))
         for r in range(world)
     ]  # fmt: skip
     total = torch.zeros(2 + world * table.width, dtype=torch.float64)
@@ -150,3 +163,9 @@ def test_memory_that_runs_out_is_told_from_other_errors_and_leads_to_smaller_pie
     assert least is not None
     assert (least.microbatch, least.accumulation) == (1, 12)
     assert smaller(least) is None
+
+
+@given(every=st.integers(2, 100), spacing=st.integers(1, 30))
+def test_weights_are_compared_often_enough_and_after_steps_that_are_kept(every: int, spacing: int) -> None:
+    assert period(every, spacing) + LATE <= every
+    assert spacing > every - LATE or period(every, spacing) % spacing == 0

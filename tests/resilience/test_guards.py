@@ -58,3 +58,26 @@ def test_nan_spike_and_flipped_bit_leave_the_run_as_if_nothing_had_happened(pool
         assert odd["position"].endswith("1")
         assert "changed between two updates" in odd["why"]
         assert by_kind["recovered", "divergence"]["steps_lost"] <= 4
+
+
+def test_a_flipped_bit_costs_no_more_steps_than_the_job_allows_and_its_rank_is_named(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Two copies cannot tell which of them is right, until the steps since they last agreed are computed again."""
+    layout = "parallel={dp_replicate: 2, dp_shard: 1}"
+    found = {}
+    for name, every, faults in [("calm", 0, []), ("two", 2, [(9, "silent", 1)]), ("six", 6, [(7, "silent", 0)])]:
+        checks = ["train.steps=14", f"resilience={{rebalance: false, check_every: {every}}}"]
+        (tmp_path / name).mkdir()
+        done = pool.run(suffer.train, 2, job(tmp_path, name, layout, *checks), str(tmp_path / name), faults, [])
+        found[name] = done
+        assert done == found["calm"]
+        events = [e for e in told(tmp_path, name, "fault", "recovered") if e["fault"] == "divergence"]
+        if faults:
+            [(step, _, rank)] = faults
+            unsure, back, named = events
+            assert "it cannot be told which is right" in unsure["why"]
+            assert unsure["step"] < step + every
+            assert back["steps_lost"] <= every
+            assert named["rank"] == rank
+            assert f"shows that the weights of rank {rank} were the wrong ones" in named["why"]

@@ -112,6 +112,7 @@ class Loader:
             # a dataset that hangs in a read must not hang the end of the run: the thread is a daemon
             self._thread.join(_CLOSE_SECONDS)
         if self._record is not None:
+            self._flush_record()
             self._record.close()
             self._record = None
 
@@ -171,6 +172,11 @@ class Loader:
             if self._record is None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._record = path.open("ab", buffering=0)
+            self._flush_record()
+
+    def _flush_record(self) -> None:
+        assert self._record is not None
+        with contextlib.suppress(OSError):
             # unbuffered and in one write: a killed run leaves whole lines, and none for a step it never began
             done = self._record.write(self._unwritten)
             self._unwritten = self._unwritten[done:]

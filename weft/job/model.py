@@ -43,8 +43,9 @@ class Experts(Section):
     """Groups that a token may use. Left out: all."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """What turns the router's scores into weights."""
-    renormalize: bool = True
-    """Divide the weights of a token's experts by their sum."""
+    renormalize: bool | None = None
+    """Divide the weights of a token's experts by their sum. Left out: with top_k of more than one; the weight of a
+    single expert over itself is always 1, and its router would learn nothing from the loss."""
     scale: float = Field(1.0, gt=0)
     """What the routed experts' sum is multiplied by."""
     balance: Literal["aux", "bias", "none"] = "aux"

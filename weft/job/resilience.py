@@ -16,7 +16,8 @@ class Resilience(Section):
     """Address at which this node's supervisor listens to those of other nodes. Left out: the one that leads to
     MASTER_ADDR; on one machine, loopback."""
     check_every: int = Field(10, ge=0)
-    """Steps between comparisons of the weights that ranks hold alike; 0 compares never."""
+    """Steps within which ranks that hold the same weights notice that they differ, and at most so many are lost (from 2
+    on); 0 compares never."""
     evict_slow: bool = False
     """Ask for another process in the place of a rank that stays slow."""
     gather_s: float = Field(300.0, gt=0)

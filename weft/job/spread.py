@@ -38,6 +38,10 @@ class Parallel(Section):
     ep_rebalance: float = Field(0.0, ge=0, lt=1)
     """At a checkpoint experts change ranks, with all that belongs to them, if the load of the fullest rank since the
     last one would have been less by this share; the model stays the same. 0: never; 0.1 is usual."""
+    ep_copies: int = Field(1, ge=0)
+    """With ep_rebalance: experts of other ranks that a rank may compute beside its own, in each block. A hot expert's
+    tokens are then shared by several ranks, where that saves more than lending its weights costs. 0: experts only
+    move."""
     schedule: str = "1f1b"
     """The order of a pipeline's work: naive, gpipe, 1f1b, interleaved-1f1b, zero-bubble (zb-h1, zbv) or dualpipe-v."""
     virtual_stages: int | None = Field(None, ge=1)

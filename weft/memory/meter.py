@@ -36,11 +36,12 @@ COLLECTIVES: dict[str, tuple[str, int]] = {
 
 
 class Meter(TorchDispatchMode):
-    """Counts what happens inside it. `groups` names process groups; those it does not name are `other`."""
+    """Counts what happens inside it. `groups` names process groups; those it does not name are `other`. `copied` are
+    the collectives whose tensors a backend that does not exist here would copy first."""
 
-    def __init__(self, groups: dict[str, str] | None = None):
+    def __init__(self, groups: dict[str, str] | None = None, copied: frozenset[str] = frozenset()):
         super().__init__()
-        self.groups = groups or {}
+        self.groups, self.copied = groups or {}, copied
         self.live = self.peak = 0
         self.counting = True
         self.flops = 0.0
@@ -146,7 +147,10 @@ class Meter(TorchDispatchMode):
         group = next((g for a in args if (g := _group_of(a)) is not None), None)
         axis = self.groups.get(group.group_name, "other") if group is not None else "other"
         self.calls[axis, kind] += 1
-        self.bytes[axis, kind] += sum(t.numel() * t.element_size() for t in tree_leaves(args[index]))
+        size = sum(t.numel() * t.element_size() for t in tree_leaves(args[index]))
+        self.bytes[axis, kind] += size
+        if kind in self.copied:
+            self.peak = max(self.peak, self.live + size)
 
 
 def _group_of(value: Any) -> dist.ProcessGroup | None:

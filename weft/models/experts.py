@@ -31,6 +31,11 @@ Guide = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 [batch, tokens, k], the samples [batch] and the tokens' places, to what is chosen."""
 
 
+Around = Callable[[Callable[..., Tensor], tuple[Tensor | None, ...], Tensor, Tensor], Tensor]
+"""Computes in the experts' place: from how rows go through matrices, this rank's matrices, the rows and their counts.
+It is called where the weights are whole."""
+
+
 class Router(nn.Module):
     """A score for each expert, always in fp32: rounding would decide where a token goes."""
 
@@ -50,9 +55,11 @@ class Stack(nn.Module):
         self.first = 0
         self.weight = nn.Parameter(torch.empty(count, outputs, inputs))
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def here(self) -> Tensor:
+        """The matrices of this rank's experts, plain."""
         weight: Any = self.weight
-        return product(x, weight.to_local() if hasattr(weight, "to_local") else weight, counts)
+        local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+        return local
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -71,11 +78,18 @@ class ExpertParts(nn.Module):
         self.up = Stack(e.count, e.ffn, m.dim)
         self.down = Stack(e.count, m.dim, e.ffn)
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor, around: Around | None = None) -> Tensor:
         # x [rows, dim]; counts [experts of this rank], and their sum is the number of rows
-        up = self.up(x, counts)
-        hidden = F.gelu(up, approximate="tanh") if self.gate is None else self.join(self.gate(x, counts), up)
-        return self.down(hidden, counts)
+        matrices = tuple(None if s is None else s.here() for s in (self.gate, self.up, self.down))
+        return self.through(matrices, x, counts) if around is None else around(self.through, matrices, x, counts)
+
+    def through(self, matrices: tuple[Tensor | None, ...], x: Tensor, counts: Tensor) -> Tensor:
+        """Rows through the experts whose gate (where there is one), up and down matrices these are."""
+        gate, up, down = matrices
+        assert up is not None and down is not None
+        made = product(x, up, counts)
+        hidden = F.gelu(made, approximate="tanh") if gate is None else self.join(product(x, gate, counts), made)
+        return product(hidden, down, counts)
 
 
 class Spread:
@@ -189,7 +203,7 @@ class MixtureOfExperts(nn.Module):
             asked = torch.where(real, asked, e.count)
             chosen = self._within_capacity(asked, batch, rows, length)
         weights = scores.gather(1, torch.where(real, asked, 0))
-        if e.renormalize:
+        if e.top_k > 1 if e.renormalize is None else e.renormalize:
             weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-20)
         weights = weights * e.scale * (chosen < e.count)
         if torch.is_grad_enabled():

@@ -43,11 +43,20 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grads[0].contiguous()
-        dx, dw = torch.empty_like(x), torch.zeros_like(weight)
-        for e, rows, g, into in zip(*_groups(ctx.counts, x, grad, dx), strict=True):
-            torch.mm(g, weight[e], out=into)
-            torch.mm(g.t(), rows, out=dw[e])
+        dx = torch.empty_like(x) if _wanted(ctx, 0) else None
+        dw = torch.zeros_like(weight) if _wanted(ctx, 1) else None
+        for e, rows, g, into in zip(*_groups(ctx.counts, x, grad, x if dx is None else dx), strict=True):
+            if dx is not None:
+                torch.mm(g, weight[e], out=into)
+            if dw is not None:
+                torch.mm(g.t(), rows, out=dw[e])
         return dx, dw, None
+
+
+def _wanted(node: Any, index: int) -> bool:
+    """Whether anything in this backward pass uses the gradient of an input: a split one asks for one at a time."""
+    following = node.next_functions[index][0]
+    return following is not None and torch._C._will_engine_execute_node(following)
 
 
 def known(counts: Tensor, total: int) -> list[int]:

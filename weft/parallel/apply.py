@@ -48,7 +48,7 @@ def parallelize(
         beside = Beside(mesh.device, at_once=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
     again = chosen(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
-    load = ExpertLoad(model, mesh.device, mesh.everyone)
+    load = ExpertLoad(model, mesh.device, mesh.everyone, plan.ep)
     if pp is None:
         woven = weave(model, mesh, plan, seed, again, plan.accumulation > 1 or not bare_gradients, beside)
         load.watch(woven.module)

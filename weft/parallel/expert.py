@@ -13,6 +13,7 @@ pass for them; without ep it never does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,9 @@ from weft.comm import Axis, join_along, split_along
 from weft.comm.algorithms import Start
 from weft.comm.exchange import Trip
 from weft.mesh import Mesh
-from weft.models.experts import ExpertParts, MixtureOfExperts, Spread, Stack, gated
+from weft.models.experts import Around, ExpertParts, MixtureOfExperts, Spread, Stack, gated
 from weft.models.grouped import dispatch, known
+from weft.parallel.copies import Copies
 from weft.parallel.data import shard
 from weft.plan.layout import Plan
 
@@ -40,6 +42,8 @@ class Spreading(Spread):
     ):
         """`hops` are the ranks of ep on this node, and those at the same place on other nodes."""
         self.tp, self.sequence, self.cp, self.ep, self.hops = tp, sequence, cp, ep, hops
+        self.copies: Copies | None = None
+        """Experts that more than one rank of ep computes."""
 
     def enter(self, x: Tensor) -> Tensor:
         if self.tp is None or self.sequence:
@@ -75,23 +79,38 @@ class Spreading(Spread):
     ) -> tuple[Tensor, Tensor | None]:
         if self.ep is None:
             return super().carry(experts, x, counts, meanwhile)
-        leaving = counts.view(self.ep.size, -1)  # [ranks, experts of each]
-        way = _Direct(self.ep, leaving, len(x)) if self.hops is None else _TwoHops(*self.hops, leaving, len(x))
+        way = self._way(self.ep, counts, len(x))
         on_the_way = way.start(x[: way.routed])
         always = meanwhile()
         order, inverse = by_expert(way.coming, way.total)
         rows = dispatch(way.arrive(on_the_way), order, inverse)
-        y = way.back(dispatch(experts(rows, way.coming.sum(0)), inverse, order))
+        y = way.back(dispatch(experts(rows, way.coming.sum(0), way.around), inverse, order))
         return (y if way.routed == len(x) else F.pad(y, (0, 0, 0, len(x) - way.routed))), always
+
+    def _way(self, ep: Axis, counts: Tensor, most: int) -> _Direct | _TwoHops | _Dealt:
+        """How rows sorted by expert, so many of each and not more than `most`, reach those who compute them."""
+
+        def make(leaving: Tensor, own: int | None = None) -> _Direct | _TwoHops:
+            return _Direct(ep, leaving, most, own) if self.hops is None else _TwoHops(*self.hops, leaving, most, own)
+
+        return make(counts.view(ep.size, -1)) if self.copies is None else _Dealt(self.copies, ep, counts, make)
+
+
+def _of_guests(coming: Tensor, own: int | None) -> list[Tensor]:
+    """Rows that come for experts of other ranks, to be counted with the others."""
+    return [] if own is None else [coming[:, own:].sum().view(1)]
 
 
 class _Direct:
     """Every rank of ep to every other."""
 
-    def __init__(self, ep: Axis, leaving: Tensor, most: int):
+    around: Around | None = None
+
+    def __init__(self, ep: Axis, leaving: Tensor, most: int, own: int | None = None):
         self.coming = ep.swap(leaving)  # [ranks, experts of this one]
-        both = known(torch.cat([leaving.sum(1), self.coming.sum(1)]), 2 * most)
-        send, receive = both[: ep.size], both[ep.size :]
+        sums = [leaving.sum(1), self.coming.sum(1), *_of_guests(self.coming, own)]
+        found = known(torch.cat(sums), 2 * most)
+        send, receive, self.guests = found[: ep.size], found[ep.size : 2 * ep.size], sum(found[2 * ep.size :])
         self.routed, self.total = sum(send), sum(receive)
         self.there, self.home = Trip(ep, send, receive), Trip(ep, receive, send)
 
@@ -111,15 +130,23 @@ class _TwoHops:
     Each rank talks to one rank of each other node, with all that its node has for it: few large messages cross.
     """
 
-    def __init__(self, near: Axis, far: Axis, leaving: Tensor, most: int):
+    around: Around | None = None
+
+    def __init__(self, near: Axis, far: Axis, leaving: Tensor, most: int, own: int | None = None):
         asked = leaving.view(far.size, near.size, -1)  # [node, place in it, expert]
         middle = near.swap(asked.transpose(0, 1))  # [from place, node, expert]
         last = far.swap(middle.transpose(0, 1))  # [from node, from place, expert]
         self.coming = last.flatten(0, 1)
         sums = [asked.sum((0, 2)), middle.sum((1, 2)), middle.sum((0, 2)), last.sum((1, 2))]
-        found = known(torch.cat(sums), 4 * most)
-        a, b, c = near.size, 2 * near.size, 2 * near.size + far.size
-        send, receive, send_far, receive_far = found[:a], found[a:b], found[b:c], found[c:]
+        found = known(torch.cat([*sums, *_of_guests(self.coming, own)]), 4 * most)
+        a, b, c, d = near.size, 2 * near.size, 2 * near.size + far.size, 2 * (near.size + far.size)
+        send, receive, send_far, receive_far, self.guests = (
+            found[:a],
+            found[a:b],
+            found[b:c],
+            found[c:d],
+            sum(found[d:]),
+        )
         self.routed, self.total = sum(send), sum(receive_far)
         self.orders = _swapped(asked.sum(2), self.routed), _swapped(middle.sum(2), sum(receive))
         self.there = Trip(near, send, receive), Trip(far, send_far, receive_far)
@@ -135,6 +162,28 @@ class _TwoHops:
         (order, inverse), (order_far, inverse_far) = self.orders
         middle = dispatch(self.home[0].go(x), inverse_far, order_far)
         return dispatch(self.home[1].go(middle), inverse, order)
+
+
+class _Dealt:
+    """Another way, on which the rows of one expert go to all ranks that hold it."""
+
+    def __init__(
+        self, copies: Copies, ep: Axis, counts: Tensor, make: Callable[[Tensor, int | None], _Direct | _TwoHops]
+    ):
+        leaving, places, shares = copies.deal(counts, ep.rank)
+        self.way = make(leaving, copies.own)
+        self.coming, self.routed, self.total = self.way.coming, self.way.routed, self.way.total
+        self.order, self.inverse = _sorted_by(places, shares, self.routed)
+        self.around: Around | None = partial(copies.beside, ep, self.way.guests)
+
+    def start(self, x: Tensor) -> Tensor:
+        return self.way.start(dispatch(x, self.order, self.inverse))
+
+    def arrive(self, x: Tensor) -> Tensor:
+        return self.way.arrive(x)
+
+    def back(self, x: Tensor) -> Tensor:
+        return dispatch(self.way.back(x), self.inverse, self.order)
 
 
 def _swapped(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,15 @@ from torch import Tensor, nn
 
 from weft.comm import Axis, Waits
 from weft.models.experts import MixtureOfExperts
+from weft.parallel.copies import Copies
+from weft.parallel.expert import Spreading
 
 MOST = 4096
 """Numbers of tokens by block and expert that a step's record holds; of larger models, only their sums over blocks."""
+
+
+Pairs = tuple[tuple[int, int], ...]
+"""Experts and ranks of ep."""
 
 
 def mixtures(model: nn.Module) -> dict[int, MixtureOfExperts]:
@@ -25,21 +31,43 @@ class ExpertLoad:
     Every rank holds other tokens or other blocks, so a sum over everyone counts each token once.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, everyone: Axis | None):
+    def __init__(self, model: nn.Module, device: torch.device, everyone: Axis | None, ep: int = 1):
         """`model` is the whole one, before its blocks are dealt out to stages."""
         found = mixtures(model)
-        self.blocks, self.everyone = sorted(found), everyone
+        self.blocks, self.everyone, self.ep = sorted(found), everyone, ep
         width = max((len(m.tally) for m in found.values()), default=0)
         self.table = torch.zeros((len(found), width), dtype=torch.float64, device=device)
         """[blocks with experts, experts + 3], as MixtureOfExperts.tally has it."""
         self.since = torch.zeros_like(self.table)
         """The tables of the steps since someone last asked, summed."""
+        self.steps = 0
+        """How many these are."""
         self.work: Waits | None = None
         self.parts: dict[int, MixtureOfExperts] = {}
+        self.copies: dict[int, Pairs] = {}
+        """By block, the experts that other ranks than their home compute too, and those ranks of ep."""
 
     def watch(self, *stages: nn.Module) -> None:
         """What this rank holds of the model."""
         self.parts = {i: m for stage in stages for i, m in mixtures(stage).items()}
+
+    def place(self, copies: dict[int, Pairs]) -> None:
+        """From now on these are the copies of experts, and no others."""
+        self.copies = {block: tuple(sorted(pairs)) for block, pairs in copies.items() if pairs}
+        for index, part in self.parts.items():
+            if isinstance(part.spread, Spreading):
+                pairs = self.copies.get(index)
+                part.spread.copies = None if pairs is None else Copies(part.options.count // self.ep, self.ep, pairs)
+
+    def told(self) -> dict[str, Any]:
+        """Where copies are, as a snapshot or a checkpoint keeps it."""
+        pairs = {str(block): [list(pair) for pair in pairs] for block, pairs in self.copies.items()}
+        return {"ep": self.ep, "copies": pairs} if pairs else {}
+
+    def recall(self, told: dict[str, Any]) -> None:
+        """Place copies as told() had them, if the experts are spread as they were then; else there are none."""
+        found = told["copies"] if told.get("ep") == self.ep else {}
+        self.place({int(block): tuple((expert, rank) for expert, rank in pairs) for block, pairs in found.items()})
 
     def begin(self, scale: float) -> None:
         """Before a step's backward passes: what they begin with."""
@@ -71,6 +99,7 @@ class ExpertLoad:
         if taken is False:
             return
         self.since += table
+        self.steps += 1
         for index, part in self.parts.items():
             e = part.options
             load = table[self.blocks.index(index), : e.count]

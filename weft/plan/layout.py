@@ -30,6 +30,12 @@ class Plan:
     """Ranks of ep on one node, where tokens pass on inside the node before they go to others; 1 goes directly."""
     ep_rebalance: float = 0.0
     """At a checkpoint experts change ranks if the fullest rank would have less load by this share; 0: never."""
+    ep_moves: bool = True
+    """Whether they may: groups go by the experts' numbers, which a move changes."""
+    ep_copies: int = 0
+    """Experts of other ranks of which a rank may then compute a copy, in each block."""
+    ep_copy_rows: float = 0.0
+    """Rows that the fullest rank must be spared in a pass for a copy to pay."""
     zero: int = 3
     sequence: bool = False
     schedule: str = "1f1b"

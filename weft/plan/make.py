@@ -17,11 +17,13 @@ from weft.plan.choose import choose, scene_for, space_for
 from weft.plan.context import choose_style, rings
 from weft.plan.counts import part_costs
 from weft.plan.explain import runs
+from weft.plan.facts import cluster_facts
 from weft.plan.layout import AXES, Plan
 from weft.plan.layouts import Layouts
 from weft.plan.memory import communication_bytes, counts, last_bytes, predict_memory
 from weft.plan.own_time import step_seconds
 from weft.plan.peaks import peak_flops
+from weft.plan.places import with_copies
 from weft.plan.ranks import backend_of, device_for, device_memory, world_of
 from weft.plan.recompute import least_recompute
 from weft.plan.rules import attends, check, divisors
@@ -104,6 +106,7 @@ def begin(job: Job, world: int | None = None) -> Start:
         plan = _pin(job.parallel, plan, world)
         plan = _sequence(job, plan, reasons)
         plan = _context(job, plan, device, reasons)
+        plan = with_copies(job, plan, cluster_facts(job, world, device, memory))
         check(job, plan)
     return Start(job, device, world, memory, plan, tuple(reasons))
 

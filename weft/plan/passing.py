@@ -29,13 +29,13 @@ def block_passing(m: Model, z: Sizes, recompute: bool, mix: Mixture | None = Non
     tape = Tape()
     x = z.rows * z.dim * z.c
     tape.take(x=x)
-    inner = _block_forward(tape, m, z, mix)
+    _block_forward(tape, m, z, mix)
     kept_all, forward = tape.live - x, tape.peak - x
     if not recompute:
         tape.take(dy=x)
         start, tape.peak = tape.live, tape.live
         _block_backward(tape, m, z, mix)
-        return Passing(kept_all, forward, tape.peak - start, inner)
+        return Passing(kept_all, forward, tape.peak - start, start - tape.noted)
     again = Tape()
     again.take(x=x, dy=x)
     _block_forward(again, m, z, mix)
@@ -43,11 +43,10 @@ def block_passing(m: Model, z: Sizes, recompute: bool, mix: Mixture | None = Non
     if mix is None:
         again.peak = again.live  # the forward pass that runs again stops before its last product
     _block_backward(again, m, z, mix)
-    return Passing(x, forward, again.peak - 3 * x)
+    return Passing(x, forward, again.peak - 3 * x, 3 * x - again.noted)
 
 
-def _block_forward(t: Tape, m: Model, z: Sizes, mix: Mixture | None) -> float:
-    """Returns what the feed-forward part has kept."""
+def _block_forward(t: Tape, m: Model, z: Sizes, mix: Mixture | None) -> None:
     norm(t, m, z, "x", "n", z.rows, z.dim, 1)
     enter(t, z, "n")
     t.take(q=z.tokens * z.heads * z.c, k=z.tokens * z.kv * z.c, v=z.tokens * z.kv * z.c)
@@ -70,10 +69,8 @@ def _block_forward(t: Tape, m: Model, z: Sizes, mix: Mixture | None) -> float:
     if not keeps_input(m, z):
         t.drop("x")
     t.drop("o")
-    before = t.live
     feed = _feed_forward if mix is None else partial(routed_forward, mix=mix)
     feed(t, m, z)
-    return t.live - before
 
 
 def _feed_forward(t: Tape, m: Model, z: Sizes) -> None:

@@ -33,6 +33,8 @@ class Mixture:
     """Width of the experts that all tokens use, on this rank."""
     apart: bool
     """The experts' gradients are handed on as soon as the experts are done."""
+    guests: int = 0
+    """Experts of other ranks that a rebalancer may let this rank compute."""
 
     @property
     def uses(self) -> float:
@@ -49,6 +51,7 @@ def mixture_of(job: Job, plan: Plan) -> Mixture | None:
     return Mixture(
         experts=e, tokens=tokens, ffn=ffn, own=e.count / plan.ep, ep=plan.ep > 1,
         cut=plan.tp > 1 and not plan.sequence, shared=e.shared * ffn / plan.tp, apart=plan.dp_shard > 1 and plan.ep > 1,
+        guests=plan.ep_copies,
     )  # fmt: skip
 
 
@@ -65,7 +68,7 @@ def routed_forward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
     if mix.ep:
         t.take(arrived=x, trip=2 * mix.uses * INDEX)
         _shared_forward(t, m, z, mix)
-        t.take(rows=x)
+        t.take(rows=x, lent=_lent(m, z, mix))
     t.flash(copies * h)
     t.take(u=h)
     if m.activation == "swiglu":
@@ -103,6 +106,11 @@ def routed_forward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
         t.drop("n2")
     if z.c < FLOAT:
         t.drop("part")
+
+
+def _lent(m: Model, z: Sizes, mix: Mixture) -> float:
+    """Bytes of the guests' matrices."""
+    return mix.guests * (3 if m.activation == "swiglu" else 2) * z.dim * mix.ffn * z.c
 
 
 def _route(t: Tape, z: Sizes, mix: Mixture) -> None:
@@ -209,7 +217,10 @@ def routed_backward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
     if mix.apart:
         t.drop("weights")
         t.take(weights=before)
+        t.noted = t.live
     if mix.ep:
+        t.flash(2 * _lent(m, z, mix))
+        t.drop("lent")
         t.take(darrived=x)
         t.drop("dx")
         t.take(dsent=x)

@@ -201,6 +201,12 @@ def _experts(job: Job, plan: Plan) -> str | None:
             f"{setting} takes a block apart, and model.experts balances whole sequences; memory.recompute=full would "
             "work"
         )
+    layers = job.model.layers or 0
+    if experts.first_dense >= layers:
+        return (
+            f"model.experts.first_dense={experts.first_dense} leaves none of the {layers} blocks with experts; "
+            f"first_dense={layers - 1} would work, or model.experts=null"
+        )
     return _ep(job, plan)
 
 
@@ -217,10 +223,10 @@ def _ep(job: Job, plan: Plan) -> str | None:
     if count % plan.ep:
         return f"parallel.ep={plan.ep} does not divide model.experts.count={count}; ep={_or(fit)} would work"
     groups = job.model.experts.groups
-    if plan.ep_rebalance and groups > 1:
+    if plan.ep_rebalance and groups > 1 and not plan.ep_copies:
         return (
-            f"parallel.ep_rebalance={plan.ep_rebalance:g} gives experts other numbers, and "
-            f"model.experts.groups={groups} goes by their numbers; ep_rebalance=0 would work"
+            f"parallel.ep_copies=0 lets ep_rebalance={plan.ep_rebalance:g} only give experts other numbers, and "
+            f"model.experts.groups={groups} goes by their numbers; ep_copies=1 would work, or ep_rebalance=0"
         )
     width = shared * (job.model.experts.ffn or 0)
     if width % plan.tp:

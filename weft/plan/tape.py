@@ -16,6 +16,8 @@ class Tape:
     held: dict[str, float] = field(default_factory=dict)
     live: float = 0.0
     peak: float = 0.0
+    noted: float = 0.0
+    """What was live when the experts' gradients were there."""
 
     def take(self, **sizes: float) -> None:
         for name, size in sizes.items():
@@ -76,7 +78,8 @@ class Passing:
     forward: float
     backward: float
     inner: float = 0.0
-    """Of what is kept, the feed-forward part's."""
+    """Of what is there when backward begins, what has gone by the time the experts' gradients are there: less than
+    nothing where a block is computed again."""
 
 
 def keeps_input(m: Model, z: Sizes) -> bool:

@@ -235,6 +235,7 @@ class Step:
         self.scattering = unit.elements * FLOAT
         w.add(self.scattering)
         w.add(-unit.gathered - (unit.elements * FLOAT if waited else 0.0))
+        self._scatter(unit)
         fresh = waited or key not in self.graded
         self.graded.add(key)
         if fresh:
@@ -253,7 +254,13 @@ class Step:
             self.scattering = unit.elements * FLOAT
             w.add(self.scattering)
             w.add(-unit.elements * FLOAT)
+            self._scatter(unit)
             w.add(unit.cut * FLOAT)
+
+    def _scatter(self, unit: Unit) -> None:
+        """Gloo copies what it is to sum and cut, and FSDP2 what a rank alone holds."""
+        if self.plan.backend == "gloo" or unit.cut == unit.elements:
+            self.walk.flash(self.scattering + unit.cut * FLOAT)
 
 
 def _parts(unit: Unit) -> tuple[Unit, ...]:

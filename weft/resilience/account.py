@@ -59,7 +59,7 @@ class Outcome:
     why: str | None
 
 
-ALSO_TELLS = {"diskfull": "checkpoint_failed", "corrupt": "damaged", "term": "stop"}
+ALSO_TELLS = {"diskfull": "checkpoint_failed", "corrupt": "damaged", "term": "stop", "nan": "skipped"}
 """Events of other names that tell of a fault."""
 
 WENT_ON = ("recovered", "start")

@@ -10,7 +10,7 @@ from weft.plan.layout import Plan
 
 WORTH = 0.1
 """Of a step's computing, what another division must save."""
-PATIENCE_S = 3.0
+PATIENCE_S = 1.0
 """Time that must have been lost before work moves: a rank that is slow for a moment is left alone."""
 LARGER = 2
 """Times the plan's microbatch that a fast rank may compute at once, where microbatches must be as many everywhere."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from weft.hardware.network import stay_home
 from weft.job.errors import MachineError
 from weft.job.run import RunDir
+from weft.launch.environment import room
 from weft.launch.local import AT_ONCE, KILLED, WISHES, forwarding, shared_memory
 from weft.resilience.board import PHASES, Board
 from weft.resilience.nursery import Child, Nursery, adopting
@@ -110,6 +111,8 @@ class _Guardian:
         signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)  # a process inherits the mask and lifts it when it can answer
         with forwarding(self.ranks) as interrupts:
             try:
+                if self.can_adopt:
+                    self._nursery()  # it imports while the supervisor decides
                 self._start_supervisor()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
                 while not self.board["end"] and len(interrupts) < AT_ONCE:
@@ -144,13 +147,10 @@ class _Guardian:
 
     def _start_slot(self, slot: int) -> None:
         self.board.clear(slot)
-        if self.board["published"] <= 1 and slot < self.world:
-            rank = {"RANK": str(slot), "WORLD_SIZE": str(self.world), "WEFT_SLOT": str(slot)}
-            self.slots[slot] = self._start([*WORKER, str(self.run.path)], rank)
-        elif self.can_adopt:
+        if self.can_adopt:
             self.slots[slot] = self._nursery().ask(slot)
         else:
-            self.slots[slot] = self._start([*WORKER, str(self.run.path)], {"WEFT_SLOT": str(slot)})
+            self.slots[slot] = self._start([*WORKER, str(self.run.path)], {"WEFT_SLOT": str(slot), **room()})
         self.board.put(slot, "pid", self.slots[slot].pid)
         self.ranks.append(self.slots[slot])
 
@@ -159,7 +159,7 @@ class _Guardian:
             self.nursery.close()
             self.nursery = None
         if self.nursery is None:
-            self.nursery = Nursery(lambda env, files: self._start([*WORKER, str(self.run.path)], env, files))
+            self.nursery = Nursery(lambda env, files: self._start([*WORKER, str(self.run.path)], env | room(), files))
         return self.nursery
 
     def _start_supervisor(self) -> None:

@@ -20,15 +20,19 @@ from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.plan.layout import Plan
 from weft.precision import FLOOR
+from weft.resilience.crowd import Crowd
 from weft.resilience.digest import Kind
+from weft.resilience.doubt import Doubt, differing, values_at, wrong_ones
 from weft.resilience.notes import Notes
 from weft.resilience.repair import copy_pieces
 from weft.resilience.rollback import RollBack
 from weft.resilience.spikes import RECALLED, Spikes
 from weft.resilience.telling import Row, Table
 from weft.resilience.tempo import Tempo
-from weft.resilience.weights import Weights
+from weft.resilience.weights import Disagreement, Weights
 
+TRIES = 3
+"""As often the same steps are computed again because ranks disagree after them."""
 STALL_S = 1.0
 """Seconds without data, or that the wall clock jumps, from which on it is told."""
 
@@ -71,10 +75,14 @@ class Guards:
         self.table = Table(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))
         # statistics of a person's own module are averaged over ranks as if their shares were equal
         self.tempo = Tempo(job, plan, mesh, self.notes, fixed=lambda: bool(state.woven.buffers()))
-        self.spikes = Spikes()
+        self.spikes, self.crowd = Spikes(), Crowd()
         self.loader: Loader | None = None
         self.bad: list[Step] = []
         self.agreed = state.step
+        """The last step after which weights were the same where they must be."""
+        self.doubt: Doubt | None = None
+        self.right: list[float] = []
+        """What a doubtful step gave where ranks had differed, when it was computed again."""
         self.begin()
 
     def begin(self) -> None:
@@ -84,11 +92,17 @@ class Guards:
         self.tempo.pace.forget()
         self.start_clock()
 
+    @property
+    def trusted(self) -> int:
+        """The step to go back to when ranks disagree; -1 where they never compare."""
+        return self.agreed if self.settings.check_every else -1
+
     def start_clock(self) -> None:
         """Leave out what was not training."""
         self.waited = dict(self.mesh.meter.read())
         self.starved = self.loader.waited if self.loader else 0.0
         self.clock = time.time() - time.monotonic()
+        self.crowd.since()
 
     def attach(self, loader: Loader) -> Loader:
         """Where samples come from, and whom to tell about other shares."""
@@ -104,11 +118,13 @@ class Guards:
         jump = time.time() - time.monotonic() - self.clock
         busy = max(0.0, seconds - sum(waits) - others - starved)
         rank, at, changed = self.mesh.rank, len(head), self.weights.changed
-        row = Row(busy, starved, jump, changed if isinstance(changed, int) else 0, 0.0, waits, ())
+        row = Row(busy, starved, jump, changed if isinstance(changed, int) else 0, 0.0, *self.crowd.since(), waits, ())
         out = self.table.message(rank, head, row, self.mesh.device)
         if isinstance(changed, Tensor):
             out[self.table.field(rank, at, "changed")] = changed.double()
         out[self.table.field(rank, at, "norm")] = norm.double()
+        if self.doubt and step == self.doubt.read_at and rank == self.doubt.group[0]:
+            self.right = values_at(self.state.woven.masters, self.doubt.places)
         if (sums := self.weights.look(step, seconds)) is not None:
             out[self.table.place(rank, at)] = sums
         self.start_clock()
@@ -193,19 +209,47 @@ class Guards:
             self.notes.fault("divergence", step.number, why, rank)
         if confessed:
             raise RollBack(step.number - 2, (), why, "divergence")
-        if not self.weights.due(step.number):
+        if step.number not in self.weights.compared:
             return
+        self.weights.compared.remove(step.number)
         for found in self.weights.disagreements(rows):
             odd = found.odd
             if odd.source is None:
-                why = (
-                    f"ranks {' and '.join(map(str, odd.group))} should hold the same weights and do not, and it cannot "
-                    f"be told which is right: all ranks go back to before step {self.agreed + 1}"
-                )
-                self.notes.fault("divergence", step.number, why)
-                raise RollBack(self.agreed, (), why, "divergence")
-            self._mend(step, found.kind, odd.ranks, odd.source)
+                self._undo(step, found)
+            else:
+                self._mend(step, found.kind, odd.ranks, odd.source)
+        self._name(step)
         self.agreed = step.number
+
+    def _undo(self, step: Step, found: Disagreement) -> None:
+        """Nobody can tell who is right: compute the steps since the last agreement again."""
+        ranks = found.odd.group
+        group = " and ".join(map(str, ranks))
+        tries = self.doubt.tries + 1 if self.doubt and self.doubt.step == step.number else 1
+        if tries > TRIES:
+            raise DivergedError(
+                f"ranks {group} should hold the same weights, and {tries} times did not after step {step.number}: they "
+                "do not compute alike, or the memory of one is bad; resilience.check_every=0 trains without looking"
+            )
+        places, held = differing(self.state.woven.masters, found.kind, ranks, self.mesh)
+        self.doubt, self.right = Doubt(step.number, self.state.step, ranks, tries, places, held), []
+        why = (
+            f"ranks {group} should hold the same weights and do not, and it cannot be told which is right: all ranks "
+            f"go back to before step {self.agreed + 1}"
+        )
+        self.notes.fault("divergence", step.number, why)
+        raise RollBack(self.agreed, (), why, "divergence")
+
+    def _name(self, step: Step) -> None:
+        """The step that ranks disagreed about was computed again, and they agree: now it shows who was wrong."""
+        doubt = self.doubt
+        if doubt is None or step.number < doubt.step:
+            return
+        self.doubt = None
+        right = cast(list[float], self.mesh.all_gather_object(self.right)[doubt.group[0]])
+        for rank in wrong_ones(doubt, right) if right else ():
+            why = f"step {doubt.step}, computed again, shows that the weights of rank {rank} were the wrong ones"
+            self.notes.fault("divergence", doubt.step, why, rank)
 
     def _mend(self, step: Step, kind: Kind, wrong: tuple[int, ...], source: int) -> None:
         began = time.perf_counter()

@@ -1,7 +1,7 @@
 """Ranks in milliseconds: a process that has imported everything, and gives copies of itself to the guardian.
 
-To import torch takes seconds and a core. The nursery does so once, beside the run; a spare, or a rank that replaces
-a dead one, is then a fork of it. The fork's parent is the guardian, as if that had started it.
+To import torch takes seconds and a core. The nursery does so once for all: every rank and spare, the first ones and
+those that replace a dead one, is a fork of it. The fork's parent is the guardian, as if that had started it.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from weft.resilience.snapfile import HEAD, MAGIC, SEAL
 
-KEEP = 5
+KEEP = 6
 """Steps in the ring. While one is written, the ranks may differ by one in the newest that they have sealed; the rest
-is for going back before a bad batch."""
+is for going back before a bad batch, and to the last step that is known to be good."""
 
 FEWEST = 3
 """With less than this no step is sure to be whole on every rank."""
@@ -36,16 +36,17 @@ FEWEST = 3
 SHARE = 0.5
 """Of the memory that is free, what the snapshots of all ranks of a machine may take."""
 
-COST = 0.005
+COST = 0.0075
 """Of the time of a step, what copying may take on average: a larger state is copied every few steps."""
 
-FREE_S = 0.001
+FREE_S = 0.002
 """Copying that takes less than this is done at every step, however short."""
 
-AGREE_AFTER, AGREE_EVERY = 5, 200
-"""Steps after which ranks agree how often to copy: soon after a start, and then now and then."""
+AGREE_AFTER, AGREE_EVERY = KEEP + 2, 200
+"""Steps after which ranks agree how often to copy: soon after a start, when all of the ring has been written once (the
+first time takes longer), and then now and then."""
 
-ALIGN = 64
+ALIGN, PAGE = 64, 4096
 
 
 def newest_common(held: Iterable[Iterable[int]], at_most: int | None = None) -> int | None:
@@ -69,10 +70,12 @@ class Snapshots:
         self._slots: list[_Slot] = []
         self.wanted: Callable[[], tuple[int, int]] = lambda: (-1, 0)
         """The step that other machines hold copies of, and the one from which on the next is copied (0: none)."""
+        self.trusted = -1
+        """The last step that is known to be good: the newest up to it stays."""
         self._open: tuple[_Slot, int, dict[str, Any]] | None = None
         self._committed = -1
         self._copies: deque[float] = deque(maxlen=8)
-        self._steps: deque[float] = deque(maxlen=8)
+        self._steps: deque[float] = deque(maxlen=2 * AGREE_AFTER)
         self._last: tuple[int, float] | None = None
         self._complete = False
         """Whether the ring was filled up: of what a process before this one left, only whole steps are taken over."""
@@ -103,8 +106,11 @@ class Snapshots:
     def _pinned(self) -> set[int]:
         """What must not be overwritten yet: copies elsewhere are of use only beside the same step here."""
         safe, target = self.wanted()
-        sent = [s for s in self.held() if s >= target > 0]
-        return {s for s in (safe, *sent[:1]) if s > 0}
+        held = self.held()
+        sent = [s for s in held if s >= target > 0]
+        pinned = {s for s in (safe, *sent[:1]) if s > 0}
+        good = [s for s in held if s <= self.trusted][-1:]
+        return pinned.union(good) if len(self._slots) - len(pinned.intersection(held).union(good)) >= FEWEST else pinned
 
     def seal(self, step: int, more: dict[str, Any]) -> None:
         """The step is committed: what was copied of it may be continued from."""
@@ -163,7 +169,9 @@ class Snapshots:
         free = [path for i in range(self.keep) if (path := self._path(i)) not in taken]
         try:
             for path in free[: keep - len(self._slots)]:
-                self._slots.append(_Slot(table, _memory(path, table.size), path=path))
+                memory = _memory(path, table.size)
+                memory[::PAGE].zero_()  # once touched, copying takes a third of the time
+                self._slots.append(_Slot(table, memory, path=path))
                 self._slots[-1].unseal()
         except OSError as error:  # a small /dev/shm, as containers have
             self._slots = []

@@ -20,6 +20,9 @@ LOSS_FLOOR = 0.25
 """A loss that is up by less than this share of itself is no spike, however calm the run was."""
 NORM_FLOOR = math.log(30)
 """Norms are compared by ratio. Clipping tames what is smaller, and a bad batch of that kind shows in the loss."""
+TOGETHER = (0.05, math.log(3))
+"""The same two floors where loss and norm leave what they have shown in one step: a model that knows little yet cannot
+be much surprised."""
 UNEASY = 0.35
 """A step whose norm went this share of the way to a spike is to blame if the next step's loss is one."""
 RECALLED = WINDOW + BEFORE + 1
@@ -80,16 +83,18 @@ class Spikes:
         usual = statistics.median(self.loss.values) if self.loss.values else loss
         by_loss = self.loss.judge(loss, LOSS_FLOOR * abs(usual))
         by_norm = self.norm.judge(size, NORM_FLOOR)
-        if max(by_loss, by_norm) < 1:
+        by_both = min(self.loss.judge(loss, TOGETHER[0] * abs(usual)), self.norm.judge(size, TOGETHER[1]))
+        if max(by_loss, by_norm, by_both) < 1:
             self.uneasy = step if by_norm > UNEASY else None
             self.learn(loss, norm)
             return None
-        bad = self.uneasy if self.uneasy == step - 1 and by_norm < 1 else step
+        bad = self.uneasy if self.uneasy == step - 1 and max(by_norm, by_both) < 1 else step
         if step - 1 in self.undone:  # its batch was not learned from, so the damage was done before
             bad = min(self.undone) - 1
         if len(self.undone) == PATIENCE and step - self.undone[0] < MEMORY:
             self._forget()
             return None
         self.undone.append(bad)
-        what = f"the loss went from about {usual:.3g} to {loss:.3g}" if by_loss >= 1 else f"its norm is {norm:.3g}"
+        surprised = max(by_loss, by_both) >= 1
+        what = f"the loss went from about {usual:.3g} to {loss:.3g}" if surprised else f"its norm is {norm:.3g}"
         return Spike(bad, f"{what} at step {step}")

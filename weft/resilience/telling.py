@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FIELDS = ("busy", "data", "jump", "changed", "norm")
+FIELDS = ("busy", "data", "jump", "changed", "norm", "delay", "idle")
 """Seconds computed, seconds without data, seconds the wall clock jumped, 1 + the number of a weight that changed
-between two updates, and the gradient norm, which should be the same everywhere. After them seconds waited on each axis,
-then the halves of each kind's checksum."""
+between two updates, the gradient norm, which should be the same everywhere, seconds without a core, and seconds that
+cores of its machine were idle. After them seconds waited on each axis, then the halves of each kind's checksum."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Row:
     jump: float
     changed: int
     norm: float
+    delay: float
+    idle: float
     waited: tuple[float, ...]
     digests: tuple[float, ...]
 
@@ -41,7 +43,7 @@ class Table:
 
     def message(self, rank: int, head: list[float], row: Row, device: torch.device) -> Tensor:
         """`head` and this rank's row, among zeros where the other ranks' rows will be."""
-        values = [row.busy, row.data, row.jump, float(row.changed), row.norm, *row.waited]
+        values = [row.busy, row.data, row.jump, float(row.changed), row.norm, row.delay, row.idle, *row.waited]
         flat = head + [0.0] * (rank * self.width) + values
         flat += [0.0] * (len(head) + self.world * self.width - len(flat))
         out = torch.tensor(flat, dtype=torch.float64, pin_memory=device.type == "cuda")
@@ -62,7 +64,7 @@ class Table:
         out = []
         for rank in range(self.world):
             row = values[rank * self.width : (rank + 1) * self.width]
-            busy, data, jump, changed, norm = row[:fixed]
+            busy, data, jump, changed, norm, delay, idle = row[:fixed]
             waited, digests = row[fixed : fixed + waits], row[fixed + waits :]
-            out.append(Row(busy, data, jump, round(changed), norm, tuple(waited), tuple(digests)))
+            out.append(Row(busy, data, jump, round(changed), norm, delay, idle, tuple(waited), tuple(digests)))
         return out

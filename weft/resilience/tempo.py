@@ -17,6 +17,8 @@ from weft.resilience.notes import Notes
 from weft.resilience.pace import Pace, Slow
 from weft.resilience.telling import Row
 
+PAUSE = 0.9
+"""What is left after each step without a slow rank of the time that one has lost."""
 SUPERVISED = "WEFT_SLOT"
 """In the environment of a process that a supervisor can replace."""
 
@@ -60,14 +62,14 @@ class Tempo:
                 f"{1e3 * link.usual_s:.0f} ms: the link between them is slow"
             )
             self.notes.fault("slow_link", step, why, axis=link.axis, ranks=list(link.ranks))
-        self.pace.add(seconds, [row.busy for row in rows])
+        self.pace.add(seconds, *([getattr(row, name) for row in rows] for name in ("busy", "delay", "idle")))
         self._slow_rank(step, now)
 
     def _slow_rank(self, step: int, now: int) -> None:
         uneven = len(set(self.shares.counts)) > 1
         slow = None if uneven else self.pace.slow()  # who has more to do is not slow
-        if not uneven and (slow is None or slow.rank != self.slow):  # only what one rank loses without a pause counts
-            self.lost_s = self.balance.lost_s = 0.0
+        if not uneven and (slow is None or slow.rank != self.slow):  # what one rank loses with long pauses is nothing
+            self.lost_s, self.balance.lost_s = PAUSE * self.lost_s, PAUSE * self.balance.lost_s
         if slow is not None and slow.rank != self.slow:
             self.slow = slow.rank
             why = f"rank {slow.rank} computes {slow.ratio:.1f} times as long as the others"

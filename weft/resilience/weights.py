@@ -21,6 +21,8 @@ CHEAP = 0.002
 """Of a step's time, what it may cost to look whether weights changed between two updates."""
 BYTES_PER_S = 1.5e12
 """How fast a GPU reads, for that cost: its clock is not the host's."""
+LATE = 1
+"""Steps that are done before a comparison is read: it travels while they compute, and they are undone with the rest."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Weights:
         self, masters: Mapping[str, Tensor], mesh: Mesh, coords: list[dict[str, int]], alone: bool, every: int
     ):
         """`alone`: replicas have weights of their own between rounds. `every` 0 looks never."""
-        self.mesh, self.every = mesh, every
+        self.mesh, self.every, self.spacing = mesh, every, 1
+        self.compared: set[int] = set()
+        """Steps whose comparison is under way."""
         self.digests = Digests(masters)
         everyone = cast(
             list[tuple[dict[Kind, str], list[str]]], mesh.all_gather_object((self.digests.held, self.digests.names))
@@ -61,6 +65,7 @@ class Weights:
         self.changed: Tensor | int = 0
         """1 + the number of the weight that changed since the last update."""
         self.look_every, self.looked_s = 1, 0.0
+        self.compared.clear()
 
     def before_update(self) -> None:
         """Weights are as they were after the last update, or something else changed them."""
@@ -89,6 +94,7 @@ class Weights:
         self.sums = self.digests.each()
         if not compare:
             return None
+        self.compared.add(step)
         mine = self.digests.by_kind(self.sums).view(-1, 2)
         out = mine.new_zeros(len(self.kinds), 2)
         out[[self.kinds.index(kind) for kind in self.digests.kinds]] = mine
@@ -96,7 +102,7 @@ class Weights:
 
     def due(self, step: int) -> bool:
         """Whether ranks compare their weights after this step."""
-        return self.every > 0 and step % self.every == 0
+        return self.every > 0 and step % period(self.every, self.spacing) == 0
 
     def disagreements(self, rows: list[Row]) -> list[Disagreement]:
         """Who holds others than the ranks that should hold the same."""
@@ -105,6 +111,13 @@ class Weights:
             digests = {rank: row.digests[2 * i : 2 * i + 2] for rank, row in enumerate(rows)}
             found += [Disagreement(kind, odd) for odd in odd_ones(self.alike[kind], digests, set())]
         return found
+
+
+def period(every: int, spacing: int) -> int:
+    """Steps from one comparison to the next, so that at most `every` are lost when one fails: they are those since the
+    comparison before and those done meanwhile. It falls on steps that are kept, which are `spacing` apart."""
+    most = max(1, every - LATE)
+    return most // spacing * spacing or most
 
 
 def _alike(kind: Kind, held: list[dict[Kind, str]], coords: list[dict[str, int]], alone: bool) -> list[tuple[int, ...]]:

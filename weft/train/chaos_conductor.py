@@ -45,6 +45,9 @@ PHASE_S = 5.0
 RETURN_S = 40.0
 """How long a node that comes back is waited for."""
 
+SLOW_S = 4.0
+"""How long a slow rank is kept slow at least, however short its steps are."""
+
 READ_S = 0.1
 """Until every rank has read an order."""
 
@@ -246,7 +249,7 @@ class Conductor:
         self.disk.free()
 
     def _slow(self, fault: Fault) -> None:
-        """Let a rank run every other slice of time until it is named, or for as long as the fault has room."""
+        """Let a rank run every other slice of time until work moves, or for as long as the fault has room."""
         assert fault.rank is not None
         met = self._moment(fault)
         if met is None:
@@ -254,8 +257,10 @@ class Conductor:
         pid = met[1]
         self._note(fault, "all")
         began, known = self.run.step, len(self.run.events)
-        over = lambda: self.run.step >= began + KINDS[fault.kind].room - 3  # noqa: E731
-        while not over() and self.run.look() is None:
+        room, until = KINDS[fault.kind].room - 3, time.monotonic() + SLOW_S
+        while self.run.look() is None:
+            if self.run.step >= began + room and (time.monotonic() > until or self.run.step >= fault.latest + room):
+                break
             if not (_send(pid, signal.SIGSTOP) and self._slice() and _send(pid, signal.SIGCONT) and self._slice()):
                 break
             if any(e.get("fault") == "slow_rank" and e["event"] == "recovered" for e in self.run.events[known:]):

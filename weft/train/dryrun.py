@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,6 +37,8 @@ from weft.train.build import build_state
 from weft.train.step import Stepper
 
 GIB = 2**30
+COPIED = {"gloo": frozenset({"reduce_scatter"})}
+"""Collectives before which a backend copies what it is given."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,9 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
     mesh = pretend(plan, rank)
     try:
         norms = _fused_norms() if plan.device == "cuda" else nullcontext()
-        with _real_meshes(), norms, FakeTensorMode(allow_non_fake_inputs=True):
-            meter, parts = trace(job, plan, mesh)
+        with warnings.catch_warnings(), _real_meshes(), norms, FakeTensorMode(allow_non_fake_inputs=True):
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # stages copy the model
+            meter, parts = trace(job, plan, mesh, copied=COPIED.get(plan.backend, frozenset()))
         return _compare(job, plan, mesh, meter, parts, began)
     finally:
         mesh.close()
@@ -96,9 +100,9 @@ def measured_peak(job: Job) -> int:
     return meter.peak
 
 
-def trace(job: Job, plan: Plan, mesh: Mesh) -> tuple[Meter, dict[str, int]]:
-    """Build this rank and take a step under a meter; also the bytes of what it keeps."""
-    with Meter(_names(mesh)) as meter:
+def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()) -> tuple[Meter, dict[str, int]]:
+    """Build this rank and take a step under a meter; also the bytes of what it keeps. `copied` as the meter's."""
+    with Meter(_names(mesh), copied) as meter:
         state = build_state(job, plan, mesh)
         state.scale.dynamic = False  # whether a step overflowed is a value, and there are none
         if isinstance(state.woven, Pipelined):

@@ -22,6 +22,7 @@ from weft.job.errors import Exit, WeftError
 from weft.job.load import load_job
 from weft.job.run import RunDir
 from weft.job.schema import Job
+from weft.launch.environment import show
 from weft.launch.local import die_with_parent
 from weft.plan.layout import Plan
 from weft.resilience.attempt import Attempt, read_attempt
@@ -79,10 +80,11 @@ class Member:
         return Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
 
     def _next(self, after: int) -> Attempt:
-        """Wait for an attempt that names this slot."""
+        """Wait for an attempt that names this slot and is not over: a process may be born before the next is published,
+        into the place of the one that died."""
         seen = after
         while True:
-            if (number := self.board["published"]) > seen:
+            if (number := self.board["published"]) > seen and self.board.valid(number):
                 seen = number
                 attempt = read_attempt(self.folder, number)
                 if attempt.rank_of(self.slot) is not None:
@@ -97,10 +99,12 @@ class Member:
         from weft.train.session import open_session
 
         rank, position, wires = attempt.rank_of(self.slot) or 0, "", Wires()
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(list(attempt.ranks).index(rank)), WORLD_SIZE=str(attempt.world),
-            LOCAL_WORLD_SIZE=str(len(attempt.ranks)), **attempt.environment,
-        )  # fmt: skip
+        environment = {
+            "RANK": str(rank), "LOCAL_RANK": str(list(attempt.ranks).index(rank)), "WORLD_SIZE": str(attempt.world),
+            "LOCAL_WORLD_SIZE": str(len(attempt.ranks)),
+        }  # fmt: skip
+        show(environment)
+        os.environ.update(environment | attempt.environment)
         self.heart.on_fence = wires.cut
         self.heart.join(attempt.number, rank)
         self._note(rank, f"attempt {attempt.number} begins, in slot {self.slot}, process {os.getpid()}")

@@ -1,8 +1,9 @@
-"""At a checkpoint: give experts other numbers, and so other ranks, where that makes the ranks' loads more even.
+"""At a checkpoint: give experts other ranks, and hot ones several, where that makes the ranks' loads more even.
 
 Experts of a block are alike but for their weights. If the router's rows, the biases, the weights and all that the
 optimizer and the average hold of them are put into another order together, the model says what it said before. Which
-rank holds an expert follows from its number, so a hot one can be given a rank whose others are idle.
+rank holds an expert follows from its number, so a hot one can be given a rank whose others are idle. One that is too
+hot for any rank is computed by several (parallel/copies.py), and its tensors stay where they are.
 """
 
 from __future__ import annotations
@@ -11,54 +12,46 @@ import torch
 from torch import Tensor
 
 from weft.comm.pieces import local_of, piece_of
+from weft.plan.layout import Plan
+from weft.plan.places import Placing, cost_of, fullest, place
 from weft.train.state import State
 
 MOVED = ("router.", "experts.", "bias", "past")
 """What of a mixture has a row for each expert."""
 
 
-def better_order(load: list[float], ranks: int) -> list[int]:
-    """Which expert should stand at each place: the hottest first, each to the rank with the least so far and room."""
-    room = len(load) // ranks
-    held: list[list[int]] = [[] for _ in range(ranks)]
-    for expert in sorted(range(len(load)), key=lambda e: (-load[e], e)):
-        free = [r for r in range(ranks) if len(held[r]) < room]
-        held[min(free, key=lambda r: (sum(load[e] for e in held[r]), r))].append(expert)
-    return [expert for each in held for expert in sorted(each)]
+def rebalance(state: State, plan: Plan) -> dict[str, float] | None:
+    """Place the experts of the blocks anew where the fullest rank would have less load by the share `ep_rebalance`.
 
-
-def fullest(load: list[float], ranks: int) -> float:
-    """Load of the fullest rank over the mean."""
-    room = len(load) // ranks
-    sums = [sum(load[i : i + room]) for i in range(0, len(load), room)]
-    return max(sums) * ranks / max(sum(sums), 1e-9)
-
-
-def rebalance(state: State, ranks: int, least: float) -> dict[str, float] | None:
-    """Move experts of the blocks where the fullest rank would have less load by at least the share `least`.
-
-    Returns the worst block's fullest rank over the mean, before and after; None where nothing moved. All ranks know the
-    load of all blocks, and so decide alike.
+    Returns the worst block's fullest rank over the mean, before and after; None where nothing changed. All ranks know
+    the load of all blocks, and so decide alike.
     """
     load = state.woven.load
-    if load is None or not load.blocks:
+    if load is None or not load.blocks or not load.steps:
         return None
-    table, before, after, moves = load.since[:, :-3].tolist(), [], [], dict[int, list[int]]()
+    # what the ranks of one ep group compute in one pass
+    passes = load.steps * plan.accumulation * plan.world // (plan.pp * plan.ep)
+    table = (load.since[:, :-3] / passes).tolist()
     load.since.zero_()
+    load.steps = 0
+    before, after, moves = [], [], dict[int, Placing]()
     for index, counts in zip(load.blocks, table, strict=True):
-        order = better_order(counts, ranks)
-        then = fullest([counts[e] for e in order], ranks)
-        now = fullest(counts, ranks)
-        if sum(counts) and then <= now * (1 - least):
-            moves[index] = order
-            before.append(now)
-            after.append(then)
+        there = load.copies.get(index, ())
+        found = place(counts, plan.ep, moves=plan.ep_moves, room=plan.ep_copies, price=plan.ep_copy_rows)
+        now = cost_of(counts, plan.ep, there, plan.ep_copy_rows)
+        if sum(counts) and found.rows + found.cost <= now * (1 - plan.ep_rebalance):
+            moves[index] = found
+            before.append(fullest(counts, plan.ep, there))
+            after.append(fullest([counts[e] for e in found.order], plan.ep, found.copies))
     if not moves:
         return None
     for index in moves.keys() & load.parts.keys():
-        _reorder(state, index, moves[index])
+        if moves[index].order != sorted(moves[index].order):
+            _reorder(state, index, moves[index].order)
+    load.place(load.copies | {index: found.copies for index, found in moves.items()})
     state.woven.refresh()
-    return {"blocks": len(moves), "before": max(before), "after": max(after)}
+    copies = sum(len(pairs) for pairs in load.copies.values())
+    return {"blocks": len(moves), "before": max(before), "after": max(after), "copies": copies}
 
 
 @torch.no_grad()

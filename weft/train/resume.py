@@ -57,7 +57,10 @@ def recall(session: Session, at_most: int | None = None) -> bool:
     pieces = state.pieces()
     if not all(session.mesh.all_gather_object(_same_layout(session) and snapshots.holds(pieces))):
         return False
-    state.recall(pieces, snapshots.load(step, pieces))
+    counts = snapshots.load(step, pieces)
+    state.recall(pieces, counts)
+    if at_most is None:  # what this process has seen itself, it knows better
+        session.guards.agreed = int(counts.get("agreed", 0))
     _forget_samples_after(session)
     return True
 

@@ -103,8 +103,9 @@ class Session:
         """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
-        if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan.ep, self.plan.ep_rebalance)):
+        if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan)):
             self.event("rebalance", step=self.state.step, **moved)
+            self.guards.weights.begin(self.state.woven.masters)  # they have changed, and nobody is to blame
         state, meta = self.state, self.state.meta(self.job, self.plan)
         self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
 
@@ -112,9 +113,10 @@ class Session:
         """Copy the step just done into memory that outlives this process, as often as that costs next to nothing."""
         self.checkpoints.poll()
         snapshots, state = self.snapshots, self.state
+        snapshots.trusted = self.guards.trusted
         if snapshots.due(state.step):
             pieces = state.pieces()
-            snapshots.take(state.step, pieces, state.counts())
+            snapshots.take(state.step, pieces, state.counts() | {"agreed": self.guards.agreed})
             if snapshots.refused:
                 self.log.warning("%s", snapshots.refused)
             elif snapshots.folder is not None and self.placed != len(pieces):
@@ -123,6 +125,7 @@ class Session:
                 places.write(snapshots.folder)
         if snapshots.tick(state.step):
             snapshots.every = max(cast(list[int], self.mesh.all_gather_object(snapshots.wish())))
+            self.guards.weights.spacing = snapshots.every
 
     def commit(self, record: dict[str, Any]) -> None:
         """Write a step's record: from here on it is done, and need not be done again after a fault."""
@@ -207,6 +210,7 @@ def open_session(
     if not recall(session):
         put_together(session)
         resume(session)
+        guards.agreed = state.step
     guards.recall(told_before(session))
     session.first_step = state.step
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")

@@ -110,6 +110,7 @@ class State:
             "skipped_steps": sorted(self.skipped_steps),
             "scale": self.scale.state(),
             "sync": self.rounds.meta(),
+            "experts": {} if self.woven.load is None else self.woven.load.told(),
         }
 
     def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
@@ -145,6 +146,8 @@ class State:
         for compressor in self.woven.compressors:
             compressor.steps = self.step
         self.rounds.adopt(meta.get("sync", {}))
+        if self.woven.load is not None:
+            self.woven.load.recall(meta.get("experts", {}))
         self.woven.refresh()
 
 
@@ -156,9 +159,16 @@ def meta_problem(meta: dict[str, Any]) -> str | None:
             raise ValueError("its counts are no counts")
         if not 0 < float(meta["scale"]["value"]) < LARGEST or not 0 <= int(meta["scale"]["quiet"]) < LARGEST:
             raise ValueError("its loss scale is no number")
+        if not all(_is_copies(told) for told in meta.get("experts", {}).get("copies", {}).values()):
+            raise ValueError("its copies of experts are none")
         sections = [meta["job"][section] for section in ("model", "data", "train")]
         if not 0 < Plan.from_json(meta["plan"]).world < LARGEST or not all(isinstance(s, dict) for s in sections):
             raise ValueError("its plan or job is none")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         return f"what it says of itself is not what a run says ({type(error).__name__}: {error})"
     return None
+
+
+def _is_copies(told: Any) -> bool:
+    """Whether this is what ExpertLoad.told() says of a block."""
+    return all(len(pair) == 2 and all(type(n) is int and 0 <= n < LARGEST for n in pair) for pair in told)

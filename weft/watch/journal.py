@@ -112,9 +112,12 @@ class _Lines:
         line = (json.dumps(to_plain(record), allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8", "replace")
         with self._lock, contextlib.suppress(OSError):  # a full disk; it is tried again with the next line
             self._late.append(line)
-            while self._late:
-                self._write(self._late[0])
-                self._late.popleft()
+            self._write_late()
+
+    def _write_late(self) -> None:
+        while self._late:
+            self._write(self._late[0])
+            self._late.popleft()
 
     def _write(self, line: bytes) -> None:
         if self._torn:
@@ -126,5 +129,7 @@ class _Lines:
 
     def close(self) -> None:
         if self._fd >= 0:
+            with self._lock, contextlib.suppress(OSError):
+                self._write_late()
             os.close(self._fd)
             self._fd = -1
