@@ -227,7 +227,7 @@ class Axis:
         out = torch.empty_like(pieces)
         with self._clock("all_to_all", pieces):
             if both_ways and self._halves_links(pieces):
-                self._swap(pieces, out)
+                self._swap(pieces.unbind(0), out)
             else:
                 dist.all_to_all_single(out, pieces, splits, splits, group=self.group)
         return out
