@@ -1,14 +1,16 @@
-"""Federated averaging over clients with skewed data beside central training: validation loss after equal steps.
+"""Federated averaging over clients with skewed data beside central training: validation loss at equal samples.
 
-python bench/federated.py            eight clients, each with other topics of the corpus; two workers play them
+    python bench/federated.py --write      two jobs, three seeds, rounds of 1 and 5 steps → federated.md
 
-Every client takes the steps and the batch that central training takes, on data of its own.
+Eight clients, each with other topics of a corpus or other labels of a set of images; two workers play them. Central
+training takes as many steps with the same global batch, so both see as many samples.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,24 +23,22 @@ from weft.job.shapes import resolve
 from weft.train.served.client import client_shares
 from weft.watch.journal import read_jsonl
 
-ROOT = Path(__file__).resolve().parent.parent
-JOB = (
-    "data.seq_len=64", "optim.lr=3e-3", "optim.warmup=0.1", "checkpoint.every=0", "parallel=auto",
-)  # fmt: skip
+HERE = Path(__file__).resolve().parent
+JOBS: dict[str, tuple[str, ...]] = {
+    "tiny": ("train.global_batch=16", "train.eval_batches=32", "data.seq_len=64", "optim.lr=3e-3", "optim.warmup=0.1"),
+    "vit": ("train.global_batch=64", "train.eval_batches=8"),
+}
+"""Text with a topic for each stretch of the corpus, and images with labels."""
 
 
-EVALUATED = 512
-"""Held-out samples."""
-
-
-def run(folder: Path, name: str, steps: int, batch: int, sync: str) -> float:
+def run(folder: Path, recipe: str, name: str, steps: int, seed: int, sync: str) -> float:
     """Train once; the last validation loss."""
     command = [
-        sys.executable, "-m", "weft", "train", "tiny", f"name={name}", f"train.sync={sync}", f"train.steps={steps}",
-        f"train.eval_every={steps}", f"train.global_batch={batch}", f"train.eval_batches={EVALUATED // batch}",
-        *JOB, "--nproc", "2",
+        sys.executable, "-m", "weft", "train", recipe, f"name={name}", f"train.sync={sync}", f"train.steps={steps}",
+        f"train.eval_every={steps}", f"train.seed={seed}", "checkpoint.every=0", "parallel=auto",
+        "cluster.device=cpu", *JOBS[recipe], "--nproc", "2",
     ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with code {done.returncode}\n{done.stderr}")
@@ -48,30 +48,49 @@ def run(folder: Path, name: str, steps: int, batch: int, sync: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", default="tiny,vit")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--every", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--outer-lr", type=float, default=1.0)
-    parser.add_argument("--outer-momentum", type=float, default=0.0)
+    parser.add_argument("--every", default="1,5", help="steps of a round")
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--skew", type=float, default=0.3)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--sampled", type=int, default=8)
+    parser.add_argument("--write", action="store_true", help="write federated.md")
     asked = parser.parse_args()
-    section = (
-        f"{{mode: federated, every: {asked.every}, clients: {asked.clients}, sampled: {asked.sampled}, "
-        f"skew: {asked.skew}, outer_lr: {asked.outer_lr}, outer_momentum: {asked.outer_momentum}}}"
-    )
-    job = resolve(load_job("tiny", [f"train.sync={section}", *JOB]))
-    sizes = [len(s) for s in client_shares(job, open_dataset(job))]
-    with tempfile.TemporaryDirectory() as folder:
-        central = run(Path(folder), "central", asked.steps, asked.batch, "step")
-        federated = run(Path(folder), "federated", asked.steps, asked.batch * asked.sampled, section)
-    print(f"{asked.clients} clients with {', '.join(map(str, sizes))} examples (skew {asked.skew:g})")
-    print(
-        f"{asked.sampled} of them in a round of {asked.every} steps; {asked.steps} steps, {asked.batch} sequences each"
-    )
-    print(f"central training   {central:.4f}")
-    print(f"federated          {federated:.4f}, {100 * (federated / central - 1):+.2f} %")
+    lines = ["| job | seed | examples of the clients | central | steps of a round | federated | against central |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    print("\n".join(lines), flush=True)
+    means = []
+    for recipe in asked.jobs.split(","):
+        found: dict[str, list[float]] = {every: [] for every in asked.every.split(",")}
+        for seed in asked.seeds.split(","):
+            rest = f"clients: {asked.clients}, sampled: {asked.sampled}, skew: {asked.skew}"
+            with tempfile.TemporaryDirectory() as folder:
+                section = f"train.sync={{mode: federated, {rest}}}"
+                job = resolve(load_job(recipe, [section, f"train.seed={seed}", *JOBS[recipe]]))
+                sizes = sorted(len(s) for s in client_shares(job, open_dataset(job)))
+                central = run(Path(folder), recipe, "central", asked.steps, int(seed), "step")
+                for every, off in found.items():
+                    sync = f"{{mode: federated, every: {every}, {rest}}}"
+                    loss = run(Path(folder), recipe, f"every{every}", asked.steps, int(seed), sync)
+                    off.append(100 * (loss / central - 1))
+                    lines.append(
+                        f"| {recipe} | {seed} | {sizes[0]} to {sizes[-1]} | {central:.4f} | {every} | {loss:.4f} "
+                        f"| {off[-1]:+.2f} % |"
+                    )
+                    print(lines[-1], flush=True)
+        means += [f"{recipe}, rounds of {e}: {statistics.mean(off):+.2f} % in the mean" for e, off in found.items()]
+    print("\n".join(means))
+    if asked.write:
+        text = (
+            "# Federated training beside central training\n\n`"
+            + " ".join(["python bench/federated.py", *sys.argv[1:]])
+            + f"`: {asked.clients} clients, {asked.sampled} of them in each round, skew {asked.skew:g}; {asked.steps} "
+            "steps, the same global batch for both. Seeds differ in weights, order and shares: the loss of central "
+            "training itself varies by a few per cent between them.\n\n"
+        )
+        whole = text + "\n".join(lines) + "\n\n" + "\n".join(f"- {m}" for m in means) + "\n"
+        (HERE / "federated.md").write_text(whole, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Two hosts on a slow link: seconds and bytes to one validation loss, plain PyTorch DDP beside Weft → slow_link.md.
 
-    python bench/slow_link.py --write      # as root on Linux with iproute2; a few minutes
+    python bench/slow_link.py --write      # as root on Linux with iproute2; eight minutes
 
 The hosts are network namespaces on this machine, with one rank each and a link between them that `tc tbf` shapes to
 100 Mb/s and 1 Gb/s. The model has many weights and few tokens a step, so its gradients are most of the work. DDP is
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--links", default="100,1000")
     parser.add_argument("--more", type=float, default=2.0, help="steps of the compressed run, over DDP's")
-    parser.add_argument("--diloco", type=int, default=0, help="steps of a DiLoCo run; 0 leaves it out")
+    parser.add_argument("--diloco", type=int, default=150, help="steps of a DiLoCo run; 0 leaves it out")
     parser.add_argument("--write", action="store_true", help="write slow_link.md")
     asked = parser.parse_args()
     if asked.ddp:
@@ -180,7 +180,7 @@ def main() -> None:
                 steps = int(asked.steps * asked.more)
                 job = job_of(f"adaptive{mbit:g}", steps, every, folder, comm={"compression": "adaptive"})
                 rows.append(("Weft, adaptive", *weft_run(hosts, folder, job, 900), steps))
-                if asked.diloco and mbit == 100:
+                if asked.diloco and mbit == float(asked.links.split(",")[0]):
                     sync = {"sync": {"mode": "diloco", "every": 50}}
                     job = job_of("diloco", asked.diloco, every, folder, train=sync)
                     rows.append(("Weft, DiLoCo every 50", *weft_run(hosts, folder, job, 900), asked.diloco))

@@ -24,6 +24,7 @@ from weft.sync.trust import flaw, norm, outliers
 from weft.train.served.book import Book
 from weft.train.served.chief import reach_shard
 from weft.train.served.hub import Hub, Peer
+from weft.train.served.rounds import Averaging
 from weft.train.served.shard import Holder, Shard, ShardDesk, deal_out
 from weft.train.served.updates import Updates
 from weft.watch.journal import Journal, read_jsonl
@@ -228,3 +229,71 @@ def test_what_is_wrong_with_an_update_is_said() -> None:
     assert outliers({0: 1.0, 1: 1.2, 2: 50.0}, [], 10) == {2: "its norm is 50, 41.7 times the median"}
     assert outliers({0: 1.0, 1: 50.0}, [], 10) == {}  # who of two is wrong?
     assert list(outliers({0: 1.0, 1: 50.0}, [1.0, 1.1, 0.9], 10)) == [1]
+
+
+def rounds_of(folder: Path, name: str, examples: list[int], **sync: Any) -> tuple[Averaging, Shard]:
+    raw = {
+        "cluster": {"device": "cpu"},
+        "train": {"global_batch": len(examples), "steps": 20, "eval_every": 0,
+                  "sync": {"mode": "federated", "clients": len(examples), **sync}},
+        "optim": {"name": name, "lr": 0.1, "schedule": "constant", "warmup": 0, "clip": 0},
+        "checkpoint": {"every": 0}, "parallel": {"dp_replicate": 1},
+    }  # fmt: skip
+    job, plan = make_plan(Job.model_validate(raw), 1)
+    masters: dict[str, Tensor] = {"w": nn.Parameter(torch.ones(2, 2))}
+    shard = Shard(masters, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1")
+    book = Book(job, plan, Journal(RunDir(folder)), Progress(20, 0, 10, silent=True), logging.getLogger("weft"))
+    desk = Averaging(job, examples, shard, book)
+    desk.begin({}, {"step": 0, "tokens": 0, "offset": 0})
+    return desk, shard
+
+
+def play(desk: Averaging, sent: Callable[[int], dict[str, Tensor]]) -> dict[str, Any]:
+    """One round, by one worker that plays all clients; returns the last task."""
+    one = peer(0)
+    desk.arrived(one)
+    for _ in range(desk.sync.drawn):
+        task = desk.answer(one, {"do": "next"}, {})[0]
+        figures = {what: [1.0] * task["steps"] for what in ("losses", "counts", "norms")}
+        desk.answer(one, {"do": "done", "key": task["key"], **figures}, sent(task["client"]))
+    return task
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor"])
+def test_a_round_of_one_step_is_a_step_of_ordinary_training(tmp_path: Path, name: str) -> None:
+    """The clients' mean gradient, by their examples, makes a step of the job's own optimizer."""
+    desk, shard = rounds_of(tmp_path, name, [1, 3])
+    plain: dict[str, Tensor] = {"w": nn.Parameter(torch.ones(2, 2))}
+    optimizers = build_optimizers(desk.job.optim, plain, lambda _: False)
+    for step in range(3):
+        grads = [torch.full((2, 2), 1.0 + step), torch.full((2, 2), -3.0)]
+        play(desk, lambda client, grads=grads: {"w": grads[client]})
+        plain["w"].grad = (grads[0] + 3 * grads[1]) / 4
+        optimizers.step(0.1)
+        assert torch.allclose(shard.masters["w"], plain["w"], atol=1e-6)
+    assert desk.step == 3
+
+
+def test_longer_rounds_carry_the_optimizer_on_and_trust_nobody_with_it(tmp_path: Path) -> None:
+    desk, shard = rounds_of(tmp_path, "adamw", [1, 1, 2], every=5)
+    moments = {"optim.w.exp_avg": torch.ones(2, 2), "optim.w.exp_avg_sq": torch.full((2, 2), -1.0)}
+    task = play(desk, lambda client: {"w": torch.full((2, 2), float(client)), **moments})
+    assert task["carries"] and task["parts"] == pytest.approx(16 / 6)
+    state = shard.optimizers.pieces()
+    assert torch.allclose(shard.masters["w"].detach(), torch.full((2, 2), 1 + 5 / 4))
+    assert torch.equal(state["w.exp_avg"], torch.ones(2, 2)) and state["w.step"] == 5
+    assert torch.equal(state["w.exp_avg_sq"], torch.zeros(2, 2)), "no square is below zero, whatever a client says"
+    good = {"w": torch.ones(2, 2), **moments}
+    play(desk, lambda client: {**good, "optim.w.exp_avg": torch.full((2, 2), 1e6)} if client == 1 else good)
+    rejected = [e for e in read_jsonl(RunDir(tmp_path).events) if e["event"] == "rejected"]
+    assert [e["client"] for e in rejected] == [1] and rejected[0]["why"].startswith("exp_avg: its norm is")
+    play(desk, lambda client: good if client else {"w": torch.ones(2, 2)})
+    last = read_jsonl(RunDir(tmp_path).events)[-1]
+    assert last["client"] == 0 and "optim.w.exp_avg is missing" in last["why"]
+
+
+def test_with_a_clip_what_optimizers_remember_stays_with_the_clients(tmp_path: Path) -> None:
+    desk, shard = rounds_of(tmp_path, "adamw", [1, 1, 1], every=5, clip=1.0)
+    task = play(desk, lambda client: {"w": torch.full((2, 2), 50.0)})
+    assert not task["carries"] and not any(t.any() for t in shard.optimizers.pieces().values())
+    assert float((shard.masters["w"].detach() - 1).norm()) == pytest.approx(1.0)

@@ -22,6 +22,8 @@ from weft.job.compression import parse_compression
 
 LADDER = ("none", "bf16", "int8", "int4", "topk:0.04")
 """From the least compression to the most."""
+YOUNG = LADDER.index("int4")
+"""The highest rung of a run in its warm-up: lists of the largest leave the rest late (plan/warmup.py)."""
 FIRST = LADDER.index("int8")
 """What may be taken before it is known how long a step computes: its rounding does no harm to any run."""
 
@@ -92,7 +94,7 @@ def least(ready: Sequence[float], table: list[list[float]], allowed_s: float) ->
 
     def higher(bucket: int) -> int | None:
         now = table[bucket][rungs[bucket]]
-        return next((r for r in range(rungs[bucket] + 1, len(LADDER)) if table[bucket][r] <= WORTH * now), None)
+        return next((r for r in range(rungs[bucket] + 1, len(table[bucket])) if table[bucket][r] <= WORTH * now), None)
 
     while stands_out(ready, [row[r] for row, r in zip(table, rungs, strict=True)]) > allowed_s:
         able = [(rungs[b], -b) for b in range(len(table)) if higher(b) is not None]
@@ -133,9 +135,9 @@ class Adviser:
     def none(self) -> list[int]:
         return [0] * len(self.sizes)
 
-    def look(self, figures: Figures) -> str | None:
-        """Choose again; returns why, where something changed."""
-        table = costs(figures, self.sizes, self.ranks, self.scattered)
+    def look(self, figures: Figures, highest: int = len(LADDER) - 1) -> str | None:
+        """Choose again, up to a rung; returns why, where something changed."""
+        table = [row[: highest + 1] for row in costs(figures, self.sizes, self.ranks, self.scattered)]
         allowed = STANDS_OUT * max(figures.ready_s)
         need = least(figures.ready_s, table, allowed)
         safe = least(figures.ready_s, table, SPARE * allowed)
@@ -172,14 +174,18 @@ def measure_link(axis: Axis, device: torch.device) -> tuple[float, float]:
     def seconds(size: int) -> float:
         message = torch.zeros(max(1, size // (axis.size - 1)), dtype=torch.uint8, device=device)
         began = time.perf_counter()
-        axis.all_gather(message, 0)
+        axis.all_gather(message, 0, both_ways=True)
         _settle(device)
         return time.perf_counter() - began
 
+    seconds(SMALL)  # the first message of a group also connects it
     [small] = agreed([min(seconds(SMALL), seconds(SMALL))], [axis], device)
     size = round(min(LARGE, max(LEAST, SMALL * PROBE_S / small)))
-    large = seconds(size)
-    each = max(large - small, 0.02 * large) / (size - SMALL)
+    [large] = agreed([seconds(size)], [axis], device)
+    if large < 2 * small and size < LARGE:  # it tells of the latency, or the small one was held up
+        size = LARGE
+        [large] = agreed([seconds(size)], [axis], device)
+    each = max(large - small, 0.3 * large) / (size - SMALL)
     return max(small - SMALL * each, 1e-5), 1 / each
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.comm.meter import Meter
 from weft.comm.spans import Spans
@@ -176,14 +177,34 @@ class Axis:
         followed = work if self.spans is None else self.spans.follow(work)
         return Waiting(followed, self.meter.inside(self.name, "all_reduce"))
 
-    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """The pieces of all ranks, joined along dim."""
+    def all_gather(self, tensor: Tensor, dim: int, both_ways: bool = False) -> Tensor:
+        """The pieces of all ranks, joined along dim. `both_ways` is for slow links (see _swap)."""
         tensor = tensor.contiguous()
         self.count("all_gather", tensor)
         out = tensor.new_empty((self.size, *tensor.shape))
         with self._clock("all_gather", tensor):
-            native_all_gather(out.view(-1), tensor.view(-1), group=self.group)
+            if both_ways and self._halves_links(tensor):
+                self._swap([tensor] * self.size, out)
+            else:
+                native_all_gather(out.view(-1), tensor.view(-1), group=self.group)
         return _join(out, dim)
+
+    def _halves_links(self, tensor: Tensor) -> bool:
+        return not tensor.is_cuda and not isinstance(tensor, FakeTensor) and dist.get_backend(self.group) == "gloo"
+
+    def _swap(self, pieces: Sequence[Tensor], out: Tensor) -> None:
+        """Hand pieces[i] to the i-th rank and fill out[i] with what it hands to us, both ways of each link at once.
+
+        Gloo tells a peer that it may send in the same stream in which it sends itself. Its own all-to-all and
+        all-gather say so behind their data where a rank is late, and the peer waits for all of it: half the speed.
+        """
+        others = [r for r in range(self.size) if r != self.rank]
+        works = [dist.irecv(out[r], group=self.group, group_src=r) for r in others]
+        works += [dist.isend(pieces[r], group=self.group, group_dst=r) for r in others]
+        out[self.rank].copy_(pieces[self.rank])
+        for work in works:
+            assert work is not None
+            work.wait()
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """The sum over all ranks, of which each keeps its piece along dim."""
@@ -194,8 +215,9 @@ class Axis:
             native_reduce_scatter(out.view(-1), pieces.view(-1), group=self.group)
         return out
 
-    def all_to_all(self, pieces: Tensor, peers: range) -> Tensor:
-        """Hand pieces[i] to the i-th of `peers`, of which this rank is one, and get its piece for us: [peers, ...]."""
+    def all_to_all(self, pieces: Tensor, peers: range, both_ways: bool = False) -> Tensor:
+        """Hand pieces[i] to the i-th of `peers`, of which this rank is one, and get its piece for us: [peers, ...].
+        `both_ways`, with all ranks for peers, is for slow links (see _swap)."""
         pieces = pieces.contiguous()
         self.calls["all_to_all"] += 1
         for peer in peers:
@@ -204,7 +226,10 @@ class Axis:
         splits = [int(r in peers) for r in range(self.size)]
         out = torch.empty_like(pieces)
         with self._clock("all_to_all", pieces):
-            dist.all_to_all_single(out, pieces, splits, splits, group=self.group)
+            if both_ways and self._halves_links(pieces):
+                self._swap(pieces.unbind(0), out)
+            else:
+                dist.all_to_all_single(out, pieces, splits, splits, group=self.group)
         return out
 
     def start_all_to_all(self, x: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Waits]:
@@ -286,8 +311,8 @@ class Axis:
         incoming = [(of, torch.empty_like(t, device="cpu") if host else t) for of, t in receives]
         for to, tensor in outgoing:
             self.count("send", tensor, to=to)
-        ops = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for to, t in outgoing]
-        ops += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=of) for of, t in incoming]
+        ops = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=of) for of, t in incoming]  # first: see _swap
+        ops += [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for to, t in outgoing]
         works = dist.batch_isend_irecv(ops) if ops else []
         clock = self._clock("send" if sends else "receive", (sends or receives)[0][1]) if ops else nullcontext()
         return Exchange(works, [t for _, t in outgoing], [t for _, t in incoming], [t for _, t in receives], clock)

@@ -30,7 +30,7 @@ def scatter_sum(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor
     sent = codec.encode(theirs, dice, largest_of(axis, x.device))
     payload = sent.new_zeros(axis.size, sent.shape[1])
     payload[others] = sent
-    came = axis.all_to_all(payload, range(axis.size))
+    came = axis.all_to_all(payload, range(axis.size), both_ways=True)
     error = None
     if codec.feedback:
         error = torch.zeros_like(x)
@@ -41,7 +41,7 @@ def scatter_sum(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor
 def hand_out(axis: Axis, codec: Codec, x: Tensor, dice: Dice | None) -> tuple[Tensor, Tensor | None]:
     """An all-gather: everyone's x, [n], as [ranks, n]."""
     payload = codec.encode(x[None], dice, largest_of(axis, x.device))
-    everyone = codec.decode(axis.all_gather(payload, 0), x.numel())
+    everyone = codec.decode(axis.all_gather(payload, 0, both_ways=True), x.numel())
     return everyone, x - everyone[axis.rank] if codec.feedback else None
 
 
@@ -50,7 +50,7 @@ def sum_all(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor, Te
     n = x.numel()
     if codec.sparse:
         payload = codec.encode(x[None], dice, largest_of(axis, x.device))
-        total = sum_of(codec, axis.all_gather(payload, 0), n)
+        total = sum_of(codec, axis.all_gather(payload, 0, both_ways=True), n)
         return total, x - codec.decode(payload, n)[0]
     halves = functional.pad(x, (0, -n % axis.size)).view(axis.size, -1)
     mine, error = scatter_sum(axis, codec, halves, dice)

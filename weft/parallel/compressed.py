@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from weft.comm import Axis, Waits
-from weft.comm.adaptive import LADDER, Adviser, Figures, agreed, measure_codes, measure_link
+from weft.comm.adaptive import LADDER, YOUNG, Adviser, Figures, agreed, measure_codes, measure_link
 from weft.comm.algorithms import Start
 from weft.comm.beside import Beside
 from weft.comm.codecs import Codec, Dice, Largest, Way, way_of
@@ -28,7 +28,7 @@ from weft.comm.compress import scatter_sum, sum_all, sum_low_rank
 from weft.comm.pieces import local_of
 from weft.comm.warmup import INT8, codec_at, fitted
 from weft.job.compression import Compression, parse_compression
-from weft.plan.warmup import age, pays_low_rank, rank_at, thin_pays
+from weft.plan.warmup import MORE, age, pays_low_rank, rank_at, thin_pays
 
 LEAST = 256
 """Weights with fewer elements are not worth a codec."""
@@ -137,8 +137,9 @@ class Channel:
         base = bases.get(segment.name)
         if base is not None and base.shape == shape:
             return base
-        first = torch.randn(shape, generator=torch.Generator().manual_seed(columns)).to(device)
-        return first if base is None else fitted(base, first)
+        most = torch.randn(columns, MORE * self.rank, generator=torch.Generator().manual_seed(columns)).to(device)
+        first = most[:, : shape[1]].contiguous()  # of the same numbers at every rank, whichever a run is opened with
+        return first if base is None else fitted(base, first).contiguous()
 
 
 class Compressor:
@@ -210,7 +211,8 @@ class Compressor:
         return self.beside.start(work)
 
     def _codec(self, channel: Channel, gathering: int = 1) -> Codec | None:
-        codec = INT8 if self.low_rank else codec_at(channel.way.gradients, channel.age, gathering)
+        at = math.inf if self.adaptive else channel.age  # what adaptive chose, it chose for this age
+        codec = INT8 if self.low_rank else codec_at(channel.way.gradients, at, gathering)
         return replace(codec, parts=channel.parts) if isinstance(codec, Largest) else codec
 
     def _sum(self, channel: Channel, flat: Tensor) -> None:
@@ -265,8 +267,9 @@ class Compressor:
         widths = [c.rows * c.width for c in self.channels]
         if self.adviser is None:
             self.adviser = Adviser(widths, self.axis.size, scattered)
-        measured = measure_codes(self.dice, self.device)  # the best so far, for others may use the machine too
-        self.code_s = [min(pair) for pair in zip(self.code_s or measured, measured, strict=True)]
+        if self.begun in FIRST_LOOKS:  # the best so far, for others may use the machine too
+            measured = measure_codes(self.dice, self.device)
+            self.code_s = [min(pair) for pair in zip(self.code_s or measured, measured, strict=True)]
         ready = [c.ready_s for c in self.channels]
         if scattered:  # on CPU ranks FSDP2 waits for each unit; on GPUs the host runs ahead, and units leave evenly
             hidden = 0.0 if self.device.type == "cpu" else 2 / 3
@@ -277,7 +280,8 @@ class Compressor:
         rungs = len(LADDER)
         figures = Figures(found[0], 1 / found[1], found[2], tuple(found[3 + rungs :]), tuple(found[3 : 3 + rungs]))
         was = self.adviser.words()
-        why = self.adviser.begin(figures) if self.begun == 1 else self.adviser.look(figures)
+        highest = len(LADDER) - 1 if age(self.steps, self.warmup) >= 1 else YOUNG
+        why = self.adviser.begin(figures) if self.begun == 1 else self.adviser.look(figures, highest)
         for channel, rung in zip(self.channels, self.adviser.rungs, strict=True):
             channel.way = way_of(parse_compression(LADDER[rung]))
         if why is not None:

@@ -75,9 +75,12 @@ class Start:
 
 def _warmup(job: Job) -> int:
     asked, steps = job.comm.compression_warmup, job.train.steps
-    if job.comm.compression.partition(":")[0] not in LATE:
+    kind = job.comm.compression.partition(":")[0]
+    if kind not in (*LATE, "adaptive"):
         return 0
-    return min(2000, max(min(300, steps * 3 // 5), steps // 4)) if asked == "auto" else asked
+    if asked != "auto":
+        return asked
+    return min(300, steps // 10) if kind == "adaptive" else min(2000, max(min(300, steps * 3 // 5), steps // 4))
 
 
 def begin(job: Job, world: int | None = None) -> Start:
@@ -320,8 +323,8 @@ def _predict(start: Start, plan: Plan) -> dict[str, float]:
     moved = sum(communication_bytes(job, plan).values())
     if predicted:
         predicted["communication_mib"] = moved / 2**20
-        if plan.compression_warmup:
-            predicted["communication_last_mib"] = sum(last_bytes(job, plan).values()) / 2**20
+        if (last := sum(last_bytes(job, plan).values())) < moved:
+            predicted["communication_last_mib"] = last / 2**20
     if peak_flops(plan, job) and not job.model.module:
         scene = scene_for(job, start.world, start.device, start.memory_gib)
         made, alone = scene.estimate(Layouts.one(plan)), scene.estimate(Layouts.one(inside(plan)))

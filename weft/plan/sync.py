@@ -11,6 +11,8 @@ from weft.plan.layout import Plan
 GIB = 2**30
 BYTES = {"none": 4.0, "int8": 2 * (1 + 4 / 256), "int4": 2 * (0.5 + 4 / 256)}
 """Bytes a parameter that a rank hands over at an exchange: once in a sum, twice where integers travel."""
+MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0}
+"""Numbers that an optimizer remembers of each parameter, or of most."""
 
 
 def inside(plan: Plan) -> Plan:
@@ -27,7 +29,9 @@ def exchange_bytes(job: Job, plan: Plan) -> dict[str, float]:
     if plan.sync == "server":
         return {"server": 8.0 * here}  # gradients there, weights back
     if plan.sync == "federated":
-        return {"server": 8.0 * here / plan.sync_every}
+        carries = plan.sync_every > 1 and not sync.clip  # what the optimizer remembers goes there and back too
+        each = 8.0 + (4 + 8 * MOMENTS[job.optim.name] if carries else 0)
+        return {"server": each * here / plan.sync_every}
     return {"dp_replicate": here * BYTES[sync.quantize] / plan.sync_every}
 
 
