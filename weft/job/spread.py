@@ -138,8 +138,8 @@ class Comm(Section):
     """Steps at the beginning in which topk, threshold, powersgd and onebit travel as int8, while gradients still turn
     quickly. From then on less and less is sent: topk and threshold start from a sixth of the numbers, powersgd from
     four times its rank, onebit from int4. auto is 300, or three fifths of a shorter run, or a quarter of a longer one,
-    at most 2000; 0 compresses as much as asked for from the first step. adaptive goes no further than int4 in its
-    warm-up, which is a tenth of the run, at most 300 steps."""
+    at most 2000; 0 compresses as much as asked for from the first step. adaptive goes no further than int4 until
+    then."""
     bucket_mb: float | Literal["auto"] = "auto"
     """Gradients of replicas are summed in buckets of this size, while the backward pass goes on. auto weighs what a
     message costs against what a byte does."""

@@ -80,7 +80,7 @@ def _warmup(job: Job) -> int:
         return 0
     if asked != "auto":
         return asked
-    return min(300, steps // 10) if kind == "adaptive" else min(2000, max(min(300, steps * 3 // 5), steps // 4))
+    return min(2000, max(min(300, steps * 3 // 5), steps // 4))
 
 
 def begin(job: Job, world: int | None = None) -> Start:
