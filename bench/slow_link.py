@@ -2,10 +2,10 @@
 
     python bench/slow_link.py --write      # as root on Linux with iproute2; eight minutes
 
-The hosts are network namespaces on this machine, with one rank each and a link between them that `tc tbf` shapes to
-100 Mb/s and 1 Gb/s. The model has many weights and few tokens a step, so its gradients are most of the work. DDP is
-PyTorch's own, with Weft's model, loss, data and learning rate, in the same run. Seconds count from the first step on,
-evaluations left out; bytes are what the interface of the first host counted as sent.
+The hosts are network namespaces on this machine, with half of its cores and one rank each, and a link between them that
+`tc tbf` shapes to 100 Mb/s and 1 Gb/s. The model has many weights and few tokens a step, so its gradients are most of
+the work. DDP is PyTorch's own, with Weft's model, loss, data and learning rate, in the same run. Seconds count from the
+first step on, evaluations left out; bytes are what the interface of the first host counted as sent.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def ddp(path: str, out: str) -> None:
                 Path(out).write_text(json.dumps(told))
         if step == job.train.steps:
             break
-    dist.destroy_process_group()
+    dist.barrier()  # they leave together: whoever is still connected to one that is gone aborts
+    os._exit(0)
 
 
 def run_on(hosts: Any, command: list[str], folder: Path, limit_s: float) -> int:
@@ -99,17 +100,22 @@ def run_on(hosts: Any, command: list[str], folder: Path, limit_s: float) -> int:
     from weft.launch.hosts import LINK
 
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": LINK}
-    before, started = hosts.sent(0), []
+    before, started, cores = hosts.sent(0), [], sorted(os.sched_getaffinity(0))
     for host in range(2):
         line = [
+            "taskset", "-c", ",".join(map(str, cores[host::2] or cores)),
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank",
             str(host), "--master-addr", hosts.address(0), "--master-port", str(PORT), *command,
         ]  # fmt: skip
         with (folder / f"host-{host}.txt").open("a") as said:
             started.append(hosts.start(host, line, env=env, cwd=folder, stdout=said, stderr=said))
-    for one in started:
-        if one.wait(limit_s):
+    deadline = time.monotonic() + limit_s
+    while any(one.poll() is None for one in started):
+        if any(one.poll() for one in started) or time.monotonic() > deadline:
+            for one in started:
+                one.kill()
             raise SystemExit((folder / "host-0.txt").read_text()[-3000:])
+        time.sleep(0.1)
     return int(hosts.sent(0) - before)
 
 
@@ -181,9 +187,9 @@ def main() -> None:
                 job = job_of(f"adaptive{mbit:g}", steps, every, folder, comm={"compression": "adaptive"})
                 rows.append(("Weft, adaptive", *weft_run(hosts, folder, job, 900), steps))
                 if asked.diloco and mbit == float(asked.links.split(",")[0]):
-                    sync = {"sync": {"mode": "diloco", "every": 50}}
+                    sync = {"sync": {"mode": "diloco", "every": 50, "quantize": "int8"}}
                     job = job_of("diloco", asked.diloco, every, folder, train=sync)
-                    rows.append(("Weft, DiLoCo every 50", *weft_run(hosts, folder, job, 900), asked.diloco))
+                    rows.append(("Weft, DiLoCo every 50, int8", *weft_run(hosts, folder, job, 900), asked.diloco))
             for who, told, sent, steps in rows:
                 step, seconds = reached(told, target)
                 sooner = reached(plain, target)[1] / seconds
@@ -199,7 +205,8 @@ def main() -> None:
             "# Two hosts on a slow link\n\n`"
             + " ".join(["python bench/slow_link.py", *sys.argv[1:]])
             + "`: two network "
-            "namespaces on one machine, one rank each, the link between them shaped by `tc tbf`; a llama of 7 million "
+            "namespaces on one machine, with half of its two cores and one rank each, the link between them shaped by "
+            "`tc tbf`; a llama of 7 million "
             "weights and 64 tokens a step, on pydoc. The loss is that of DDP after its last step. DDP is "
             "PyTorch's own on the same model, data and learning rate. Bytes are the first host's interface's own "
             "count, start-up and evaluations included.\n\n"
