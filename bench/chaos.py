@@ -159,7 +159,7 @@ def page(results: dict[str, Any]) -> str:
         "",
         "Faults follow one another within seconds, so the effective ratios below are of runs that suffer on purpose; "
         "`long` is the one with a fault every half minute. `term` and `corrupt` end the run and start it again: their "
-        "seconds hold the save, the exit, and four processes that import torch on these cores. A full disk is met by "
+        "seconds hold the save, the exit, and one import of torch. A full disk is met by "
         "the next checkpoint, which is up to 10 steps away.",
         "",
     ]

@@ -56,7 +56,10 @@ class _Product(torch.autograd.Function):
 def _wanted(node: Any, index: int) -> bool:
     """Whether anything in this backward pass uses the gradient of an input: a split one asks for one at a time."""
     following = node.next_functions[index][0]
-    return following is not None and torch._C._will_engine_execute_node(following)
+    try:
+        return following is not None and torch._C._will_engine_execute_node(following)
+    except RuntimeError:  # of a leaf under autograd.grad() torch does not tell
+        return True
 
 
 def known(counts: Tensor, total: int) -> list[int]:
