@@ -123,7 +123,7 @@ def test_the_tour_of_the_readme(shell):
 
 PAGES = [
     "flow", "layouts", "precision", "dryrun", "context", "communication", "several-hosts", "how-weft-chooses",
-    "fewer-exchanges", "one-gpu", "resilience",
+    "fewer-exchanges", "one-gpu",
 ]  # fmt: skip
 
 
