@@ -91,7 +91,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def process_of(launcher: int, rank: int) -> int:
     for child in psutil.Process(launcher).children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
-            if child.environ().get("RANK") == str(rank) and "WEFT_NURSERY" not in child.environ():
+            if child.environ().get("RANK") == str(rank):
                 return child.pid
     raise SystemExit(f"no process says that it is rank {rank}")
 
