@@ -35,10 +35,15 @@ from shapes import SHAPES, WARM, Shape
 ROOT = Path(__file__).resolve().parent.parent
 PEAK = 989e12
 REFERENCE = "torchtitan-compile"
-WEFT = {"weft": "bf16", "weft-fp8": "fp8"}
-ORDER = ("weft", "torchtitan-compile", "weft-fp8", "torchtitan-compile-fp8", "bare-loop", "torchtitan-eager",
-         "hf-accelerate-compile", "hf-accelerate-eager")  # fmt: skip
-AIMS = {"weft": 1.20, "weft-fp8": 1.45}
+WEFT: dict[str, tuple[str, list[str]]] = {
+    "weft": ("bf16", []),
+    "weft-fp8": ("fp8", []),
+    "weft-fp8-delayed": ("fp8", ["fp8.amax=delayed"]),
+}
+"""Precision and changes of the job."""
+ORDER = ("weft", "torchtitan-compile", "weft-fp8", "weft-fp8-delayed", "torchtitan-compile-fp8", "bare-loop",
+         "torchtitan-eager", "hf-accelerate-compile", "hf-accelerate-eager")  # fmt: skip
+AIMS = {"weft": 1.20, "weft-fp8": 1.45, "weft-fp8-delayed": 1.45}
 """Of the tokens/s of torchtitan with compile, in bf16."""
 
 
@@ -197,8 +202,9 @@ def main() -> None:
         for shape, turn, case in itertools.product(shapes, range(args.rounds), cases):
             began = time.time()
             if case in WEFT:
-                where = Path(folder) / f"{case}-{shape}"
-                found = run_weft(SHAPES[shape], WEFT[case], args.steps, args.limit, where, args.changes)
+                where, (precision, changes) = Path(folder) / f"{case}-{shape}", WEFT[case]
+                changes = [*changes, *args.changes]
+                found = run_weft(SHAPES[shape], precision, args.steps, args.limit, where, changes)
             else:
                 found = run_peer(case, shape, args.steps, args.limit)
             seen[shape, case].append(found)

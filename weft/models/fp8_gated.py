@@ -61,6 +61,11 @@ def swiglu_back_both(
     return of_gate, _both(d * g * s, scales[1], seen[1], E5M2)
 
 
+def _scales(past: Tensor, dtype: torch.dtype, *places: tuple[int, int]) -> list[Tensor]:
+    """Scales from single maxima. Each is a tensor of its own: a product of torch.compile takes no piece of another."""
+    return [scale_for(past[i, kind], dtype) for i, kind in places]
+
+
 class _Gated(torch.autograd.Function):
     """`past` and `seen` are [3 layers, 3 maxima], in the order gate, up, down and input, weight, gradient."""
 
@@ -68,42 +73,39 @@ class _Gated(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, past: Tensor, seen: Tensor, recipe: Recipe
     ) -> Tensor:
-        scales = scale_for(past, E4M3)
-        back = scales.reciprocal()
+        of_x, of_h, *of_w = scales = _scales(past, E4M3, (0, X), (2, X), (0, W), (1, W), (2, W))
         fast = FAST[recipe.fast_accumulation][0]
 
-        def multiply(a: Both, back_a: Tensor, i: int) -> Tensor:
-            return scaled_mm(a[0], w8[i][0].t(), back_a, back[i, W], fast)
+        def multiply(a: Both, of_a: Tensor, i: int) -> Tensor:
+            return scaled_mm(a[0], w8[i][0].t(), of_a.reciprocal(), of_w[i].reciprocal(), fast)
 
-        x8 = cast_both(x, scales[0, X], seen[0, X : X + 1], E4M3)
-        w8 = [cast_both(w, scales[i, W], seen[i, W : W + 1], E4M3) for i, w in enumerate((gate, up, down))]
-        g, u = multiply(x8, back[0, X], 0), multiply(x8, back[0, X], 1)
-        h8 = swiglu_both(g, u, scales[2, X], seen[2, X : X + 1])
-        ctx.save_for_backward(x8[1], g, u, h8[1], *(w[1] for w in w8), past)
+        x8 = cast_both(x, of_x, seen[0, X : X + 1], E4M3)
+        w8 = [cast_both(w, of_w[i], seen[i, W : W + 1], E4M3) for i, w in enumerate((gate, up, down))]
+        g, u = multiply(x8, of_x, 0), multiply(x8, of_x, 1)
+        h8 = swiglu_both(g, u, of_h, seen[2, X : X + 1])
+        ctx.save_for_backward(x8[1], g, u, h8[1], *(w[1] for w in w8), past, *scales)
         ctx.seen, ctx.recipe, ctx.kinds = seen, recipe, (x.dtype, gate.dtype)
-        return multiply(h8, back[2, X], 2)
+        return multiply(h8, of_h, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x8t, g, u, h8t, gate8t, up8t, down8t, past = ctx.saved_tensors
-        scales, scales_g, seen = scale_for(past, E4M3), scale_for(past[:, G], E5M2), ctx.seen
-        back, back_g = scales.reciprocal(), scales_g.reciprocal()
+        x8t, g, u, h8t, gate8t, up8t, down8t, past, of_x, of_h, *of_w = ctx.saved_tensors
+        of_g, seen = _scales(past, E5M2, (0, G), (1, G), (2, G)), ctx.seen
         _, fast_x, fast_w = FAST[ctx.recipe.fast_accumulation]
         kind_x, kind_w = ctx.kinds
 
         def to_input(d: Both, w8t: Tensor, i: int) -> Tensor:
-            return scaled_mm(d[0], w8t.t(), back_g[i], back[i, W], fast_x)
+            return scaled_mm(d[0], w8t.t(), of_g[i].reciprocal(), of_w[i].reciprocal(), fast_x)
 
-        def to_weight(d: Both, i: int, a8t: Tensor, back_a: Tensor) -> Tensor:
-            return scaled_mm(d[1], a8t.t(), back_g[i], back_a, fast_w).to(kind_w)
+        def to_weight(d: Both, i: int, a8t: Tensor, of_a: Tensor) -> Tensor:
+            return scaled_mm(d[1], a8t.t(), of_g[i].reciprocal(), of_a.reciprocal(), fast_w).to(kind_w)
 
-        y8 = cast_both(grads[0], scales_g[2], seen[2, G : G + 1], E5M2)
+        y8 = cast_both(grads[0], of_g[2], seen[2, G : G + 1], E5M2)
         of_gate, of_up = swiglu_back_both(
-            g, u, to_input(y8, down8t, 2), (scales_g[0], scales_g[1]), (seen[0, G : G + 1], seen[1, G : G + 1])
+            g, u, to_input(y8, down8t, 2), (of_g[0], of_g[1]), (seen[0, G : G + 1], seen[1, G : G + 1])
         )
         dx = to_input(of_gate, gate8t, 0) + to_input(of_up, up8t, 1)
-        dw = (to_weight(of_gate, 0, x8t, back[0, X]), to_weight(of_up, 1, x8t, back[0, X]),
-              to_weight(y8, 2, h8t, back[2, X]))  # fmt: skip
+        dw = (to_weight(of_gate, 0, x8t, of_x), to_weight(of_up, 1, x8t, of_x), to_weight(y8, 2, h8t, of_h))
         return dx.to(kind_x), *dw, None, None, None
 
 

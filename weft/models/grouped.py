@@ -82,13 +82,20 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.k = k
-        return x.index_select(0, order // k if k > 1 else order)
+        if k == 1:
+            return x.index_select(0, order)
+        if x.is_cuda:
+            return _kernels().spread(x, inverse.view(-1, k))
+        return x.index_select(0, order // k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        back = grads[0].index_select(0, inverse)
-        return back.view(-1, ctx.k, back.shape[1]).sum(1) if ctx.k > 1 else back, None, None, None
+        grad, k = grads[0], ctx.k
+        if k > 1 and grad.is_cuda:
+            return _kernels().gather(grad, None, inverse.view(-1, k)), None, None, None
+        back = grad.index_select(0, inverse)
+        return back.view(-1, k, back.shape[1]).sum(1) if k > 1 else back, None, None, None
 
 
 def dispatch(x: Tensor, order: Tensor, inverse: Tensor, k: int = 1) -> Tensor:
@@ -101,16 +108,27 @@ class _GatherWeighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, order, inverse)
+        if rows.is_cuda:
+            return _kernels().gather(rows, weights, inverse.view(weights.shape))
         return _uses(rows, weights, inverse).mul_(weights.unsqueeze(2)).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, order, inverse = ctx.saved_tensors
         grad = grads[0]
+        if rows.is_cuda:
+            return *_kernels().gather_back(grad, rows, weights, inverse.view(weights.shape)), None, None
         by_use = weights.flatten().index_select(0, order).unsqueeze(1)
         drows = grad.index_select(0, order // weights.shape[1]).mul_(by_use)
         dweights = torch.bmm(_uses(rows, weights, inverse), grad.unsqueeze(2)).squeeze(2)
         return drows, dweights, None, None
+
+
+def _kernels() -> Any:
+    """What a GPU makes each way in one pass with."""
+    from weft.models import grouped_kernels
+
+    return grouped_kernels
 
 
 def _uses(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ class AdamW(torch.optim.AdamW):
                     state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
                     state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
                     state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            torch._foreach_add_([self.state[p]["step"] for p in params], taken)
+            steps = [self.state[p]["step"] for p in params]
+            torch._foreach_add_(steps, [taken] * len(steps))  # by one tensor alone, the host would ask for its value
             corrections = corrections_of(self.state[params[0]]["step"], group["betas"])
             for param in params:
                 state = self.state[param]

@@ -13,7 +13,7 @@ from weft.job.errors import JobError, MachineError
 from weft.mesh import Mesh
 from weft.models.feedforward import FeedForward
 from weft.models.fp8 import Fp8Linear, InFp8, Maxima, Recipe
-from weft.models.fp8_gated import join_gated
+from weft.models.fp8_gated import Fp8FeedForward, join_gated
 from weft.parallel.tensor import ColumnLinear, RowLinear, local
 from weft.plan.fp8 import left_out
 from weft.plan.layout import Plan
@@ -80,35 +80,61 @@ def _check_device(device: torch.device) -> None:
 class DelayedScales:
     """The maxima of every fp8 layer of a stage, brought together over the ranks that share it once a step.
 
-    They are not saved: a resumed run scales its first step by the tensors' own maxima, as a new one does.
+    They stand in three tables, of which the layers hold their rows. A checkpoint has them by layer, so that a run that
+    goes on rounds as if it had never stopped; one that finds none scales its first step by the tensors' own maxima.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh):
-        found = [m.maxima for m in module.modules() if isinstance(m, InFp8)]
-        self.maxima = [m for m in found if m is not None]
+        layers = {n: m for n, m in module.named_modules() if isinstance(m, InFp8) and m.maxima is not None}
+        self.names = list(layers)
+        self.maxima = [m.maxima for m in layers.values() if m.maxima is not None]
         names = ("dp_replicate", "dp_shard", "cp", "tp")
         self.axes: list[Axis] = [axis for name in names if (axis := mesh.axis(name)) is not None]
+        if not self.maxima:
+            return
+        self.seen, self.past, self.steps = (
+            torch.stack([getattr(m, kind) for m in self.maxima]) for kind in ("seen", "past", "steps")
+        )  # [layers, 3], [layers, 3], [layers, history, 3]
+        for i, m in enumerate(self.maxima):  # rows apart for autograd: a mark on one spoils no other's graph
+            m.seen, m.past, m.steps = self.seen[i].data, self.past[i].data, self.steps[i]
+        for part in module.modules():
+            if isinstance(part, Fp8FeedForward):  # its three layers follow one another
+                first = next(i for i, m in enumerate(self.maxima) if m is part.layers[0])
+                part.seen, part.past = self.seen[first : first + 3].data, self.past[first : first + 3].data
 
     @torch.no_grad()
     def step(self, taken: bool | Tensor = True) -> None:
         """After an optimizer step: remember its maxima, forget the oldest. One that was not taken leaves no trace."""
         if not self.maxima:
             return
-        if taken is False:
-            for m in self.maxima:
-                m.seen.zero_()
-            return
-        seen = torch.stack([m.seen for m in self.maxima])  # [layers, 3]
-        for axis in self.axes:
-            axis.all_reduce(seen, dist.ReduceOp.MAX)
-        before = torch.stack([m.steps for m in self.maxima])  # [layers, history, 3]
-        steps = before.roll(1, dims=1)
-        steps[:, 0] = seen
-        if isinstance(taken, Tensor):
-            steps = torch.where(taken, steps, before)
-        past = steps.amax(1)
-        for i, m in enumerate(self.maxima):
-            m.steps.copy_(steps[i])
-            m.past.copy_(past[i])
-            m.seen.zero_()
+        if taken is not False:
+            for axis in self.axes:
+                axis.all_reduce(self.seen, dist.ReduceOp.MAX)
+            steps = torch.cat([self.seen.unsqueeze(1), self.steps[:, :-1]], 1)
+            self.steps.copy_(steps if taken is True else torch.where(taken, steps, self.steps))
+            self._remember()
+        self.seen.zero_()
+
+    def _remember(self) -> None:
+        self.past.copy_(self.steps.amax(1))
+        for m in self.maxima:
             m.known = True
+
+    def held(self) -> dict[str, Tensor]:
+        """The maxima of the steps remembered, by layer, in place."""
+        return {f"{FP8}{name}": self.steps[i] for i, name in enumerate(self.names)}
+
+    @torch.no_grad()
+    def recall(self) -> None:
+        """Go on from what was just read into held(); zeros mean that no step has been."""
+        if not self.maxima:
+            return
+        self.seen.zero_()
+        self._remember()
+        if not self.steps.any():
+            for m in self.maxima:
+                m.known = False
+
+
+FP8 = "fp8."
+"""What begins the names of maxima in a checkpoint."""

@@ -87,6 +87,13 @@ class Pipelined:
     def compressors(self) -> list[Compressor]:
         return [c for stage in self.stages.values() for c in stage.compressors]
 
+    def maxima(self) -> dict[str, Tensor]:
+        return {n: t for stage in self.stages.values() for n, t in stage.maxima().items()}
+
+    def recall_maxima(self) -> None:
+        for stage in self.stages.values():
+            stage.recall_maxima()
+
     def owed(self) -> dict[str, Tensor]:
         return {n: t for stage in self.stages.values() for n, t in stage.owed().items()}
 

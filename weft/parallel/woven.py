@@ -147,6 +147,15 @@ class Woven:
     def compressor(self) -> Compressor | None:
         return self.data.compressor
 
+    def maxima(self) -> dict[str, Tensor]:
+        """What fp8 layers with delayed scales remember of the steps before, by layer, in place."""
+        return {} if self.scales is None else self.scales.held()
+
+    def recall_maxima(self) -> None:
+        """Go on from what was just read into maxima()."""
+        if self.scales is not None:
+            self.scales.recall()
+
     def owed(self) -> dict[str, Tensor]:
         """What compression has not sent yet and its bases, for a checkpoint. Each holder has its own share of what is
         owed of a weight; a stage that holds another's weight a second time counts as a second set of holders."""

@@ -1,4 +1,4 @@
-"""What compression owes, read from a checkpoint: exactly in the layout that wrote it, in other layouts with its sum.
+"""What a checkpoint may lack: what compression owes, exact in the layout that wrote it, and fp8's maxima.
 
 Every rank that sums gradients holds a share of what is owed of a weight (`residual.HOLDER.WEIGHT`). Where there are as
 many holders as before each gets its own share back; else all shares are added up, and each gets an equal part.
@@ -48,6 +48,18 @@ def load_owed(checkpoints: Checkpoints, found: Found, state: State) -> str | Non
                 local_of(mine[n]).add_(local_of(share[name]), alpha=1 / len(now[_weight(n)]))
     state.adopt_owed({n: t for n, t in mine.items() if n in exact or n in moved})
     return None
+
+
+def load_maxima(checkpoints: Checkpoints, found: Found, state: State) -> None:
+    """Take in fp8's maxima, where a checkpoint has them of every layer and over as many steps. Collective."""
+    mine, index = state.woven.maxima(), Index(found.path)
+    alike = all(n in index.tensors and index.tensors[n].size == t.shape for n, t in mine.items())
+    for tensor in mine.values():
+        tensor.zero_()
+    said = state.mesh.all_gather_object(alike if mine else None)
+    if any(said) and False not in said:
+        checkpoints.load(found, mine)
+    state.woven.recall_maxima()
 
 
 def _weight(name: str) -> str:

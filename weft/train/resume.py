@@ -14,7 +14,7 @@ from weft.resilience.snapshots import newest_common
 from weft.sync.outer import Rounds
 from weft.train.build import build_state, make_optimizers
 from weft.train.manifest import entries
-from weft.train.owed import load_owed
+from weft.train.owed import load_maxima, load_owed
 from weft.train.shards import save_shards
 from weft.watch.journal import read_jsonl
 
@@ -112,6 +112,7 @@ def resume(session: Session, at_most: int | None = None) -> None:
     state.adopt(tensors, found.meta)
     if note := load_owed(checkpoints, found, state):
         session.log.info("%s", note)
+    load_maxima(checkpoints, found, state)
     _warn_of_changes(session, found.meta["job"])
     _forget_samples_after(session)
     before = Plan.from_json(found.meta["plan"])

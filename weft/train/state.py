@@ -12,6 +12,7 @@ from weft.comm.pieces import local_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.optim import Ema, Optimizers
+from weft.parallel.fp8 import FP8
 from weft.parallel.pipeline import Pipelined
 from weft.parallel.woven import Woven
 from weft.plan.layout import Plan
@@ -50,7 +51,7 @@ class State:
         out = {f"model.{n}": m.detach() for n, m in (self.woven.masters | self.woven.frozen).items()}
         out |= {f"buffer.{n}": b for n, b in self.woven.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
-        out |= {f"ema.{n}": t for n, t in self.ema.averages.items()}
+        out |= {f"ema.{n}": t for n, t in self.ema.averages.items()} | self.woven.maxima()
         return out | self.woven.owed() | self._dice() | self.rounds.tensors() | self._random()
 
     @torch.no_grad()
@@ -59,7 +60,7 @@ class State:
         out = {f"model.{n}": local_of(m) for n, m in (self.woven.masters | self.woven.frozen).items()}
         out |= {f"buffer.{n}": local_of(b) for n, b in self.woven.buffers().items()}
         out |= {f"optim.{n}": local_of(t) for n, t in self.optimizers.pieces().items()}
-        out |= {f"ema.{n}": local_of(t) for n, t in self.ema.averages.items()}
+        out |= {f"ema.{n}": local_of(t) for n, t in self.ema.averages.items()} | self.woven.maxima()
         out |= {n: local_of(t) for n, t in (self.woven.owed() | self._dice() | self.rounds.tensors()).items()}
         return out | self._random()
 
@@ -67,6 +68,7 @@ class State:
         """Continue from the pieces of a snapshot, which were just read."""
         self.adopt(pieces, counts)
         self.adopt_owed({n: t for n, t in pieces.items() if n.startswith(OWED)})
+        self.woven.recall_maxima()
 
     def adopt_owed(self, held: dict[str, Tensor]) -> None:
         """Take in what compression owes, and how often its dice were rolled."""
@@ -118,9 +120,9 @@ class State:
 
     def empty_like(self, saved_world: int) -> dict[str, Tensor]:
         """Tensors to read a checkpoint into, that every one has. A random state only fits the world that wrote it; what
-        compression owes is read apart (train/owed.py), for a checkpoint may have none of it, or other shares."""
+        compression owes and fp8's maxima are read apart (train/owed.py): a checkpoint may have none, or others."""
         self.optimizers.allocate()
-        apart = (*OWED, "outer.", *(() if saved_world == self.mesh.world else ("random",)))
+        apart = (*OWED, FP8, "outer.", *(() if saved_world == self.mesh.world else ("random",)))
         return {n: t for n, t in self.tensors().items() if not n.startswith(apart)}
 
     def own(self, meta: dict[str, Any]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     ),
     ("loss", "name", r"weft_cross_entropy|cross_entropy|nll_loss|log_softmax"),
     ("loss", "stack", r"^weft\.loss$|cross_entropy|nll_loss|log_softmax|mse_loss|NllLoss|LogSoftmax|MseLoss"),
-    ("optimizer", "name", r"^weft_(adam|clip|sgd|muon|cast)|fused_adam|FusedAdam|FusedSgd"),
+    ("optimizer", "name", r"^weft_(adam|clip|sgd|muon)|fused_adam|FusedAdam|FusedSgd"),
     ("optimizer", "stack", r"AccumulateGrad|^Optimizer\.step|^aten::_fused_(adam|sgd)"),
     ("communication", "stack", r"^FSDP::|^c10d::|^_c10d_functional|^nccl:|^gloo:|^record_param_comms"),
     ("data/host", "name", r"Memcpy (HtoD|DtoH)|^aten::(item|_local_scalar_dense)$"),
