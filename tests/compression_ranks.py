@@ -19,7 +19,7 @@ from weft.data.loader import Loader, to_device
 from weft.job.compression import parse_compression
 from weft.job.schema import Job
 from weft.train.checkpoint import Checkpoints
-from weft.train.owed import load_owed
+from weft.train.owed import load_maxima, load_owed
 from weft.train.prove import join_stages
 
 
@@ -61,6 +61,7 @@ def journey(
         assert found is not None
         state.adopt(tensors, found.meta)
         load_owed(checkpoints, found, state)
+        load_maxima(checkpoints, found, state)
     for compressor in woven.compressors if bare else []:
         for channel in compressor.channels:
             channel.way = Way(channel.way.gradients, None)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import compression_ranks
 import on_ranks
 import pytest
 from parity import differences, make_job, run, section
 
+from weft.job.schema import Job
 from weft.launch.pool import RankPool
+from weft.plan.parse import ranks
 from weft.train.prove import with_layout
 
 WIDE: dict[str, Any] = {"dim": 64, "ffn": 128, "heads": 4, "kv_heads": 4, "head_dim": 16, "layers": 2}
@@ -33,6 +37,23 @@ def test_every_layout_is_the_same_run(pool: RankPool, name: str) -> None:
     reference = run(pool, job, "1", 3)
     wrong = {x: found for x in layouts if (found := differences(reference, run(pool, job, x, 3), "fp8"))}
     assert not wrong
+
+
+def test_delayed_scales_go_on_where_a_checkpoint_left_them(pool: RankPool, tmp_path: Path) -> None:
+    job = make_job(model=WIDE, data={"seq_len": 16}, precision="fp8", fp8={"amax": "delayed", "history": 3})
+
+    def go(job: Job, layout: str, *args: Any) -> list[Any]:
+        spread = section(layout)
+        seen = pool.run(compression_ranks.journey, ranks(spread), with_layout(job, spread), *args)
+        return [one["bits"] for one in seen]
+
+    for layout in ("dp_shard 2 zero=3", "pp 2"):
+        folder = str(tmp_path / layout[:2])
+        straight = go(job, layout, 4)
+        go(job, layout, 2, folder)
+        assert go(job, layout, 2, folder) == straight
+    other = make_job(model=WIDE, data={"seq_len": 16}, precision="fp8", fp8={"amax": "delayed", "history": 5})
+    assert go(other, "dp_replicate 2", 1, folder)  # maxima over another number of steps are not taken over
 
 
 NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))

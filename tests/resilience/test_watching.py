@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from weft.resilience.attempt import Attempt, read_attempt, write_attempt
 from weft.resilience.board import Board, Record
 from weft.resilience.diagnosis import blame, late, main_stack, where
 from weft.resilience.patience import Patience
-from weft.resilience.snapshots import FEWEST, Snapshots, newest_common
+from weft.resilience.snapshots import AGREE_AFTER, FEWEST, Snapshots, newest_common
 
 GRID = {0: {"dp": [0, 2], "tp": [0, 1]}, 1: {"dp": [1, 3], "tp": [0, 1]}, 2: {"dp": [0, 2], "tp": [2, 3]},
         3: {"dp": [1, 3], "tp": [2, 3]}}  # fmt: skip
@@ -144,3 +145,26 @@ def test_the_ring_of_snapshots_is_whole_again_after_every_fault(tmp_path: Path) 
         assert ring.held() == list(range(10 * attempt + 5 - FEWEST, 10 * attempt + 5))
         ring.take(10 * attempt + 5, state(0), {})
     assert len(list(tmp_path.glob("snap-0.*"))) == FEWEST
+
+
+def test_a_ring_made_beside_the_run_holds_nobody_up_and_keeps_nothing_before_it_is_there(tmp_path: Path) -> None:
+    ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    ring.background, ring.every = True, AGREE_AFTER  # as on a GPU
+    assert not ring.due(1) and ring.due(AGREE_AFTER)
+    for step in range(1, AGREE_AFTER + 1):
+        ring.tick(step)
+    ring.take(AGREE_AFTER, state(1), {})
+    ring.seal(AGREE_AFTER, {})
+    deadline = time.monotonic() + 20
+    step = AGREE_AFTER
+    while not ring.held() and time.monotonic() < deadline:
+        step += 1
+        ring.take(step, state(step), {})
+        ring.seal(step, {})
+        time.sleep(0.01)
+    assert ring.held() and min(ring.held()) > AGREE_AFTER - 1
+    assert ring.wish() == 1  # these few bytes are copied in no time
+    ring._copies.clear()
+    ring._steps.extend([0.3] * 8)
+    ring._copies.append(0.36)  # 0.09 s of it are not hidden by a step
+    assert ring.wish() == 40

@@ -103,7 +103,6 @@ def _start(
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "WEFT_STORE": str(store),
-        "WEFT_MEMORY": str(store.parent),
         "WEFT_LAUNCHER": str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
     }

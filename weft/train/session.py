@@ -187,7 +187,7 @@ def open_session(
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
-    snapshots = snapshots or Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks)
+    snapshots = snapshots or Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device)
     stepper = Stepper(job, plan, mesh, state)
 
     def warn(text: str) -> None:
@@ -200,7 +200,13 @@ def open_session(
             journal.event(kind, attempt=pulse.attempt, **fields)
 
     guards = Guards(job, plan, mesh, state, event, warn)
-    stepper.before_update = guards.weights.before_update
+    guards.weights.spacing = snapshots.every
+
+    def before_update() -> None:
+        guards.weights.before_update()
+        snapshots.settle()
+
+    stepper.before_update = before_update
     session = Session(
         job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse, guards
     )

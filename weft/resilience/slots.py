@@ -1,0 +1,197 @@
+"""What a snapshot lies in: a file in shared memory, or as much ordinary memory, and the table of its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.resilience.snapfile import HEAD, MAGIC, SEAL
+
+ALIGN, PAGE = 64, 4096
+
+
+class Table:
+    """Which tensor lies where in a file, as text that is the same for every step."""
+
+    def __init__(self, entries: list[tuple[str, str, list[int], int]], head: int, size: int):
+        self.entries, self.head, self.size = entries, head, size
+        self.text = json.dumps(entries)
+
+    @classmethod
+    def of(cls, pieces: Mapping[str, Tensor]) -> Table:
+        rows = [(n, str(t.dtype).removeprefix("torch."), list(t.shape), 0) for n, t in pieces.items()]
+        head = -(-(HEAD.size + 2 * len(json.dumps(rows)) + 16 * len(rows) + 4096) // 4096) * 4096
+        entries, offset = [], head
+        for (name, dtype, shape, _), tensor in zip(rows, pieces.values(), strict=True):
+            entries.append((name, dtype, shape, offset))
+            offset += -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
+        return cls(entries, head, max(offset, head + ALIGN))
+
+
+class Slot:
+    """One file of the ring, or as much ordinary memory."""
+
+    def __init__(
+        self, table: Table, memory: Tensor, sealed: int = -1, meta: dict[str, Any] | None = None,
+        path: Path | None = None,
+    ):  # fmt: skip
+        self.table, self.memory, self.sealed, self.meta, self.path = table, memory, sealed, meta or {}, path
+        self.bytes = memoryview(memory.numpy().data)
+        self.views = {name: _view(memory, dtype, shape, at) for name, dtype, shape, at in table.entries}
+        self.pinned = _pin(memory)
+        """Whether a GPU copies into it by itself, behind the step's own kernels and beside those of the next."""
+        self.copied: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self.copy_s = 0.0
+
+    @classmethod
+    def found(cls, path: Path) -> Slot | None:
+        """What a process before this one left sealed; None where nothing is, or nothing whole."""
+        try:
+            with path.open("rb") as file:
+                magic, sealed, head, length, crc = HEAD.unpack(file.read(HEAD.size))
+                text = file.read(min(length, head))
+            if magic != MAGIC or not sealed or zlib.crc32(text) != crc:
+                return None
+            content, size = json.loads(text), path.stat().st_size
+            table = Table([(n, d, s, at) for n, d, s, at in content["tensors"]], head, size)
+            return cls(table, _map(path, size), sealed - 1, content["meta"], path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RuntimeError):
+            return None
+
+    def fits(self, pieces: Mapping[str, Tensor]) -> bool:
+        return self.views.keys() == pieces.keys() and all(
+            self.views[n].shape == t.shape and self.views[n].dtype == t.dtype for n, t in pieces.items()
+        )
+
+    def unseal(self) -> None:
+        SEAL.pack_into(self.bytes, 8, 0)
+        self.sealed = -1
+
+    @torch.no_grad()
+    def write(self, pieces: Mapping[str, Tensor]) -> None:
+        self.unseal()
+        if self.pinned:
+            return self._write_beside(pieces)
+        began = time.thread_time()  # what it costs: on a busy machine others may run in between
+        torch._foreach_copy_(list(self.views.values()), list(pieces.values()))
+        self.copy_s = time.thread_time() - began
+
+    def _write_beside(self, pieces: Mapping[str, Tensor]) -> None:
+        stream = _beside()
+        stream.wait_stream(torch.cuda.current_stream())
+        self.copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            self.copied[0].record()
+            torch._foreach_copy_(list(self.views.values()), list(pieces.values()), non_blocking=True)
+            self.copied[1].record()
+        for piece in pieces.values():
+            if piece.is_cuda:
+                piece.record_stream(stream)
+
+    def settle(self) -> None:
+        """Let what the GPU does from here on wait until all is copied: it may change what was to be copied."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied[1])
+
+    def seal(self, step: int, meta: dict[str, Any]) -> None:
+        if self.copied is not None:
+            self.copied[1].synchronize()
+            self.copy_s = self.copied[0].elapsed_time(self.copied[1]) / 1e3
+        text = f'{{"meta": {json.dumps(meta)}, "tensors": {self.table.text}}}'.encode()
+        if HEAD.size + len(text) > self.table.head:
+            raise ValueError(f"{len(text)} bytes beside the tensors of a snapshot; room was kept for {self.table.head}")
+        self.bytes[HEAD.size : HEAD.size + len(text)] = text
+        HEAD.pack_into(self.bytes, 0, MAGIC, 0, self.table.head, len(text), zlib.crc32(text))
+        SEAL.pack_into(self.bytes, 8, step + 1)
+        self.meta, self.sealed = json.loads(json.dumps(meta)), step
+
+    @torch.no_grad()
+    def read(self, pieces: Mapping[str, Tensor]) -> None:
+        torch._foreach_copy_(list(pieces.values()), [self.views[n] for n in pieces])
+
+
+@cache
+def _beside() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+class Making(threading.Thread):
+    """Makes slots. Tens of gigabytes take a minute to be given and pinned, so beside a GPU nobody waits for them."""
+
+    def __init__(self, table: Table, paths: list[Path | None], device: torch.device, background: bool):
+        super().__init__(name="snapshots", daemon=True)
+        self.table, self.paths, self.device = table, paths, device
+        self.made: list[Slot] = []
+        self.error: OSError | None = None
+        if background:
+            self.start()
+        else:
+            self.run()
+
+    def run(self) -> None:
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            try:
+                for path in self.paths:
+                    memory = _memory(path, self.table.size)
+                    memory[::PAGE].zero_()  # once touched, copying takes a third of the time
+                    self.made.append(Slot(self.table, memory, path=path))
+                    self.made[-1].unseal()
+            except OSError as error:
+                self.error = error
+
+
+def _memory(path: Path | None, size: int) -> Tensor:
+    """So many bytes: of their own, or of a file all of whose room is taken now, since later there is only SIGBUS."""
+    if path is None:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without large pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, size)
+        else:  # macOS
+            os.truncate(handle, size)
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(handle)
+    return _map(path, size)
+
+
+def _map(path: Path, size: int) -> Tensor:
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def _pin(memory: Tensor) -> bool:
+    """Let a GPU copy into this memory by itself, where there is one in use."""
+    if not torch.cuda.is_initialized():
+        return False
+    with contextlib.suppress(RuntimeError):
+        return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+    return False
+
+
+def _view(memory: Tensor, dtype: str, shape: list[int], at: int) -> Tensor:
+    kind = getattr(torch, dtype)
+    count = 1
+    for n in shape:
+        count *= n
+    return memory[at : at + count * kind.itemsize].view(kind).view(shape)
