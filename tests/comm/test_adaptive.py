@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.comm.adaptive import LADDER, PATIENCE, Adviser, Figures, costs, least, sent, stands_out
+from weft.comm.adaptive import LADDER, PATIENCE, WARY, Adviser, Figures, costs, least, sent, stands_out
 
 SIZES = [6_000_000] * 4
 MBIT = 1e6 / 8
@@ -68,6 +68,18 @@ def test_a_link_that_wavers_does_not_make_it_swing() -> None:
     for i in range(20):
         changes += one.look(replace(FIGURES, bytes_per_s=(400 if i % 2 else 2000) * MBIT)) is not None
     assert changes == 0 and one.rungs == high
+
+
+def test_what_made_steps_slower_is_gone_back_from_and_not_tried_again_soon() -> None:
+    one, slow = adviser(), replace(FIGURES, bytes_per_s=300 * MBIT)
+    assert one.look(slow) is not None and any(one.rungs)
+    why = one.look(replace(slow, step_s=1.2))
+    assert why == "a step took 1.00 s with less compression and 1.20 s since" and one.rungs == [0] * 4
+    looks = 0
+    while one.look(slow) is None:
+        looks += 1
+    assert looks == WARY - 1 and any(one.rungs)
+    assert one.look(replace(slow, step_s=0.9)) is None and any(one.rungs)  # sooner: it stays
 
 
 def test_bytes_of_both_halves() -> None:

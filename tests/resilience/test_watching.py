@@ -7,10 +7,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.resilience import snapshots
 from weft.resilience.attempt import Attempt, read_attempt, write_attempt
 from weft.resilience.board import Board, Record
 from weft.resilience.diagnosis import blame, late, main_stack, where
@@ -168,3 +170,15 @@ def test_a_ring_made_beside_the_run_holds_nobody_up_and_keeps_nothing_before_it_
     ring._steps.extend([0.3] * 8)
     ring._copies.append(0.36)  # 0.09 s of it are not hidden by a step
     assert ring.wish() == 40
+
+
+def test_a_large_ring_grows_by_a_file_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "AT_ONCE", 1000)
+    ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    assert ring.due(1)
+    for step in range(1, FEWEST + 3):
+        ring.take(step, state(step), {})
+        ring.seal(step, {})
+        assert len(list(tmp_path.glob("snap-0.*"))) == min(step, FEWEST)
+        assert ring.held() == list(range(max(1, step - FEWEST + 1), step + 1))
+    assert ring.every == AGREE_AFTER and not ring.due(1)  # until the ranks agree

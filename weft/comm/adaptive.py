@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.comm.codecs import Dice, way_of
+from weft.comm.compress import sum_all
 from weft.job.compression import parse_compression
 
 LADDER = ("none", "bf16", "int8", "int4", "topk:0.04")
@@ -35,13 +37,16 @@ PATIENCE = 3
 """Looks in a row after which compression is lowered; it is raised at once."""
 WORTH = 0.9
 """A rung that takes more than this share of the time of the one below is not worth its loss."""
+SLOWER, WARY = 1.05, 10
+"""What a step may take of the time that it took with less compression, before that is gone back to, and for how many
+looks then nothing higher is tried."""
 
 SMALL, LEAST, LARGE = 2**16, 2**18, 2**21
 """Bytes of the messages that measure a link: a small one, which takes what a shaper lets pass at once, and a larger
 one, which is between the other two."""
 PROBE_S = 0.05
 """How long the larger message shall take, as far as the small one tells."""
-SAMPLE = 2**18
+SAMPLE = 2**19
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Figures:
     ready_s: tuple[float, ...]
     """When each bucket could leave, in the order in which they do."""
     code_s: tuple[float, ...]
-    """To encode and decode a number, by rung."""
+    """Of the processor for each number that is summed, by rung; where each rank gets its part alone, half of that."""
 
 
 def sent(rung: str, n: int, ranks: int, scattered: bool) -> float:
@@ -70,7 +75,9 @@ def costs(figures: Figures, sizes: Sequence[int], ranks: int, scattered: bool) -
     """Seconds by bucket and rung."""
     return [
         [
-            figures.latency_s + sent(rung, n, ranks, scattered) / figures.bytes_per_s + n * code
+            figures.latency_s
+            + sent(rung, n, ranks, scattered) / figures.bytes_per_s
+            + n * code * (0.5 if scattered else 1)
             for rung, code in zip(LADDER, figures.code_s, strict=True)
         ]
         for n in sizes
@@ -114,6 +121,10 @@ class Adviser:
     scattered: bool
     rungs: list[int] = field(default_factory=list)
     idle: list[int] = field(default_factory=list)
+    tried: tuple[list[int], float] | None = None
+    """The rungs before compression was raised last, and what a step took with them."""
+    wary: tuple[list[int], int] | None = None
+    """Rungs above which steps were slower, and for how many more looks that counts."""
 
     def __post_init__(self) -> None:
         self.rungs = self.rungs or self.none
@@ -137,7 +148,11 @@ class Adviser:
 
     def look(self, figures: Figures, highest: int = len(LADDER) - 1) -> str | None:
         """Choose again, up to a rung; returns why, where something changed."""
-        table = [row[: highest + 1] for row in costs(figures, self.sizes, self.ranks, self.scattered)]
+        if (why := self._gone_back(figures.step_s)) is not None:
+            return why
+        limits = [min(highest, most) for most in self.wary[0]] if self.wary else [highest] * len(self.sizes)
+        rows = costs(figures, self.sizes, self.ranks, self.scattered)
+        table = [row[: max(most, now) + 1] for row, most, now in zip(rows, limits, self.rungs, strict=True)]
         allowed = STANDS_OUT * max(figures.ready_s)
         need = least(figures.ready_s, table, allowed)
         safe = least(figures.ready_s, table, SPARE * allowed)
@@ -150,6 +165,8 @@ class Adviser:
                 self.rungs[b], self.idle[b] = max(need[b], safe[b]), 0
         if self.rungs == before:
             return None
+        if any(now > then for now, then in zip(self.rungs, before, strict=True)):
+            self.tried = before, figures.step_s
         plain = stands_out(figures.ready_s, [row[0] for row in table])
         chosen = stands_out(figures.ready_s, [row[r] for row, r in zip(table, self.rungs, strict=True)])
         return (
@@ -157,6 +174,18 @@ class Adviser:
             f"{max(0, plain):.2f} s; "
             f"these for {max(0, chosen):.2f} s"
         )
+
+    def _gone_back(self, step_s: float) -> str | None:
+        """Where steps take longer since compression was raised, the reckoning was wrong: go back, and be wary."""
+        if self.wary is not None:
+            self.wary = (self.wary[0], self.wary[1] - 1) if self.wary[1] > 1 else None
+        if self.tried is None:
+            return None
+        (before, took), self.tried = self.tried, None
+        if step_s <= SLOWER * took:
+            return None
+        self.rungs, self.idle, self.wary = before, list(self.none), (list(before), WARY)
+        return f"a step took {took:.2f} s with less compression and {step_s:.2f} s since"
 
     def words(self) -> str:
         """The rungs in use, such as `int8 × 3, topk:0.01 × 1`."""
@@ -189,18 +218,32 @@ def measure_link(axis: Axis, device: torch.device) -> tuple[float, float]:
     return max(small - SMALL * each, 1e-5), 1 / each
 
 
+class _Echo:
+    """An axis of two of which the other rank says the same, at once."""
+
+    size, rank = 2, 0
+
+    def all_to_all(self, payload: Tensor, *_: object, both_ways: bool) -> Tensor:
+        return payload.flip(0)
+
+    def all_gather(self, payload: Tensor, *_: object, both_ways: bool) -> Tensor:
+        return torch.cat([payload, payload])
+
+
 def measure_codes(dice: Dice, device: torch.device) -> list[float]:
-    """Seconds to encode and decode one number, by rung; the best of three, for others may use the machine too."""
-    x = torch.linspace(-1, 1, SAMPLE, device=device)[None]
-    found = []
+    """Seconds for which a number of a bucket keeps the processor busy, by rung: all of a sum but its journeys. The best
+    of two, for others may use the machine too."""
+    found, echo = [], cast(Axis, _Echo())
+    sample = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)).to(device)
     for rung in LADDER:
         codec = way_of(parse_compression(rung)).gradients
         times = [0.0]
-        for _ in range(3 if codec is not None else 0):
+        for _ in range(2 if codec is not None else 0):
+            x = sample.clone()
             _settle(device)
             began = time.perf_counter()
             assert codec is not None
-            codec.decode(codec.encode(x, dice, lambda k: k), SAMPLE)
+            sum_all(echo, codec, x, dice, in_place=True)
             _settle(device)
             times.append(time.perf_counter() - began)
         found.append(min(times[1:], default=0.0) / SAMPLE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -51,7 +51,7 @@ class Dice:
 
 
 class Codec(Protocol):
-    """Rows of fp32 to rows of bytes, [rows, n] → [rows, bytes], and back."""
+    """Rows of fp32 to rows of bytes, [rows, n] → [rows, bytes], and back, into `out` where that is given."""
 
     @property
     def feedback(self) -> bool: ...
@@ -61,7 +61,7 @@ class Codec(Protocol):
 
     def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor: ...
 
-    def decode(self, payload: Tensor, n: int) -> Tensor: ...
+    def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor: ...
 
     def bytes_of(self, n: int) -> int: ...
 
@@ -83,6 +83,10 @@ def _taken(payload: Tensor, start: int, count: int, dtype: torch.dtype) -> Tenso
     """`count` numbers of a dtype that begin at a byte of each row."""
     part = payload[:, start : start + count * dtype.itemsize]
     return part.clone(memory_format=torch.contiguous_format).view(dtype)  # bytes may lie at odd places
+
+
+def _put(values: Tensor, out: Tensor | None) -> Tensor:
+    return values if out is None else out.copy_(values)
 
 
 def _largest(blocks: Tensor) -> Tensor:
@@ -112,8 +116,9 @@ class BFloat:
         parts = [((part + noise[: len(part)]) >> 16).to(torch.int16) for part in flat.split(max(1, some))]
         return _joined(torch.cat(parts).view(x.shape))
 
-    def decode(self, payload: Tensor, n: int) -> Tensor:
-        return _taken(payload, 0, n, torch.bfloat16).float()
+    def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
+        near = payload.view(torch.bfloat16)
+        return near.float() if out is None else out.copy_(near)
 
     def bytes_of(self, n: int) -> int:
         return 2 * n
@@ -136,11 +141,11 @@ class Half:
             near = (raised & -8192).view(torch.float32)
         return _joined(near.half(), power)
 
-    def decode(self, payload: Tensor, n: int) -> Tensor:
+    def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
         count = -(-n // self.block)
         values = _taken(payload, 0, count * self.block, torch.float16).float()
         power = _taken(payload, 2 * count * self.block, count, torch.float32)
-        return (values.view(*power.shape, self.block) * power[..., None]).flatten(1)[:, :n]
+        return _put((values.view(*power.shape, self.block) * power[..., None]).flatten(1)[:, :n], out)
 
     def bytes_of(self, n: int) -> int:
         return -(-n // self.block) * (2 * self.block + 4)
@@ -169,32 +174,81 @@ class Integers:
     sparse: bool = False
 
     def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
-        blocks = _blocks(x, self.block)
-        flat = blocks.view(-1, self.block)
-        # on a CPU some at a time, which stay in its cache; a GPU takes all at once
-        some = min(len(flat), TABLE // self.block) if x.device.type == "cpu" else len(flat)
-        noise = None if dice is None else dice.noise(some, self.block)
-        parts = [self._rounded(part, noise) for part in flat.split(max(1, some))]
-        whole, scale = (torch.cat(every).view(x.shape[0], -1) for every in zip(*parts, strict=True))
-        return _joined(_nibbles(whole) if self.bits == 4 else whole, scale)
+        rows, n = x.shape
+        payload = torch.empty(rows, self.bytes_of(n), dtype=torch.uint8, device=x.device)
+        noise = self._noise(dice, rows, n, x.device)
+        for first, last in self._cuts(rows, n, x.device):
+            blocks = _blocks(x[:, first * self.block : last * self.block], self.block)
+            self._write(payload, n, first, last, *self._rounded(blocks, noise))
+        return payload
+
+    def passed_on(self, came: Tensor, own: Tensor, dice: Dice, missing: Tensor | None) -> Tensor:
+        """encode() of the sum of own, [n], and of what came, [rows, bytes], and in `missing` what that loses: piece by
+        piece, for memory is what takes the time."""
+        rows, n = len(came), own.numel()
+        payload = torch.empty(1, self.bytes_of(n), dtype=torch.uint8, device=own.device)
+        noise = self._noise(dice, rows, n, own.device)
+        for first, last in self._cuts(rows, n, own.device):
+            near = self._read(came, n, first, last)
+            total = near if rows == 1 else near.sum(0, keepdim=True)
+            total += _blocks(own[None, first * self.block : last * self.block], self.block)
+            steps, scale = self._rounded(total, noise)
+            self._write(payload, n, first, last, steps, scale)
+            if missing is not None:
+                place = missing[first * self.block : last * self.block]
+                place.copy_(torch.addcmul(total, steps, scale[..., None], value=-1).view(-1)[: len(place)])
+        return payload
+
+    def _noise(self, dice: Dice | None, rows: int, n: int, device: torch.device) -> Tensor | None:
+        if dice is None or not n:
+            return None
+        first, last = next(self._cuts(rows, n, device))
+        return dice.noise(rows * (last - first), self.block)
+
+    def _write(self, payload: Tensor, n: int, first: int, last: int, steps: Tensor, scale: Tensor) -> None:
+        """Some blocks' numbers, [rows, blocks, block], and scales, [rows, blocks], to where they belong."""
+        whole, scales = self._parts(payload, n)
+        scales[:, first:last] = scale
+        whole[:, first:last] = steps if self.bits == 8 else _nibbles(steps.to(torch.int8))
+
+    def _read(self, payload: Tensor, n: int, first: int, last: int) -> Tensor:
+        """Some blocks of what travelled, [rows, blocks, block]."""
+        whole, scales = self._parts(payload, n)
+        part = whole[:, first:last]
+        near = (part if self.bits == 8 else _from_nibbles(part)).float()
+        return near.mul_(scales[:, first:last, None])
+
+    def _parts(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Views of the whole numbers, [rows, blocks, bytes of a block], and of the scales, [rows, blocks]."""
+        count, each = -(-n // self.block), self.block * self.bits // 8
+        whole = payload[:, : count * each].view(torch.int8 if self.bits == 8 else torch.uint8)
+        return whole.unflatten(1, (count, each)), payload[:, count * each :].view(torch.float32)
+
+    def _cuts(self, rows: int, n: int, device: torch.device) -> Iterator[tuple[int, int]]:
+        """The first and last blocks of what is done at a time: what stays in a CPU's cache; a GPU takes all at once."""
+        count = -(-n // self.block)
+        some = max(1, TABLE // self.block // rows) if device.type == "cpu" else max(1, count)
+        return ((first, min(first + some, count)) for first in range(0, count, some))
 
     def _rounded(self, blocks: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Whole numbers and the scales of some blocks."""
+        """Whole numbers, not yet of a type of their own, and the scales of some blocks, [rows, blocks, block]."""
         top = 2 ** (self.bits - 1) - 1
         largest = _largest(blocks)
         scale = torch.where(largest < 1e-30, 0.0, largest) / top
-        inverse = torch.where(scale == 0, 0.0, 1 / scale)[:, None]
-        steps = blocks * inverse + 0.5 if noise is None else torch.addcmul(noise[: len(blocks)], blocks, inverse)
-        return steps.floor_().clamp_(-top, top).to(torch.int8), scale
+        inverse = torch.where(scale == 0, 0.0, 1 / scale)[..., None]
+        if noise is None:
+            steps = blocks * inverse + 0.5
+        else:
+            steps = torch.addcmul(noise[: blocks.shape[:2].numel()].view(blocks.shape), blocks, inverse)
+        return steps.floor_().clamp_(-top, top), scale
 
-    def decode(self, payload: Tensor, n: int) -> Tensor:
-        count = -(-n // self.block)
-        wide = count * self.block * self.bits // 8
-        whole = _taken(payload, 0, wide, torch.int8)
-        if self.bits == 4:
-            whole = _from_nibbles(whole)
-        scale = _taken(payload, wide, count, torch.float32)
-        return whole.float().view(*scale.shape, self.block).mul_(scale[..., None]).flatten(1)[:, :n]
+    def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
+        rows = len(payload)
+        out = torch.empty(rows, n, device=payload.device) if out is None else out
+        for first, last in self._cuts(rows, n, payload.device):
+            place = out[:, first * self.block : last * self.block]
+            place.copy_(self._read(payload, n, first, last).flatten(1)[:, : place.shape[1]])
+        return out
 
     def bytes_of(self, n: int) -> int:
         return -(-n // self.block) * (self.block * self.bits // 8 + 4)
@@ -216,13 +270,13 @@ class Signs:
         weight = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
         return _joined((bits * weight).sum(-1, dtype=torch.uint8), size)
 
-    def decode(self, payload: Tensor, n: int) -> Tensor:
+    def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
         count = -(-n // self.block)
         packed = payload[:, : count * self.block // 8]
         places = torch.arange(8, dtype=torch.uint8, device=payload.device)
         signs = ((packed[..., None] >> places) & 1).float().mul_(2).sub_(1)
         size = _taken(payload, count * self.block // 8, count, torch.float32)
-        return (signs.view(*size.shape, self.block) * size[..., None]).flatten(1)[:, :n]
+        return _put((signs.view(*size.shape, self.block) * size[..., None]).flatten(1)[:, :n], out)
 
     def bytes_of(self, n: int) -> int:
         return -(-n // self.block) * (self.block // 8 + 4)
@@ -276,9 +330,9 @@ class Largest:
         limit = self.times * size.square().mean(1, keepdim=True).sqrt()
         return max(1, int(((size >= limit) & (limit > 0)).sum(1).max()))
 
-    def decode(self, payload: Tensor, n: int) -> Tensor:
+    def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
         places, values = self.read(payload)
-        return values.new_zeros(payload.shape[0], n).scatter_(1, places, values)
+        return _put(values.new_zeros(payload.shape[0], n).scatter_(1, places, values), out)
 
     def read(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """Places and values, [rows, k] each."""
@@ -302,6 +356,17 @@ def sum_of(codec: Codec, payload: Tensor, n: int) -> Tensor:
     for row in range(payload.shape[0]):
         total.index_add_(0, places[row], values[row])
     return total
+
+
+def passed_on(codec: Codec, payload: Tensor, own: Tensor, dice: Dice, agree: Agree, missing: Tensor | None) -> Tensor:
+    """Encoded, the sum of own, [n], and of what came, [rows, bytes]; `missing` [n] becomes what that leaves out."""
+    if isinstance(codec, Integers):
+        return codec.passed_on(payload, own, dice, missing)
+    total = sum_of(codec, payload, own.numel()).add_(own)
+    out = codec.encode(total[None], dice, agree)
+    if missing is not None:
+        torch.sub(total, codec.decode(out, own.numel())[0], out=missing)
+    return out
 
 
 WEIGHTS = Integers(8, 128, feedback=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.comm.axis import Axis
-from weft.comm.codecs import Agree, Codec, Dice, sum_of
+from weft.comm.codecs import Agree, Codec, Dice, passed_on, sum_of
 
 
 def largest_of(axis: Axis, device: torch.device) -> Agree:
@@ -22,20 +22,39 @@ def largest_of(axis: Axis, device: torch.device) -> Agree:
     return lambda values: axis.all_reduce(torch.tensor(values, device=device), dist.ReduceOp.MAX).tolist()
 
 
-def scatter_sum(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor, Tensor | None]:
-    """A reduce-scatter: of x, [ranks, n], rank i gets the sum of all ranks' x[i]; its own part of it never travels."""
-    others = [i for i in range(axis.size) if i != axis.rank]
-    n = x.shape[1]
-    theirs = x[others]
-    sent = codec.encode(theirs, dice, largest_of(axis, x.device))
-    payload = sent.new_zeros(axis.size, sent.shape[1])
-    payload[others] = sent
-    came = axis.all_to_all(payload, range(axis.size), both_ways=True)
+def _others(x: Tensor, rank: int) -> Tensor:
+    """The rows of all ranks but one; no copy where they lie in one piece."""
+    if rank in (0, len(x) - 1):
+        return x[1:] if rank == 0 else x[:-1]
+    return torch.cat([x[:rank], x[rank + 1 :]])
+
+
+def _apart(x: Tensor, rank: int) -> list[Tensor]:
+    """The rows before a rank's and after it."""
+    return [x[:rank], x[rank + 1 :]]
+
+
+def _exchange(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor, Tensor | None]:
+    """Of x, [ranks, n], each row to its rank: what came of the others' for this one, and what they did not get."""
+    n, rank = x.shape[1], axis.rank
+    sent = codec.encode(_others(x, rank), dice, largest_of(axis, x.device))
+    nothing = sent.new_zeros(1, sent.shape[1])
+    came = axis.all_to_all(torch.cat([sent[:rank], nothing, sent[rank:]]), range(axis.size), both_ways=True)
     error = None
     if codec.feedback:
-        error = torch.zeros_like(x)
-        error[others] = theirs - codec.decode(sent, n)
-    return x[axis.rank] + sum_of(codec, came[others], n), error
+        error = torch.empty_like(x)
+        error[rank].zero_()
+        each = zip(_apart(x, rank), _apart(error, rank), (sent[:rank], sent[rank:]), strict=True)
+        for theirs, missing, told in each:
+            if len(told):
+                torch.sub(theirs, codec.decode(told, n, missing), out=missing)
+    return _others(came, rank), error
+
+
+def scatter_sum(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor, Tensor | None]:
+    """A reduce-scatter: of x, [ranks, n], rank i gets the sum of all ranks' x[i]; its own part of it never travels."""
+    came, error = _exchange(axis, codec, x, dice)
+    return sum_of(codec, came, x.shape[1]).add_(x[axis.rank]), error
 
 
 def hand_out(axis: Axis, codec: Codec, x: Tensor, dice: Dice | None) -> tuple[Tensor, Tensor | None]:
@@ -45,19 +64,23 @@ def hand_out(axis: Axis, codec: Codec, x: Tensor, dice: Dice | None) -> tuple[Te
     return everyone, x - everyone[axis.rank] if codec.feedback else None
 
 
-def sum_all(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor, Tensor | None]:
-    """An all-reduce of x, [n]."""
-    n = x.numel()
+def sum_all(axis: Axis, codec: Codec, x: Tensor, dice: Dice, in_place: bool = False) -> tuple[Tensor, Tensor | None]:
+    """An all-reduce of x, [n]; the sum takes its place if that is wanted."""
+    n, agree = x.numel(), largest_of(axis, x.device)
     if codec.sparse:
-        payload = codec.encode(x[None], dice, largest_of(axis, x.device))
+        payload = codec.encode(x[None], dice, agree)
+        left = x - codec.decode(payload, n)[0]
         total = sum_of(codec, axis.all_gather(payload, 0, both_ways=True), n)
-        return total, x - codec.decode(payload, n)[0]
-    halves = functional.pad(x, (0, -n % axis.size)).view(axis.size, -1)
-    mine, error = scatter_sum(axis, codec, halves, dice)
-    everyone, own = hand_out(axis, codec, mine, dice)
-    if error is not None and own is not None:
-        error[axis.rank] += own
-    return everyone.flatten()[:n], None if error is None else error.flatten()[:n]
+        return x.copy_(total) if in_place else total, left
+    whole = n % axis.size == 0
+    halves = (x if whole else functional.pad(x, (0, -n % axis.size))).view(axis.size, -1)
+    came, error = _exchange(axis, codec, halves, dice)
+    payload = passed_on(codec, came, halves[axis.rank], dice, agree, None if error is None else error[axis.rank])
+    everyone = axis.all_gather(payload, 0, both_ways=True)
+    total = codec.decode(everyone, halves.shape[1], halves if in_place else None).reshape(-1)[:n]
+    if in_place and not whole:
+        total = x.copy_(total)
+    return total, None if error is None else error.view(-1)[:n]
 
 
 def sum_low_rank(

@@ -9,6 +9,7 @@ uncompressed.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -166,6 +167,8 @@ class Compressor:
         self.scale, self.last, self.steps, self.began = 1.0, True, 0, time.perf_counter()
         self.begun = 0
         """Steps that this process has begun; `steps` counts those of the run."""
+        self.took: list[float] = []
+        """Seconds of the steps since the last look."""
         self.adviser: Adviser | None = None
         self.code_s: list[float] = []
         self.tell: Tell = lambda **fields: None
@@ -181,11 +184,13 @@ class Compressor:
         for channel in self.channels:
             channel.begin(age(self.steps, self.warmup))
         now = time.perf_counter()
-        step_s, self.began = now - self.began, now
+        self.took.append(now - self.began)
+        self.began = now
         self.steps += 1
         self.begun += 1
         if self.adaptive and self.channels and (self.begun in FIRST_LOOKS or self.begun % LOOK_EVERY == 0):
-            self._look(step_s)
+            self._look(statistics.median(self.took))
+            self.took.clear()
             self.began = time.perf_counter()
 
     def keep(self, taken: bool | Tensor) -> None:
@@ -228,8 +233,7 @@ class Compressor:
             self.axis.all_reduce(flat)
             channel.owe(None, self.scale)
         else:
-            total, left = sum_all(self.axis, codec, flat, self.dice)
-            flat.copy_(total)
+            _, left = sum_all(self.axis, codec, flat, self.dice, in_place=True)
             channel.owe(None if left is None else left.view(1, -1), self.scale)
 
     def scatter(self, channel: Channel, x: Tensor) -> Tensor:

@@ -129,12 +129,14 @@ def _beside() -> torch.cuda.Stream:
 
 
 class Making(threading.Thread):
-    """Makes slots. Tens of gigabytes take a minute to be given and pinned, so beside a GPU nobody waits for them."""
+    """Makes slots. Tens of gigabytes take a minute to be given and pinned, so a run on a GPU does not wait for them."""
 
     def __init__(self, table: Table, paths: list[Path | None], device: torch.device, background: bool):
         super().__init__(name="snapshots", daemon=True)
         self.table, self.paths, self.device = table, paths, device
         self.made: list[Slot] = []
+        self.last = False
+        """Whether the ring is whole with them."""
         self.error: OSError | None = None
         if background:
             self.start()

@@ -41,11 +41,15 @@ AGREE_AFTER, AGREE_EVERY = KEEP + 2, 200
 """Steps after which ranks agree how often to copy: soon after a start, when all of the ring has been written once (the
 first time takes longer), and then now and then."""
 
+AT_ONCE = 1 << 28
+"""Bytes of a ring that is made before the first copy; of a larger one a CPU rank makes one file for each of its first
+copies, and a GPU's is made beside the run."""
+
 BESIDE = 0.9
 """Of the time of a step, how long a GPU may copy beside it and hold up nobody: until the next update."""
 
-BYTES_PER_S = 20e9
-"""Of a GPU's copies to the host, before one was measured."""
+BYTES_PER_S = {"cuda": 20e9, "cpu": 3e9}
+"""Of copies, before one was measured."""
 
 
 def newest_common(held: Iterable[Iterable[int]], at_most: int | None = None) -> int | None:
@@ -82,6 +86,7 @@ class Snapshots:
         self._steps: deque[float] = deque(maxlen=2 * AGREE_AFTER)
         self._last: tuple[int, float] | None = None
         self._making: Making | None = None
+        self._size = 0
         self._complete = False
         """Whether the ring was filled up: of what a process before this one left, only whole steps are taken over."""
         if folder is not None:
@@ -100,9 +105,10 @@ class Snapshots:
             self._slots, self._complete = [], False
         if not self._complete:
             self._fill_up(pieces)
-            if self.refused or not self._complete:
-                return
-        slot = min((s for s in self._slots if s.sealed not in self._pinned()), key=lambda s: s.sealed)
+        pinned = self._pinned()
+        slot = min((s for s in self._slots if s.sealed not in pinned), key=lambda s: s.sealed, default=None)
+        if slot is None:  # refused, or still being made
+            return
         slot.write(pieces)
         self._open = (slot, step, meta)
         if step <= self._committed:
@@ -168,9 +174,7 @@ class Snapshots:
         return 1 if copying < FREE_S else max(1, math.ceil(copying / (COST * step)))
 
     def _copying_s(self) -> float:
-        if self._copies or not self.background:
-            return min(self._copies, default=0.0)
-        return (0 if self._making is None else self._making.table.size) / BYTES_PER_S
+        return min(self._copies) if self._copies else self._size / BYTES_PER_S[self.device.type]
 
     def _fill_up(self, pieces: Mapping[str, Tensor]) -> None:
         """Make the files that are missing in the ring, or take those that were made meanwhile."""
@@ -187,7 +191,12 @@ class Snapshots:
                 return
             taken = {slot.path for slot in self._slots if slot.path is not None}
             free = [path for i in range(self.keep) if (path := self._path(i)) not in taken]
-            self._making = Making(table, free[: keep - len(self._slots)], self.device, self.background)
+            self._size, large = table.size, keep * table.size > AT_ONCE
+            if large and len(self._steps) < AGREE_AFTER:
+                self.every = AGREE_AFTER
+            wanted = 1 if large and not self.background else keep - len(self._slots)
+            self._making = Making(table, free[:wanted], self.device, self.background)
+            self._making.last = len(self._slots) + wanted >= keep
         if self._making.is_alive():
             return
         making, self._making = self._making, None
@@ -195,4 +204,4 @@ class Snapshots:
             self._slots, why = [], making.error.strerror or making.error
             self.refused = f"{why} in {self.folder}: faults are recovered from checkpoints on disk"
         elif all(slot.fits(pieces) for slot in making.made):
-            self._slots, self._complete = [*self._slots, *making.made], True
+            self._slots, self._complete = [*self._slots, *making.made], making.last
