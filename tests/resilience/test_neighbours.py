@@ -8,12 +8,14 @@ import pytest
 import torch
 from command import until
 
+from weft.job import parse_job
+from weft.plan import make_plan
+from weft.plan.layout import Plan
 from weft.resilience.council import Decision, Seat
-from weft.resilience.neighbours import KEEP, Errand, Keeper, Sender, held_files
+from weft.resilience.neighbours import KEEP, Errand, Keeper, Sender, held_files, needless, newest_whole
 from weft.resilience.node import in_place
 from weft.resilience.snapfile import Places, find_sealed, read_table
 from weft.resilience.snapshots import Snapshots
-from weft.train.shards import newest_whole
 from weft.wire.channel import Channel
 from weft.wire.listener import Listener
 
@@ -77,6 +79,17 @@ def test_what_others_hold_copies_of_is_not_overwritten(tmp_path: Path) -> None:
 )
 def test_replicas_stand_in_for_one_another(held: list[tuple[int, int]], newest: int | None) -> None:
     assert newest_whole(held, AXES) == newest
+
+
+def test_replicas_on_other_nodes_need_no_copies() -> None:
+    def plan(**spread: int) -> Plan:
+        return make_plan(parse_job({"parallel": spread, "cluster": {"device": "cpu"}}), 4)[1]
+
+    halves = [range(0, 2), range(2, 4)]
+    assert needless(plan(dp_replicate=2, dp_shard=2), halves)
+    assert needless(plan(dp_replicate=4, dp_shard=1), [range(0, 3), range(3, 4)])
+    assert not needless(plan(dp_replicate=1, dp_shard=4), halves)
+    assert not needless(plan(dp_replicate=2, dp_shard=1, tp=2), [range(0, 3), range(3, 4)])
 
 
 def test_nodes_keep_their_ranks_where_they_can() -> None:

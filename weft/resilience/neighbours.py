@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import psutil
 
+from weft.plan.layout import AXES, Plan
 from weft.resilience.snapfile import Places, Sealed, find_sealed
 from weft.wire.channel import Channel, Gone, Message, Refused, dial
 
@@ -71,6 +73,30 @@ def held_files(folder: Path) -> list[tuple[int, int, int, Path]]:
         if len(parts) == 3 and all(part.isdigit() for part in parts):
             found.append((int(parts[0]), int(parts[1]), int(parts[2]), path))
     return found
+
+
+def newest_whole(held: Iterable[tuple[int, int]], axes: Mapping[str, int]) -> int | None:
+    """Of steps and ranks: the newest step all of whose pieces are held. Ranks that differ only in dp_replicate hold the
+    same."""
+    ranks_at: dict[int, set[int]] = {}
+    for step, rank in held:
+        ranks_at.setdefault(step, set()).add(rank)
+    places = list(product(*(range(axes[axis]) for axis in AXES)))
+    copy = AXES.index("dp_replicate")
+    like = [tuple(x for i, x in enumerate(place) if i != copy) for place in places]
+    needed = set(like)
+    whole = [step for step, ranks in ranks_at.items() if {like[r] for r in ranks if r < len(like)} == needed]
+    return max(whole, default=None)
+
+
+def needless(plan: Plan, nodes: Iterable[range]) -> bool:
+    """Whether any node of these ranks may be lost and the others still hold all of the state: as replicas do. What a
+    lost node's compression still owed is lost with it."""
+    ranks = [set(node) for node in nodes]
+    everyone = set().union(*ranks)
+    return not plan.alone and all(
+        newest_whole([(0, r) for r in everyone - node], plan.axes) is not None for node in ranks
+    )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from weft.resilience.council import Decision, Proposal, Report, Seat
 from weft.resilience.diagnosis import Fault
 from weft.resilience.inquiry import LOOK_S, kill
 from weft.resilience.meeting import Meeting
-from weft.resilience.neighbours import Errand, Keeper, Sender
+from weft.resilience.neighbours import Errand, Keeper, Sender, needless
 from weft.resilience.nodes import Nodes, births
 from weft.resilience.place import Place
 from weft.resilience.replan import replan
@@ -43,6 +43,8 @@ class NodeSupervisor(Supervisor):
 
     def __init__(self, run: RunDir, folder: Path, board: Board, job: Job, plan: Plan, place: Place, slots: int):
         super().__init__(run, folder, board, job.resilience, plan)
+        self.copying = True
+        """Whether nodes keep copies of one another's snapshots."""
         self.job, self.place, self.slots = job, place, slots
         self.free: list[int] | None = None
         """The slots that wait for the next attempt; None while one is under way."""
@@ -91,7 +93,8 @@ class NodeSupervisor(Supervisor):
             self.board["pause"] = self.attempt.number
         if self.free is not None:
             return self.wait_for_others()
-        self.nodes.aim(max((records[s].committed for s in self.attempt.ranks.values()), default=0))
+        if self.copying:
+            self.nodes.aim(max((records[s].committed for s in self.attempt.ranks.values()), default=0))
         self.invite(records)
         return None
 
@@ -218,6 +221,7 @@ class NodeSupervisor(Supervisor):
         if (ranks := self.places_for(range(seat.first, seat.first + seat.ranks))) is None:
             return
         self.plan = Plan.from_json(decision.given["plan"])
+        self.copying = not needless(self.plan, [range(s.first, s.first + s.ranks) for s in decision.seats])
         if leads:
             self.meeting.open(decision.number)
             _write_plan(self.run, self.plan)

@@ -6,9 +6,8 @@ A checkpoint has no layout: what the ranks of a lost world had, the ranks of a s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from weft.comm.pieces import piece_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.plan.layout import AXES, Plan
-from weft.resilience.neighbours import held_files
+from weft.plan.layout import Plan
+from weft.resilience.neighbours import held_files, newest_whole
 from weft.resilience.snapfile import Places, find_sealed, read_table
 from weft.train.checkpoint import Checkpoints
 from weft.train.snapshot import Snapshot
@@ -61,20 +60,6 @@ def find_shards(memory: Path) -> list[Shard]:
         if (places := Places.read(memory / "held" / f"{attempt}-{rank}.json")) is not None:
             found.append(Shard(path, step, places))
     return found
-
-
-def newest_whole(held: Iterable[tuple[int, int]], axes: Mapping[str, int]) -> int | None:
-    """Of steps and ranks: the newest step all of whose pieces are held. Ranks that differ only in dp_replicate hold the
-    same."""
-    ranks_at: dict[int, set[int]] = {}
-    for step, rank in held:
-        ranks_at.setdefault(step, set()).add(rank)
-    places = list(product(*(range(axes[axis]) for axis in AXES)))
-    copy = AXES.index("dp_replicate")
-    like = [tuple(x for i, x in enumerate(place) if i != copy) for place in places]
-    needed = set(like)
-    whole = [step for step, ranks in ranks_at.items() if {like[r] for r in ranks if r < len(like)} == needed]
-    return max(whole, default=None)
 
 
 def save_shards(memory: Path, checkpoints: Checkpoints, mesh: Mesh, local_ranks: int, newer_than: int) -> int | None:
