@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.axis import Axis
+from weft.comm.axis import Axis, Waits
+from weft.comm.beside import Done
 from weft.comm.codecs import Dice, way_of
 from weft.comm.compress import sum_all
 from weft.job.compression import parse_compression
@@ -223,11 +224,11 @@ class _Echo:
 
     size, rank = 2, 0
 
-    def all_to_all(self, payload: Tensor, *_: object, both_ways: bool) -> Tensor:
-        return payload.flip(0)
+    def start_swap(self, pieces: Tensor) -> tuple[Tensor, Waits]:
+        return pieces.flip(0), Done()
 
-    def all_gather(self, payload: Tensor, *_: object, both_ways: bool) -> Tensor:
-        return torch.cat([payload, payload])
+    def start_gather(self, tensor: Tensor) -> tuple[Tensor, Waits]:
+        return torch.cat([tensor, tensor]), Done()
 
 
 def measure_codes(dice: Dice, device: torch.device) -> list[float]:

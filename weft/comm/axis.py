@@ -192,7 +192,45 @@ class Axis:
     def _halves_links(self, tensor: Tensor) -> bool:
         return not tensor.is_cuda and not isinstance(tensor, FakeTensor) and dist.get_backend(self.group) == "gloo"
 
+    def start_swap(self, pieces: Tensor) -> tuple[Tensor, Waits]:
+        """Begin all_to_all() with all ranks, both ways of each link at once."""
+        pieces, out = pieces.contiguous(), torch.empty_like(pieces)
+        self.calls["all_to_all"] += 1
+        for peer in range(self.size):
+            if peer != self.rank:  # its own piece stays
+                self.add("all_to_all", pieces[0].numel() * pieces.element_size(), peer)
+        if self._halves_links(pieces):
+            works = self._start_swap(pieces.unbind(0), out)
+        else:
+            works = [dist.all_to_all_single(out, pieces, group=self.group, async_op=True)]
+        return out, self._begun("all_to_all", pieces, works)
+
+    def start_gather(self, tensor: Tensor) -> tuple[Tensor, Waits]:
+        """Begin all_gather() along the first dimension, both ways of each link at once."""
+        tensor = tensor.contiguous()
+        self.count("all_gather", tensor)
+        out = tensor.new_empty((self.size, *tensor.shape))
+        if self._halves_links(tensor):
+            works = self._start_swap([tensor] * self.size, out)
+        else:
+            works = [native_all_gather(out.view(-1), tensor.view(-1), group=self.group, async_op=True)]
+        return out.flatten(0, 1), self._begun("all_gather", tensor, works)
+
+    def _begun(self, what: str, tensor: Tensor, works: Sequence[dist.Work | None]) -> Waits:
+        under_way = [work for work in works if work is not None]
+        if self.timed:
+            return Exchange(under_way, [tensor], [], [], self._clock(what, tensor))
+        if self.spans is not None:
+            under_way = [self.spans.follow(work) for work in under_way]
+        return Exchange(under_way, [tensor], [], [], self.meter.inside(self.name, what))
+
     def _swap(self, pieces: Sequence[Tensor], out: Tensor) -> None:
+        """_start_swap(), to its end."""
+        for work in self._start_swap(pieces, out):
+            assert work is not None
+            work.wait()
+
+    def _start_swap(self, pieces: Sequence[Tensor], out: Tensor) -> list[dist.Work | None]:
         """Hand pieces[i] to the i-th rank and fill out[i] with what it hands to us, both ways of each link at once.
 
         Gloo tells a peer that it may send in the same stream in which it sends itself. Its own all-to-all and
@@ -202,9 +240,7 @@ class Axis:
         works = [dist.irecv(out[r], group=self.group, group_src=r) for r in others]
         works += [dist.isend(pieces[r], group=self.group, group_dst=r) for r in others]
         out[self.rank].copy_(pieces[self.rank])
-        for work in works:
-            assert work is not None
-            work.wait()
+        return works
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """The sum over all ranks, of which each keeps its piece along dim."""

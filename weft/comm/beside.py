@@ -1,4 +1,9 @@
-"""Work beside the backward pass, one piece after the other: on a thread for CPU ranks, on a stream for GPUs."""
+"""Work beside the backward pass, in one order: on a thread for CPU ranks, on a stream for GPUs.
+
+On the thread, work that waits for a message lets the work behind it go on: when another piece is given to it, that one
+takes its first step, the one before its second, and so on. So all ranks of an axis call its collectives in one order,
+which depends on nothing but the order in which work was given.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from weft.comm.axis import Waits
+from weft.comm.compress import Steps, finished
 
 
 class Done:
@@ -19,11 +25,13 @@ class Done:
 class OnThread:
     """Work on the thread."""
 
-    def __init__(self, future: Future[None]) -> None:
-        self.future = future
+    def __init__(self, beside: Beside, done: Future[None]) -> None:
+        self.beside, self.done = beside, done
 
     def wait(self) -> None:
-        self.future.result()
+        if not self.done.done():
+            self.beside.finish()
+        self.done.result()
 
 
 class OnStream:
@@ -37,31 +45,55 @@ class OnStream:
 
 
 class Beside:
-    """Keeps the order in which work is given to it, so that all ranks of an axis call its collectives in one order.
-
-    With `at_once` it is done before start() returns: where someone else talks on the same group meanwhile.
-    """
+    """Takes work and keeps its order. With `at_once` it is done before start() returns: where someone else talks on the
+    same group meanwhile."""
 
     def __init__(self, device: torch.device, at_once: bool = False) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and not at_once else None
         self.thread = None
         if device.type != "cuda" and not at_once:
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="compression")
+        self._under_way: list[tuple[Steps[None], Future[None]]] = []
+        """Of the thread's own; the newest first."""
 
-    def start(self, work: Callable[[], None]) -> Waits:
+    def start(self, work: Callable[[], Steps[None]]) -> Waits:
         if self.thread is not None:
-            return OnThread(self.thread.submit(_undisturbed, work))
+            done: Future[None] = Future()
+            self.thread.submit(self._take, work, done)
+            return OnThread(self, done)
         if self.stream is None:
-            work()
+            finished(work())
             return Done()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            work()
-            done = torch.cuda.Event()
-            done.record()
-        return OnStream(done)
+            finished(work())
+            event = torch.cuda.Event()
+            event.record()
+        return OnStream(event)
 
+    def finish(self) -> None:
+        """No more is to come for now: what is under way goes on to its end."""
+        assert self.thread is not None
+        self.thread.submit(self._finish)
 
-def _undisturbed(work: Callable[[], None]) -> None:
-    with torch.no_grad():  # a thread has a gradient mode of its own
-        work()
+    def _take(self, work: Callable[[], Steps[None]], done: Future[None]) -> None:
+        self._under_way.insert(0, (work(), done))
+        self._step()
+
+    def _finish(self) -> None:
+        while self._under_way:
+            self._step()
+
+    def _step(self) -> None:
+        """One step of each."""
+        left = []
+        with torch.no_grad():  # a thread has a gradient mode of its own
+            for steps, done in self._under_way:
+                try:
+                    next(steps)
+                    left.append((steps, done))
+                except StopIteration:
+                    done.set_result(None)
+                except BaseException as error:
+                    done.set_exception(error)
+        self._under_way = left

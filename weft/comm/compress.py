@@ -6,7 +6,8 @@ All ranks end with the same bits: what is handed out is decoded by everyone alik
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,19 @@ from torch.nn import functional
 
 from weft.comm.axis import Axis
 from weft.comm.codecs import Agree, Codec, Dice, passed_on, sum_of
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work that pauses wherever something is on its way, so that other work can be done meanwhile."""
+
+
+def finished(steps: Steps[T]) -> T:
+    """All of them at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return cast(T, end.value)
 
 
 def largest_of(axis: Axis, device: torch.device) -> Agree:
@@ -34,12 +48,12 @@ def _apart(x: Tensor, rank: int) -> list[Tensor]:
     return [x[:rank], x[rank + 1 :]]
 
 
-def _exchange(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor, Tensor | None]:
+def _exchange(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> Steps[tuple[Tensor, Tensor | None]]:
     """Of x, [ranks, n], each row to its rank: what came of the others' for this one, and what they did not get."""
     n, rank = x.shape[1], axis.rank
     sent = codec.encode(_others(x, rank), dice, largest_of(axis, x.device))
     nothing = sent.new_zeros(1, sent.shape[1])
-    came = axis.all_to_all(torch.cat([sent[:rank], nothing, sent[rank:]]), range(axis.size), both_ways=True)
+    came, travelling = axis.start_swap(torch.cat([sent[:rank], nothing, sent[rank:]]))
     error = None
     if codec.feedback:
         error = torch.empty_like(x)
@@ -48,12 +62,14 @@ def _exchange(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor, 
         for theirs, missing, told in each:
             if len(told):
                 torch.sub(theirs, codec.decode(told, n, missing), out=missing)
+    yield
+    travelling.wait()
     return _others(came, rank), error
 
 
 def scatter_sum(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor, Tensor | None]:
     """A reduce-scatter: of x, [ranks, n], rank i gets the sum of all ranks' x[i]; its own part of it never travels."""
-    came, error = _exchange(axis, codec, x, dice)
+    came, error = finished(_exchange(axis, codec, x, dice))
     return sum_of(codec, came, x.shape[1]).add_(x[axis.rank]), error
 
 
@@ -66,17 +82,29 @@ def hand_out(axis: Axis, codec: Codec, x: Tensor, dice: Dice | None) -> tuple[Te
 
 def sum_all(axis: Axis, codec: Codec, x: Tensor, dice: Dice, in_place: bool = False) -> tuple[Tensor, Tensor | None]:
     """An all-reduce of x, [n]; the sum takes its place if that is wanted."""
+    return finished(summing(axis, codec, x, dice, in_place))
+
+
+def summing(
+    axis: Axis, codec: Codec, x: Tensor, dice: Dice, in_place: bool = False
+) -> Steps[tuple[Tensor, Tensor | None]]:
+    """sum_all() in steps, between which something is on its way."""
     n, agree = x.numel(), largest_of(axis, x.device)
     if codec.sparse:
         payload = codec.encode(x[None], dice, agree)
         left = x - codec.decode(payload, n)[0]
-        total = sum_of(codec, axis.all_gather(payload, 0, both_ways=True), n)
+        everyone, travelling = axis.start_gather(payload)
+        yield
+        travelling.wait()
+        total = sum_of(codec, everyone, n)
         return x.copy_(total) if in_place else total, left
     whole = n % axis.size == 0
     halves = (x if whole else functional.pad(x, (0, -n % axis.size))).view(axis.size, -1)
-    came, error = _exchange(axis, codec, halves, dice)
+    came, error = yield from _exchange(axis, codec, halves, dice)
     payload = passed_on(codec, came, halves[axis.rank], dice, agree, None if error is None else error[axis.rank])
-    everyone = axis.all_gather(payload, 0, both_ways=True)
+    everyone, travelling = axis.start_gather(payload)
+    yield
+    travelling.wait()
     total = codec.decode(everyone, halves.shape[1], halves if in_place else None).reshape(-1)[:n]
     if in_place and not whole:
         total = x.copy_(total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -105,7 +105,8 @@ class Following(Work):
         self.spans, self.work, self.began = spans, work, spans.now()
         self.ended: Moment = None
         if not spans.cuda:  # a GPU's message has ended when the stream goes on
-            work.get_future().add_done_callback(self._done)
+            with suppress(RuntimeError):  # of Gloo's messages between two ranks nobody hears before he waits
+                work.get_future().add_done_callback(self._done)
 
     def _done(self, _: Any) -> None:
         self.ended = self.spans.now()

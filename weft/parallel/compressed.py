@@ -25,7 +25,7 @@ from weft.comm.adaptive import LADDER, YOUNG, Adviser, Figures, agreed, measure_
 from weft.comm.algorithms import Start
 from weft.comm.beside import Beside
 from weft.comm.codecs import Codec, Dice, Largest, Way, way_of
-from weft.comm.compress import scatter_sum, sum_all, sum_low_rank
+from weft.comm.compress import Steps, scatter_sum, sum_all, sum_low_rank, summing
 from weft.comm.pieces import local_of
 from weft.comm.warmup import INT8, codec_at, fitted
 from weft.job.compression import Compression, parse_compression
@@ -210,8 +210,9 @@ class Compressor:
     def start_plain(self, flat: Tensor) -> Waits:
         """Begin to sum what is not compressed; in line with what is, for they share a group."""
 
-        def work() -> None:
+        def work() -> Steps[None]:
             self.axis.all_reduce(flat)
+            yield from ()
 
         return self.beside.start(work)
 
@@ -220,7 +221,7 @@ class Compressor:
         codec = INT8 if self.low_rank else codec_at(channel.way.gradients, at, gathering)
         return replace(codec, parts=channel.parts) if isinstance(codec, Largest) else codec
 
-    def _sum(self, channel: Channel, flat: Tensor) -> None:
+    def _sum(self, channel: Channel, flat: Tensor) -> Steps[None]:
         x = flat.view(1, -1)
         channel.take(x, self.scale)
         codec = self._codec(channel, self.axis.size)
@@ -233,7 +234,7 @@ class Compressor:
             self.axis.all_reduce(flat)
             channel.owe(None, self.scale)
         else:
-            _, left = sum_all(self.axis, codec, flat, self.dice, in_place=True)
+            _, left = yield from summing(self.axis, codec, flat, self.dice, in_place=True)
             channel.owe(None if left is None else left.view(1, -1), self.scale)
 
     def scatter(self, channel: Channel, x: Tensor) -> Tensor:
