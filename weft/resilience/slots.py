@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import struct
+import sys
 import threading
 import time
 import zlib
@@ -21,6 +22,10 @@ from torch import Tensor
 from weft.resilience.snapfile import HEAD, MAGIC, SEAL
 
 ALIGN, PAGE = 64, 4096
+LARGE = 1 << 30
+"""Bytes from which on large pages are worth looking for."""
+POPULATE = 23 if sys.platform == "linux" else -1
+"""MADV_POPULATE_WRITE, which Python has no name for yet."""
 
 
 class Table:
@@ -148,7 +153,6 @@ class Making(threading.Thread):
             try:
                 for path in self.paths:
                     memory = _memory(path, self.table.size)
-                    memory[::PAGE].zero_()  # once touched, copying takes a third of the time
                     self.made.append(Slot(self.table, memory, path=path))
                     self.made[-1].unseal()
             except OSError as error:
@@ -159,10 +163,10 @@ def _memory(path: Path | None, size: int) -> Tensor:
     """So many bytes: of their own, or of a file all of whose room is taken now, since later there is only SIGBUS."""
     if path is None:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        if size >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without large pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return _touched(memory)
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -170,12 +174,22 @@ def _memory(path: Path | None, size: int) -> Tensor:
             os.posix_fallocate(handle, 0, size)
         else:  # macOS
             os.truncate(handle, size)
+        return _touched(mmap.mmap(handle, size))
     except OSError:
         path.unlink()
         raise
     finally:
         os.close(handle)
-    return _map(path, size)
+
+
+def _touched(memory: mmap.mmap) -> Tensor:
+    """Memory that is really there: copying into it takes a third of the time."""
+    found = torch.frombuffer(memory, dtype=torch.uint8)
+    try:
+        memory.madvise(POPULATE)
+    except (OSError, ValueError, AttributeError):  # an older kernel, or another one
+        found[::PAGE].zero_()
+    return found
 
 
 def _map(path: Path, size: int) -> Tensor:
