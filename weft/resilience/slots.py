@@ -142,7 +142,7 @@ class Making(threading.Thread):
         self.made: list[Slot] = []
         self.last = False
         """Whether the ring is whole with them."""
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         if background:
             self.start()
         else:
@@ -155,7 +155,7 @@ class Making(threading.Thread):
                     memory = _memory(path, self.table.size)
                     self.made.append(Slot(self.table, memory, path=path))
                     self.made[-1].unseal()
-            except OSError as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 self.error = error
 
 

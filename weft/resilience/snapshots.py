@@ -201,7 +201,7 @@ class Snapshots:
             return
         making, self._making = self._making, None
         if making.error is not None:  # a small /dev/shm, as containers have
-            self._slots, why = [], making.error.strerror or making.error
+            self._slots, why = [], getattr(making.error, "strerror", None) or making.error
             self.refused = f"{why} in {self.folder}: faults are recovered from checkpoints on disk"
         elif all(slot.fits(pieces) for slot in making.made):
             self._slots, self._complete = [*self._slots, *making.made], making.last
