@@ -17,7 +17,7 @@ train: $(READY)
 
 # Tests start, stop and starve real processes: on a busy machine one may fail that is right. It gets one more try, and is named.
 test: $(READY) system
-	$(BIN)/python -m pytest -n 3 --dist loadfile --reruns 1 -rR
+	$(BIN)/python -m pytest -n 2 --dist loadfile --reruns 1 -rR
 
 lint: $(READY)
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
