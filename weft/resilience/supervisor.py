@@ -31,6 +31,8 @@ LOST_S = 5.0
 """How long a rank may have come back by itself before all are called back."""
 REFILL_S = 2.0
 """How long a new attempt trains undisturbed before the next spare is started: importing torch takes a core."""
+CALM_S = 0.05
+"""Between two looks while nothing is wrong: each takes a little of a core that a rank may need."""
 UNCOUNTED = ("elsewhere", "grow")
 """Ends of an attempt that are no fault of a rank here."""
 
@@ -72,7 +74,7 @@ class Supervisor:
                 self.broken(fault)
             else:
                 self.settle(records)
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S if self.open else CALM_S)
 
     def first(self) -> None:
         """Begin the first attempt."""
