@@ -204,7 +204,7 @@ def measure_link(axis: Axis, device: torch.device) -> tuple[float, float]:
     def seconds(size: int) -> float:
         message = torch.zeros(max(1, size // (axis.size - 1)), dtype=torch.uint8, device=device)
         began = time.perf_counter()
-        axis.all_gather(message, 0, both_ways=True)
+        axis.start_gather(message)[1].wait()
         _settle(device)
         return time.perf_counter() - began
 

@@ -177,16 +177,13 @@ class Axis:
         followed = work if self.spans is None else self.spans.follow(work)
         return Waiting(followed, self.meter.inside(self.name, "all_reduce"))
 
-    def all_gather(self, tensor: Tensor, dim: int, both_ways: bool = False) -> Tensor:
-        """The pieces of all ranks, joined along dim. `both_ways` is for slow links (see _swap)."""
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """The pieces of all ranks, joined along dim."""
         tensor = tensor.contiguous()
         self.count("all_gather", tensor)
         out = tensor.new_empty((self.size, *tensor.shape))
         with self._clock("all_gather", tensor):
-            if both_ways and self._halves_links(tensor):
-                self._swap([tensor] * self.size, out)
-            else:
-                native_all_gather(out.view(-1), tensor.view(-1), group=self.group)
+            native_all_gather(out.view(-1), tensor.view(-1), group=self.group)
         return _join(out, dim)
 
     def _halves_links(self, tensor: Tensor) -> bool:
@@ -224,12 +221,6 @@ class Axis:
             under_way = [self.spans.follow(work) for work in under_way]
         return Exchange(under_way, [tensor], [], [], self.meter.inside(self.name, what))
 
-    def _swap(self, pieces: Sequence[Tensor], out: Tensor) -> None:
-        """_start_swap(), to its end."""
-        for work in self._start_swap(pieces, out):
-            assert work is not None
-            work.wait()
-
     def _start_swap(self, pieces: Sequence[Tensor], out: Tensor) -> list[dist.Work | None]:
         """Hand pieces[i] to the i-th rank and fill out[i] with what it hands to us, both ways of each link at once.
 
@@ -251,9 +242,8 @@ class Axis:
             native_reduce_scatter(out.view(-1), pieces.view(-1), group=self.group)
         return out
 
-    def all_to_all(self, pieces: Tensor, peers: range, both_ways: bool = False) -> Tensor:
-        """Hand pieces[i] to the i-th of `peers`, of which this rank is one, and get its piece for us: [peers, ...].
-        `both_ways`, with all ranks for peers, is for slow links (see _swap)."""
+    def all_to_all(self, pieces: Tensor, peers: range) -> Tensor:
+        """Hand pieces[i] to the i-th of `peers`, of which this rank is one, and get its piece for us: [peers, ...]."""
         pieces = pieces.contiguous()
         self.calls["all_to_all"] += 1
         for peer in peers:
@@ -262,10 +252,7 @@ class Axis:
         splits = [int(r in peers) for r in range(self.size)]
         out = torch.empty_like(pieces)
         with self._clock("all_to_all", pieces):
-            if both_ways and self._halves_links(pieces):
-                self._swap(pieces.unbind(0), out)
-            else:
-                dist.all_to_all_single(out, pieces, splits, splits, group=self.group)
+            dist.all_to_all_single(out, pieces, splits, splits, group=self.group)
         return out
 
     def start_all_to_all(self, x: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Waits]:
@@ -347,7 +334,9 @@ class Axis:
         incoming = [(of, torch.empty_like(t, device="cpu") if host else t) for of, t in receives]
         for to, tensor in outgoing:
             self.count("send", tensor, to=to)
-        ops = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=of) for of, t in incoming]  # first: see _swap
+        ops = [
+            dist.P2POp(dist.irecv, t, group=self.group, group_peer=of) for of, t in incoming
+        ]  # see _start_swap
         ops += [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for to, t in outgoing]
         works = dist.batch_isend_irecv(ops) if ops else []
         clock = self._clock("send" if sends else "receive", (sends or receives)[0][1]) if ops else nullcontext()

@@ -76,7 +76,9 @@ def scatter_sum(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor
 def hand_out(axis: Axis, codec: Codec, x: Tensor, dice: Dice | None) -> tuple[Tensor, Tensor | None]:
     """An all-gather: everyone's x, [n], as [ranks, n]."""
     payload = codec.encode(x[None], dice, largest_of(axis, x.device))
-    everyone = codec.decode(axis.all_gather(payload, 0, both_ways=True), x.numel())
+    came, travelling = axis.start_gather(payload)
+    travelling.wait()
+    everyone = codec.decode(came, x.numel())
     return everyone, x - everyone[axis.rank] if codec.feedback else None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -167,7 +168,7 @@ class Compressor:
         self.scale, self.last, self.steps, self.began = 1.0, True, 0, time.perf_counter()
         self.begun = 0
         """Steps that this process has begun; `steps` counts those of the run."""
-        self.took: list[float] = []
+        self.took: deque[float] = deque(maxlen=LOOK_EVERY)
         """Seconds of the steps since the last look."""
         self.adviser: Adviser | None = None
         self.code_s: list[float] = []

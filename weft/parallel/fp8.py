@@ -18,6 +18,9 @@ from weft.parallel.tensor import ColumnLinear, RowLinear, local
 from weft.plan.fp8 import left_out
 from weft.plan.layout import Plan
 
+FP8 = "fp8."
+"""What begins the names of maxima in a checkpoint."""
+
 
 class Fp8Column(InFp8, ColumnLinear):
     """Each rank multiplies its outputs in fp8."""
@@ -134,7 +137,3 @@ class DelayedScales:
         if not self.steps.any():
             for m in self.maxima:
                 m.known = False
-
-
-FP8 = "fp8."
-"""What begins the names of maxima in a checkpoint."""

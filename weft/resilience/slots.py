@@ -6,7 +6,6 @@ import contextlib
 import json
 import mmap
 import os
-import struct
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.resilience.snapfile import HEAD, MAGIC, SEAL
+from weft.resilience.snapfile import HEAD, MAGIC, SEAL, read_table, sealed_step
 
 ALIGN, PAGE = 64, 4096
 LARGE = 1 << 30
@@ -64,16 +63,14 @@ class Slot:
     @classmethod
     def found(cls, path: Path) -> Slot | None:
         """What a process before this one left sealed; None where nothing is, or nothing whole."""
+        table, step = read_table(path), sealed_step(path)
+        if table is None or step is None or not table[0]:
+            return None
+        entries, meta = table
         try:
-            with path.open("rb") as file:
-                magic, sealed, head, length, crc = HEAD.unpack(file.read(HEAD.size))
-                text = file.read(min(length, head))
-            if magic != MAGIC or not sealed or zlib.crc32(text) != crc:
-                return None
-            content, size = json.loads(text), path.stat().st_size
-            table = Table([(n, d, s, at) for n, d, s, at in content["tensors"]], head, size)
-            return cls(table, _map(path, size), sealed - 1, content["meta"], path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RuntimeError):
+            size = path.stat().st_size
+            return cls(Table(entries, entries[0][3], size), _map(path, size), step, meta, path)
+        except (OSError, TypeError, AttributeError, RuntimeError):
             return None
 
     def fits(self, pieces: Mapping[str, Tensor]) -> bool:
