@@ -334,9 +334,7 @@ class Axis:
         incoming = [(of, torch.empty_like(t, device="cpu") if host else t) for of, t in receives]
         for to, tensor in outgoing:
             self.count("send", tensor, to=to)
-        ops = [
-            dist.P2POp(dist.irecv, t, group=self.group, group_peer=of) for of, t in incoming
-        ]  # see _start_swap
+        ops = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=of) for of, t in incoming]  # see _start_swap
         ops += [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for to, t in outgoing]
         works = dist.batch_isend_irecv(ops) if ops else []
         clock = self._clock("send" if sends else "receive", (sends or receives)[0][1]) if ops else nullcontext()
