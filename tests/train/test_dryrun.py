@@ -29,12 +29,14 @@ MLP: dict[str, Any] = {"family": "mlp", "dim": 64, "layers": 8}
 
 
 def make(model: dict[str, Any], layout: str, **sections: Any) -> Job:
+    """A job of two microbatches a stage: each is traced, so more would only take longer."""
     section = {"dp_replicate": 1, "dp_shard": 1} if layout == "1" else parse_layout(layout)
+    copies = section.get("dp_replicate", 1) * section.get("dp_shard", 1)
     return parse_job(
         {
             "model": model,
             "data": {"source": "synthetic", "seq_len": 32},
-            "train": {"global_batch": 48, "microbatch": 2},
+            "train": {"global_batch": 2 * copies * 2 * section.get("pp", 1), "microbatch": 2},
             "cluster": {"device": "cpu", "devices_per_node": ranks(section)},
             "parallel": section,
             **sections,
@@ -61,7 +63,7 @@ def assert_exact(found: DryRun) -> None:
     [
         (LLAMA, "1", 0, {}),
         (LLAMA, "ddp2", 1, {"precision": "bf16"}),
-        (LLAMA, "dp_shard=3 zero1", 2, {"train": {"global_batch": 48, "microbatch": 2, "ema": 0.9}}),
+        (LLAMA, "dp_shard=3 zero1", 2, {"train": {"global_batch": 12, "microbatch": 2, "ema": 0.9}}),
         (GPT2, "dp_shard=3 zero2 tp=2", 3, {"precision": "bf16"}),
         (GPT2, "dp_replicate=2 dp_shard=2 zero3", 3, {"optim": {"name": "sgd"}}),
         (LLAMA, "zero3 tp=2", 1, {"memory": {"recompute": "full"}, "optim": {"name": "muon"}}),
