@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,10 @@ import torch
 from weft.launch.pool import RankPool
 
 WORLD = 4
+
+gc.freeze()  # what is imported stays: the collector need not look at it in every test
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of commands would compile all of weft again
+sys.dont_write_bytecode = False
 
 torch.set_num_threads(1)  # tests fork, and a forked process waits for ever for the threads of a parent's OpenMP
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -63,6 +64,7 @@ def main() -> None:
     """The entry point: a person's mistake is one sentence and an exit code, never a traceback."""
     from weft.job.errors import Exit, WeftError
 
+    gc.set_threshold(100_000, 20, 20)  # a command imports much that stays, and lives shortly
     # once the exit code is known, one Ctrl-C more shall not change it
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:

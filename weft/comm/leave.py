@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 
 def settle() -> None:
-    """Once all is imported: that stays, and need not be looked at whenever a run is over."""
+    """Once all is imported: that stays, and need not be looked at whenever a run is over. A process whose forks are
+    ranks does so before them: they copy no page to look or to count references."""
+    gc.unfreeze()  # nothing that is set aside can be found
     _first_caches()
     gc.freeze()
 

@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-IMPORTED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+IMPORTED = ["weft.train.preload"]
 """What takes seconds to import, and is imported once for all ranks: they are forks of one process that did."""
 
 

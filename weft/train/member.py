@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import json
 import os
 import signal
@@ -185,7 +184,9 @@ def main() -> int:
     run = RunDir(Path(sys.argv[1]))
     if "WEFT_NURSERY" in os.environ:
         bring_in(run)
-        gc.freeze()  # so that a fork copies no page to count references
+        from weft.comm.leave import settle
+
+        settle()
         if not serve():
             return 0
         die_with_parent()

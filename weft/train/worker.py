@@ -72,7 +72,10 @@ def bring_in(run: RunDir) -> None:
     """Import all that training needs: seconds, in which a signal may already come."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read when torch is imported
 
-    import weft.train.loop  # noqa: F401
+    from weft.launch.imports import importing
+
+    with importing():
+        import weft.train.loop  # noqa: F401
 
 
 def attempt(session: Session, signals: Signals, work: Work) -> Exit:

@@ -17,6 +17,7 @@ from weft.job.errors import Exit, MachineError
 from weft.job.load import load_job
 from weft.job.run import RunDir
 from weft.job.schema import Job
+from weft.launch.imports import importing
 from weft.launch.local import die_with_parent
 from weft.plan.layout import Plan
 from weft.train.signals import Signals
@@ -71,9 +72,10 @@ def play(run: RunDir, role: str, index: int, about: dict[str, Any]) -> int:
     """One process of a run; like a rank, it leaves a reason behind when it fails."""
     signals = Signals()
     job, plan = load_job(str(run.job)), Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
-    import torch
+    with importing():
+        import torch
 
-    from weft.train.served.chief import lead
+        from weft.train.served.chief import lead
 
     if plan.device == "cpu":
         keep_freed_memory()
