@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from weft.job.errors import JobError
+from weft.launch.pool import IMPORTED
 from weft.train.checkpoint import Checkpoints, Found, list_checkpoints, load_full, newest_good, read_meta, verify
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -366,8 +367,10 @@ def _write_report(folder: Path, rank: int, report: dict[str, str]) -> None:
 
 def _spawn(world: int, folder: Path, checks: list[Callable[[Ranks], None]]) -> dict[str, list[str]]:
     """Each check's outcome by rank."""
-    context = mp.start_processes(_rank, args=(world, folder, checks), nprocs=world, join=False, start_method="spawn")
-    for process in context.processes:
+    mp.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    work = (world, folder, checks)
+    started = mp.start_processes(_rank, args=work, nprocs=world, join=False, start_method="forkserver")
+    for process in started.processes:
         process.join()
     reports = [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(world)]
     return {c.__name__: [report.get(c.__name__, "not reached") for report in reports] for c in checks}
