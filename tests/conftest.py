@@ -17,12 +17,26 @@ import torch
 from weft.launch.pool import RankPool
 
 WORLD = 4
+LONG = (
+    "test_readme", "test_resume", "test_pipeline", "test_experts", "test_parity", "test_compression",
+    "test_state_moves", "test_chaos", "test_served", "test_mpi", "test_context", "test_several_nodes", "test_recovery",
+    "test_dryrun", "test_house", "test_pipeline_fault", "test_cli",
+)  # fmt: skip
+"""Files that take half a minute and more, the longest first: one that came last would leave the other workers idle."""
 
 gc.freeze()  # what is imported stays: the collector need not look at it in every test
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of commands would compile all of weft again
 sys.dont_write_bytecode = False
 
 torch.set_num_threads(1)  # tests fork, and a forked process waits for ever for the threads of a parent's OpenMP
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would begin with the files of the most tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 @pytest.fixture(scope="session")
