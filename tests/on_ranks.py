@@ -58,9 +58,12 @@ class Result:
     ema: dict[str, Tensor]
 
 
-def begin(job: Job) -> tuple[Job, Plan, Mesh, Stepper, Loader]:
-    """All that a rank needs to train, at step 0."""
-    job, plan = make_plan(job)
+Planned = tuple[Job, Plan]
+
+
+def begin(job: Job | Planned) -> tuple[Job, Plan, Mesh, Stepper, Loader]:
+    """All that a rank needs to train, at step 0. A job that one has planned for all need not be planned by each."""
+    job, plan = job if isinstance(job, tuple) else make_plan(job)
     check(job, plan, RUNNABLE)
     mesh = connect(plan, 300.0)
     torch.manual_seed(mesh.rank)  # whatever a layout draws here must not reach the weights
@@ -73,7 +76,7 @@ def begin(job: Job) -> tuple[Job, Plan, Mesh, Stepper, Loader]:
 
 
 def observe(
-    job: Job, steps: int, file: str, scale: float | None = None, count: bool = False,
+    job: Job | Planned, steps: int, file: str, scale: float | None = None, count: bool = False,
     counts: tuple[int, ...] | None = None,
 ) -> Seen:  # fmt: skip
     """Train a few steps and leave the Result in a file; `count` the collectives on the way, which is slow. `counts` are
@@ -121,7 +124,7 @@ def waited(job: Job, steps: int) -> tuple[int, dict[str, float]]:
     return mesh.meter.number, mesh.meter.waited
 
 
-def move(job: Job, folder: str, train: int, file: str) -> int | None:
+def move(job: Job | Planned, folder: str, train: int, file: str) -> int | None:
     """Open the newest checkpoint of a folder, if it has one; train; save. Leaves (state as opened, state as saved)."""
     job, plan, mesh, stepper, _ = begin(job)
     state = stepper.state

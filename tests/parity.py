@@ -14,6 +14,7 @@ import torch
 from weft.job import apply_overrides, parse_job
 from weft.job.schema import Job
 from weft.launch.pool import RankPool
+from weft.plan import make_plan
 from weft.plan.parse import parse_layout, ranks
 from weft.train.prove import TOLERANCE, compare, with_layout
 
@@ -60,7 +61,7 @@ def run(pool: RankPool, job: Job, layout: str, steps: int = 2, *args: Any) -> Ru
     spread = section(layout)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.pt"
-        seen = pool.run(on_ranks.observe, ranks(spread), with_layout(job, spread), steps, str(file), *args)
+        seen = pool.run(on_ranks.observe, ranks(spread), make_plan(with_layout(job, spread)), steps, str(file), *args)
         return Run(torch.load(file, weights_only=False), seen)
 
 

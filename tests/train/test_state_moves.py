@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.job.schema import Job
 from weft.launch.pool import RankPool
+from weft.plan import make_plan
 from weft.plan.parse import ranks
 from weft.train.prove import with_layout
 
@@ -35,7 +36,8 @@ def move(pool: RankPool, job: Job, layout: str, folder: str, train: int = 0) -> 
     spread = section(layout)
     with tempfile.TemporaryDirectory() as other:
         file = Path(other) / "states.pt"
-        steps = pool.run(on_ranks.move, ranks(spread), with_layout(job, spread), folder, train, str(file))
+        planned = make_plan(with_layout(job, spread))
+        steps = pool.run(on_ranks.move, ranks(spread), planned, folder, train, str(file))
         return steps[0], torch.load(file)
 
 
