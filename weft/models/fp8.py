@@ -40,6 +40,7 @@ class Recipe:
     amax: str = "dynamic"
     history: int = 16
     fast_accumulation: str = "forward"
+    head: bool = False
     skip: tuple[str, ...] = ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,10 @@ from weft.comm import Axis
 from weft.job.errors import JobError, MachineError
 from weft.mesh import Mesh
 from weft.models.feedforward import FeedForward
-from weft.models.fp8 import Fp8Linear, InFp8, Maxima, Recipe
+from weft.models.fp8 import ALIGN, Fp8Linear, InFp8, Maxima, Recipe
 from weft.models.fp8_gated import Fp8FeedForward, join_gated
+from weft.models.fp8_head import Fp8Products
+from weft.models.transformer import Head
 from weft.parallel.tensor import ColumnLinear, RowLinear, local
 from weft.plan.fp8 import left_out
 from weft.plan.layout import Plan
@@ -63,6 +66,14 @@ def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
     for _, module in modules:
         if type(module) is FeedForward:
             join_gated(module)
+
+
+def use_fp8_head(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
+    """Let the head multiply in fp8 where the job asks for it and the sizes allow it."""
+    for _, module in modules:
+        if recipe.head and isinstance(module, Head) and not any(n % ALIGN for n in local(module.weight).shape):
+            _check_device(module.weight.device)
+            module.products = partial(Fp8Products, recipe=recipe)
 
 
 def check_skip(model: nn.Module, plan: Plan) -> None:

@@ -60,10 +60,13 @@ def kept_bytes(model: Model, plan: Plan, wide: int) -> float:
 
 
 def loss_bytes(model: Model, plan: Plan, wide: int, tokens: float) -> float:
-    """A chunk of logits, which become their own gradient, and the head's gradient, in fp32 where chunks add to it."""
+    """A chunk of logits, which become their own gradient, and the head's gradient, in fp32 where chunks add to it.
+
+    A head in fp8 has the gradient and the weight both ways round in fp8, and each product beside the sum.
+    """
     logits = tokens * (model.vocab or 0) * wide
     head = (model.vocab or 0) * (model.dim or 0)
-    if logits <= LOGITS_BYTES["cuda"]:
-        return logits + head * wide
-    chunks = -(-logits // LOGITS_BYTES["cuda"])
-    return logits / chunks + head * (4 + wide)
+    low = bool(plan.fp8.get("head"))
+    chunks = max(1, -(-logits // LOGITS_BYTES["cuda"]))
+    chunk = logits / chunks * (1 + 2 * low / wide)
+    return chunk + head * (wide + 2 * low + (4 + wide * low) * (chunks > 1))
