@@ -51,10 +51,10 @@ def weft_cast_rows(x, scale, out, count, LIMIT: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def weft_transposed(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def weft_transpose(x, out, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     r, c, inside = _tile(rows, columns, ROWS, COLUMNS)
     v = tl.load(x + r[:, None] * columns + c[None, :], mask=inside, other=0)
-    tl.store(out + c[:, None] * rows + r[None, :], tl.trans(v), mask=tl.trans(inside))
+    tl.store(out + c[:, None] * stride + r[None, :], tl.trans(v), mask=tl.trans(inside))
 
 
 @triton.jit
@@ -107,16 +107,14 @@ def cast_rows(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def transposed(x: Tensor) -> Tensor:
-    """fp8 numbers [rows, columns] as [columns, rows]."""
+def transpose(x: Tensor, out: Tensor) -> None:
+    """Put fp8 numbers [rows, columns] into out [columns, rows]."""
     rows, columns = x.shape
-    flat = x.contiguous().view(torch.uint8)
-    out = flat.new_empty(columns, rows)
     high, wide = FLIP
-    weft_transposed[(triton.cdiv(rows, high), triton.cdiv(columns, wide))](
-        flat, out, rows, columns, ROWS=high, COLUMNS=wide, num_warps=4
-    )
-    return out.view(x.dtype)
+    weft_transpose[(triton.cdiv(rows, high), triton.cdiv(columns, wide))](
+        x.contiguous().view(torch.uint8), out.view(torch.uint8), rows, columns, out.stride(0),
+        ROWS=high, COLUMNS=wide, num_warps=4,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("weft::cast_both", mutates_args=("seen",))

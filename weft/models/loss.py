@@ -40,8 +40,9 @@ class Products:
     times = 1.0
     """What the gradient of the logits is multiplied by before it is rounded; the products with it undo that."""
 
-    def __init__(self, x: Tensor, weight: Tensor):
-        self.x, self.weight = x, weight
+    def __init__(self, x: Tensor, weight: Tensor, rows: int):
+        self.x, self.weight, self.rows = x, weight, rows
+        self.dw: Tensor | None = None
 
     def logits(self, part: slice) -> Tensor:
         return self.x[part] @ self.weight.t()
@@ -56,19 +57,28 @@ class Products:
     def to_input(self, dlogits: Tensor, out: Tensor) -> None:
         torch.mm(dlogits, self.weight, out=out)
 
-    def to_weight(self, total: Tensor | None, dlogits: Tensor, part: slice, alone: bool) -> Tensor:
-        """total + dlogitsᵀ @ x in fp32; a product that stands alone needs no wider sum than its own."""
+    def to_weight(self, dlogits: Tensor, part: slice) -> None:
+        """Add dlogitsᵀ @ x, in fp32; a product that stands alone needs no wider sum than its own."""
         a, b = dlogits.t(), self.x[part]
-        if alone:
-            return a @ b
-        if total is None:
-            total = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
+        if self.rows >= len(self.x):
+            self.dw = a @ b
+            return
+        if self.dw is None:
+            self.dw = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
         if a.dtype == torch.float32:
-            return total.addmm_(a, b)
-        if a.is_cuda:  # the product's own accumulator is fp32, and is added to before it is rounded
-            return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-        total += a @ b
-        return total
+            self.dw.addmm_(a, b)
+        elif a.is_cuda:  # the product's own accumulator is fp32, and is added to before it is rounded
+            torch.addmm(self.dw, a, b, out_dtype=torch.float32, out=self.dw)
+        else:
+            self.dw += a @ b
+
+    def weight_gradient(self) -> Tensor:
+        """What was added up."""
+        return torch.zeros_like(self.weight) if self.dw is None else self.dw.to(self.weight.dtype)
+
+
+Factory = Callable[[Tensor, Tensor, int], Products]
+"""Products of x [tokens, dim] with weight [rows of the vocabulary, dim], so many tokens at a time."""
 
 
 class _Attach(torch.autograd.Function):
@@ -88,14 +98,14 @@ class _Attach(torch.autograd.Function):
 @torch.no_grad()
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit,
-    want: tuple[bool, bool], products: Products,
+    want: tuple[bool, bool], make: Factory,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The loss is linear in its upstream gradient, so both gradients are made with it, chunk by chunk."""
     # x [tokens, dim], weight [local vocab, dim], targets and valid [tokens]
     rows = rows_at_once(x, weight)
+    products = make(x, weight, rows)
     chunk = _fused_chunk if x.is_cuda and isinstance(split, WholeVocab) else _chunk
     dx = torch.empty_like(x) if want[0] else None
-    dw: Tensor | None = None
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     for i in range(0, x.shape[0], rows):
         part = slice(i, i + rows)
@@ -106,10 +116,8 @@ def _loss_and_gradients(
         if dx is not None and dlogits is not None:
             products.to_input(dlogits, dx[part])
         if want[1] and dlogits is not None:
-            dw = products.to_weight(dw, dlogits, part, alone=rows >= x.shape[0])
-    if want[1] and dw is None:
-        dw = torch.zeros_like(weight)
-    return total, dx, None if dw is None else dw.to(weight.dtype)
+            products.to_weight(dlogits, part)
+    return total, dx, products.weight_gradient() if want[1] else None
 
 
 def rows_at_once(x: Tensor, weight: Tensor) -> int:
@@ -164,7 +172,7 @@ def _chunk(
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor | None = None, smoothing: float = 0.0,
-    split: VocabSplit | None = None, products: Callable[[Tensor, Tensor], Products] = Products,
+    split: VocabSplit | None = None, products: Factory = Products,
 ) -> Tensor:  # fmt: skip
     """Sum over valid targets of the cross-entropy of `x @ weight.T`, in fp32.
 
@@ -176,7 +184,7 @@ def linear_cross_entropy(
     split = split or WholeVocab(weight.shape[0])
     grad = torch.is_grad_enabled()
     want = (grad and flat.requires_grad, grad and weight.requires_grad)
-    loss, dx, dw = _loss_and_gradients(flat, weight, targets, valid, smoothing, split, want, products(flat, weight))
+    loss, dx, dw = _loss_and_gradients(flat, weight, targets, valid, smoothing, split, want, products)
     if dx is not None:
         loss = _Attach.apply(flat, dx, loss)
     if dw is not None:

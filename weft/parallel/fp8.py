@@ -16,7 +16,7 @@ from weft.models.feedforward import FeedForward
 from weft.models.fp8 import ALIGN, Fp8Linear, InFp8, Maxima, Recipe
 from weft.models.fp8_gated import Fp8FeedForward, join_gated
 from weft.models.fp8_head import Fp8Products
-from weft.models.transformer import Head
+from weft.models.transformer import Attention, Head
 from weft.parallel.tensor import ColumnLinear, RowLinear, local
 from weft.plan.fp8 import left_out
 from weft.plan.layout import Plan
@@ -66,6 +66,14 @@ def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
     for _, module in modules:
         if type(module) is FeedForward:
             join_gated(module)
+        if isinstance(module, Attention):
+            _share_input(module.q, module.k, module.v)
+
+
+def _share_input(*layers: nn.Module) -> None:
+    known = [m.maxima for m in layers if isinstance(m, InFp8) and m.maxima is not None]
+    for maxima in known:
+        maxima.input = known[0]
 
 
 def use_fp8_head(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
