@@ -4,8 +4,8 @@
 
 On a GPU: the gpt2-125m shape on the source code of Python's standard library, in bytes, 16 sequences of 512 a step.
 On a CPU: a small shape, to see that it works. Each case is one `weft train` in its own process; more cases are
-fp8-rowwise, fp8-delayed and fp8-all (delayed, and the head too). Prints the last validation losses and how far they are from the first case's; writes the
-curves as JSON, from which docs/make_curves.py draws the picture.
+fp8-rowwise, fp8-delayed and fp8-all (delayed, and the head too). Prints the last validation losses and how far they
+are from the first case's; writes the curves as JSON, from which docs/make_curves.py draws the picture.
 """
 
 from __future__ import annotations

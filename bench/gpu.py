@@ -43,7 +43,8 @@ WEFT: dict[str, tuple[str, list[str]]] = {
 }
 """Precision and changes of the job."""
 ORDER = ("weft", "torchtitan-compile", "weft-fp8", "weft-fp8-delayed", "weft-fp8-all",
-         "torchtitan-compile-fp8", "bare-loop", "torchtitan-eager", "hf-accelerate-compile", "hf-accelerate-eager")  # fmt: skip
+         "torchtitan-compile-fp8", "bare-loop", "torchtitan-eager", "hf-accelerate-compile",
+         "hf-accelerate-eager")  # fmt: skip
 AIMS = {"weft": 1.20, "weft-fp8": 1.45, "weft-fp8-delayed": 1.45, "weft-fp8-all": 1.45}
 """Of the tokens/s of torchtitan with compile, in bf16."""
 
