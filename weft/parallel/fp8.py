@@ -13,7 +13,7 @@ from weft.comm import Axis
 from weft.job.errors import JobError, MachineError
 from weft.mesh import Mesh
 from weft.models.feedforward import FeedForward
-from weft.models.fp8 import ALIGN, Fp8Linear, InFp8, Maxima, Recipe
+from weft.models.fp8 import Fp8Linear, InFp8, Maxima, Recipe
 from weft.models.fp8_gated import Fp8FeedForward, join_gated
 from weft.models.fp8_head import Fp8Products
 from weft.models.transformer import Attention, Head
@@ -77,9 +77,9 @@ def _share_input(*layers: nn.Module) -> None:
 
 
 def use_fp8_head(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
-    """Let the head multiply in fp8 where the job asks for it and the sizes allow it."""
+    """Let the head multiply in fp8 where the job asks for it."""
     for _, module in modules:
-        if recipe.head and isinstance(module, Head) and not any(n % ALIGN for n in local(module.weight).shape):
+        if recipe.head and isinstance(module, Head):
             _check_device(module.weight.device)
             module.products = partial(Fp8Products, recipe=recipe)
 
