@@ -33,8 +33,8 @@ AIMS = {"bf16": 0.005, "fp8": 0.01}
 """How far the last validation loss may be from fp32's, by the beginning of the case's name."""
 SHAPES: dict[str, dict[str, Any]] = {
     "cuda": {
-        "model": {"shape": "gpt2-125m", "max_len": 512, "vocab": 50304}, "seq_len": 512, "batch": 16, "steps": 300, "eval": 50,
-        "batches": 8,
+        "model": {"shape": "gpt2-125m", "max_len": 512, "vocab": 50304}, "seq_len": 512, "batch": 16,
+        "steps": 300, "eval": 50, "batches": 8,
     },
     "cpu": {
         "model": {"family": "gpt2", "dim": 64, "layers": 2, "heads": 4, "vocab": 256}, "seq_len": 64, "batch": 8,

@@ -185,8 +185,8 @@ def _fp8(job: Job, plan: Plan) -> str | None:
             return "fp8.head=true and a model without a vocabulary; fp8.head=false would work"
         over = f" over tp={plan.tp}" if plan.tp > 1 else ""
         return (
-            f"fp8.head=true and model.vocab={vocab}{over}, model.dim={job.model.dim}: the head's sizes must be multiples "
-            f"of {ALIGN}; model.vocab={-(-vocab // each) * each} or fp8.head=false would work"
+            f"fp8.head=true and model.vocab={vocab}{over}, model.dim={job.model.dim}: the head's sizes must be "
+            f"multiples of {ALIGN}; model.vocab={-(-vocab // each) * each} or fp8.head=false would work"
         )
     if plan.precision != "fp8" or plan.device_name not in DEVICES or plan.device == "cpu":
         return None
