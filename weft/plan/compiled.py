@@ -9,7 +9,7 @@ from __future__ import annotations
 from weft.job.schema import Job, Model
 from weft.plan.exact import states_of, width
 from weft.plan.layout import Plan
-from weft.plan.limits import LOGITS_BYTES
+from weft.plan.limits import FP8_CHUNKS, LOGITS_BYTES
 from weft.plan.recompute import recomputed_share, selective_elements
 
 GIB = 2**30
@@ -60,10 +60,14 @@ def kept_bytes(model: Model, plan: Plan, wide: int) -> float:
 
 
 def loss_bytes(model: Model, plan: Plan, wide: int, tokens: float) -> float:
-    """A chunk of logits, which become their own gradient, and the head's gradient, in fp32 where chunks add to it."""
+    """A chunk of logits, which become their own gradient, and the head's gradient, in fp32 where chunks add to it.
+
+    A head in fp8 has the weight both ways round in fp8, a chunk's gradient, and that of several chunks transposed.
+    """
     logits = tokens * (model.vocab or 0) * wide
     head = (model.vocab or 0) * (model.dim or 0)
-    if logits <= LOGITS_BYTES["cuda"]:
-        return logits + head * wide
-    chunks = -(-logits // LOGITS_BYTES["cuda"])
-    return logits / chunks + head * (4 + wide)
+    chunks = max(1, -(-logits // LOGITS_BYTES["cuda"]))
+    if not plan.fp8.get("head"):
+        return logits / chunks + head * (wide + 4 * (chunks > 1))
+    held = min(logits / wide, FP8_CHUNKS * LOGITS_BYTES["cuda"])
+    return logits / chunks * (1 + 1 / wide) + held + head * (2 + wide + (4 + wide) * (held < logits / wide))

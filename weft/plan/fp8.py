@@ -31,6 +31,8 @@ def fp8_share(job: Job, plan: Plan) -> float | None:
             sizes = (rows, columns) if cut == "whole" else (cut_rows, cut_columns)
             if not left_out(path, *sizes, skip):
                 weights += rows * columns
+    if job.fp8.head and model.family not in ("mlp", "vit"):
+        weights += (model.vocab or 0) * (model.dim or 0)
     return 6.0 * weights / flops
 
 
