@@ -15,7 +15,7 @@ from weft.launch.pool import RankPool
 from weft.plan.parse import ranks
 from weft.train.prove import with_layout
 
-WIDE: dict[str, Any] = {"dim": 64, "ffn": 128, "heads": 4, "kv_heads": 4, "head_dim": 16, "layers": 2}
+WIDE: dict[str, Any] = {"dim": 64, "ffn": 128, "heads": 4, "kv_heads": 4, "head_dim": 16, "layers": 2, "vocab": 64}
 LAYOUTS = (
     "dp_replicate 2", "dp_shard 2 zero=1", "dp_shard 2 zero=2", "dp_shard 2 zero=3", "tp 2",
     "dp_shard 2 zero=3 × tp 2 no-sequence", "dp_replicate 2 × dp_shard 2 zero=3", "pp 2 zbv", "pp 2 × tp 2",
