@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from command import Started, losses, run_of, step_of, weft, write_job
 
 from weft.job.errors import Exit
@@ -27,6 +28,18 @@ JOB: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Started:
+    """A run whose rank 0 stands still. It takes a while to notice, in which the other test may go on."""
+    folder = tmp_path_factory.mktemp("stopped")
+    write_job(folder, **{**JOB, "comm": {"timeout_s": 5}})
+    started = Started(folder, "train", "job.yaml", "--no-resilient")
+    started.wait_for(lambda: step_of(run_of(folder, "run")) >= 2)
+    started.ranks()[0].send_signal(signal.SIGSTOP)
+    return started
+
+
+@pytest.mark.usefixtures("stopped")
 def test_a_rank_that_dies_in_a_schedule_ends_the_run_which_then_resumes(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
     run = run_of(tmp_path, "run")
@@ -49,13 +62,8 @@ def test_a_rank_that_dies_in_a_schedule_ends_the_run_which_then_resumes(tmp_path
     assert all(len(set(values)) == 1 for values in told.values()), "a step told twice had another loss"
 
 
-def test_a_rank_that_stands_still_is_named_once_the_others_have_waited_long_enough(tmp_path: Path) -> None:
-    write_job(tmp_path, **{**JOB, "comm": {"timeout_s": 5}})
-    run = run_of(tmp_path, "run")
-    started = Started(tmp_path, "train", "job.yaml", "--no-resilient")
-    started.wait_for(lambda: step_of(run) >= 2)
-    started.ranks()[0].send_signal(signal.SIGSTOP)
-    said = started.end()
+def test_a_rank_that_stands_still_is_named_once_the_others_have_waited_long_enough(stopped: Started) -> None:
+    said = stopped.end()
     assert said.code == Exit.HANG
     assert said.err.splitlines()[-2].startswith("rank 0 did not answer; rank 1 (pp1) waited in ")
     assert said.last == (

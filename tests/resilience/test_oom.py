@@ -15,7 +15,7 @@ STEPS = 6
 def test_memory_that_runs_out_costs_no_step_and_no_sample(tmp_path: Path) -> None:
     write_job(
         tmp_path,
-        data={"seq_len": 8, "record_ids": True, "source": "stdlib"},
+        data={"seq_len": 8, "record_ids": True, "source": "pydoc"},
         train={"steps": STEPS, "global_batch": 8, "microbatch": 4, "eval_every": 0},
         optim={"lr": 1e-3},
         cluster={"device": "cpu"},

@@ -19,11 +19,11 @@ from weft.resilience.guardian import pointer
 from weft.train.checkpoint import list_checkpoints, load_full
 from weft.watch.journal import read_jsonl
 
-STEPS = 160
+STEPS = 125
 JOB: dict[str, Any] = {
     "model": {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 32, "dropout": 0.1, "tied": True},
     "data": {"seq_len": 16, "record_ids": True},
-    "train": {"steps": STEPS, "global_batch": 8, "microbatch": 2, "eval_every": 60, "eval_batches": 1, "ema": 0.9},
+    "train": {"steps": STEPS, "global_batch": 8, "microbatch": 2, "eval_every": 50, "eval_batches": 1, "ema": 0.9},
     "optim": {"lr": 3e-3, "eps": 1e-6},
     "checkpoint": {"every": 25},
     "parallel": {"dp_shard": 2, "zero": 2},
@@ -52,14 +52,14 @@ def test_a_run_with_faults_is_bit_for_bit_the_run_without(tmp_path: Path, monkey
     write_job(tmp_path, **JOB)
     assert weft(tmp_path, "train", "job.yaml", "name=calm", "--no-resilient").code == 0
     orders = tmp_path / "orders.json"
-    order = {"id": 1, "kind": "sleep", "rank": 1, "step": 130, "phase": "backward", "moment": 0.5}
+    order = {"id": 1, "kind": "sleep", "rank": 1, "step": 95, "phase": "backward", "moment": 0.5}
     orders.write_text(json.dumps([order]), encoding="utf-8")
     monkeypatch.setitem(command.ENV, "WEFT_FAULTS", str(orders))
     run = run_of(tmp_path, "hit")
     started = Started(tmp_path, "train", "job.yaml", "name=hit")
     started.wait_for(lambda: step_of(run) >= 1)
     board = board_of(run)
-    moments = [(10, 1, signal.SIGKILL), (40, 0, signal.SIGKILL), (70, None, signal.SIGKILL), (100, 1, signal.SIGSTOP)]
+    moments = [(10, 1, signal.SIGKILL), (30, 0, signal.SIGKILL), (50, None, signal.SIGKILL), (70, 1, signal.SIGSTOP)]
     for step, rank, number in moments:
         started.wait_for(lambda: training(board, step))  # noqa: B023
         os.kill(board["supervisor"] if rank is None else ranks_of(board)[rank].pid, number)

@@ -18,7 +18,7 @@ from command import Said, Started, ids_by_step, losses, python, run_of, step_of,
 from weft.job.errors import Exit
 from weft.watch.journal import read_jsonl
 
-STEPS = 80
+STEPS = 56
 JOB: dict[str, Any] = {
     "name": "run",
     "model": {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 32, "dropout": 0.1, "tied": True},
@@ -60,7 +60,7 @@ def killed(folder: Path, undisturbed: dict[int, float]) -> tuple[Said, Said]:
     """The same run, first its launcher and then, with nobody to replace it, one of its ranks killed without warning,
     then left to finish."""
     run, chance = run_of(folder, "killed"), random.Random(7)
-    moments = chance.randint(6, 18), chance.randint(24, 38)
+    moments = chance.randint(6, 10), chance.randint(14, 20)
     first = Started(folder, "train", "job.yaml", "name=killed")
     first.wait_for(lambda: step_of(run) >= moments[0])
     ranks = first.ranks()
