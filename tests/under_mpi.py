@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, cast
@@ -33,25 +34,34 @@ class MpiPool:
         self.comm = mpi.mpi().COMM_WORLD
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-        self.comm.bcast((fn, world, args))
-        return self.answer((fn, world, args))[:world]
+        self._tell((fn, world, args))
+        return [self.answer((fn, world, args)), *(self._hear(rank) for rank in range(1, world))]
 
-    def answer(self, ask: Ask) -> list[Any]:
+    def answer(self, ask: Ask) -> Any:
         fn, world, args = ask
-        value = None
-        if self.comm.Get_rank() < world:
-            os.environ["OMPI_COMM_WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = str(world)
-            value = fn(*args)
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        return cast(list[Any], self.comm.allgather(value))
+        os.environ["OMPI_COMM_WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = str(world)
+        value = fn(*args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return value
 
     def serve(self) -> None:
-        while (ask := self.comm.bcast(None)) is not None:
-            self.answer(ask)
+        while (ask := self._hear(0)) is not None:
+            if self.comm.Get_rank() < ask[1]:
+                self.comm.send(self.answer(ask), 0)
 
     def close(self) -> None:
-        self.comm.bcast(None)
+        self._tell(None)
+
+    def _tell(self, ask: Ask | None) -> None:
+        for rank in range(1, self.comm.Get_size()):
+            self.comm.send(ask, rank)
+
+    def _hear(self, source: int) -> Any:
+        """What a rank sends; MPI itself would wait for it with a whole core."""
+        while not self.comm.iprobe(source):
+            time.sleep(0.002)
+        return self.comm.recv(source=source)
 
 
 DTYPES = (
