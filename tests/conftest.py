@@ -8,13 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import on_ranks
 import pytest
-import torch
 
-from weft.launch.pool import RankPool
+if TYPE_CHECKING:  # the process that only hands out tests to others need not import torch
+    from weft.launch.pool import RankPool
 
 WORLD = 4
 LONG = (
@@ -24,24 +23,39 @@ LONG = (
 )  # fmt: skip
 """Files that take half a minute and more, the longest first: one that came last would leave the other workers idle."""
 
-gc.freeze()  # what is imported stays: the collector need not look at it in every test
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of commands would compile all of weft again
 sys.dont_write_bytecode = False
-
-torch.set_num_threads(1)  # tests fork, and a forked process waits for ever for the threads of a parent's OpenMP
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # xdist would begin with the files of the most tests
+    gc.disable()  # while all is imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays: the collector need not look at it in every test
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tests fork, and a forked process waits for ever for the threads of a parent's OpenMP."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Ranks over Gloo, one thread each, that stay alive for the whole session."""
+    import on_ranks
+
+    from weft.launch.pool import RankPool
+
     with RankPool(timeout_s=600) as ranks:
         ranks.run(on_ranks.ready, WORLD)
         yield ranks
