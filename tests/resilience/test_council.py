@@ -41,7 +41,7 @@ class World:
     paused: dict[int, float] = field(default_factory=dict)
     disk: dict[int, Decision] = field(default_factory=dict)
     commits: list[tuple[float, int, int]] = field(default_factory=list)
-    mail: list[tuple[float, int, Report, Decision | None]] = field(default_factory=list)
+    mail: list[tuple[float, int, dict, Decision | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.offsets = [self.chance.uniform(-1e4, 1e4) for _ in range(self.size)]
@@ -64,10 +64,12 @@ class World:
                 self._act(node)
 
     def _deliver(self, node: int) -> None:
-        arrived = [m for m in self.mail if m[1] == node and m[0] <= self.now]
-        self.mail = [m for m in self.mail if m not in arrived]
-        for _, _, report, decision in arrived:
-            self.nodes[node].hear(Report.from_json(_through_json(report.to_json())), self.clock(node))
+        arrived, under_way = [], []
+        for letter in self.mail:
+            (arrived if letter[1] == node and letter[0] <= self.now else under_way).append(letter)
+        self.mail = under_way
+        for _, _, said, decision in arrived:
+            self.nodes[node].hear(Report.from_json(said), self.clock(node))
             if decision is not None:
                 self.nodes[node].adopt(decision, self.clock(node))
 
@@ -85,10 +87,10 @@ class World:
             seats = tuple(Seat(n, i, 1) for i, n in enumerate(proposal.nodes))
             decision = Decision(number, node, seats, given={"births": {**births, str(node): council.birth}})
             council.adopt(self.disk.setdefault(number, decision), now)
-        report = council.speak(now)
+        said = _through_json(council.speak(now).to_json())
         for other in range(self.size):
             if other != node and self.links.get(frozenset({node, other}), True):
-                self.mail.append((self.now + self.chance.choice((0.0, 0.0, 0.3)), other, report, council.decision))
+                self.mail.append((self.now + self.chance.choice((0.0, 0.0, 0.3)), other, said, council.decision))
         decided = council.decision
         if decided and decided.seats[0].node == node and council.mine.state == RUNNING and now < council.lease_until():
             self.commits.append((self.now, decided.number, node))

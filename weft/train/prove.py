@@ -170,9 +170,10 @@ def trace(job: Job, steps: int, folder: str, reference: str | None = None) -> No
 
 def join_stages(held: dict[str, Tensor], mesh: Mesh) -> None:
     """Bring the weights of every stage of a pipeline together."""
-    if mesh.axis("pp") is not None:
-        for other in mesh.all_gather_object(held):
-            held.update(cast(dict[str, Tensor], other))
+    if mesh.axis("pp") is not None:  # as plain bytes: each tensor would be pickled as a file of its own
+        mine = {n: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).numpy()) for n, t in held.items()}
+        for other in cast(list[dict[str, Any]], mesh.all_gather_object(mine)):
+            held.update({n: torch.from_numpy(x).view(dtype).view(shape) for n, (dtype, shape, x) in other.items()})
 
 
 def whole(x: Tensor | None) -> Tensor:
