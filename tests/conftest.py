@@ -25,6 +25,7 @@ LONG = (
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of commands would compile all of weft again
 sys.dont_write_bytecode = False
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for each other starve the other tests' ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
