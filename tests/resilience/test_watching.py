@@ -65,14 +65,14 @@ def test_a_stack_is_the_main_threads() -> None:
 
 
 def record(**fields: object) -> Record:
-    blank = Record(0, os.getpid(), 1, 0, 0, 1, 0, 0, 0, "compute", 0, 0, 0, ())
+    blank = Record(0, os.getpid(), 1, 0, 0, 1, 0, 0, 0, "compute", 0, 0, 0, 0, ())
     return replace(blank, **fields)  # type: ignore[arg-type]
 
 
 def test_patience_is_learned_from_the_runs_own_pace() -> None:
     """Steps of a second and a half: what was too long for a quick run is usual here."""
     now = 0.0
-    patience = Patience(1.5, 120.0, clock=lambda: now, looks_s=10.0)
+    patience = Patience(1.5, 120.0, clock=lambda: now, looks_s=100.0)
     assert patience.look({0: record(pid=0)}) is None
     for step in range(1, 9):
         now += 1.5

@@ -27,13 +27,17 @@ WORKING = 20.0
 """So many times longer may a standstill last while somebody works."""
 LATEST = 20.0
 """On an overloaded machine everything takes longer, up to so many times."""
+LATE_S, USUAL_S = 0.06, 0.05
+"""A look that is late by the difference is usual; by each of the first more, everything takes once more as long."""
+FORGET = 0.8
+"""What is left of a load after a second."""
 
 
 class Patience:
     """Looks at the ranks again and again, and says when a standstill has lasted too long.
 
-    Steps, evaluations and the rest each have a pace of their own. `looks_s` is the usual time between two looks: when
-    they come later, the machine has too much to do, and so have the ranks. `first_s` is what the first steps may take.
+    Steps, evaluations and the rest each have a pace of their own. `looks_s` is the time until the next look: when it
+    comes later, the machine has too much to do, and so have the ranks. `first_s` is what the first steps may take.
     """
 
     def __init__(
@@ -60,16 +64,18 @@ class Patience:
     def look(self, ranks: dict[int, Record]) -> float | None:
         """Seconds of standstill, if they are too many."""
         now = self.clock()
-        late, self._last = (now - self._last) / (3 * self.looks_s), now
-        self.load = min(LATEST, max(1.0, late, 0.99 * self.load))
+        since, self._last = now - self._last, now
+        late = (USUAL_S + max(0.0, since - self.looks_s)) / LATE_S
+        self.load = min(LATEST, max(1.0, late, FORGET**since * self.load))
         for rank, record in ranks.items():
             if self._beats.get(rank, (-1, 0.0))[0] != record.beats:
                 self._beats[rank] = (record.beats, now)
         marks = {rank: record.mark for rank, record in ranks.items()}
+        moved = max(self._moved, max(record.moved for record in ranks.values()) / 1e9 or now)  # a look comes later
         if marks != self._marks:
             if self._marks:
-                self.gaps.setdefault(self._kind, deque(maxlen=200)).append(now - self._moved)
-            self._marks, self._moved, self._kind = marks, now, self._kind_of(ranks)
+                self.gaps.setdefault(self._kind, deque(maxlen=200)).append(moved - self._moved)
+            self._marks, self._moved, self._kind = marks, moved, self._kind_of(ranks)
             self._stopped, self._used = {}, {}
             return None
         still = now - self._moved
