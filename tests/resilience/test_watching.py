@@ -182,3 +182,39 @@ def test_a_large_ring_grows_by_a_file_a_copy(tmp_path: Path, monkeypatch: pytest
         assert len(list(tmp_path.glob("snap-0.*"))) == min(step, FEWEST)
         assert ring.held() == list(range(max(1, step - FEWEST + 1), step + 1))
     assert ring.every == AGREE_AFTER and not ring.due(1)  # until the ranks agree
+
+
+def test_what_only_an_update_changes_is_copied_before_the_next_one(tmp_path: Path) -> None:
+    weight, seen = torch.zeros(4), torch.zeros(4)
+    pieces = {"model.w": weight, "buffer.seen": seen}
+    ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    into = {name: torch.empty(4) for name in pieces}
+    for step in (1, 2, 3):
+        weight.fill_(step)
+        seen.fill_(step)
+        ring.take(step, pieces, {})
+        seen.fill_(-1)  # the next forward pass
+        if step == 2:  # else it is committed before the next update: an evaluation is due
+            ring.settle()
+            weight.fill_(-1)
+        ring.seal(step, {})
+        ring.load(step, into)
+        assert [into[name].tolist() for name in pieces] == [[step] * 4] * 2
+    ring.take(4, pieces, {})
+    ring.drop()
+    ring.seal(4, {})
+    assert ring.held() == [2, 3]
+
+
+def test_a_standstill_is_counted_from_the_last_move_and_not_from_the_look_at_it() -> None:
+    now = 100.0
+    patience = Patience(1.5, 120.0, clock=lambda: now, looks_s=100.0)
+    for step in range(9):
+        now += 1.0
+        assert patience.look({0: record(pid=0, step=step, beats=step, moved=int((now - 0.9) * 1e9))}) is None
+    assert max(patience.gaps["step"]) == pytest.approx(1.0)
+    now += 6.9
+    assert patience.look({0: record(pid=0, step=8, beats=9, moved=int(108.1 * 1e9))}) is None
+    now += 0.3
+    found = patience.look({0: record(pid=0, step=8, beats=10, moved=int(108.1 * 1e9))})
+    assert found == pytest.approx(8.1)

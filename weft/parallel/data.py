@@ -2,7 +2,8 @@
 
 Both offer the same few things to the loop: `masters` (fp32 weights the optimizer updates by their gradients),
 `leaves` (the tensors whose .grad that is), `copies` (weights that follow the masters), `microbatch(last)` before each
-backward pass, `finish()` after the last, `refresh()` after the masters changed by other hands than the optimizer's.
+backward pass, `finish()` after the last (what it is given is done while gradients travel), `refresh()` after the
+masters changed by other hands than the optimizer's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from weft.parallel.compressed import Compressor
 from weft.parallel.fsdp import fsdp_groups, fsdp_states, reduce_now, see_waits
 from weft.parallel.queue import Queue
 from weft.parallel.shard_comm import Gather, Scatter
+
+
+def nothing() -> None:
+    """What there is to do meanwhile, unless somebody has something."""
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -162,9 +167,10 @@ class Replicas:
                         view.add_(local_of(weight.grad))
                         weight.grad = None
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
         """Every master's gradient is the sum over the replicas when this returns."""
         self._send_ready(all_of_them=True)
+        meanwhile()
         with nullcontext() if self.axis is None or self.axis.spans is None else self.axis.spans.waiting():
             for work in self.works:
                 work.wait()
@@ -269,8 +275,9 @@ class Shards:
                     param.accumulate_unsharded_grad_if_needed()
                     param.to_accumulated_grad_if_needed()
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
         """FSDP2 waits for its own collectives at the end of a backward pass; after a split one it is told to begin."""
+        meanwhile()
         if self.held:
             self.module.set_is_last_backward(True)
             self.module.set_requires_gradient_sync(True)
