@@ -69,22 +69,43 @@ def record(**fields: object) -> Record:
     return replace(blank, **fields)  # type: ignore[arg-type]
 
 
-def test_patience_is_learned_from_the_runs_own_pace() -> None:
-    """Steps of a second and a half: what was too long for a quick run is usual here."""
-    now = 0.0
-    patience = Patience(1.5, 120.0, clock=lambda: now, looks_s=100.0)
-    assert patience.look({0: record(pid=0)}) is None
-    for step in range(1, 9):
-        now += 1.5
-        assert patience.look({0: record(pid=0, step=step, beats=step)}) is None
-    now += 11.9
-    assert patience.look({0: record(pid=0, step=8, beats=9)}) is None
-    now += 0.2
-    assert patience.look({0: record(pid=0, step=8, beats=10)}) is not None
-    assert not patience.silent(0)
-    assert not patience.stopped(0)
-    assert patience.limit("eval") >= 600  # nothing is known of it
-    assert patience.limit("start") >= 120
+class Watched:
+    """A rank that moves at times of a clock of its own, and the looks at it, so far apart as is asked for."""
+
+    def __init__(self, calm_s: float) -> None:
+        self.now, self.step, self.moved, self.beats, self.calm_s = 100.0, 0, 100.0, 0, calm_s
+        self.patience = Patience(1.5, 120.0, clock=lambda: self.now, looks_s=calm_s)
+
+    def until(self, end: float, every: float | None = None) -> float | None:
+        """Take a step so often, or none; returns the standstill, as soon as it is too long."""
+        while self.now < end:
+            while every and self.moved + every <= self.now:
+                self.step, self.moved = self.step + 1, self.moved + every
+            self.beats += 1
+            shown = record(pid=0, step=self.step, beats=self.beats, moved=int(self.moved * 1e9))
+            if (found := self.patience.look({0: shown})) is not None:
+                return found
+            self.patience.looks_s = 0.05 if self.patience.uneasy else self.calm_s
+            self.now += self.patience.looks_s
+        return None
+
+
+@pytest.mark.parametrize(("every", "limit"), [(1.5, 12.0), (0.02, 1.5)])
+@pytest.mark.parametrize("calm_s", [0.05, 0.2])
+def test_patience_is_learned_from_the_runs_own_pace(every: float, limit: float, calm_s: float) -> None:
+    """What is too long for a quick run is usual where steps take a second and a half; and looks that are far apart, as
+    long as all is well, make nobody more patient."""
+    run = Watched(calm_s)
+    assert run.until(112.0, every) is None
+    assert not run.patience.uneasy
+    found = run.until(200.0)
+    assert found is not None
+    assert limit - 8 * calm_s <= found <= limit + 8 * 0.1
+    assert run.patience.load == 1.0
+    assert not run.patience.silent(0)
+    assert not run.patience.stopped(0)
+    assert run.patience.limit("eval") >= 600  # nothing is known of it
+    assert run.patience.limit("start") >= 120
 
 
 def test_the_board_shows_what_was_put_there(tmp_path: Path) -> None:
@@ -204,17 +225,3 @@ def test_what_only_an_update_changes_is_copied_before_the_next_one(tmp_path: Pat
     ring.drop()
     ring.seal(4, {})
     assert ring.held() == [2, 3]
-
-
-def test_a_standstill_is_counted_from_the_last_move_and_not_from_the_look_at_it() -> None:
-    now = 100.0
-    patience = Patience(1.5, 120.0, clock=lambda: now, looks_s=100.0)
-    for step in range(9):
-        now += 1.0
-        assert patience.look({0: record(pid=0, step=step, beats=step, moved=int((now - 0.9) * 1e9))}) is None
-    assert max(patience.gaps["step"]) == pytest.approx(1.0)
-    now += 6.9
-    assert patience.look({0: record(pid=0, step=8, beats=9, moved=int(108.1 * 1e9))}) is None
-    now += 0.3
-    found = patience.look({0: record(pid=0, step=8, beats=10, moved=int(108.1 * 1e9))})
-    assert found == pytest.approx(8.1)

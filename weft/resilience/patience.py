@@ -20,7 +20,7 @@ UNKNOWN_S = 600.0
 """The same, while the run has not done it yet."""
 FEW = 3
 """Steps of an attempt in which things are still loaded, compiled and connected."""
-SAMPLE_S = 0.2
+SAMPLE_S = 0.15
 BUSY = 0.2
 """A process that uses this share of a core works."""
 WORKING = 20.0
@@ -29,7 +29,7 @@ LATEST = 20.0
 """On an overloaded machine everything takes longer, up to so many times."""
 LATE_S, USUAL_S = 0.06, 0.05
 """A look that is late by the difference is usual; by each of the first more, everything takes once more as long."""
-FORGET = 0.8
+FORGET = 0.6
 """What is left of a load after a second."""
 
 
@@ -49,11 +49,10 @@ class Patience:
         """How many times slower than usual this machine is now, by our own lateness."""
         self.doubt = 1.0
         """So many times longer is waited after a standstill that came again at the same step."""
-        self._last = self.clock()
         self.new_attempt()
 
     def new_attempt(self) -> None:
-        now = self.clock()
+        now = self._last = self.clock()  # between attempts nobody looks
         self._marks: dict[int, tuple[object, ...]] = {}
         self._beats: dict[int, tuple[int, float]] = {}
         self._moved, self._sampled, self._first = now, now, -1
@@ -73,8 +72,9 @@ class Patience:
         marks = {rank: record.mark for rank, record in ranks.items()}
         moved = max(self._moved, max(record.moved for record in ranks.values()) / 1e9 or now)  # a look comes later
         if marks != self._marks:
-            if self._marks:
-                self.gaps.setdefault(self._kind, deque(maxlen=200)).append(moved - self._moved)
+            if self._marks:  # several moves may lie between two looks that are far apart
+                gap = moved - self._moved - max(0.0, self.looks_s - USUAL_S)
+                self.gaps.setdefault(self._kind, deque(maxlen=200)).append(max(0.0, gap))
             self._marks, self._moved, self._kind = marks, moved, self._kind_of(ranks)
             self._stopped, self._used = {}, {}
             return None
@@ -91,6 +91,11 @@ class Patience:
         if still > limit and any(self.silent(r) for r in ranks):
             return still
         return still if still > limit * (WORKING if self._busy(ranks, now) else 1.0) else None
+
+    @property
+    def uneasy(self) -> bool:
+        """Whether nothing has moved for longer than ever of late: time to look more closely."""
+        return self.clock() - self._moved > max(self.gaps.get(self._kind, ()), default=0.0) + self.looks_s
 
     def stopped(self, rank: int) -> bool:
         """Whether a rank has been stopped by a signal for a while: who is stopped and let go again is only slow."""

@@ -32,8 +32,8 @@ LOST_S = 5.0
 REFILL_S = 2.0
 """How long a new attempt trains undisturbed before the next spare is started: importing torch takes a core."""
 CALM_S, WARY_S = 0.2, 0.05
-"""Between two looks while nothing is wrong, and while an attempt has not trained yet after a fault. Each takes a little
-of a core that a rank may need; that a process has ended is rung."""
+"""Between two looks while all is as usual, and while nothing moves or an attempt has not trained yet after a fault.
+Each takes a little of a core that a rank may need; that a process has ended is rung."""
 UNCOUNTED = ("elsewhere", "grow")
 """Ends of an attempt that are no fault of a rank here."""
 
@@ -78,7 +78,8 @@ class Supervisor:
                 self.broken(fault)
             else:
                 self.settle(records)
-            self.patience.looks_s = LOOK_S if self.open else self.calm_s if self.announced else WARY_S
+            wary = self.patience.uneasy or not self.announced
+            self.patience.looks_s = LOOK_S if self.open else WARY_S if wary else self.calm_s
             bell.wait(self.patience.looks_s)
 
     def first(self) -> None:
