@@ -4,8 +4,8 @@
 
 On a GPU: the gpt2-125m shape on the source code of Python's standard library, in bytes, 16 sequences of 512 a step.
 On a CPU: a small shape, to see that it works. Each case is one `weft train` in its own process; more cases are
-fp8-rowwise and fp8-delayed. Prints the last validation losses and how far they are from the first case's; writes the
-curves as JSON, from which docs/make_curves.py draws the picture.
+fp8-rowwise, fp8-delayed and fp8-all (delayed, and the head too). Prints the last validation losses and how far they
+are from the first case's; writes the curves as JSON, from which docs/make_curves.py draws the picture.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ CASES: dict[str, list[str]] = {
     "fp8": ["precision=fp8"],
     "fp8-rowwise": ["precision=fp8", "fp8.scaling=rowwise"],
     "fp8-delayed": ["precision=fp8", "fp8.amax=delayed"],
+    "fp8-all": ["precision=fp8", "fp8.amax=delayed", "fp8.head=true"],
 }
 AIMS = {"bf16": 0.005, "fp8": 0.01}
 """How far the last validation loss may be from fp32's, by the beginning of the case's name."""
 SHAPES: dict[str, dict[str, Any]] = {
     "cuda": {
-        "model": {"shape": "gpt2-125m", "max_len": 512}, "seq_len": 512, "batch": 16, "steps": 300, "eval": 50,
-        "batches": 8,
+        "model": {"shape": "gpt2-125m", "max_len": 512, "vocab": 50304}, "seq_len": 512, "batch": 16,
+        "steps": 300, "eval": 50, "batches": 8,
     },
     "cpu": {
         "model": {"family": "gpt2", "dim": 64, "layers": 2, "heads": 4, "vocab": 256}, "seq_len": 64, "batch": 8,

@@ -39,11 +39,13 @@ WEFT: dict[str, tuple[str, list[str]]] = {
     "weft": ("bf16", []),
     "weft-fp8": ("fp8", []),
     "weft-fp8-delayed": ("fp8", ["fp8.amax=delayed"]),
+    "weft-fp8-all": ("fp8", ["fp8.amax=delayed", "fp8.head=true"]),
 }
 """Precision and changes of the job."""
-ORDER = ("weft", "torchtitan-compile", "weft-fp8", "weft-fp8-delayed", "torchtitan-compile-fp8", "bare-loop",
-         "torchtitan-eager", "hf-accelerate-compile", "hf-accelerate-eager")  # fmt: skip
-AIMS = {"weft": 1.20, "weft-fp8": 1.45, "weft-fp8-delayed": 1.45}
+ORDER = ("weft", "torchtitan-compile", "weft-fp8", "weft-fp8-delayed", "weft-fp8-all",
+         "torchtitan-compile-fp8", "bare-loop", "torchtitan-eager", "hf-accelerate-compile",
+         "hf-accelerate-eager")  # fmt: skip
+AIMS = {"weft": 1.20, "weft-fp8": 1.45, "weft-fp8-delayed": 1.45, "weft-fp8-all": 1.45}
 """Of the tokens/s of torchtitan with compile, in bf16."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,8 @@ from weft.job.schema import Model
 from weft.models.feedforward import FeedForward
 from weft.models.fp8 import E4M3, E5M2, Fp8Linear, Maxima, Recipe, cast, fp8_linear, largest, scale_for, scaled_mm
 from weft.models.fp8_gated import Fp8FeedForward
+from weft.models.fp8_head import Fp8Products
+from weft.models.loss import Products, linear_cross_entropy
 from weft.parallel.fp8 import use_fp8
 
 RECIPES = [Recipe(), Recipe(scaling="rowwise"), Recipe(amax="delayed")]
@@ -138,3 +142,25 @@ def test_a_gated_part_is_one_function(compiled: bool) -> None:
 def test_a_gated_part_stays_apart_where_it_must() -> None:
     assert type(gated(RECIPES[0])) is FeedForward
     assert type(gated(Recipe(amax="delayed", skip=("*.down",)))) is FeedForward
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("tokens", [40, 33])
+def test_a_head_in_fp8(tokens: int, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and both gradients are near those of bf16, in one chunk and in several."""
+    weight = (random(96, 32) * 0.2).bfloat16().requires_grad_()
+    x = random(tokens, 32).bfloat16().requires_grad_()
+    targets, valid = torch.arange(tokens) % 96, torch.arange(tokens) % 5 > 0
+
+    def go(products: object) -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy(x, weight, targets, valid, smoothing, products=products)  # type: ignore[arg-type]
+        return loss, *torch.autograd.grad(loss, [x, weight])
+
+    plain, low = go(Products), partial(Fp8Products, recipe=Recipe(head=True))
+    for at_once in (1 << 26, 96 * 4 * 17):
+        monkeypatch.setattr("weft.models.loss.LOGITS_BYTES", {"cpu": at_once, "cuda": at_once})
+        monkeypatch.setattr("weft.models.fp8_head.LOGITS_BYTES", {"cpu": at_once})
+        for mine, theirs in zip(go(low), plain, strict=True):
+            assert mine.dtype == theirs.dtype
+            assert float(((mine - theirs).norm() / theirs.norm()).detach()) < 0.08
+    assert torch.equal(go(low)[1][~valid], torch.zeros_like(x)[~valid])

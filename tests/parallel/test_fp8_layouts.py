@@ -23,6 +23,7 @@ LAYOUTS = (
 RECIPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tensorwise": ({}, LAYOUTS),
     "rowwise": ({"scaling": "rowwise"}, LAYOUTS[5:7]),
+    "the head too": ({"head": True}, ("tp 2", "dp_shard 2 zero=3", "pp 2")),
     "delayed, and a block left out": (
         {"amax": "delayed", "history": 2, "skip": ["blocks.0.*", "*.o"]},
         ("dp_shard 2 zero=3 × tp 2", "pp 2", "dp_replicate 2"),

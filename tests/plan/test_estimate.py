@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -224,3 +225,30 @@ def test_zero_1_holds_whole_gradients_while_it_adds_them_up() -> None:
     assert first.compile and first.accumulation > 1
     whole = 4 * sum(prod(w.shape) for w in stage_weights(one.model, first, 0)) / 2**30
     assert first.predicted["memory_gib"] - second.predicted["memory_gib"] > 0.8 * whole
+
+
+OF_H200 = {  # bench/gpu.py: seconds a step and GiB on an H200
+    "1b": {"bf16": (0.2863, 41.3), "fp8": (0.2545, 35.3), "delayed": (0.2435, 40.5), "head": (0.2203, 41.0)},
+    "3b": {"bf16": (0.3605, 69.9), "fp8": (0.3284, 63.8), "delayed": (0.2975, 69.5), "head": (0.2769, 69.8)},
+}
+FP8: dict[str, list[str]] = {
+    "bf16": ["precision=bf16"], "fp8": ["precision=fp8"], "delayed": ["precision=fp8", "fp8.amax=delayed"],
+    "head": ["precision=fp8", "fp8.amax=delayed", "fp8.head=true"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", OF_H200)
+def test_fp8_is_foreseen(shape: str, tmp_path: Path) -> None:
+    """An estimate is near what was measured, in bf16 and in each kind of fp8."""
+    batch = {"1b": 2, "3b": 1}[shape]
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        f"{{name: a, model: {{shape: llama-{shape}, vocab: 128256, tied: false}}, "
+        "data: {source: synthetic, seq_len: 8192}, "
+        f"train: {{steps: 9, global_batch: {batch}, microbatch: {batch}}}, memory: {{recompute: none}}, "
+        "cluster: {device: h200, devices_per_node: 1}}"
+    )
+    for kind, (seconds, gib) in OF_H200[shape].items():
+        found = estimate_job(*make_plan(load_job(str(file), FP8[kind])))
+        assert found["step_time_s"] == pytest.approx(seconds, rel=0.09), kind
+        assert found["peak_memory_gib"] == pytest.approx(gib, rel=0.04), kind

@@ -116,9 +116,11 @@ class Fp8(Section):
     """Steps remembered (delayed)."""
     fast_accumulation: Literal["none", "forward", "all"] = "forward"
     """Which products may add up in the tensor cores' own shorter registers, as NVIDIA's GPUs do fastest."""
+    head: bool = False
+    """Whether the head multiplies in fp8 as well: faster with a large vocabulary, and coarser where it matters most."""
     skip: list[str] = Field(default_factory=list)
-    """Layers of the blocks that stay in bf16, as patterns of paths: [blocks.0.*, "*.down"]. Embedding, head, norms,
-    attention and layers whose sizes are no multiples of 16 always do."""
+    """Layers of the blocks that stay in bf16, as patterns of paths: [blocks.0.*, "*.down"]. Embedding, norms, attention
+    and layers whose sizes are no multiples of 16 always do."""
 
 
 class Comm(Section):

@@ -40,6 +40,7 @@ class Recipe:
     amax: str = "dynamic"
     history: int = 16
     fast_accumulation: str = "forward"
+    head: bool = False
     skip: tuple[str, ...] = ()
 
 
@@ -54,6 +55,8 @@ class Maxima:
         self.steps = torch.zeros(history, 3, device=device)
         self.known = False
         """False in the first step, which scales every tensor by its own maximum."""
+        self.input = self
+        """Whose input this layer's is too: one scale then, and so one cast."""
 
 
 def scaled_mm(a: Tensor, b: Tensor, unscale_a: Tensor, unscale_b: Tensor, fast: bool) -> Tensor:
@@ -180,7 +183,7 @@ def _tensorwise(x: Tensor, weight: Tensor, recipe: Recipe, maxima: Maxima | None
         with torch.no_grad():
             seen[:G].copy_(torch.maximum(seen[:G], torch.stack([amax_x, amax_w]).float()))
     if maxima is not None and maxima.known:
-        amax_x, amax_w = maxima.past[X], maxima.past[W]
+        amax_x, amax_w = maxima.input.past[X], maxima.past[W]
         scale_g = scale_for(maxima.past[G], E5M2)
     y: Tensor = _Tensorwise.apply(x, weight, scale_for(amax_x, E4M3), scale_for(amax_w, E4M3), scale_g, seen, recipe)
     return y

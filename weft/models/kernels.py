@@ -1,4 +1,4 @@
-"""The loss of a chunk of logits on CUDA: one pass makes the loss and turns the logits into their gradient in place."""
+"""The loss of a chunk of logits and its gradient on CUDA, in one kernel; in place, or into numbers of another kind."""
 
 from __future__ import annotations
 
@@ -12,19 +12,12 @@ BLOCK = 8192
 
 @triton.jit
 def weft_cross_entropy(
-    logits,
-    targets,
-    valid,
-    losses,
-    vocab,
-    stride,
-    smoothing,
-    GRAD: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, grads, targets, valid, losses, vocab, stride, stride_grads, smoothing, times,
+    GRAD: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
+    grads += row * stride_grads
     target = tl.load(targets + row)
     counts = tl.load(valid + row).to(tl.float32)
     peak = float("-inf")
@@ -53,15 +46,18 @@ def weft_cross_entropy(
             d = tl.exp(x - lse)
             if SMOOTH:
                 d -= smoothing / vocab
-            d = tl.where(at == target, d - (1.0 - smoothing), d) * counts
-            tl.store(logits + at, d.to(logits.dtype.element_ty), mask=at < vocab)
+            d = tl.where(at == target, d - (1.0 - smoothing), d) * (counts * times)
+            tl.store(grads + at, d.to(grads.dtype.element_ty), mask=at < vocab)
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, grad: bool) -> Tensor:
-    """The summed loss of logits [rows, vocab]; with `grad` the logits become their own gradient."""
+def cross_entropy(
+    logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, room: Tensor | None, times: float = 1.0
+) -> Tensor:
+    """The summed loss of logits [rows, vocab]; `room`, maybe the logits, becomes their gradient times `times`."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    grads = logits if room is None else room
     weft_cross_entropy[(logits.shape[0],)](
-        logits, targets, valid, losses, logits.shape[1], logits.stride(0), float(smoothing),
-        GRAD=grad, SMOOTH=smoothing > 0, BLOCK=BLOCK, num_warps=16,
+        logits, grads, targets, valid, losses, logits.shape[1], logits.stride(0), grads.stride(0), float(smoothing),
+        float(times), GRAD=room is not None, SMOOTH=smoothing > 0, BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
     return losses.sum()

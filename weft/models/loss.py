@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,53 @@ class WholeVocab:
         return x
 
 
+class Products:
+    """The three products of a head, chunk by chunk, in the numbers' own precision."""
+
+    times = 1.0
+    """What the gradient of the logits is multiplied by before it is rounded; the products with it undo that."""
+
+    def __init__(self, x: Tensor, weight: Tensor, rows: int):
+        self.x, self.weight, self.rows = x, weight, rows
+        self.dw: Tensor | None = None
+
+    def logits(self, part: slice) -> Tensor:
+        return self.x[part] @ self.weight.t()
+
+    def room(self, logits: Tensor) -> Tensor:
+        """Where the gradient of these logits goes: they are not needed any more."""
+        return logits
+
+    def rounded(self, dlogits: Tensor) -> Tensor:
+        return dlogits.to(self.x.dtype)
+
+    def to_input(self, dlogits: Tensor, out: Tensor) -> None:
+        torch.mm(dlogits, self.weight, out=out)
+
+    def to_weight(self, dlogits: Tensor, part: slice) -> None:
+        """Add dlogitsᵀ @ x, in fp32; a product that stands alone needs no wider sum than its own."""
+        a, b = dlogits.t(), self.x[part]
+        if self.rows >= len(self.x):
+            self.dw = a @ b
+            return
+        if self.dw is None:
+            self.dw = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
+        if a.dtype == torch.float32:
+            self.dw.addmm_(a, b)
+        elif a.is_cuda:  # the product's own accumulator is fp32, and is added to before it is rounded
+            torch.addmm(self.dw, a, b, out_dtype=torch.float32, out=self.dw)
+        else:
+            self.dw += a @ b
+
+    def weight_gradient(self) -> Tensor:
+        """What was added up."""
+        return torch.zeros_like(self.weight) if self.dw is None else self.dw.to(self.weight.dtype)
+
+
+Factory = Callable[[Tensor, Tensor, int], Products]
+"""Products of x [tokens, dim] with weight [rows of the vocabulary, dim], so many tokens at a time."""
+
+
 class _Attach(torch.autograd.Function):
     """A value whose gradient by `x` is already known. Two of them, added, keep the paths of input and weights apart."""
 
@@ -49,32 +97,27 @@ class _Attach(torch.autograd.Function):
 
 @torch.no_grad()
 def _loss_and_gradients(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    valid: Tensor,
-    smoothing: float,
-    split: VocabSplit,
-    want: tuple[bool, bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit,
+    want: tuple[bool, bool], make: Factory,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The loss is linear in its upstream gradient, so both gradients are made with it, chunk by chunk."""
     # x [tokens, dim], weight [local vocab, dim], targets and valid [tokens]
     rows = rows_at_once(x, weight)
+    products = make(x, weight, rows)
     chunk = _fused_chunk if x.is_cuda and isinstance(split, WholeVocab) else _chunk
     dx = torch.empty_like(x) if want[0] else None
-    dw: Tensor | None = None
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     for i in range(0, x.shape[0], rows):
         part = slice(i, i + rows)
-        loss, dlogits = chunk(x[part], weight, targets[part], valid[part], smoothing, split, any(want))
+        logits = products.logits(part)
+        loss, dlogits = chunk(logits, targets[part], valid[part], smoothing, split, any(want), products)
+        del logits
         total += loss
         if dx is not None and dlogits is not None:
-            torch.mm(dlogits, weight, out=dx[part])
+            products.to_input(dlogits, dx[part])
         if want[1] and dlogits is not None:
-            dw = _add_product(dw, dlogits.t(), x[part], alone=rows >= x.shape[0])
-    if want[1] and dw is None:
-        dw = torch.zeros_like(weight)
-    return total, dx, None if dw is None else dw.to(weight.dtype)
+            products.to_weight(dlogits, part)
+    return total, dx, products.weight_gradient() if want[1] else None
 
 
 def rows_at_once(x: Tensor, weight: Tensor) -> int:
@@ -85,41 +128,27 @@ def rows_at_once(x: Tensor, weight: Tensor) -> int:
     return max(1, -(-x.shape[0] // max(1, chunks)))
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor, alone: bool) -> Tensor:
-    """total + a @ b in fp32; a product that stands alone needs no wider sum than its own."""
-    if alone:
-        return a @ b
-    if total is None:
-        total = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
-    if a.dtype == torch.float32:
-        return total.addmm_(a, b)
-    if a.is_cuda:  # the product's own accumulator is fp32, and is added to before it is rounded
-        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    total += a @ b
-    return total
-
-
 def _fused_chunk(
-    x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit, grad: bool
+    logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit, grad: bool, products: Products
 ) -> tuple[Tensor, Tensor | None]:
-    """As _chunk, with the logits turned into their gradient in place by one kernel."""
-    from weft.models.kernels import cross_entropy_
+    """As _chunk, with loss and gradient made by one kernel."""
+    from weft.models.kernels import cross_entropy
 
-    logits = x @ weight.t()
-    loss = cross_entropy_(logits, targets, valid, smoothing, grad)
-    return loss, logits if grad else None
+    room = products.room(logits) if grad else None
+    return cross_entropy(logits, targets, valid, smoothing, room, products.times), room
 
 
 def _chunk(
-    x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit, grad: bool
+    logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit, grad: bool, products: Products
 ) -> tuple[Tensor, Tensor | None]:
-    """Summed loss of a chunk, and its gradient by the logits in x's dtype."""
-    logits = (x @ weight.t()).float()  # [rows, local vocab]
+    """Summed loss of a chunk, and its gradient by the logits as the products take it."""
+    logits = logits.float()  # [rows, local vocab]
+    vocab = logits.shape[1]
     local = targets - split.start
-    mine = (local >= 0) & (local < weight.shape[0])
+    mine = (local >= 0) & (local < vocab)
     index = torch.where(mine, local, 0).unsqueeze(1)
-    if weight.shape[0] == 0:  # more ranks than vocabulary rows
-        peak, picked = logits.new_full((len(x), 1), float("-inf")), logits.new_zeros(len(x))
+    if vocab == 0:  # more ranks than vocabulary rows
+        peak, picked = logits.new_full((len(logits), 1), float("-inf")), logits.new_zeros(len(logits))
     else:
         peak, picked = logits.amax(1, keepdim=True), logits.gather(1, index).squeeze(1)
     peak = split.max(peak)
@@ -134,16 +163,16 @@ def _chunk(
     dlogits = exp.div_(denominator.unsqueeze(1))
     if smoothing:
         dlogits -= smoothing / split.vocab
-    if weight.shape[0]:
+    if vocab:
         hit = torch.where(mine, -(1.0 - smoothing), 0.0).unsqueeze(1)
         dlogits.scatter_add_(1, index, hit.to(dlogits.dtype))
     dlogits.mul_(valid.unsqueeze(1))
-    return loss, dlogits.to(x.dtype)
+    return loss, products.rounded(dlogits)
 
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor | None = None, smoothing: float = 0.0,
-    split: VocabSplit | None = None,
+    split: VocabSplit | None = None, products: Factory = Products,
 ) -> Tensor:  # fmt: skip
     """Sum over valid targets of the cross-entropy of `x @ weight.T`, in fp32.
 
@@ -155,7 +184,7 @@ def linear_cross_entropy(
     split = split or WholeVocab(weight.shape[0])
     grad = torch.is_grad_enabled()
     want = (grad and flat.requires_grad, grad and weight.requires_grad)
-    loss, dx, dw = _loss_and_gradients(flat, weight, targets, valid, smoothing, split, want)
+    loss, dx, dw = _loss_and_gradients(flat, weight, targets, valid, smoothing, split, want, products)
     if dx is not None:
         loss = _Attach.apply(flat, dx, loss)
     if dw is not None:

@@ -15,7 +15,7 @@ from weft.models.attention import Where, attention
 from weft.models.dropout import Dropout, salt
 from weft.models.experts import MixtureOfExperts
 from weft.models.feedforward import FeedForward
-from weft.models.loss import linear_cross_entropy
+from weft.models.loss import Factory, Products, linear_cross_entropy
 from weft.models.rope import frequencies, rotate, rotation
 
 Core = Callable[[Tensor, Tensor, Tensor, bool, Where], Tensor]
@@ -106,6 +106,7 @@ class Head(nn.Module):
         assert m.dim and m.vocab
         self.weight = nn.Parameter(torch.empty(m.vocab, m.dim))
         self.pool = m.family == "vit"
+        self.products: Factory = Products
 
     def forward(
         self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float, where: Where | None = None
@@ -113,7 +114,7 @@ class Head(nn.Module):
         x = self.mean(x, where) if self.pool else x
         if targets is None:
             return F.linear(x, self.weight)
-        return linear_cross_entropy(x, self.weight, targets, valid, smoothing)
+        return linear_cross_entropy(x, self.weight, targets, valid, smoothing, products=self.products)
 
 
 class Transformer(nn.Module):

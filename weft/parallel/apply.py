@@ -23,7 +23,7 @@ from weft.parallel.counted import count_shards
 from weft.parallel.cut import Cut
 from weft.parallel.data import Replicas, Shards, shard
 from weft.parallel.expert import compile_around, dress, experts_apart, keep_own, shard_experts, spread_experts
-from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8
+from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8, use_fp8_head
 from weft.parallel.load import ExpertLoad
 from weft.parallel.pipeline import Pipelined
 from weft.parallel.tensor import TensorSplit, split_tensors
@@ -92,8 +92,8 @@ def weave(
             split_tensors(split, model, modules)
         if context:
             split_context(context, modules)
-        if prefix and fp8:
-            use_fp8(modules, fp8)
+        if fp8:
+            (use_fp8 if prefix else use_fp8_head)(modules, fp8)
         if prefix and plan.long:
             if plan.compile:
                 compile_parts(unit, ("before", "after"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from weft.mesh import Mesh
 from weft.models.feedforward import FeedForward
 from weft.models.fp8 import Fp8Linear, InFp8, Maxima, Recipe
 from weft.models.fp8_gated import Fp8FeedForward, join_gated
+from weft.models.fp8_head import Fp8Products
+from weft.models.transformer import Attention, Head
 from weft.parallel.tensor import ColumnLinear, RowLinear, local
 from weft.plan.fp8 import left_out
 from weft.plan.layout import Plan
@@ -63,6 +66,22 @@ def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
     for _, module in modules:
         if type(module) is FeedForward:
             join_gated(module)
+        if isinstance(module, Attention):
+            _share_input(module.q, module.k, module.v)
+
+
+def _share_input(*layers: nn.Module) -> None:
+    known = [m.maxima for m in layers if isinstance(m, InFp8) and m.maxima is not None]
+    for maxima in known:
+        maxima.input = known[0]
+
+
+def use_fp8_head(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
+    """Let the head multiply in fp8 where the job asks for it."""
+    for _, module in modules:
+        if recipe.head and isinstance(module, Head):
+            _check_device(module.weight.device)
+            module.products = partial(Fp8Products, recipe=recipe)
 
 
 def check_skip(model: nn.Module, plan: Plan) -> None:

@@ -135,7 +135,7 @@ class VocabHead(Head):
             return gather_along(F.linear(x, weight), self.split.axis, -1)
         start, _ = self.split.piece(self.weight.shape[0])
         vocab = SplitVocab(self.split.axis, start, self.weight.shape[0])
-        return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab)
+        return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab, self.products)
 
 
 class SplitVocab:

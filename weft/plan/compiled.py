@@ -9,7 +9,7 @@ from __future__ import annotations
 from weft.job.schema import Job, Model
 from weft.plan.exact import states_of, width
 from weft.plan.layout import Plan
-from weft.plan.limits import LOGITS_BYTES
+from weft.plan.limits import FP8_CHUNKS, LOGITS_BYTES
 from weft.plan.recompute import recomputed_share, selective_elements
 
 GIB = 2**30
@@ -26,7 +26,7 @@ def compiled_memory(job: Job, plan: Plan) -> dict[str, float]:
     layers = model.layers or 0
     lasting = states.parameters + states.copies + states.optimizer + states.average
     summed = states.gradients if plan.accumulation > 1 or plan.dp_replicate > 1 else 0
-    block = block_bytes(model, wide) * tokens
+    block = block_bytes(model, plan, wide) * tokens
     kept = kept_bytes(model, plan, wide) * tokens * layers
     stream = 3 * (model.dim or 0) * wide * tokens
     loss = stream + loss_bytes(model, plan, wide, tokens)
@@ -43,16 +43,20 @@ def compiled_memory(job: Job, plan: Plan) -> dict[str, float]:
     }
 
 
-def block_bytes(model: Model, wide: int) -> float:
-    """A token's share of what one compiled block keeps: x and its norm, twice; q, k, v and the output; the hidden."""
+def block_bytes(model: Model, plan: Plan, wide: int) -> float:
+    """A token's share of what one compiled block keeps: x and its norm, twice; q, k, v and the output; the hidden.
+
+    In fp8 norms and activations are made again where they are cast again; with delayed scales they were cast for good.
+    """
     heads, kv = ((n or 0) * (model.head_dim or 0) for n in (model.heads, model.kv_heads))
-    hidden = (3 if model.activation == "swiglu" else 2) * (model.ffn or 0)
-    return wide * (4 * (model.dim or 0) + 2 * heads + 2 * kv + hidden) + 4 * (model.heads or 0) + 8
+    again = plan.precision == "fp8" and plan.fp8.get("amax") == "dynamic"
+    hidden = ((3 if model.activation == "swiglu" else 2) - again) * (model.ffn or 0)
+    return wide * ((4 - 2 * again) * (model.dim or 0) + 2 * heads + 2 * kv + hidden) + 4 * (model.heads or 0) + 8
 
 
 def kept_bytes(model: Model, plan: Plan, wide: int) -> float:
     """A token's share of what a block keeps on average under the plan's recompute."""
-    whole, least = block_bytes(model, wide), wide * (model.dim or 0)
+    whole, least = block_bytes(model, plan, wide), wide * (model.dim or 0)
     if plan.recompute == "selective":
         return wide * selective_elements(model)
     share = recomputed_share(plan.recompute, model)
@@ -60,10 +64,15 @@ def kept_bytes(model: Model, plan: Plan, wide: int) -> float:
 
 
 def loss_bytes(model: Model, plan: Plan, wide: int, tokens: float) -> float:
-    """A chunk of logits, which become their own gradient, and the head's gradient, in fp32 where chunks add to it."""
+    """A chunk of logits, which become their own gradient, and the head's gradient, in fp32 where chunks add to it.
+
+    A head in fp8 has the weight both ways round in fp8, a chunk's gradient, and that of several chunks transposed; the
+    weight's gradient comes when the logits are gone.
+    """
     logits = tokens * (model.vocab or 0) * wide
     head = (model.vocab or 0) * (model.dim or 0)
-    if logits <= LOGITS_BYTES["cuda"]:
-        return logits + head * wide
-    chunks = -(-logits // LOGITS_BYTES["cuda"])
-    return logits / chunks + head * (4 + wide)
+    chunks = max(1, -(-logits // LOGITS_BYTES["cuda"]))
+    if not plan.fp8.get("head"):
+        return logits / chunks + head * (wide + 4 * (chunks > 1))
+    held = min(logits / wide, FP8_CHUNKS * LOGITS_BYTES["cuda"])
+    return logits / chunks * (1 + 1 / wide) + held + head * (2 + 4 * (held < logits / wide))

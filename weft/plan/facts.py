@@ -47,6 +47,8 @@ class ModelFacts:
     """Rows of the embedding: the vocabulary, or an image patch's values and a bias."""
     head_share: Size = 1.0
     """Share of tokens that the head multiplies: 1 for text, one a sequence for images."""
+    head_low: Size = 0
+    """1 where the head multiplies in fp8 as the blocks do."""
     experts: Size = 0
     top_k: Size = 0
     moe_ffn: Size = 0
@@ -189,7 +191,8 @@ def facts_of(job: Job) -> ModelFacts:
         gates=2 if model.activation == "swiglu" else 1, tied=int(bool(model.tied)), causal=int(bool(model.causal)),
         positions=model.max_len if model.positions == "learned" else 0, bias=int(bool(model.bias)),
         norm_rows=2 if model.norm == "layernorm" and model.bias else 1, qk_norm=int(bool(model.qk_norm)),
-        embedding_rows=PATCH_DIM + 1 if vit else model.vocab, head_share=1 / job.data.seq_len if vit else 1.0, **extra,
+        embedding_rows=PATCH_DIM + 1 if vit else model.vocab, head_share=1 / job.data.seq_len if vit else 1.0,
+        head_low=int(job.fp8.head), **extra,
     )  # fmt: skip
 
 

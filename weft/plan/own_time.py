@@ -7,6 +7,7 @@ from math import exp, log, prod
 from weft.hardware.measured import Attention, Block, Measured, Product
 from weft.job.schema import Job
 from weft.plan.exact import bare_gradients
+from weft.plan.fp8 import cast_bytes, gain, low_weights
 from weft.plan.layout import Plan
 from weft.plan.recompute import recomputed_share
 from weft.plan.weights import stage_weights
@@ -19,16 +20,20 @@ def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
         return None
     tokens = plan.microbatch * job.data.seq_len
     scale = _matched(job, plan, measured)
-    ahead = back = 0.0
-    for k, n in _matrices(job):
-        one = product_seconds(measured, plan.precision, tokens, k, n)
-        ahead, back = ahead + one, back + 2 * one
+    fp8 = plan.precision == "fp8" and plan.device != "cpu"
+    ahead = sum(product_seconds(measured, "bf16" if fp8 else plan.precision, tokens, k, n) for k, n in _matrices(job))
+    casts = 0.0
+    if fp8:
+        low, every = low_weights(job, plan.tp)
+        ahead *= 1 - low / every * (1 - 1 / gain(plan))
+        casts = low / every * cast_bytes(job, tokens) / (measured.copy_gb_s[max(measured.copy_gb_s, key=int)] * 1e9)
+    back = 2 * ahead
     forward, backward = attention_seconds(job, plan, measured)
     rest = elementwise_bytes(job, plan.microbatch * job.data.seq_len)
     again = recomputed_share(plan.recompute, m)
     kept = plan.recompute == "selective"  # then only what is neither a product nor attention runs again
     once = (1 if kept else 1 + again) * (ahead + forward) + (1 + again) * rest / 3 / scale
-    block = once + back + backward + 2 * rest / 3 / scale
+    block = once + back + backward + 2 * rest / 3 / scale + casts
     head = _head_seconds(job, plan, measured)
     parameters = sum(prod(w.shape) for w in stage_weights(m, plan, 0))
     fastest = max(measured.copy_gb_s.values()) * 1e9
@@ -112,4 +117,4 @@ def _head_seconds(job: Job, plan: Plan, measured: Measured) -> float:
     dim, vocab = m.dim or 1, m.vocab or 1
     near = min(measured.heads, key=lambda h: log(h.vocab / vocab) ** 2 + log(h.dim / dim) ** 2)
     ratio = plan.microbatch * job.data.seq_len * dim * vocab / (near.tokens * near.dim * near.vocab)
-    return near.seconds * ratio
+    return near.seconds * ratio / (gain(plan) if plan.precision == "fp8" and job.fp8.head else 1.0)

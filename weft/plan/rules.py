@@ -10,7 +10,7 @@ from weft.hardware.world import under_mpi
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.plan.context import ulysses_fits
-from weft.plan.fp8 import fp8_share
+from weft.plan.fp8 import ALIGN, fp8_share
 from weft.plan.layout import Plan
 from weft.plan.schedule import splits
 from weft.plan.sync import sync_rule
@@ -178,6 +178,15 @@ def _fp8(job: Job, plan: Plan) -> str | None:
         return (
             f"precision=fp8 has nothing to multiply: with model.dim={job.model.dim}{over} no layer's sizes are "
             "multiples of 16; precision=bf16 would work"
+        )
+    vocab, each = job.model.vocab or 0, ALIGN * plan.tp
+    if plan.precision == "fp8" and job.fp8.head and (vocab % each or (job.model.dim or 0) % ALIGN):
+        if not vocab:
+            return "fp8.head=true and a model without a vocabulary; fp8.head=false would work"
+        over = f" over tp={plan.tp}" if plan.tp > 1 else ""
+        return (
+            f"fp8.head=true and model.vocab={vocab}{over}, model.dim={job.model.dim}: the head's sizes must be "
+            f"multiples of {ALIGN}; model.vocab={-(-vocab // each) * each} or fp8.head=false would work"
         )
     if plan.precision != "fp8" or plan.device_name not in DEVICES or plan.device == "cpu":
         return None

@@ -37,14 +37,14 @@ from weft.watch.profile import Facts, from_json, summarise, table, to_json
 from weft.watch.report import write_report
 from weft.watch.trace import Trace, read_trace
 
-WARM, TIMED = 4, 4
-"""Steps before anything is measured, and steps timed without the profiler."""
+WARM, TIMED = 4, {"cpu": 4, "cuda": 12}
+"""Steps before anything is measured, and steps timed without the profiler: on a GPU the first waits for the host."""
 SUFFIX = "-bench"
 
 
 def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], None]) -> tuple[int, RunDir]:
     """Profile a job in a run of its own, runs/NAME-bench. Returns the exit code and the run."""
-    train = {"steps": max(job.train.steps, WARM + TIMED + steps + 2), "eval_every": 0}
+    train = {"steps": max(job.train.steps, WARM + max(TIMED.values()) + steps + 2), "eval_every": 0}
     job = job.model_copy(update={"name": job.name + SUFFIX, "train": job.train.model_copy(update=train)})
     job, plan = prepare(job, nproc)
     run = RunDir(Path(job.runs_dir) / job.name)
@@ -114,7 +114,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
 
         ledger.start_clock()
         some(WARM)
-        seconds = some(TIMED)
+        seconds = some(TIMED.get(mesh.device.type, TIMED["cuda"]))
         if mesh.device.type == "cuda":
             with _profiling(mesh.device):  # the first one starts the tracer, which takes its time
                 some(1)
