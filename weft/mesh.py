@@ -56,7 +56,7 @@ class Mesh:
     """Only the axes with more than one rank, and the joint axis of cp and the data's (JOINT)."""
     everyone: Axis | None
     host_group: dist.ProcessGroup | None
-    """A Gloo group for small values between steps."""
+    """A Gloo group for small values between steps: everyone's own, where that is one."""
     disk_group: dist.ProcessGroup | None
     """A Gloo group for checkpoints alone: they talk from a thread of their own, while training goes on."""
     coords: dict[str, int] = field(default_factory=dict)
@@ -237,5 +237,9 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
             hops = init_device_mesh(device.type, nodes, mesh_dim_names=("ep_groups", "ep_far", "ep_near"))
             parts |= {name: hops[name] for name in ("ep_far", "ep_near")}
         axes |= {n: axis_of(n, part.get_group(), per_node, meter) for n, part in parts.items() if part.size() > 1}
-    host_group, disk_group = (dist.new_group(backend=host_backend, timeout=timeout) for _ in range(2))
+    disk_group = dist.new_group(backend=host_backend, timeout=timeout)
+    if host_backend == "gloo" == dist.get_backend():  # every group has a thread that wakes up a hundred times a second
+        host_group = everyone.group
+    else:
+        host_group = dist.new_group(backend=host_backend, timeout=timeout)
     return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, meter, folded)

@@ -65,26 +65,47 @@ def test_a_stack_is_the_main_threads() -> None:
 
 
 def record(**fields: object) -> Record:
-    blank = Record(0, os.getpid(), 1, 0, 0, 1, 0, 0, 0, "compute", 0, 0, 0, ())
+    blank = Record(0, os.getpid(), 1, 0, 0, 1, 0, 0, 0, "compute", 0, 0, 0, 0, ())
     return replace(blank, **fields)  # type: ignore[arg-type]
 
 
-def test_patience_is_learned_from_the_runs_own_pace() -> None:
-    """Steps of a second and a half: what was too long for a quick run is usual here."""
-    now = 0.0
-    patience = Patience(1.5, 120.0, clock=lambda: now, looks_s=10.0)
-    assert patience.look({0: record(pid=0)}) is None
-    for step in range(1, 9):
-        now += 1.5
-        assert patience.look({0: record(pid=0, step=step, beats=step)}) is None
-    now += 11.9
-    assert patience.look({0: record(pid=0, step=8, beats=9)}) is None
-    now += 0.2
-    assert patience.look({0: record(pid=0, step=8, beats=10)}) is not None
-    assert not patience.silent(0)
-    assert not patience.stopped(0)
-    assert patience.limit("eval") >= 600  # nothing is known of it
-    assert patience.limit("start") >= 120
+class Watched:
+    """A rank that moves at times of a clock of its own, and the looks at it, so far apart as is asked for."""
+
+    def __init__(self, calm_s: float) -> None:
+        self.now, self.step, self.moved, self.beats, self.calm_s = 100.0, 0, 100.0, 0, calm_s
+        self.patience = Patience(1.5, 120.0, clock=lambda: self.now, looks_s=calm_s)
+
+    def until(self, end: float, every: float | None = None) -> float | None:
+        """Take a step so often, or none; returns the standstill, as soon as it is too long."""
+        while self.now < end:
+            while every and self.moved + every <= self.now:
+                self.step, self.moved = self.step + 1, self.moved + every
+            self.beats += 1
+            shown = record(pid=0, step=self.step, beats=self.beats, moved=int(self.moved * 1e9))
+            if (found := self.patience.look({0: shown})) is not None:
+                return found
+            self.patience.looks_s = 0.05 if self.patience.uneasy else self.calm_s
+            self.now += self.patience.looks_s
+        return None
+
+
+@pytest.mark.parametrize(("every", "limit"), [(1.5, 12.0), (0.02, 1.5)])
+@pytest.mark.parametrize("calm_s", [0.05, 0.2])
+def test_patience_is_learned_from_the_runs_own_pace(every: float, limit: float, calm_s: float) -> None:
+    """What is too long for a quick run is usual where steps take a second and a half; and looks that are far apart, as
+    long as all is well, make nobody more patient."""
+    run = Watched(calm_s)
+    assert run.until(112.0, every) is None
+    assert not run.patience.uneasy
+    found = run.until(200.0)
+    assert found is not None
+    assert limit - 8 * calm_s <= found <= limit + 8 * 0.1
+    assert run.patience.load == 1.0
+    assert not run.patience.silent(0)
+    assert not run.patience.stopped(0)
+    assert run.patience.limit("eval") >= 600  # nothing is known of it
+    assert run.patience.limit("start") >= 120
 
 
 def test_the_board_shows_what_was_put_there(tmp_path: Path) -> None:
@@ -182,3 +203,25 @@ def test_a_large_ring_grows_by_a_file_a_copy(tmp_path: Path, monkeypatch: pytest
         assert len(list(tmp_path.glob("snap-0.*"))) == min(step, FEWEST)
         assert ring.held() == list(range(max(1, step - FEWEST + 1), step + 1))
     assert ring.every == AGREE_AFTER and not ring.due(1)  # until the ranks agree
+
+
+def test_what_only_an_update_changes_is_copied_before_the_next_one(tmp_path: Path) -> None:
+    weight, seen = torch.zeros(4), torch.zeros(4)
+    pieces = {"model.w": weight, "buffer.seen": seen}
+    ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    into = {name: torch.empty(4) for name in pieces}
+    for step in (1, 2, 3):
+        weight.fill_(step)
+        seen.fill_(step)
+        ring.take(step, pieces, {})
+        seen.fill_(-1)  # the next forward pass
+        if step == 2:  # else it is committed before the next update: an evaluation is due
+            ring.settle()
+            weight.fill_(-1)
+        ring.seal(step, {})
+        ring.load(step, into)
+        assert [into[name].tolist() for name in pieces] == [[step] * 4] * 2
+    ring.take(4, pieces, {})
+    ring.drop()
+    ring.seal(4, {})
+    assert ring.held() == [2, 3]

@@ -2,7 +2,8 @@
 
 Both offer the same few things to the loop: `masters` (fp32 weights the optimizer updates by their gradients),
 `leaves` (the tensors whose .grad that is), `copies` (weights that follow the masters), `microbatch(last)` before each
-backward pass, `finish()` after the last, `refresh()` after the masters changed by other hands than the optimizer's.
+backward pass, `finish()` after the last (what it is given is done while gradients travel), `refresh()` after the
+masters changed by other hands than the optimizer's.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from torch.distributed.tensor import Shard
 
 from weft.comm import Axis, Meter, Waits
 from weft.comm.algorithms import Start
-from weft.comm.pieces import like, local_of
+from weft.comm.pieces import local_of
 from weft.parallel.bucket import Bucket
 from weft.parallel.compressed import Compressor
 from weft.parallel.fsdp import fsdp_groups, fsdp_states, reduce_now, see_waits
 from weft.parallel.queue import Queue
 from weft.parallel.shard_comm import Gather, Scatter
+
+
+def nothing() -> None:
+    """What there is to do meanwhile, unless somebody has something."""
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -99,8 +104,8 @@ class Replicas:
         for kind, names in filling.items():
             self._add_bucket(names, kind)
         for number, bucket in enumerate(self.buckets):
-            for name, view in bucket.views.items():
-                self.masters[name].grad = like(view, self.masters[name])
+            for name, grad in bucket.grads.items():
+                self.masters[name].grad = grad
                 self.weights[name].register_post_accumulate_grad_hook(arriving(weakref.ref(self), number, name))
 
     def _kind(self, name: str) -> str:
@@ -126,15 +131,24 @@ class Replicas:
     def arrived(self, number: int, name: str, weight: Tensor) -> None:
         """Autograd has made the gradient of a weight in a bucket."""
         bucket = self.buckets[number]
-        assert weight.grad is not None
-        if self.mixed:  # an fp32 gradient is a view of the bucket, and autograd adds to it in place
-            bucket.views[name].add_(local_of(weight.grad))
-            weight.grad = None
+        self._take_in(bucket, name, weight)
         if self.last:
             bucket.missing -= 1
             if bucket.missing == 0:
                 self.queue.ready(number)
             self._send_ready()
+
+    def _take_in(self, bucket: Bucket, name: str, weight: Tensor) -> None:
+        """Bring a weight's gradient to its place. In fp32 it lies there from a step's first on, and autograd adds the
+        next to it."""
+        if weight.grad is None:
+            return
+        if self.mixed:
+            bucket.add(name, local_of(weight.grad))
+            weight.grad = None
+        elif weight.grad is not bucket.grads[name]:
+            bucket.put(name, local_of(weight.grad))
+            weight.grad = bucket.grads[name]
 
     def _send_ready(self, all_of_them: bool = False) -> None:
         while self.sent < len(self.buckets):
@@ -142,6 +156,7 @@ class Replicas:
             if bucket.missing > 0 and not all_of_them:
                 return
             self.sent += 1
+            bucket.clear_stale()
             if bucket.start is not None:
                 self.works.append(bucket.start(bucket.flat))
 
@@ -154,17 +169,17 @@ class Replicas:
 
     def collect(self) -> None:
         """Take in gradients that were set by hand instead of arriving through the hooks."""
-        if self.mixed:
-            for bucket in self.buckets:  # without buckets the gradients are where they belong
-                for name, view in bucket.views.items():
-                    weight = self.weights[name]
-                    if weight.grad is not None:
-                        view.add_(local_of(weight.grad))
-                        weight.grad = None
+        for bucket in self.buckets:  # without buckets the gradients are where they belong
+            for name in bucket.names:
+                self._take_in(bucket, name, self.weights[name])
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
         """Every master's gradient is the sum over the replicas when this returns."""
         self._send_ready(all_of_them=True)
+        for bucket in self.buckets:
+            for name, grad in bucket.grads.items():
+                self.masters[name].grad = grad
+        meanwhile()
         with nullcontext() if self.axis is None or self.axis.spans is None else self.axis.spans.waiting():
             for work in self.works:
                 work.wait()
@@ -181,7 +196,9 @@ class Replicas:
             for weight in self.weights.values():
                 weight.grad = None
         for bucket in self.buckets:
-            bucket.flat.zero_()
+            bucket.stale.update(bucket.names)
+            for name in () if self.mixed else bucket.names:  # else autograd would add to the step before
+                self.masters[name].grad = None
 
     def refresh(self) -> None:
         """The weights follow their masters."""
@@ -269,8 +286,9 @@ class Shards:
                     param.accumulate_unsharded_grad_if_needed()
                     param.to_accumulated_grad_if_needed()
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
         """FSDP2 waits for its own collectives at the end of a backward pass; after a split one it is told to begin."""
+        meanwhile()
         if self.held:
             self.module.set_is_last_backward(True)
             self.module.set_requires_gradient_sync(True)

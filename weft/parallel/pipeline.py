@@ -7,6 +7,7 @@ over tp and dp_shard and copied over dp_replicate.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from weft.comm import Axis
 from weft.comm.pieces import local_of
 from weft.parallel.compressed import Compressor
+from weft.parallel.data import nothing
 from weft.parallel.load import ExpertLoad
 from weft.parallel.wire import Message, Wire, sent_by
 from weft.parallel.woven import Batch, LossOf, Woven
@@ -104,7 +106,9 @@ class Pipelined:
     def buffers(self) -> dict[str, Tensor]:
         return {n: b for stage in self.stages.values() for n, b in stage.buffers().items()}
 
-    def backward(self, batches: list[Batch], loss_of: LossOf, scale: float) -> Tensor:
+    def backward(
+        self, batches: list[Batch], loss_of: LossOf, scale: float, meanwhile: Callable[[], None] = nothing
+    ) -> Tensor:
         """One step of the schedule: the gradients of loss · scale. The loss is where the last stage is, 0 elsewhere."""
         if len(batches) != self.schedule.microbatches:
             raise RuntimeError(f"{len(batches)} microbatches for a schedule of {self.schedule.microbatches}")
@@ -120,7 +124,7 @@ class Pipelined:
             step.do(action, last=final[action.stage] == i)
         self.wire.end()
         for stage in self.stages.values():
-            stage.finish()
+            stage.finish(meanwhile)
         self._sum_tied()
         self.load.gather()
         return step.total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from weft.comm import Axis
 from weft.comm.pieces import local_of
 from weft.parallel.compressed import Compressor
-from weft.parallel.data import Replicas, Shards
+from weft.parallel.data import Replicas, Shards, nothing
 from weft.parallel.fp8 import DelayedScales
 from weft.parallel.load import ExpertLoad
 
@@ -87,8 +88,13 @@ class Woven:
         """For a loop of one's own: say before each backward pass whether it is the step's last."""
         self.data.microbatch(last)
 
-    def backward(self, batches: list[Batch], loss_of: LossOf, scale: float) -> Tensor:
-        """Forward and backward over a step's microbatches: the gradients of loss · scale. Returns the summed loss."""
+    def backward(
+        self, batches: list[Batch], loss_of: LossOf, scale: float, meanwhile: Callable[[], None] = nothing
+    ) -> Tensor:
+        """Forward and backward over a step's microbatches: the gradients of loss · scale. Returns the summed loss.
+
+        `meanwhile` is called once all gradients are made, while the last of them travel.
+        """
         total = torch.zeros((), device=batches[0]["inputs"].device)
         self.begin(scale)
         for i, batch in enumerate(batches):
@@ -96,7 +102,7 @@ class Woven:
             loss = loss_of(self.module, batch)
             (loss * scale).backward()
             total += loss.detach()
-        self.finish()
+        self.finish(meanwhile)
         return total
 
     @torch.no_grad()
@@ -108,9 +114,9 @@ class Woven:
         self.module.train()
         return torch.stack(losses).sum()
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
         """Complete the gradients after the last backward pass; a weight that was not used has one of zeros."""
-        self.data.finish()
+        self.data.finish(meanwhile)
         for leaf in self.data.leaves.values():
             if leaf.grad is None:  # else the optimizer would decay it in some layouts and pass over it in others
                 leaf.grad = torch.zeros_like(leaf)

@@ -2,15 +2,19 @@
 
 A head, and one record a slot; a slot is a place for one process, whatever its rank. All are 64-bit words that one
 process writes and others read, without locks: a word is never half-written. The board outlives whoever wrote on it.
+Words that somebody waits for ring that one's bell.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from weft.resilience.bell import Bell
 
 PHASES = ("gone", "start", "spare", "waiting", "connect", "data", "compute", "update", "eval", "checkpoint", "end")
 TRAINING = PHASES[PHASES.index("data") :]
@@ -35,13 +39,18 @@ LEASE = 15
 """The last word of the head, a float: until when (time.monotonic) anybody may commit."""
 _SLOT = (
     "pid", "want", "deaths", "code", "attempt", "rank", "beats", "step", "phase", "committed", "progress", "inside",
+    "moved",
 )  # fmt: skip
 SLOT = {name: i for i, name in enumerate(_SLOT)}
 COUNTS = 16
 """In a record, the first of the words that count collectives, one a group of ranks."""
 GROUPS = 12
 SLOT_WORDS = COUNTS + GROUPS
-MAGIC = 0x77656674_0001
+MAGIC = 0x77656674_0002
+WAITED_FOR = {"end": "guardian", "attempt": "slots", "published": "slots"}
+"""By word of the head, who waits for it: `slots` are all processes that are ranks or may become some."""
+WAITED_FOR_IN_SLOT = {"want": "guardian", "deaths": "supervisor"}
+"""By word of a record."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,8 @@ class Record:
     """Collectives entered, of whatever group."""
     inside: int
     """The place among the counts of the group whose collective it is in, plus 1; 0 while it is in none."""
+    moved: int
+    """When it last showed something new, in nanoseconds of time.monotonic."""
     counts: tuple[int, ...]
     """Collectives begun, by group."""
 
@@ -92,6 +103,7 @@ class Board:
             self._map = mmap.mmap(handle, 0)
         finally:
             os.close(handle)
+        self._bells: dict[str, Bell] = {}
         self._words = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
         if slots is not None:
@@ -105,6 +117,19 @@ class Board:
 
     def __setitem__(self, name: str, value: int) -> None:
         self._words[HEAD[name]] = value
+        self._ring(WAITED_FOR.get(name))
+
+    def bell(self, name: str) -> Bell:
+        """The bell of the guardian, of the supervisor or of a slot, by its number."""
+        if name not in self._bells:
+            self._bells[name] = Bell(self.path.with_name(f"bell-{name}"))
+        return self._bells[name]
+
+    def _ring(self, who: str | None) -> None:
+        if who is not None:
+            with contextlib.suppress(OSError):  # the run is over and its folder gone: nobody waits
+                for name in map(str, range(self.slots)) if who == "slots" else (who,):
+                    self.bell(name).ring()
 
     @property
     def slots(self) -> int:
@@ -135,6 +160,7 @@ class Board:
 
     def put(self, slot: int, name: str, value: int) -> None:
         self._words[self.at(slot, name)] = value
+        self._ring(WAITED_FOR_IN_SLOT.get(name))
 
     def count(self, slot: int, group: int, value: int) -> None:
         if group < GROUPS:
@@ -142,7 +168,7 @@ class Board:
 
     def clear(self, slot: int) -> None:
         """A new process begins here: nothing is known of it."""
-        for name in ("attempt", "beats", "step", "committed", "progress", "inside"):
+        for name in ("attempt", "beats", "step", "committed", "progress", "inside", "moved"):
             self.put(slot, name, 0)
         self.put(slot, "rank", -1)
         self.put(slot, "phase", PHASES.index("start"))
@@ -160,6 +186,8 @@ class Board:
         return [self.record(slot) for slot in range(self.slots)]
 
     def close(self) -> None:
+        for bell in self._bells.values():
+            bell.close()
         self._words.release()
         self._floats.release()
         self._map.close()

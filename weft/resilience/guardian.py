@@ -23,10 +23,12 @@ from weft.job.errors import MachineError
 from weft.job.run import RunDir
 from weft.launch.environment import room
 from weft.launch.local import AT_ONCE, KILLED, WISHES, forwarding, shared_memory
+from weft.resilience.bell import rung_by_signals
 from weft.resilience.board import PHASES, Board
 from weft.resilience.nursery import Child, Nursery, adopting
 
-LOOK_S = 0.02
+LOOK_S = 1.0
+"""It looks so often even if nothing rings: no child ended, nobody was born, and the supervisor wants nothing."""
 SHORT_S, TRIES = 2.0, 5
 """A supervisor that ends so soon, as many times in a row, cannot work here."""
 WORKER = ("weft.train.member",)
@@ -109,7 +111,8 @@ class _Guardian:
 
     def keep(self, say: Callable[[str], None]) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)  # a process inherits the mask and lifts it when it can answer
-        with forwarding(self.ranks) as interrupts:
+        bell = self.board.bell("guardian")
+        with forwarding(self.ranks) as interrupts, rung_by_signals(bell):
             try:
                 if self.can_adopt:
                     self._nursery()  # it imports while the supervisor decides
@@ -117,7 +120,7 @@ class _Guardian:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
                 while not self.board["end"] and len(interrupts) < AT_ONCE:
                     self._look()
-                    time.sleep(LOOK_S)
+                    bell.wait(LOOK_S, *self._births())
             finally:
                 if self.nursery is not None:
                     self.nursery.close()
@@ -125,6 +128,9 @@ class _Guardian:
                     process.kill()
                     process.wait()
             return self.board["end"] - 1 if len(interrupts) < AT_ONCE else KILLED
+
+    def _births(self) -> tuple[int, ...]:
+        return () if self.nursery is None or self.nursery.process.poll() is not None else (self.nursery.fileno(),)
 
     def _look(self) -> None:
         if self.supervisor is not None and self.supervisor.poll() is not None:

@@ -28,7 +28,7 @@ from weft.resilience.neighbours import Errand, Keeper, Sender, needless
 from weft.resilience.nodes import Nodes, births
 from weft.resilience.place import Place
 from weft.resilience.replan import replan
-from weft.resilience.supervisor import Supervisor, say
+from weft.resilience.supervisor import WARY_S, Supervisor, say
 
 SETTLED_S = 2.0
 """How long an attempt trains before others are taken in."""
@@ -40,6 +40,9 @@ OTHERS_S = 1.5
 
 class NodeSupervisor(Supervisor):
     """A Supervisor whose attempts are agreed on with the other nodes of the run."""
+
+    calm_s = WARY_S
+    """What other nodes say is not rung."""
 
     def __init__(self, run: RunDir, folder: Path, board: Board, job: Job, plan: Plan, place: Place, slots: int):
         super().__init__(run, folder, board, job.resilience, plan)

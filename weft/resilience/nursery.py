@@ -81,6 +81,10 @@ class Nursery:
             self._sock.send(str(slot).encode())
         return child
 
+    def fileno(self) -> int:
+        """Can be read when there are births."""
+        return self._sock.fileno()
+
     def births(self) -> Iterator[tuple[int, int]]:
         """Slots and pids that are new."""
         with contextlib.suppress(OSError):

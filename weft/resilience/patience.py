@@ -20,20 +20,24 @@ UNKNOWN_S = 600.0
 """The same, while the run has not done it yet."""
 FEW = 3
 """Steps of an attempt in which things are still loaded, compiled and connected."""
-SAMPLE_S = 0.2
+SAMPLE_S = 0.15
 BUSY = 0.2
 """A process that uses this share of a core works."""
 WORKING = 20.0
 """So many times longer may a standstill last while somebody works."""
 LATEST = 20.0
 """On an overloaded machine everything takes longer, up to so many times."""
+LATE_S, USUAL_S = 0.06, 0.05
+"""A look that is late by the difference is usual; by each of the first more, everything takes once more as long."""
+FORGET = 0.6
+"""What is left of a load after a second."""
 
 
 class Patience:
     """Looks at the ranks again and again, and says when a standstill has lasted too long.
 
-    Steps, evaluations and the rest each have a pace of their own. `looks_s` is the usual time between two looks: when
-    they come later, the machine has too much to do, and so have the ranks. `first_s` is what the first steps may take.
+    Steps, evaluations and the rest each have a pace of their own. `looks_s` is the time until the next look: when it
+    comes later, the machine has too much to do, and so have the ranks. `first_s` is what the first steps may take.
     """
 
     def __init__(
@@ -45,11 +49,10 @@ class Patience:
         """How many times slower than usual this machine is now, by our own lateness."""
         self.doubt = 1.0
         """So many times longer is waited after a standstill that came again at the same step."""
-        self._last = self.clock()
         self.new_attempt()
 
     def new_attempt(self) -> None:
-        now = self.clock()
+        now = self._last = self.clock()  # between attempts nobody looks
         self._marks: dict[int, tuple[object, ...]] = {}
         self._beats: dict[int, tuple[int, float]] = {}
         self._moved, self._sampled, self._first = now, now, -1
@@ -60,16 +63,19 @@ class Patience:
     def look(self, ranks: dict[int, Record]) -> float | None:
         """Seconds of standstill, if they are too many."""
         now = self.clock()
-        late, self._last = (now - self._last) / (3 * self.looks_s), now
-        self.load = min(LATEST, max(1.0, late, 0.99 * self.load))
+        since, self._last = now - self._last, now
+        late = (USUAL_S + max(0.0, since - self.looks_s)) / LATE_S
+        self.load = min(LATEST, max(1.0, late, FORGET**since * self.load))
         for rank, record in ranks.items():
             if self._beats.get(rank, (-1, 0.0))[0] != record.beats:
                 self._beats[rank] = (record.beats, now)
         marks = {rank: record.mark for rank, record in ranks.items()}
+        moved = max(self._moved, max(record.moved for record in ranks.values()) / 1e9 or now)  # a look comes later
         if marks != self._marks:
-            if self._marks:
-                self.gaps.setdefault(self._kind, deque(maxlen=200)).append(now - self._moved)
-            self._marks, self._moved, self._kind = marks, now, self._kind_of(ranks)
+            if self._marks:  # several moves may lie between two looks that are far apart
+                gap = moved - self._moved - max(0.0, self.looks_s - USUAL_S)
+                self.gaps.setdefault(self._kind, deque(maxlen=200)).append(max(0.0, gap))
+            self._marks, self._moved, self._kind = marks, moved, self._kind_of(ranks)
             self._stopped, self._used = {}, {}
             return None
         still = now - self._moved
@@ -85,6 +91,11 @@ class Patience:
         if still > limit and any(self.silent(r) for r in ranks):
             return still
         return still if still > limit * (WORKING if self._busy(ranks, now) else 1.0) else None
+
+    @property
+    def uneasy(self) -> bool:
+        """Whether nothing has moved for longer than ever of late: time to look more closely."""
+        return self.clock() - self._moved > max(self.gaps.get(self._kind, ()), default=0.0) + self.looks_s
 
     def stopped(self, rank: int) -> bool:
         """Whether a rank has been stopped by a signal for a while: who is stopped and let go again is only slow."""

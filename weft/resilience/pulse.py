@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from weft.resilience.board import PHASES, Board
 
-BEAT_S = 0.05
+BEAT_S = 0.2
+"""Between two beats, unless the bell rings: each takes Python's lock, and a core that the rank may need."""
 
 
 class Fenced(Exception):
@@ -43,7 +45,8 @@ class Quiet:
 
 
 class Heart:
-    """A process's slot on the board. Its thread beats, so that a process which holds the GIL or is stopped shows.
+    """A process's slot on the board. Its thread beats, so that a process which holds the GIL or is stopped shows, and
+    waits for the slot's bell; `news` is set when that rings.
 
     `watch` is asked with every beat: collectives entered so far, the group it is in (0 for none), and the collectives
     begun in each group. `on_fence` is called once, in the thread, when the attempt that this process takes part in is
@@ -54,7 +57,9 @@ class Heart:
         self.board, self.slot, self.attempt = board, slot, 0
         self.watch: Callable[[], tuple[int, int, list[int]]] = lambda: (0, 0, [])
         self.on_fence: Callable[[], None] = lambda: None
+        self.news = threading.Event()
         self._words, self._phase, self._step = board.words, board.at(slot, "phase"), board.at(slot, "step")
+        self._moved, self._bell = board.at(slot, "moved"), board.bell(str(slot))
         self._fenced = 0
         threading.Thread(target=self._beat, name="heart", daemon=True).start()
 
@@ -69,6 +74,7 @@ class Heart:
     def now(self, phase: str, step: int) -> None:
         self._words[self._step] = step
         self._words[self._phase] = PHASES.index(phase)
+        self._words[self._moved] = time.monotonic_ns()
 
     def fence(self) -> None:
         if not self.board.valid(self.attempt):
@@ -76,16 +82,26 @@ class Heart:
 
     def committed(self, step: int) -> None:
         self.board.put(self.slot, "committed", step)
+        self._words[self._moved] = time.monotonic_ns()
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Until the bell has rung since the last time, or so long."""
+        self.news.wait(seconds)
+        self.news.clear()
 
     def _beat(self) -> None:
-        pause = threading.Event()
-        board, slot = self.board, self.slot
-        while not pause.wait(BEAT_S):
+        board, slot, before = self.board, self.slot, (0, [0])
+        while True:
+            if self._bell.wait(BEAT_S):
+                self.news.set()
             progress, inside, counts = self.watch()
             board.put(slot, "progress", progress)
             board.put(slot, "inside", inside)
             for group, count in enumerate(counts):
                 board.count(slot, group, count)
+            if (progress, counts) != before:
+                before = (progress, counts)
+                self._words[self._moved] = time.monotonic_ns()
             board.put(slot, "beats", board.get(slot, "beats") + 1)
             if self.attempt and self.attempt != self._fenced and not board.valid(self.attempt):
                 self._fenced = self.attempt

@@ -24,6 +24,8 @@ from weft.resilience.snapfile import HEAD, MAGIC, SEAL, read_table, sealed_step
 ALIGN, PAGE = 64, 4096
 LARGE = 1 << 30
 """Bytes from which on large pages are worth looking for."""
+STEADY = ("model.", "optim.", "ema.")
+"""Names of what nothing but an update changes: copied before the next, when ranks wait for one another anyway."""
 POPULATE = 23 if sys.platform == "linux" else -1
 """MADV_POPULATE_WRITE, which Python has no name for yet."""
 AT_A_TIME = 1 << 26
@@ -62,6 +64,7 @@ class Slot:
         """Whether a GPU copies into it by itself, behind the step's own kernels and beside those of the next."""
         self.copied: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.copy_s = 0.0
+        self._uncopied: dict[str, Tensor] = {}
 
     @classmethod
     def found(cls, path: Path) -> Slot | None:
@@ -90,9 +93,15 @@ class Slot:
         self.unseal()
         if self.pinned:
             return self._write_beside(pieces)
-        began = time.thread_time()  # what it costs: on a busy machine others may run in between
-        torch._foreach_copy_(list(self.views.values()), list(pieces.values()))
-        self.copy_s = time.thread_time() - began
+        self._uncopied, self.copy_s = {n: t for n, t in pieces.items() if n.startswith(STEADY)}, 0.0
+        self._copy({n: t for n, t in pieces.items() if n not in self._uncopied})
+
+    @torch.no_grad()
+    def _copy(self, pieces: Mapping[str, Tensor]) -> None:
+        if pieces:
+            began = time.thread_time()  # what it costs: on a busy machine others may run in between
+            torch._foreach_copy_([self.views[n] for n in pieces], list(pieces.values()))
+            self.copy_s += time.thread_time() - began
 
     def _write_beside(self, pieces: Mapping[str, Tensor]) -> None:
         stream = _beside()
@@ -107,11 +116,19 @@ class Slot:
                 piece.record_stream(stream)
 
     def settle(self) -> None:
-        """Let what the GPU does from here on wait until all is copied: it may change what was to be copied."""
+        """The next update is near: copy what waited for it. Let what a GPU does from here on wait until all is copied:
+        it may change what was to be copied."""
+        waited, self._uncopied = self._uncopied, {}
+        self._copy(waited)
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied[1])
 
+    def forget(self) -> None:
+        """Copy no more."""
+        self._uncopied = {}
+
     def seal(self, step: int, meta: dict[str, Any]) -> None:
+        self.settle()
         if self.copied is not None:
             self.copied[1].synchronize()
             self.copy_s = self.copied[0].elapsed_time(self.copied[1]) / 1e3

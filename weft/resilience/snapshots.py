@@ -1,8 +1,8 @@
 """The newest steps of one rank, kept in shared memory: files that outlive the process that wrote them.
 
 Each of a ring of files holds one step: a head, a table of the tensors with a little JSON, then the tensors' bytes. A
-step is first copied, and sealed when it is committed: the number of the step in the head is written last, so what a
-killed process left half-written is no snapshot at all.
+step is first copied, some of it only when the next update is near, and sealed when it is committed: the number of the
+step in the head is written last, so what a killed process left half-written is no snapshot at all.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ class Snapshots:
         return not self.refused and step % self.every == 0
 
     def take(self, step: int, pieces: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
-        """Copy this rank's pieces as they are now. It counts once it is sealed."""
-        if not all(slot.fits(pieces) for slot in self._slots):
+        """Copy this rank's pieces as they are now; what only an update changes, by settle(). It counts once it is
+        sealed."""
+        kinds = {slot.table.text: slot for slot in self._slots}  # most often all are alike, and one stands for them
+        if not all(slot.fits(pieces) for slot in kinds.values()):
             self._slots, self._complete = [], False
         if not self._complete:
             self._fill_up(pieces)
@@ -136,6 +138,12 @@ class Snapshots:
         """Whatever changes the state from here on waits for what is still being copied of it."""
         if self._open is not None:
             self._open[0].settle()
+
+    def drop(self) -> None:
+        """The state goes elsewhere: what was copied of the newest step will not be committed."""
+        if self._open is not None:
+            self._open[0].forget()
+            self._open = None
 
     def held(self) -> list[int]:
         """The steps that are whole here."""

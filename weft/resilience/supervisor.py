@@ -31,14 +31,17 @@ LOST_S = 5.0
 """How long a rank may have come back by itself before all are called back."""
 REFILL_S = 2.0
 """How long a new attempt trains undisturbed before the next spare is started: importing torch takes a core."""
-CALM_S = 0.05
-"""Between two looks while nothing is wrong: each takes a little of a core that a rank may need."""
+CALM_S, WARY_S = 0.2, 0.05
+"""Between two looks while all is as usual, and while nothing moves or an attempt has not trained yet after a fault.
+Each takes a little of a core that a rank may need; that a process has ended is rung."""
 UNCOUNTED = ("elsewhere", "grow")
 """Ends of an attempt that are no fault of a rank here."""
 
 
 class Supervisor:
     """Watches the slots of a board."""
+
+    calm_s = CALM_S
 
     def __init__(self, run: RunDir, folder: Path, board: Board, settings: Resilience, plan: Plan):
         self.run, self.folder, self.board, self.settings, self.plan = run, folder, board, settings, plan
@@ -60,6 +63,7 @@ class Supervisor:
             self.adopt(number)
         else:
             self.first()
+        bell = self.board.bell("supervisor")
         while True:
             records = self.board.records()
             self.committed = max([self.committed, *(r.committed for r in records)])
@@ -74,7 +78,9 @@ class Supervisor:
                 self.broken(fault)
             else:
                 self.settle(records)
-            time.sleep(LOOK_S if self.open else CALM_S)
+            wary = self.patience.uneasy or not self.announced
+            self.patience.looks_s = LOOK_S if self.open else WARY_S if wary else self.calm_s
+            bell.wait(self.patience.looks_s)
 
     def first(self) -> None:
         """Begin the first attempt."""

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from weft.train.session import Session
 
 LOOK_S = 0.01
+NEWS_S = 5.0
+"""A spare looks at the board so often even if nobody rings."""
 FENCE_S = 0.5
 """How long before the word that the attempt is over an error may come that only says that another rank went away."""
 
@@ -88,7 +90,7 @@ class Member:
                 attempt = read_attempt(self.folder, number)
                 if attempt.rank_of(self.slot) is not None:
                     return attempt
-            time.sleep(LOOK_S)
+            self.heart.wait_for_news(NEWS_S)
 
     def _take_part(self, attempt: Attempt, job: Job, plan: Plan) -> int | None:
         """Train as a rank of an attempt. Returns the exit code, or None when the attempt was broken by another rank."""

@@ -148,6 +148,7 @@ class Session:
     def rewind(self, to: int) -> None:
         """Go back to the newest step at or before `to` that is known: in memory, else on disk, else step 0."""
         self.checkpoints.wait()
+        self.snapshots.drop()
         if not recall(self, to):
             resume(self, at_most=to)
 
@@ -188,7 +189,7 @@ def open_session(
     memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
     snapshots = snapshots or Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device)
-    stepper = Stepper(job, plan, mesh, state)
+    stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
 
     def warn(text: str) -> None:
         if mesh.rank == 0:
@@ -202,11 +203,7 @@ def open_session(
     guards = Guards(job, plan, mesh, state, event, warn)
     guards.weights.spacing = snapshots.every
 
-    def before_update() -> None:
-        guards.weights.before_update()
-        snapshots.settle()
-
-    stepper.before_update = before_update
+    stepper.before_update = guards.weights.before_update  # after the copies: what flips earlier is in them, and told
     session = Session(
         job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse, guards
     )

@@ -47,6 +47,8 @@ class Stepper:
     state: State
     before_update: Callable[[], None] = lambda: None
     """Called when the gradients are there and the weights are still as the last update left them."""
+    meanwhile: Callable[[], None] = lambda: None
+    """Called when this rank's gradients are made and the last of them travel: what is done then, nobody waits for."""
     blind: bool = False
     """There are no values to look at, as in a dry run: every step is taken."""
 
@@ -57,8 +59,9 @@ class Stepper:
         count, counting = self._global_count(batches)
         nominal = job.train.global_batch * batches[0]["valid"][0].numel() / self.apart
         total = woven.backward(
-            self.local(batches), self.loss_of(job.train.label_smoothing), state.scale.value / nominal
-        )
+            self.local(batches), self.loss_of(job.train.label_smoothing), state.scale.value / nominal,
+            self.meanwhile,
+        )  # fmt: skip
         if counting is not None:
             counting.wait()
         return Gradients(total, count, nominal, state.scale.value)

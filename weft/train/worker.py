@@ -51,6 +51,8 @@ def run_rank(run: RunDir, job: Job, plan: Plan, signals: Signals, work: Work | N
             return int(code)
         except BaseException as error:
             less = explain(run, rank, position, error, plan)
+            if held is not None:
+                held.drop()  # it may hold on to tensors of the session that ended
             if less is None or plan.world > 1:  # others wait for this rank, and do not know
                 return exit_code(error)
         plan, session = less, None  # type: ignore[assignment]
