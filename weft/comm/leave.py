@@ -18,6 +18,12 @@ def settle() -> None:
     gc.freeze()
 
 
+def set_aside() -> None:
+    """After leave(): what a run imported on its way stays as well, and the next leave() need not look at it."""
+    _first_caches().extend(_caches())
+    gc.freeze()
+
+
 def leave() -> None:
     """Take the groups down, and all that would keep them: whatever holds a group of Gloo's holds its sockets, and a
     thread that wakes a hundred times a second."""
@@ -44,7 +50,7 @@ def forget_meshes() -> None:
 
 @functools.cache
 def _first_caches() -> list[Any]:
-    """Those of what was imported, which is set aside later."""
+    """Those of what is set aside, where they cannot be found any more."""
     import torch.distributed.tensor  # noqa: F401
 
     return _caches()

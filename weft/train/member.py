@@ -64,7 +64,7 @@ class Member:
             from weft.data.dataset import open_dataset
 
             self.dataset = open_dataset(job)
-        from weft.comm.leave import leave, settle
+        from weft.comm.leave import leave, set_aside, settle
 
         settle()
         number, phase = 0, "spare"
@@ -76,6 +76,7 @@ class Member:
             if code is not None:
                 return code
             leave()  # the error that broke it has gone, and with it all that it held
+            set_aside()
 
     def _plan(self) -> Plan:
         return Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
