@@ -115,4 +115,4 @@ def lesson(rank: int, store: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(lesson, args=(f"{folder}/store",), nprocs=RANKS, start_method="fork")
+        mp.spawn(lesson, args=(f"{folder}/store",), nprocs=RANKS)

@@ -106,6 +106,9 @@ def refused(world: int | None = None, **job: Any) -> str:
              "parallel": {"tp": 2}},
          "fp8.head=true and model.vocab=1000 over tp=2, model.dim=64: the head's sizes must be multiples of 16; "
          "model.vocab=1024 or fp8.head=false would work"),
+        (2, {"precision": "fp8", "fp8": {"head": True}, "model": {"family": "mlp", "dim": 64, "layers": 2},
+             "data": {"source": "synthetic"}},
+         "fp8.head=true and a model without a vocabulary; fp8.head=false would work"),
         (2, {"fp8": {"amax": "delayed", "scaling": "rowwise"}},
          "fp8.amax=delayed and fp8.scaling=rowwise: the rows of one step are not those of the next; scaling=tensorwise "
          "or amax=dynamic would work"),

@@ -167,6 +167,20 @@ def _long(job: Job, plan: Plan) -> str | None:
     return None
 
 
+def _fp8_head(job: Job, plan: Plan) -> str | None:
+    vocab, dim, each = job.model.vocab or 0, job.model.dim or 0, ALIGN * plan.tp
+    if not vocab:
+        return "fp8.head=true and a model without a vocabulary; fp8.head=false would work"
+    if not vocab % each and not dim % ALIGN:
+        return None
+    over = f" over tp={plan.tp}" if plan.tp > 1 else ""
+    other = "" if dim % ALIGN else f"model.vocab={-(-vocab // each) * each} or "
+    return (
+        f"fp8.head=true and model.vocab={vocab}{over}, model.dim={dim}: the head's sizes must be multiples of {ALIGN}; "
+        f"{other}fp8.head=false would work"
+    )
+
+
 def _fp8(job: Job, plan: Plan) -> str | None:
     if job.fp8.amax == "delayed" and job.fp8.scaling == "rowwise":
         return (
@@ -179,15 +193,8 @@ def _fp8(job: Job, plan: Plan) -> str | None:
             f"precision=fp8 has nothing to multiply: with model.dim={job.model.dim}{over} no layer's sizes are "
             "multiples of 16; precision=bf16 would work"
         )
-    vocab, each = job.model.vocab or 0, ALIGN * plan.tp
-    if plan.precision == "fp8" and job.fp8.head and (vocab % each or (job.model.dim or 0) % ALIGN):
-        if not vocab:
-            return "fp8.head=true and a model without a vocabulary; fp8.head=false would work"
-        over = f" over tp={plan.tp}" if plan.tp > 1 else ""
-        return (
-            f"fp8.head=true and model.vocab={vocab}{over}, model.dim={job.model.dim}: the head's sizes must be "
-            f"multiples of {ALIGN}; model.vocab={-(-vocab // each) * each} or fp8.head=false would work"
-        )
+    if plan.precision == "fp8" and job.fp8.head and (why := _fp8_head(job, plan)):
+        return why
     if plan.precision != "fp8" or plan.device_name not in DEVICES or plan.device == "cpu":
         return None
     if DEVICES[plan.device_name].peak_tflops.get("fp8"):
