@@ -22,7 +22,7 @@ from typing import NamedTuple
 import psutil
 from overhead import BATCH, MODEL, ROOT, SEQ, WARM
 
-NAMES = {"weft.resilience.supervisor": "supervisor", "weft.train.member": "member", "-m weft": "guardian"}
+NAMES = {"weft.supervisor.supervisor": "supervisor", "weft.training.supervised_rank": "member", "-m weft": "guardian"}
 
 
 class Used(NamedTuple):

@@ -13,11 +13,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from weft.comm.bench import KINDS, seconds
-from weft.hardware.lines import fit_line
-from weft.launch.pool import RankPool
+from weft.hardware.linear_fit import fit_line
+from weft.launch.rank_pool import RankPool
+from weft.measure.collective_times import KINDS, seconds
 from weft.mesh import connect
-from weft.plan.layout import Plan
+from weft.planner.plan import Plan
 
 SIZES = [2**10 * 4**i for i in range(8)]
 

@@ -23,11 +23,11 @@ from weft.data.loader import Loader, to_device, val_batches
 from weft.job.compression import parse_compression
 from weft.job.load import parse_job
 from weft.job.schema import Job
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
-from weft.plan import make_plan
-from weft.train.build import build_state
-from weft.train.step import Stepper
+from weft.planner import make_plan
+from weft.training.build import build_state
+from weft.training.step import Stepper
 
 SETTINGS = ("none", "fp16", "bf16", "int8", "int4", "topk:0.01", "threshold:3", "powersgd:4", "onebit")
 LIMITS = {"int8": 0.01, "powersgd:4": 0.01, "int4": 0.02, "topk:0.01": 0.02}

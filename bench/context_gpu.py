@@ -20,9 +20,9 @@ from weft.job import parse_job
 from weft.mesh import connect
 from weft.models import attention
 from weft.models.attention import KERNELS, attend, attend_backward, find_kernel
-from weft.plan import make_plan
-from weft.train.build import build_state
-from weft.train.step import Stepper
+from weft.planner import make_plan
+from weft.training.build import build_state
+from weft.training.step import Stepper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 4096 if DEVICE == "cuda" else 64

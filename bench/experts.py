@@ -22,10 +22,10 @@ from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, val_batches
 from weft.job import parse_job
 from weft.mesh import connect
-from weft.plan import make_plan
-from weft.plan.counts import count_parameters
-from weft.train.build import build_state
-from weft.train.step import Stepper
+from weft.planner import make_plan
+from weft.planner.model.counts import count_parameters
+from weft.training.build import build_state
+from weft.training.step import Stepper
 
 HERE = Path(__file__).parent
 WINDOW = 10

@@ -63,9 +63,9 @@ def weft(s: MoE, steps: int, dense: bool) -> None:
     from weft.data.loader import Loader, to_device
     from weft.job import parse_job
     from weft.mesh import connect
-    from weft.plan import make_plan
-    from weft.train.build import build_state
-    from weft.train.step import Stepper
+    from weft.planner import make_plan
+    from weft.training.build import build_state
+    from weft.training.step import Stepper
 
     model: dict[str, Any] = {
         "family": "llama", "dim": s.dim, "layers": s.layers, "heads": s.heads, "kv_heads": s.kv, "head_dim": s.head_dim,

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from weft.data.dataset import open_dataset
 from weft.job.load import load_job
-from weft.job.run import RunDir
+from weft.job.run_folder import RunDir
 from weft.job.shapes import resolve
-from weft.train.served.client import client_shares
+from weft.server.federated_client import client_shares
 from weft.watch.journal import read_jsonl
 
 HERE = Path(__file__).resolve().parent

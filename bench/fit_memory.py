@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.plan.batch import gather_rows
-from weft.plan.calibration import FOLDER, Calibration
-from weft.plan.hold import GIB, hold
-from weft.plan.rows import Row, read_table
-from weft.plan.stack import PURE, Stack, load_stack, stack_of
+from weft.planner.calibration import FOLDER, Calibration
+from weft.planner.memory.layouts_memory import GIB, hold
+from weft.planner.published.batch import gather_rows
+from weft.planner.published.framework import PURE, Stack, load_stack, stack_of
+from weft.planner.published.rows import Row, read_table
 
 SHARP = 25.0
 """How steeply the cost of a wrong verdict rises with its distance from the limit."""

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.plan.batch import estimate_rows
-from weft.plan.calibration import FOLDER, Calibration
-from weft.plan.fitting import fit, profile
-from weft.plan.rows import Row, read_table
-from weft.plan.stack import Stack, stack_of
+from weft.planner.calibration import FOLDER, Calibration
+from weft.planner.published.batch import estimate_rows
+from weft.planner.published.fitting import fit, profile
+from weft.planner.published.framework import Stack, stack_of
+from weft.planner.published.rows import Row, read_table
 
 MATMUL = ("matmul", "wave", "depth")
 LINKS = ("link", "network", "latency", "jitter")

@@ -64,12 +64,12 @@ def run_one(index: int, steps: int) -> dict[str, Any]:
     from weft.hardware.measured import load_measured
     from weft.hardware.probe import probe
     from weft.mesh import connect
-    from weft.plan import make_plan
-    from weft.plan.make import USABLE
-    from weft.plan.own_time import step_seconds
-    from weft.plan.ranks import device_memory
-    from weft.train.build import build_state
-    from weft.train.step import Stepper
+    from weft.planner import make_plan
+    from weft.planner.make_plan import USABLE
+    from weft.planner.ranks import device_memory
+    from weft.planner.time.measured_device import step_seconds
+    from weft.training.build import build_state
+    from weft.training.step import Stepper
 
     job, plan = make_plan(make(index))
     measured = load_measured(plan.device_name)

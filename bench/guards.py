@@ -2,7 +2,7 @@
 
     python bench/guards.py [JOB] [key=value …]
 
-One process trains a recipe (demo) for 60 steps and every call into weft/resilience/guards.py is timed. The last line is
+One process trains a recipe (demo) for 60 steps and every call into weft/guards/guards.py is timed. The last line is
 the median share of a step.
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.load import load_job
-from weft.job.run import RunDir
-from weft.plan import make_plan
-from weft.train.loop import fit
-from weft.train.session import open_session
-from weft.train.signals import Signals
+from weft.job.run_folder import RunDir
+from weft.planner import make_plan
+from weft.training.loop import fit
+from weft.training.session import open_session
+from weft.training.signals import Signals
 from weft.watch.journal import read_metrics
 
 STEPS = 60

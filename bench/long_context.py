@@ -56,10 +56,10 @@ def run_weft(length: int, layers: int, stop_after: int, device: str) -> dict[str
 
     from weft.job import parse_job
     from weft.mesh import connect
-    from weft.plan import make_plan
-    from weft.plan.counts import flops_per_sample
-    from weft.train.build import build_state
-    from weft.train.step import Stepper
+    from weft.planner import make_plan
+    from weft.planner.model.counts import flops_per_sample
+    from weft.training.build import build_state
+    from weft.training.step import Stepper
 
     shape = {"dim": DIM, "heads": HEADS, "kv_heads": KV, "ffn": FFN, "vocab": VOCAB} if device == "cuda" else TINY
     job, plan = make_plan(parse_job({
@@ -201,7 +201,7 @@ def run_hf(length: int, checkpointing: bool, device: str) -> dict[str, Any]:
 
     from weft.job import parse_job
     from weft.job.shapes import resolve
-    from weft.plan.counts import flops_per_sample
+    from weft.planner.model.counts import flops_per_sample
 
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=DIM, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,

@@ -3,7 +3,7 @@
     python bench/memory.py [--models llama gpt2 …] [--precision fp32 bf16] [--recompute none full] [--json]
     python bench/memory.py --models experts --layouts 1 tp2 'dp_shard=4 ep=2' 'tp2 ep2' 'pp2 dp_shard=2 ep=2'
 
-Every rank is a process that builds its part of the model and takes a real step under a meter (weft/memory/meter.py)
+Every rank is a process that builds its part of the model and takes a real step under a meter (weft/memory/tracer.py)
 that counts the bytes of live tensors, not the pages of the process. The table has the fullest rank of each layout.
 """
 
@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from weft.job import parse_job  # noqa: E402
-from weft.launch.pool import RankPool  # noqa: E402
-from weft.plan import make_plan  # noqa: E402
-from weft.plan.memory import predict_memory  # noqa: E402
-from weft.plan.parse import parse_layout, ranks  # noqa: E402
-from weft.train.dryrun import measured_peak  # noqa: E402
+from weft.launch.rank_pool import RankPool  # noqa: E402
+from weft.planner import make_plan  # noqa: E402
+from weft.planner.memory.prediction import predict_memory  # noqa: E402
+from weft.planner.rules.layout_syntax import parse_layout, ranks  # noqa: E402
+from weft.verify.dryrun import measured_peak  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "ffn": 704, "vocab": 2048},

@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from weft.comm import Axis  # noqa: E402
-from weft.launch.pool import RankPool  # noqa: E402
+from weft.launch.rank_pool import RankPool  # noqa: E402
 from weft.mesh import connect  # noqa: E402
-from weft.parallel.data import Replicas  # noqa: E402
-from weft.parallel.pipeline import Pipelined  # noqa: E402
-from weft.parallel.woven import Batch, Woven  # noqa: E402
-from weft.plan.layout import Plan  # noqa: E402
-from weft.plan.schedule import Schedule, make_schedule  # noqa: E402
-from weft.plan.simulate import Costs, simulate  # noqa: E402
+from weft.parallel.data.data_parallel import Replicas  # noqa: E402
+from weft.parallel.pipeline.executor import Pipelined  # noqa: E402
+from weft.parallel.spread_model import Batch, Woven  # noqa: E402
+from weft.planner.plan import Plan  # noqa: E402
+from weft.planner.schedules.registry import Schedule, make_schedule  # noqa: E402
+from weft.planner.schedules.simulate import Costs, simulate  # noqa: E402
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v")
 AIM_RATIO, AIM_SPEEDUP = 0.10, 3.0

@@ -16,11 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from weft.job import parse_job
 from weft.job.shapes import resolve
-from weft.plan.calibration import load
-from weft.plan.facts import cluster_facts, facts_of
-from weft.plan.make import make_plan
-from weft.plan.search import CHUNK, Scene, search
-from weft.plan.space import Space, make_space, space_of
+from weft.planner.calibration import load
+from weft.planner.make_plan import make_plan
+from weft.planner.model.facts import cluster_facts, facts_of
+from weft.planner.search.search import CHUNK, Scene, search
+from weft.planner.search.space import Space, make_space, space_of
 
 JOBS = {
     "llama-405b on 16,384 H100": ("llama-405b", "h100-sxm", 2048, 8192, 2048),

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from weft.plan.rows import Row, read_table
-from weft.plan.score import errors, predict, score_table
-from weft.plan.stack import load_stack
+from weft.planner.published.framework import load_stack
+from weft.planner.published.rows import Row, read_table
+from weft.planner.published.score import errors, predict, score_table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c564b", "#7f7f7f", "#bcbd22")

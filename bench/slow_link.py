@@ -48,7 +48,7 @@ def ddp(path: str, out: str) -> None:
     from weft.models import build_model, loss_sum
     from weft.models.init import initialise
     from weft.optim import rate
-    from weft.plan import make_plan
+    from weft.planner import make_plan
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -97,7 +97,7 @@ def ddp(path: str, out: str) -> None:
 
 def run_on(hosts: Any, command: list[str], folder: Path, limit_s: float) -> int:
     """The command under torchrun on both hosts; returns the bytes that the first one sent."""
-    from weft.launch.hosts import LINK
+    from weft.chaos.virtual_hosts import LINK
 
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": LINK}
     before, started, cores = hosts.sent(0), [], sorted(os.sched_getaffinity(0))
@@ -157,7 +157,7 @@ def reached(told: list[list[float]], target: float) -> tuple[float, float]:
 
 
 def main() -> None:
-    from weft.launch.hosts import Hosts
+    from weft.chaos.virtual_hosts import Hosts
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ddp", nargs=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.plan.context import chunks_of, sees
+from weft.planner.time.context import chunks_of, sees
 
 HERE = Path(__file__).parent
 RANKS = 4

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from weft.hardware.catalog import DEVICES, NETWORKS
 from weft.job.schema import Data, Experts, Failures, Group, Job, Level, Model, RopeScaling, Sync
 from weft.job.shapes import ALIASES, SHAPES, resolve
-from weft.plan.counts import count_parameters
-from weft.plan.explain import human
+from weft.planner.describe import human
+from weft.planner.model.counts import count_parameters
 
 INTRO = """\
 # What can a job say?

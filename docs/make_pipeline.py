@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from weft.plan.gantt import gantt_svg, gantt_text
-from weft.plan.schedule import SCHEDULES, Schedule, make_schedule
-from weft.plan.simulate import Costs, Timeline, simulate
+from weft.planner.schedules.gantt import gantt_svg, gantt_text
+from weft.planner.schedules.registry import SCHEDULES, Schedule, make_schedule
+from weft.planner.schedules.simulate import Costs, Timeline, simulate
 
 HERE = Path(__file__).parent
 PAGE = HERE / "pipeline.md"

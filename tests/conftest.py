@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:  # the process that only hands out tests to others need not import torch
-    from weft.launch.pool import RankPool
+    from weft.launch.rank_pool import RankPool
 
 WORLD = 4
 LONG = (
@@ -53,9 +53,9 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Ranks over Gloo, one thread each, that stay alive for the whole session."""
-    import on_ranks
+    from helpers import on_ranks
 
-    from weft.launch.pool import RankPool
+    from weft.launch.rank_pool import RankPool
 
     with RankPool(timeout_s=600) as ranks:
         ranks.run(on_ranks.ready, WORLD)

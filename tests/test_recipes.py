@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.job import JobError, load_job, recipes
-from weft.plan import RUNNABLE, check, check_fits, make_plan
+from weft.planner import RUNNABLE, check, check_fits, make_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = recipes()
@@ -51,8 +51,8 @@ def test_all_recipes_plan_without_torch():
     script = (
         "import sys, json\n"
         "from weft.job import load_job, recipes\n"
-        "from weft.plan import make_plan\n"
-        "from weft.plan.explain import explain\n"
+        "from weft.planner import make_plan\n"
+        "from weft.planner.describe import explain\n"
         "shown = {name: explain(*make_plan(load_job(name))) for name in recipes()}\n"
         "assert 'torch' not in sys.modules\n"
         "print(json.dumps(shown))\n"

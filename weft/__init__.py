@@ -1,33 +1,31 @@
 """Weft weaves one training run across any number of devices.
 
-Three layers: functions (`connect`, `parallelize`, `save`, `load`), the loop in `weft/train/loop.py`, `weft.train(job)`.
-Nothing is imported until it is used: `import weft` costs nothing and changes nothing.
+Three layers: functions (`connect`, `parallelize`, `save`, `load`), the loop in `weft/training/loop.py`, and
+`weft.train(job)`.
+Names are imported on first use, so `import weft` is cheap and has no side effects.
 """
 
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
+_MODULES = {
     "Job": "weft.job",
     "load_job": "weft.job",
-    "Plan": "weft.plan",
-    "make_plan": "weft.plan",
+    "Plan": "weft.planner",
+    "make_plan": "weft.planner",
+    "plan": "weft.planner",
     "Mesh": "weft.mesh",
     "connect": "weft.mesh",
     "parallelize": "weft.parallel.apply",
-    "save": "weft.train.functions",
-    "load": "weft.train.functions",
-    "plan": "weft.plan",
-    "train": "weft.train",
+    "save": "weft.checkpoint.functions",
+    "load": "weft.checkpoint.functions",
+    "train": "weft.launch.train",
 }
-_ROOMS = ("plan", "train")
-"""Rooms that can be called: weft.plan(job) and weft.train(job)."""
 
-__all__ = [*_HOMES]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    home = import_module(_HOMES[name])
-    return home if name in _ROOMS else getattr(home, name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.comm import Axis, Meter, mpi
 from weft.hardware.network import name_interface
-from weft.hardware.world import standing, under_mpi
+from weft.hardware.rank_environment import standing, under_mpi
 from weft.job.errors import MachineError
-from weft.plan.layout import Plan
+from weft.planner.plan import Plan
 
 JOINT: dict[str, tuple[str, str]] = {
     "dp_shard_cp": ("dp_shard", "cp"),
@@ -137,8 +137,8 @@ def local_device(plan: Plan, local_rank: int) -> torch.device:
 def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = None) -> Mesh:
     """Join the ranks of a plan, at a store if one is given.
 
-    Who started us says who we are (weft.hardware.world). The ranks meet in the file WEFT_STORE where it is given (one
-    machine: no port to race for), else at MASTER_ADDR:MASTER_PORT, else through MPI.
+    The rank comes from the environment (weft.hardware.rank_environment). The ranks meet in the file WEFT_STORE where it
+    is given (one machine: no port to race for), else at MASTER_ADDR:MASTER_PORT, else through MPI.
     """
     here = standing()
     if here.world != plan.world:

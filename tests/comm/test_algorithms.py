@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comm_axis import everyone
+from helpers.comm_axis import everyone
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.comm import algorithms
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 
 BY_HAND = [name for name in algorithms.ALGORITHMS if name != "native"]
 DTYPES = (

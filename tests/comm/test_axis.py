@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from comm_axis import everyone
+from helpers.comm_axis import everyone
 from torch import Tensor
 
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 
 WORLD = 3
 

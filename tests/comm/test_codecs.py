@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import compression_ranks
 import pytest
 import torch
+from helpers import compression_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.comm.codecs import Codec, Dice, Largest, sum_of, way_of
 from weft.job.compression import parse_compression
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 
 ALL = ["fp16", "bf16", "int8", "int4", "topk:0.1", "threshold:1.5", "onebit"]
 UNBIASED = {"fp16": 2**-10, "bf16": 2**-7, "int8": 1 / 127, "int4": 1 / 7}

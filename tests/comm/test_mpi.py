@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import parity
 import pytest
-from command import ENV, ROOT, Said, losses, run_of, write_job
+from helpers import parity
+from helpers.command import ENV, ROOT, Said, losses, run_of, write_job
 
-from weft.hardware.world import Standing, adopt, standing, under_mpi
+from weft.hardware.rank_environment import Standing, adopt, standing, under_mpi
 from weft.job.errors import JobError
-from weft.launch.pool import RankPool
-from weft.plan import RUNNABLE, check, make_plan
+from weft.launch.rank_pool import RankPool
+from weft.planner import RUNNABLE, check, make_plan
 
 DEADLINE_S = 600.0
 
@@ -32,7 +32,7 @@ def mpirun(folder: Path, ranks: int, *command: str) -> Said:
 
 
 def test_collectives_and_the_parity_matrix(tmp_path: Path) -> None:
-    said = mpirun(tmp_path, 4, str(ROOT / "tests" / "under_mpi.py"))
+    said = mpirun(tmp_path, 4, str(ROOT / "tests" / "helpers" / "under_mpi.py"))
     assert said.code == 0, said.err[-4000:]
     assert said.out.splitlines()[-1] == "same"
 

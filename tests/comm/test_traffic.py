@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import parity
 import torch
 import torch.distributed as dist
-from on_ranks import begin
+from helpers import parity
+from helpers.on_ranks import begin
 from torch import Tensor
 
 from weft.comm import Axis, algorithms
 from weft.comm.axis import Tally
-from weft.job.run import RunDir
+from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
-from weft.plan.layout import Plan
-from weft.train.traffic import Traffic
+from weft.planner.plan import Plan
+from weft.training.traffic import Traffic
 from weft.watch.figures import figures
 from weft.watch.journal import Journal
 from weft.watch.report import write_report
@@ -80,7 +80,7 @@ def watched(job: Job) -> tuple[list[dict[str, float]], dict[str, Counted], bool]
 
 def weights_of(job: Job) -> Tensor:
     from weft.models import build_model
-    from weft.plan import make_plan
+    from weft.planner import make_plan
 
     return torch.tensor(sum(p.numel() for p in build_model(make_plan(job)[0].model, 0).parameters()))
 

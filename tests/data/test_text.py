@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data.corpora import encode_corpus
-from weft.data.text import TextDataset
+from weft.data.text_windows import TextDataset
 from weft.data.tokenizer import ByteTokenizer
 from weft.job import JobError
 

@@ -10,8 +10,8 @@ import pytest
 from weft.job import Data, Job, JobError, Model, Optim, Parallel, Train, apply_overrides, dump_yaml, load_job, parse_job
 from weft.job.errors import Exit
 from weft.job.load import find_job
-from weft.job.mistakes import known_keys
 from weft.job.shapes import resolve
+from weft.job.validation import known_keys
 
 WHOLE = """
 name: my-run

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import parity
 import pytest
-from command import ENV, losses, run_of, write_job
+from helpers import parity
+from helpers.command import ENV, losses, run_of, write_job
 
+from weft.chaos.virtual_hosts import Hosts
 from weft.hardware.network import GLOO, NCCL, Choice, choose, interfaces, name_interface
-from weft.launch.hosts import Hosts
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 
 DEADLINE_S = 300.0
 LAYOUT = {"dp_replicate": 2, "dp_shard": 2, "zero": 3}

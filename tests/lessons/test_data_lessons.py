@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comm_axis import everyone
+from helpers.comm_axis import everyone
 from torch import Tensor, nn
 
 from weft.comm import algorithms
@@ -22,11 +22,11 @@ from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
 from weft.job.load import lessons, parse_job
 from weft.job.schema import Job
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 from weft.models import build_model
 from weft.models.init import initialise
-from weft.plan import make_plan
-from weft.train.prove import Trace, trace
+from weft.planner import make_plan
+from weft.verify.prove import Trace, trace
 
 RANKS, LAYERS, DIM, BATCH = 4, 4, 12, 24
 

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comm_axis import everyone
-from command import weft
+from helpers.comm_axis import everyone
+from helpers.command import weft
 from torch import nn
 
 from weft.job.load import lessons
 from weft.job.schema import Model
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 from weft.models.attention import Where
 from weft.models.experts import MixtureOfExperts
-from weft.parallel.expert import Spreading
+from weft.parallel.expert.expert_parallel import Spreading
 
 RANKS = 4
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from command import weft
+from helpers.command import weft
 from torch import Tensor, nn
 
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
 from weft.job.load import lessons, parse_job
 from weft.job.schema import Job
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 from weft.models import build_model
 from weft.models.init import initialise
-from weft.plan import make_plan
-from weft.train.prove import Trace, trace
+from weft.planner import make_plan
+from weft.verify.prove import Trace, trace
 
 RANKS, LAYERS, DIM, BATCH = 4, 8, 12, 24
 SCHEDULES = ("naive", "gpipe", "1f1b")

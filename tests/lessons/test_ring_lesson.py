@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from command import weft
+from helpers.command import weft
 
 from weft.job.load import lessons
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.models.attention import Where
-from weft.parallel.context import Context
-from weft.parallel.cut import Cut
-from weft.plan.layout import Plan
+from weft.parallel.context.attention import Context
+from weft.parallel.context.sequence_split import Cut
+from weft.planner.plan import Plan
 
 RANKS, LENGTH, HEADS, WIDTH = 4, 32, 2, 8
 

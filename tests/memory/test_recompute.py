@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from parity import differences, make_job, run
+from helpers.parity import differences, make_job, run
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.job.schema import Model
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 from weft.memory import chosen, recompute
 from weft.models.attention import Where
 from weft.models.fp8 import Fp8Linear, Recipe

@@ -11,8 +11,8 @@ from weft.job.schema import Job
 from weft.mesh import connect
 from weft.models import build_model, loss_sum
 from weft.parallel.apply import compile_parts, find_units, members, parallelize
-from weft.parallel.expert import compile_around
-from weft.plan import make_plan
+from weft.parallel.expert.expert_parallel import compile_around
+from weft.planner import make_plan
 
 BATCH = {
     "inputs": torch.arange(32).view(2, 16) % 61,

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import compression_ranks
-import on_ranks
 import pytest
-from parity import differences, make_job, run, section
+from helpers import compression_ranks, on_ranks
+from helpers.parity import differences, make_job, run, section
 
 from weft.job.schema import Job
-from weft.launch.pool import RankPool
-from weft.plan.parse import ranks
-from weft.train.prove import with_layout
+from weft.launch.rank_pool import RankPool
+from weft.planner.rules.layout_syntax import ranks
+from weft.verify.prove import with_layout
 
 WIDE: dict[str, Any] = {"dim": 64, "ffn": 128, "heads": 4, "kv_heads": 4, "head_dim": 16, "layers": 2, "vocab": 64}
 LAYOUTS = (
@@ -59,7 +58,7 @@ def test_delayed_scales_go_on_where_a_checkpoint_left_them(pool: RankPool, tmp_p
 
 NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
 OTHERS: dict[str, dict[str, Any]] = {
-    "own": {"model": {**NOT_OURS, "module": "own_models:WithParts", "args": {"dim": 32, "hidden": 64}}},
+    "own": {"model": {**NOT_OURS, "module": "helpers.own_models:WithParts", "args": {"dim": 32, "hidden": 64}}},
     "mlp": {"model": {**NOT_OURS, "family": "mlp", "dim": 32, "layers": 5}, "fp8": {"amax": "delayed"}},
 }
 

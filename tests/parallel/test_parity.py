@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity import check, make_job
+from helpers.parity import check, make_job
 
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 
 ALL = (
     "dp_replicate 2", "dp_replicate 4", "dp_shard 2 zero=1", "dp_shard 2 zero=2", "dp_shard 2 zero=3",

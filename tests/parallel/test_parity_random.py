@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from helpers.parity import differences, make_job, run
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from parity import differences, make_job, run
 
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 
 LAYOUTS: dict[str, tuple[int, int]] = {
     **{f"dp_shard {n} zero={z}": (n, 1) for n in (2, 3, 4) for z in (1, 2, 3)},

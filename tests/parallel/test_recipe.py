@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-from parity import differences, disagreements, make_job, run
+from helpers.parity import differences, disagreements, make_job, run
 
-from weft.launch.pool import RankPool
+from weft.launch.rank_pool import RankPool
 
 CUT = ("dp_shard 2 zero=2", "tp 2", "dp_shard 2 zero=3 × tp 2")
 

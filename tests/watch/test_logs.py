@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from weft.job.run import RunDir
+from weft.job.run_folder import RunDir
 from weft.watch.logs import setup
 
 SAY = """
 import sys; from pathlib import Path
-from weft.job.run import RunDir
+from weft.job.run_folder import RunDir
 from weft.watch.logs import setup
 run, rank = RunDir(Path(sys.argv[1])), int(sys.argv[2])
 for _ in range(2):

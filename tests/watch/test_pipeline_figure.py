@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from weft.job.run import RunDir
-from weft.plan.schedule import make_schedule
-from weft.plan.simulate import Costs, simulate
+from weft.job.run_folder import RunDir
+from weft.planner.schedules.registry import make_schedule
+from weft.planner.schedules.simulate import Costs, simulate
 from weft.watch.journal import Journal
 from weft.watch.pipeline_figure import pipeline_figure
 from weft.watch.report import write_report

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from weft.job.run import RunDir
+from weft.job.run_folder import RunDir
 from weft.watch.journal import Journal
 from weft.watch.profile_figure import profile_figure, profile_table
 from weft.watch.report import write_report

@@ -100,7 +100,7 @@ def test_a_reader_that_went_away_does_not_stop_a_run() -> None:
 LIVE = """
 import logging, sys
 from pathlib import Path
-from weft.job.run import RunDir
+from weft.job.run_folder import RunDir
 from weft.watch.logs import setup
 from weft.watch.progress import Progress
 log = setup(RunDir(Path(sys.argv[1])), 0, "", 1)

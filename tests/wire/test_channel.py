@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import DEADLINE_S, until
+from helpers.command import DEADLINE_S, until
 
 from weft.job.errors import MachineError
 from weft.wire import channel as wire

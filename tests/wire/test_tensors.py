@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from command import DEADLINE_S
+from helpers.command import DEADLINE_S
 
 from weft.wire.channel import Channel, WireError
 from weft.wire.listener import Listener

@@ -12,8 +12,13 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import here, measure, plans, results, runs, stores
-from weft.cli.words import say
+from weft.cli import bench as measure
+from weft.cli import data as stores
+from weft.cli import machine as here
+from weft.cli import planning as plans
+from weft.cli import results
+from weft.cli import train as runs
+from weft.cli.common import say
 
 app = typer.Typer(
     name="weft", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.words import AsJson, RunArg, print_json
+from weft.cli.common import AsJson, RunArg, print_json
 
 
 def generate(
@@ -21,9 +21,9 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Write text with a trained run."""
-    from weft.job.run import find_run
-    from weft.train.generate import generate as pieces
-    from weft.train.weights import newest
+    from weft.job.run_folder import find_run
+    from weft.training.generate import generate as pieces
+    from weft.training.weights import newest
 
     found = newest(find_run(run))
     made = pieces(found, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, ema=ema)
@@ -47,9 +47,9 @@ def export(
 ) -> None:
     """Write a run's weights as one consolidated file."""
     from weft.job.errors import JobError
-    from weft.job.run import find_run
+    from weft.job.run_folder import find_run
     from weft.precision import EXPORT
-    from weft.train.weights import export_safetensors, newest
+    from weft.training.weights import export_safetensors, newest
 
     if to != "safetensors":
         raise JobError(f"--to {to!r} is not known; safetensors is")
@@ -67,7 +67,7 @@ def export(
 
 def report(run: RunArg, as_json: AsJson = False) -> None:
     """Draw a run as one offline page, RUN/report.html."""
-    from weft.job.run import find_run
+    from weft.job.run_folder import find_run
     from weft.watch.report import write_report
 
     path = write_report(find_run(run))

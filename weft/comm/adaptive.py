@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.axis import Axis, Waits
-from weft.comm.beside import Done
+from weft.comm.background import Done
 from weft.comm.codecs import Dice, way_of
-from weft.comm.compress import sum_all
+from weft.comm.compressed_sum import sum_all
 from weft.job.compression import parse_compression
 
 LADDER = ("none", "bf16", "int8", "int4", "topk:0.04")
 """From the least compression to the most."""
 YOUNG = LADDER.index("int4")
-"""The highest rung of a run in its warm-up: lists of the largest leave the rest late (plan/warmup.py)."""
+"""The strongest compression allowed during warm-up: top-k delays the rest (planner/time/compression_warmup.py)."""
 FIRST = LADDER.index("int8")
 """What may be taken before it is known how long a step computes: its rounding does no harm to any run."""
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.comm.meter import Meter
-from weft.comm.spans import Spans
+from weft.comm.timeline import Spans
+from weft.comm.wait_counters import Meter
 
 # torch 2.13 renamed both and warns of the old names
 native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

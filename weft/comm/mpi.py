@@ -14,7 +14,7 @@ import torch.distributed as dist
 from weft.comm.mpi_group import NAME, MpiGroup
 from weft.comm.mpi_work import engine, mpi
 from weft.hardware.network import own_address
-from weft.hardware.world import standing
+from weft.hardware.rank_environment import standing
 from weft.job.errors import MachineError
 
 

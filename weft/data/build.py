@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from weft.data import store as s
-from weft.data.parts import part_is_whole, part_path, read_part, rename_whole, write_part, write_whole
+from weft.data.build_part import part_is_whole, part_path, read_part, rename_whole, write_part, write_whole
 from weft.data.sources import PART_BYTES, Part, SourceFile, cut, find_files, json_texts, read_piece
 from weft.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
 from weft.job.errors import JobError, MachineError

@@ -9,11 +9,11 @@ from typing import Protocol
 import numpy as np
 
 from weft.data.corpora import CORPORA, encode_corpus
-from weft.data.own import open_own
 from weft.data.store import is_store, open_store, read_meta, store_tokenizer
 from weft.data.synthetic import open_synthetic
-from weft.data.text import TextDataset
+from weft.data.text_windows import TextDataset
 from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.data.user_dataset import open_own
 from weft.job.errors import JobError
 from weft.job.schema import Data, Job
 

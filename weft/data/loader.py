@@ -15,9 +15,9 @@ from typing import BinaryIO, NamedTuple, Self
 import numpy as np
 import torch
 
+from weft.data.batch_shares import Shares
 from weft.data.dataset import Dataset, Sample
 from weft.data.sampler import Ints, sample_index
-from weft.data.shares import Shares
 from weft.job.errors import JobError
 
 Batch = dict[str, torch.Tensor]

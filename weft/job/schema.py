@@ -4,54 +4,27 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
+from weft.job.checkpoint import Checkpoint
 from weft.job.cluster import Cluster, Failures, Group, Level
+from weft.job.comm import Comm
+from weft.job.data import Data
+from weft.job.fp8 import Fp8
+from weft.job.memory import Memory
 from weft.job.model import Experts, Model, RopeScaling
-from weft.job.recipe import Data, Optim, Train
+from weft.job.optim import Optim
+from weft.job.parallel import Parallel
 from weft.job.resilience import Resilience
 from weft.job.section import Section
-from weft.job.spread import Comm, Fp8, Memory, Parallel
 from weft.job.sync import Sync
+from weft.job.train import Train
+from weft.job.watch import Watch
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
     "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "Train", "Watch",
 ]  # fmt: skip
-
-
-class Checkpoint(Section):
-    """When the state of the run is written, and how much of it is kept."""
-
-    every: int = Field(200, ge=0)
-    """Steps between checkpoints; 0 writes only the last. The last step is always written."""
-    keep: int = Field(3, ge=1)
-    """Newest checkpoints kept."""
-    keep_every: int = Field(0, ge=0)
-    """Checkpoints whose step is a multiple of this are kept for ever; 0 keeps none for ever."""
-    background: bool = True
-    """Training goes on while a checkpoint is written."""
-
-
-class Watch(Section):
-    """What a person sees of the run."""
-
-    every: int = Field(10, ge=1)
-    """Steps between plain progress lines."""
-    gantt_step: int = Field(5, ge=0)
-    """The step of a pipelined run whose time line the report shows; 0 records none."""
-    comm_every: int = Field(10, ge=0)
-    """Steps between those whose communication is timed: its share of the step, what of it nothing hid, its speed. 0
-    times none."""
-    trackers: list[str] = Field(default_factory=list)
-    """Other programs that are told the metrics; metrics.jsonl is always written."""
-
-    @field_validator("trackers")
-    @classmethod
-    def _known(cls, value: list[str]) -> list[str]:
-        if value:
-            raise ValueError(f"no tracker is named {value[0]!r}; metrics.jsonl is always written, so leave this empty")
-        return value
 
 
 class Job(Section):

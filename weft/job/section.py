@@ -28,7 +28,7 @@ class _Spoken(ModelMetaclass):
 
 
 def _told(error: ValidationError, section: type[BaseModel]) -> JobError:
-    from weft.job.mistakes import in_words  # it knows every section, and so comes after them
+    from weft.job.validation import in_words  # it knows every section, and so comes after them
 
     return JobError(in_words(error, section))
 

@@ -1,7 +1,8 @@
 """Attention itself, behind one function, and its kernels for one block of queries and keys, which return a log-sum-exp.
 
-Ring attention (parallel/context.py) and long sequences (memory/long.py) put results together block by block, and so
-need the log-sum-exp that torch's public function does not give. KERNELS says which kernel serves which device.
+Ring attention (parallel/context/attention.py) and long sequences (memory/chunked_block.py) combine results block by
+block, and so need the log-sum-exp that torch's public function does not give. KERNELS says which kernel
+serves which device.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.models.fp8 import ALIGN, E4M3, E5M2, FAST, Recipe, cast, largest, scale_for, scaled_mm
 from weft.models.loss import Products
-from weft.plan.limits import FP8_CHUNKS, LOGITS_BYTES
+from weft.planner.engine_constants import FP8_CHUNKS, LOGITS_BYTES
 
 
 def _by_rows(x: Tensor, scale: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weft.plan.limits import LOGITS_BYTES
+from weft.planner.engine_constants import LOGITS_BYTES
 
 
 class VocabSplit(Protocol):
@@ -132,7 +132,7 @@ def _fused_chunk(
     logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit, grad: bool, products: Products
 ) -> tuple[Tensor, Tensor | None]:
     """As _chunk, with loss and gradient made by one kernel."""
-    from weft.models.kernels import cross_entropy
+    from weft.models.loss_kernels import cross_entropy
 
     room = products.room(logits) if grad else None
     return cross_entropy(logits, targets, valid, smoothing, room, products.times), room

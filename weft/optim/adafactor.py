@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.pieces import Piece, local_of, piece_of
+from weft.comm.shards import Piece, local_of, piece_of
 from weft.optim.clip import passed
 
 BETA2_DECAY = -0.8

@@ -22,7 +22,7 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def fused_step(self, grads: dict[int, Tensor], copies: dict[int, Tensor], factor: Tensor, taken: Tensor) -> None:
         """Step on CUDA with gradients · factor, unless `taken` is 0. Both tables go by the id of the parameter."""
-        from weft.optim.kernels import adamw_, corrections_of
+        from weft.optim.adamw_kernels import adamw_, corrections_of
 
         flag = taken.to(torch.int32)
         for group in self.param_groups:

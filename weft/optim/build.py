@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.comm.pieces import like, local_of
+from weft.comm.shards import like, local_of
 from weft.job.schema import Optim
 from weft.optim.adafactor import Adafactor
 from weft.optim.adamw import AdamW

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.comm.pieces import local_of
+from weft.comm.shards import local_of
 from weft.mesh import Mesh
 
 

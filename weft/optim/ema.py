@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.comm.pieces import local_of
+from weft.comm.shards import local_of
 
 
 class Ema:

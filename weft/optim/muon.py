@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.pieces import local_of, piece_of
+from weft.comm.shards import local_of, piece_of
 from weft.optim.clip import passed
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -11,25 +11,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm.algorithms import summing
-from weft.comm.beside import Beside
+from weft.comm.background import Beside
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.memory import Park, chosen, lengthen, recompute
 from weft.mesh import Mesh, joint_axis, ranks_of_a_node
 from weft.models.init import initialise
-from weft.parallel.compressed import Compressor, cut_over_tp, worth_it
-from weft.parallel.context import Context, split_context
-from weft.parallel.counted import count_shards
-from weft.parallel.cut import Cut
-from weft.parallel.data import Replicas, Shards, shard
-from weft.parallel.expert import compile_around, dress, experts_apart, keep_own, shard_experts, spread_experts
+from weft.parallel.context.attention import Context, split_context
+from weft.parallel.context.sequence_split import Cut
+from weft.parallel.data.compression import Compressor, cut_over_tp, worth_it
+from weft.parallel.data.data_parallel import Replicas, Shards, shard
+from weft.parallel.data.fsdp_counters import count_shards
+from weft.parallel.expert.expert_parallel import (
+    compile_around,
+    dress,
+    experts_apart,
+    keep_own,
+    shard_experts,
+    spread_experts,
+)
+from weft.parallel.expert.load import ExpertLoad
 from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8, use_fp8_head
-from weft.parallel.load import ExpertLoad
-from weft.parallel.pipeline import Pipelined
+from weft.parallel.pipeline.executor import Pipelined
+from weft.parallel.spread_model import Woven
 from weft.parallel.tensor import TensorSplit, split_tensors
-from weft.parallel.woven import Woven
-from weft.plan.layout import Plan
-from weft.plan.schedule import make_schedule
+from weft.planner.plan import Plan
+from weft.planner.schedules.registry import make_schedule
 from weft.precision import COMPUTE
 
 

@@ -18,8 +18,8 @@ from weft.models.fp8_gated import Fp8FeedForward, join_gated
 from weft.models.fp8_head import Fp8Products
 from weft.models.transformer import Attention, Head
 from weft.parallel.tensor import ColumnLinear, RowLinear, local
-from weft.plan.fp8 import left_out
-from weft.plan.layout import Plan
+from weft.planner.model.fp8 import left_out
+from weft.planner.plan import Plan
 
 FP8 = "fp8."
 """What begins the names of maxima in a checkpoint."""

@@ -216,7 +216,7 @@ def _vocab_head(split: TensorSplit, place: Place) -> None:
 
 def _region(split: TensorSplit, place: Place) -> None:
     if isinstance(place.module, MixtureOfExperts):
-        return  # each rank routes its own tokens (parallel/expert.py)
+        return  # each rank routes its own tokens (parallel/expert/expert_parallel.py)
     if isinstance(place.module, Attention):
         place.module.enter = split.enter
     else:

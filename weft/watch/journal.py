@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from weft.job.run import RunDir
+from weft.job.run_folder import RunDir
 
 LATE = 10_000
 """Lines that are kept while the disk takes none."""

@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import Any, TextIO
 
-from weft.job.run import RunDir
+from weft.job.run_folder import RunDir
 
 NAME = "weft"
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.plan.gantt import LOOKS, paler
-from weft.plan.simulate import Span
+from weft.planner.schedules.gantt import LOOKS, paler
+from weft.planner.schedules.simulate import Span
 from weft.watch.figures import Figure, number
 
 MAX_RANKS = 64

@@ -9,9 +9,9 @@ from typing import Any
 
 from weft.job.errors import JobError
 from weft.watch.figures import Figure
+from weft.watch.mesh_figure import mesh_figure, pipeline_text
 from weft.watch.page import card, esc, shell
 from weft.watch.pipeline_figure import pipeline_figure
-from weft.watch.plan_mesh import mesh_figure, pipeline_text
 
 COLOURS = (
     "@blue", "@orange", "@green", "@purple", "@quiet", "#CCBB44", "#EE6677", "#882255", "#44AA99", "#DDCC77", "#999933",

@@ -8,7 +8,16 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from weft.watch.classes import ATTENTION, CLASSES, HOST, LOW, attention_flops, classify, moved_bytes, product_flops
+from weft.watch.kernel_classes import (
+    ATTENTION,
+    CLASSES,
+    HOST,
+    LOW,
+    attention_flops,
+    classify,
+    moved_bytes,
+    product_flops,
+)
 from weft.watch.trace import Event, Trace, cover, overlap
 
 TOP = 5

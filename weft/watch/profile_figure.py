@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weft.watch.classes import CLASSES
 from weft.watch.figures import Figure
+from weft.watch.kernel_classes import CLASSES
 from weft.watch.profile import Row, from_json, rate_of
 
 MAX_RANKS = 32

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from weft.job.run import RunDir
+from weft.job.run_folder import RunDir
 from weft.watch.expert_figure import expert_figure
 from weft.watch.figures import Figure, Record, figures, number, predictions
 from weft.watch.journal import read_jsonl, read_metrics, to_plain
@@ -19,7 +19,7 @@ from weft.watch.page import esc as _esc
 from weft.watch.page import shell
 from weft.watch.pipeline_figure import pipeline_figure
 from weft.watch.profile_figure import profile_figure, profile_table
-from weft.watch.slices import mesh_picture, parse_slices, slice_map
+from weft.watch.slice_map import mesh_picture, parse_slices, slice_map
 from weft.watch.summary import Status, key_figures, layout_in_words, measured, started, status_of
 
 HEAD_EVENTS, TAIL_EVENTS = 40, 160

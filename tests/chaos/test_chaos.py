@@ -1,0 +1,117 @@
+"""`weft chaos`: faults in a real run, the ledger they leave, and the words for what cannot be rehearsed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.command import DEADLINE_S, ENV, weft, write_job
+
+from weft.chaos.disk import Disk, damage
+from weft.chaos.injection import Orders, flip, marker_of, poison
+
+JOB = {
+    "name": "small",
+    "model": {"dim": 16, "layers": 2, "heads": 2, "ffn": 32},
+    "data": {"seq_len": 16},
+    "train": {"steps": 400, "global_batch": 4, "eval_every": 0},
+    "checkpoint": {"every": 50},
+    "cluster": {"device": "cpu"},
+    "parallel": {"dp_replicate": 2, "dp_shard": 1},
+}
+
+KEYS = {"finished", "samples_lost", "samples_repeated", "effective_ratio", "bitwise_equal", "faults"}
+FAULT_KEYS = {"kind", "rank", "phase", "detect_s", "resume_s", "steps_lost"}
+
+
+def test_a_run_that_is_killed_and_preempted_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    write_job(tmp_path, **JOB)
+    command = "chaos job.yaml --faults kill@1,term --seed 5 --json"
+    said = subprocess.run(  # two whole runs, one of them started twice: more than the usual deadline allows for
+        [sys.executable, "-m", "weft", *command.split()],
+        cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=5 * DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    found = json.loads(said.stdout)
+    assert found.keys() >= KEYS
+    assert [f["kind"] for f in found["faults"]] == ["kill", "term"]
+    for fault in found["faults"]:
+        assert fault.keys() >= FAULT_KEYS
+        assert fault["resume_s"] > 0 and fault["steps_lost"] >= 0
+    assert found["finished"] is True and found["bitwise_equal"] is True
+    assert (found["samples_lost"], found["samples_repeated"]) == (0, 0)
+    assert found["steps"] == 400 and found["final_loss"] == found["undisturbed_loss"]
+    assert 0 < found["effective_ratio"] <= 1
+    assert "kill rank 1" in said.stderr and "term" in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--faults", "kil"], "'kil' is not known; did you mean kill?"),
+        (["--faults", "stop@2"], "stop@2 names rank 2, but the run has ranks 0 to 1"),
+        (["--faults", "node"], "node needs a run of at least 2 nodes"),
+        (["--faults", "random:200"], "train.steps is 400, and 200 faults need at least"),
+        (["parallel.tp=3"], "parallel.tp=3 does not divide model.heads=2"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_said_before_anything_runs(tmp_path: Path, args: list[str], words: str) -> None:
+    write_job(tmp_path, **JOB)
+    said = weft(tmp_path, "chaos", "job.yaml", *args)
+    assert said.code == 2 and words in said.err and "Traceback" not in said.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_order_strikes_a_rank_once_even_in_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "orders.json"
+    orders = Orders(path, rank=1)
+    orders.look()
+    assert orders.due(5, "data", ("sleep",)) == []
+    given = [
+        {"id": 0, "kind": "sleep", "rank": 1, "phase": "data", "step": 4},
+        {"id": 1, "kind": "sleep", "rank": 0, "phase": "data", "step": 4},
+        {"id": 2, "kind": "spike", "rank": None, "phase": "forward", "step": 9},
+    ]
+    path.write_text(json.dumps(given))
+    orders.look()
+    assert [o["id"] for o in orders.due(5, "data", ("sleep",))] == [0]
+    assert orders.due(3, "data", ("sleep",)) == orders.due(5, "update", ("sleep",)) == []
+    assert [o["id"] for o in orders.due(9, "forward", ("spike",))] == [2]
+    assert orders.first_time(given[0], 5) and not Orders(path, 1).first_time(given[0], 6)
+    assert json.loads(marker_of(path, 0, 1).read_text())["step"] == 5
+
+
+def test_weights_targets_and_checkpoints_are_really_damaged(tmp_path: Path) -> None:
+    weights = {"a": torch.ones(3), "b": torch.ones(2, 2), "h": torch.ones(4, dtype=torch.bfloat16)}
+    flip(weights, 0.5)
+    changed = sum(int((w != 1).sum()) for w in weights.values())
+    assert changed == 1 and bool((weights["b"] == 1.5).any())
+    tokens = poison({"targets": torch.arange(6).view(2, 3)}, 50)["targets"]
+    assert bool((tokens == 49).all())
+    assert poison({"targets": torch.arange(3)}, None)["targets"].tolist() == [2, 0, 1]
+    assert poison({"targets": torch.ones(2)}, None)["targets"].tolist() == [1000, 1000]
+    for way, moment in (("truncated", 0.1), ("bit flipped", 0.5), ("half-written", 0.9)):
+        folder = tmp_path / way
+        folder.mkdir()
+        (folder / "data").write_bytes(bytes(100))
+        (folder / "manifest.json").write_text("{}")
+        before = {p.name: p.read_bytes() for p in folder.iterdir()}
+        assert damage(folder, moment) == way
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} != before
+
+
+def test_a_disk_of_ones_own_runs_full_and_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with Disk(path, None, small=True) as disk:
+        (path / "kept").write_text("before")
+        disk.fill()
+        with pytest.raises(OSError, match="No space left"):
+            (path / "more").write_bytes(bytes(1 << 16))
+        disk.free()
+        (path / "more").write_bytes(bytes(1 << 16))
+    assert (path / "kept").read_text() == "before" and not (path / ".ballast").exists()
+    assert not path.is_mount()

@@ -1,0 +1,69 @@
+"""The menu of faults: what may be asked for, what is refused in which words, and schedules that leave room."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.chaos.faults import FIRST, KINDS, RANDOM, Wish, parse, possible, schedule
+from weft.job.errors import JobError
+
+
+def test_what_can_be_asked_for() -> None:
+    assert parse("kill:3,stop@1, nan", 0, 4, 1) == [Wish("kill")] * 3 + [Wish("stop", 1), Wish("nan")]
+    drawn = parse("random:40", 7, 4, 1)
+    assert len(drawn) == 40 and {w.kind for w in drawn} == set(RANDOM)
+    assert drawn == parse("random:40", 7, 4, 1) != parse("random:40", 8, 4, 1)
+    assert [w.kind for w in parse("all", 0, 4, 1)] == [k for k in KINDS if k not in ("partition", "node")]
+    assert [w.kind for w in parse("all", 0, 4, 2)] == list(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kil", "'kil' is not known; did you mean kill?"),
+        ("zzz", "'zzz' is not known; there are kill, stop"),
+        ("kill@4", "kill@4 names rank 4, but the run has ranks 0 to 3"),
+        ("kill:0", "'kill:0' is no fault; write kill, kill:3 for three, or kill@1 for rank 1"),
+        ("kill:-1", "'kill:-1' is no fault"),
+        ("", "'' is no fault"),
+        ("kill,,stop", "'' is no fault"),
+        ("node", "node needs a run of at least 2 nodes, and this one has 1; give --nodes 2"),
+        ("partition:2", "partition needs a run of at least 2 nodes"),
+        ("spike@1", "spike does not strike one rank; write spike"),
+    ],
+)
+def test_what_is_refused(text: str, words: str) -> None:
+    with pytest.raises(JobError) as caught:
+        parse(text, 0, 4, 1)
+    assert words in str(caught.value)
+
+
+@given(
+    st.lists(st.sampled_from(possible(2)), min_size=1, max_size=12),
+    st.integers(1, 400),
+    st.integers(1, 8),
+    st.integers(0, 10**9),
+)
+def test_a_schedule_leaves_room_for_each(kinds: list[str], steps: int, world: int, seed: int) -> None:
+    wishes = [Wish(k) for k in kinds]
+    try:
+        faults = schedule(wishes, seed=seed, world=world, steps=steps)
+    except JobError as error:
+        needed = int(str(error).split("at least ")[1].split()[0])
+        assert steps < needed
+        assert len(schedule(wishes, seed=seed, world=world, steps=needed)) == len(kinds)
+        return
+    assert sorted(f.kind for f in faults) == sorted(kinds)
+    assert faults == schedule(wishes, seed=seed, world=world, steps=steps)
+    free = FIRST
+    for number, fault in enumerate(faults):
+        kind = KINDS[fault.kind]
+        assert fault.number == number and fault.phase in kind.phases
+        assert fault.step >= max(free, kind.history)
+        assert (fault.rank is None) != kind.in_one_rank
+        assert fault.rank is None or 0 <= fault.rank < world
+        free = fault.step + kind.room
+        assert fault.step <= fault.latest <= steps - kind.room
+    assert free <= steps

@@ -1,0 +1,101 @@
+"""Snapshots that lie in another node's memory, and what can be put together from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.command import until
+
+from weft.checkpoint.memory_snapshots import Snapshots
+from weft.checkpoint.snapshot_file import Places, find_sealed, read_table
+from weft.checkpoint.snapshot_replication import KEEP, Errand, Keeper, Sender, held_files, needless, newest_whole
+from weft.job import parse_job
+from weft.planner import make_plan
+from weft.planner.plan import Plan
+from weft.supervisor.nodes.consensus import Decision, Seat
+from weft.supervisor.nodes.node_supervisor import in_place
+from weft.wire.channel import Channel
+from weft.wire.listener import Listener
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+AXES = {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1}
+
+
+def test_a_neighbour_keeps_the_steps_it_is_sent_and_they_are_whole(tmp_path: Path) -> None:
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    mine.mkdir()
+    keeper, notes = Keeper(theirs), []
+
+    def serve(channel: Channel) -> None:
+        keeper.serve(channel, channel.receive(60)[0])
+
+    listener = Listener(SECRET, serve, notes.append)
+    errand, kept = [Errand(3, frozenset({4}), 1, listener.address, 1)], []
+    rings = Snapshots(mine, 4)
+    tensors = {"model.w": torch.arange(6.0).view(2, 3)}
+    Places(4, 3, {"a": 1}, {"axes": AXES}, {"model.w": ([4, 3], [2, 0])}).write(mine)
+    sender = Sender(mine, SECRET, lambda: errand[0], kept.append, notes.append)
+    for step in (1, 2, 3):
+        errand[0] = Errand(3, frozenset({4}), 1, listener.address, step)
+        rings.take(step, {n: t + step for n, t in tensors.items()}, {"step": step})
+        rings.seal(step, {})
+        until(lambda step=step: kept[-1:] == [step])
+    sender.close()
+    assert kept == [1, 2, 3]
+    found = sorted(held_files(theirs / "held"))
+    assert [(attempt, rank, step) for attempt, rank, step, _ in found] == [(3, 4, 2), (3, 4, 3)]
+    assert len(found) == KEEP
+    assert found[-1][3].read_bytes() == next(s for s in find_sealed(mine) if s.step == 3).path.read_bytes()
+    entries, meta = read_table(found[-1][3])
+    assert (meta["step"], entries[0][:3]) == (3, ("model.w", "float32", [2, 3]))
+    assert Places.read(theirs / "held" / "3-4.json").boxes == {"model.w": ([4, 3], [2, 0])}
+    keeper.forget(before=4)
+    assert not held_files(theirs / "held")
+    listener.close()
+    assert notes == []
+
+
+def test_what_others_hold_copies_of_is_not_overwritten(tmp_path: Path) -> None:
+    rings, tensors = Snapshots(tmp_path, 0), {"w": torch.zeros(3)}
+    rings.wanted = lambda: (2, 4)
+    for step in range(1, 30):
+        rings.take(step, tensors, {})
+        rings.seal(step, {})
+    assert rings.held()[:2] == [2, 4]
+    assert rings.held()[-1] == 29
+
+
+@pytest.mark.parametrize(
+    ("held", "newest"),
+    [
+        ([(7, 0), (7, 1), (7, 2), (7, 3), (8, 0), (8, 2)], 7),
+        ([(7, 0), (7, 3), (8, 0), (8, 2)], 7),  # 0 and 2 are replicas, 1 and 3 too
+        ([(7, 0), (8, 2)], None),
+        ([(7, 0), (7, 9)], None),
+        ([], None),
+    ],
+)
+def test_replicas_stand_in_for_one_another(held: list[tuple[int, int]], newest: int | None) -> None:
+    assert newest_whole(held, AXES) == newest
+
+
+def test_replicas_on_other_nodes_need_no_copies() -> None:
+    def plan(**spread: int) -> Plan:
+        return make_plan(parse_job({"parallel": spread, "cluster": {"device": "cpu"}}), 4)[1]
+
+    halves = [range(0, 2), range(2, 4)]
+    assert needless(plan(dp_replicate=2, dp_shard=2), halves)
+    assert needless(plan(dp_replicate=4, dp_shard=1), [range(0, 3), range(3, 4)])
+    assert not needless(plan(dp_replicate=1, dp_shard=4), halves)
+    assert not needless(plan(dp_replicate=2, dp_shard=1, tp=2), [range(0, 3), range(3, 4)])
+
+
+def test_nodes_keep_their_ranks_where_they_can() -> None:
+    before = Decision(1, 0, (Seat(0, 0, 4), Seat(1, 4, 4), Seat(2, 8, 4)))
+    assert in_place((1, 2), {1: 4, 2: 4}, before) == [2, 1]
+    assert in_place((0, 2), {0: 4, 2: 4}, before) == [0, 2]
+    assert in_place((0, 1, 2, 3), dict.fromkeys(range(4), 4), before) == [0, 1, 2, 3]
+    assert in_place((1, 2), {1: 4, 2: 2}, before) == [1, 2]
+    assert in_place((0, 1), {0: 1, 1: 1}, None) == [0, 1]

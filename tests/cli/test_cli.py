@@ -1,0 +1,262 @@
+"""The command line as a contract: what each verb prints, what --json keeps off stdout, and how wrong use ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.command import Said, python, weft, write_job
+from safetensors.torch import load_file
+
+import weft as package
+from weft.checkpoint.checkpointer import load_full
+from weft.cli import main
+from weft.job import Job, load_job
+from weft.job.errors import Exit
+from weft.job.run_folder import RunDir
+from weft.training.weights import newest
+
+Command = Callable[..., Said]
+
+JOB = {
+    "name": "tiny",
+    "model": {"dim": 16, "layers": 2, "heads": 2, "ffn": 32, "tied": True},
+    "data": {"seq_len": 16},
+    "train": {"steps": 6, "global_batch": 4, "eval_every": 3, "eval_batches": 1, "ema": 0.5},
+    "checkpoint": {"every": 3},
+    "cluster": {"device": "cpu"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli")
+    write_job(path, **JOB)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> RunDir:
+    """A run that Python asked for: weft.train(job) of the same job file."""
+    job = load_job(str(folder / "job.yaml"), [f"runs_dir={folder / 'runs'}"])
+    assert isinstance(job, Job)
+    found = package.train(job, nproc=1)
+    assert found.path == folder / "runs" / "tiny"
+    return found
+
+
+@pytest.fixture
+def command(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """The command line in this process, in the folder of the runs."""
+
+    def call(*args: str) -> Said:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["weft", *args])
+        capfd.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Said(code, *capfd.readouterr())
+
+    return call
+
+
+def test_help_plans_and_schemas_import_no_torch(folder: Path) -> None:
+    code = (
+        "import sys\n"
+        "from weft.cli import main\n"
+        "for line in ('--help', 'train --help', 'data build --help', 'schema', 'recipes', 'plan demo',\n"
+        "             'plan demo --json', 'plan job.yaml --nproc 2', 'train nothing', 'report nothing', 'dmo'):\n"
+        "    sys.argv = ['weft', *line.split()]\n"
+        "    try: main()\n"
+        "    except SystemExit: pass\n"
+        "    assert 'torch' not in sys.modules, line\n"
+        "print('without torch')"
+    )
+    said = python(folder, "-c", code)
+    assert said.code == 0, said.err
+    assert said.out.endswith("without torch\n")
+
+
+def test_every_command_has_help(command: Command) -> None:
+    said = command("--help")
+    assert said.code == 0
+    for verb in (
+        "train",
+        "plan",
+        "prove",
+        "generate",
+        "export",
+        "report",
+        "doctor",
+        "schema",
+        "recipes",
+        "data",
+        "bench",
+    ):
+        assert f" {verb} " in said.out
+        assert command(verb, "--help").code == 0
+    assert "Weft weaves one training run across any number of devices." in said.out
+    assert command().err == said.out
+
+
+def test_json_is_alone_on_stdout(command: Command, run: RunDir, folder: Path) -> None:
+    (folder / "text.txt").write_text("Größe ist, was übrig bleibt. " * 40, encoding="utf-8")
+    calls: dict[tuple[str, ...], set[str]] = {
+        ("plan", "job.yaml", "train.steps=7"): {"job", "world", "axes", "predicted", "reasons", "microbatch"},
+        ("recipes",): {"demo"},
+        ("report", "tiny"): {"path"},
+        ("export", "tiny", "--out", "model/all.safetensors"): {"path", "step", "bytes"},
+        ("generate", "tiny", "--tokens", "5", "--prompt", "The "): {"step", "prompt", "text"},
+        ("data", "build", "text.txt", "--out", "store", "--workers", "1"): {"tokens", "documents", "vocab", "path"},
+    }
+    for args, keys in calls.items():
+        said = command(*args, "--json")
+        assert said.code == 0, said.err
+        assert keys <= json.loads(said.out).keys()
+    assert json.loads(command("schema").out)["title"] == "Job"
+    assert (folder / "model" / "all.safetensors").is_file()
+    planned = command("plan", "job.yaml", "data.source=store", "parallel={tp: 2}", "--json")
+    assert json.loads(planned.out)["axes"]["tp"] == 2
+    assert json.loads(planned.out)["job"]["data"]["source"] == "store"
+
+
+def test_doctor(command: Command) -> None:
+    said = command("doctor", "--json")
+    checks = json.loads(said.out)
+    assert said.code == (Exit.MACHINE if "fail" in said.out else Exit.DONE)
+    assert checks
+    assert command("doctor").out.strip()
+
+
+def test_what_is_exported_is_what_was_trained(command: Command, run: RunDir, folder: Path) -> None:
+    path = newest(run).path
+    assert command("export", "tiny").out.startswith("runs/tiny/model.safetensors: step 6, ")
+    for option, prefix, dtype in (
+        ((), "model.", torch.float32),
+        (("--ema", "--dtype", "bf16"), "ema.", torch.bfloat16),
+    ):
+        assert command("export", "tiny", "--to", "safetensors", *option).code == 0
+        exported = load_file(run.path / "model.safetensors")
+        expected = {n.removeprefix(prefix): t.to(dtype) for n, t in load_full(path, prefix).items()}
+        assert exported.keys() == expected.keys()
+        assert all(torch.equal(exported[n], t) for n, t in expected.items())
+    assert not list(run.path.glob("*.tmp"))
+
+
+def test_text_is_the_seed_s_and_greed_is_deterministic(command: Command, run: RunDir) -> None:
+    first, second = (command("generate", "tiny", "--tokens", "20", "--seed", s).out for s in ("1", "2"))
+    assert first == command("generate", "tiny", "--tokens", "20", "--seed", "1").out != second
+    assert first.startswith("The ")
+    greedy = [command("generate", "tiny", "--temperature", "0", "--tokens", "9", "--seed", s).out for s in ("1", "2")]
+    assert greedy[0] == greedy[1]
+    assert command("generate", "tiny", "--prompt", "", "--top-k", "1", "--ema", "--tokens", "40").code == 0
+
+
+def test_the_run_s_folder(run: RunDir) -> None:
+    for path in (run.job, run.plan, run.metrics, run.events, run.slices, run.report, run.logs / "rank-0.log"):
+        assert path.is_file(), path
+    assert load_job(str(run.path)).train.steps == 6
+    assert [p.name for p in sorted(run.checkpoints.iterdir())] == ["step-00000003", "step-00000006"]
+    assert "</html>" in run.report.read_text(encoding="utf-8")[-200:]
+    assert json.loads(run.plan.read_text())["world"] == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("train",), "Missing argument 'JOB'"),
+        (("plan", "job.yaml", "--nproc", "0"), "Invalid value for '--nproc' / '-n'"),
+        (("plan", "job.yaml", "--npro", "2"), "No such option: --npro"),
+        (("plan", "nothing"), "weft: no recipe and no file is named 'nothing'; recipes: "),
+        (("plan", "dmo"), "weft: no recipe and no file is named 'dmo'; did you mean demo?"),
+        (("plan", "no/job.yaml"), "weft: there is no job file no/job.yaml"),
+        (
+            ("plan", "job.yaml", "train.steps"),
+            "weft: 'train.steps' is not key=value; write for example train.steps=100",
+        ),
+        (("plan", "job.yaml", "train.step=1"), "weft: train.step: unknown key; did you mean train.steps?"),
+        (("plan", "job.yaml", "model.shape=llama-9b"), "weft: model.shape='llama-9b' is not known; did you mean "),
+        (("prove", "job.yaml", "--layouts", "dd2"), "weft: 'dd2' is not a layout: cannot read 'dd2'; names: "),
+        (("prove", "job.yaml", "--layouts", ","), "weft: no layout is named; write for example --layouts ddp2,zero3"),
+        (("prove", "job.yaml", "--steps", "0"), "Invalid value for '--steps'"),
+        (("generate", "tinny"), "weft: no run is at tinny or runs/tinny; did you mean tiny?"),
+        (("report", "nothing"), "weft: no run is at nothing or runs/nothing; runs here: tiny"),
+        (("export", "tiny", "--to", "onnx"), "weft: --to 'onnx' is not known; safetensors is"),
+        (("export", "tiny", "--dtype", "int4"), "weft: --dtype 'int4' is not known; use fp32, bf16, fp16"),
+        (("data",), "Usage: weft data"),
+        (("data", "build", "nothing.txt", "--out", "x"), "weft: "),
+        (("trian", "job.yaml"), "No such command 'trian'"),
+    ],
+)
+def test_wrong_use(command: Command, run: RunDir, args: tuple[str, ...], says: str) -> None:
+    said = command(*args)
+    assert (said.code, said.out) == (Exit.JOB, "")
+    assert says in said.err
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("export", "tiny", "--out", "text/model.safetensors"), "weft: File exists: text"),
+        (("train", "job.yaml", "runs_dir=text"), "weft: Not a directory: text/tiny"),
+        (("train", "job.yaml", "runs_dir=/proc/nowhere"), "weft: No such file or directory: /proc/nowhere"),
+        (("data", "build", "text", "--out", "text/store"), "weft: "),
+        (
+            ("train", "job.yaml", "cluster.device=h100", "train.global_batch=8"),
+            "weft: the job wants h100-sxm, but this machine has no NVIDIA GPU; weft plan works here, and training with "
+            "cluster.device=cpu",
+        ),
+        (
+            ("train", "job.yaml", "cluster.device=cuda"),
+            "weft: cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto",
+        ),
+    ],
+)
+def test_what_the_machine_refuses(
+    command: Command, run: RunDir, folder: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], says: str
+) -> None:
+    """A file where a folder should be, a place where nothing can be written, no GPU: one sentence and code 4."""
+    (folder / "text").write_text("words", encoding="utf-8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = command(*args)
+    assert (said.code, said.out) == (Exit.MACHINE, "")
+    assert said.err.startswith(says)
+    assert len(said.err.splitlines()) == 1
+
+
+def test_prove(folder: Path) -> None:
+    """JSON alone on stdout, and a refused layout is the job's mistake."""
+    said = weft(folder, "prove", "job.yaml", "--layouts", "ddp2, tp3", "--steps", "1", "--json")
+    assert said.code == Exit.JOB, said.err
+    found = json.loads(said.out)
+    assert [(v["layout"], v["verdict"]) for v in found["layouts"]] == [("dp_replicate 2", "same"), ("tp3", "refused")]
+    assert found["same"] is False
+    assert found["layouts"][1]["why"].startswith("parallel.tp=3 does not divide model.heads=2")
+
+
+def test_a_reader_that_goes_away_is_no_error(folder: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = (
+        "import os, sys; os.dup2(int(sys.argv[1]), 1); sys.argv = ['weft', 'schema']; from weft.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(write)],
+        pass_fds=(write,),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert "Traceback" not in done.stderr

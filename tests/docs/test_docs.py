@@ -1,0 +1,31 @@
+"""The pictures of docs/ are what the code draws now, and the Python of its pages runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.docs_pages import DOCS, maker, python_of, text_of
+
+DRAWN = [p.stem.removeprefix("make_") for p in sorted(DOCS.glob("make_*.py")) if "def images(" in p.read_text("utf-8")]
+PAGES = {"sync": "fewer-exchanges", "curves": "precision"}
+"""The page that shows a maker's pictures, where it has another name."""
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_pictures_are_up_to_date(name: str) -> None:
+    text = text_of(PAGES.get(name, name))
+    images = maker(name).images()
+    assert images
+    for path, picture in images.items():
+        assert path.read_text(encoding="utf-8") == picture, f"{path.name} is old: run python docs/make_{name}.py"
+        assert f"images/{path.name}" in text
+
+
+@pytest.mark.parametrize(("page", "block"), [(p, b) for p in ("data", "pipeline") for b in range(len(python_of(p)))])
+def test_a_block_runs(tmp_path: Path, page: str, block: int) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(python_of(page)[block], encoding="utf-8")
+    subprocess.run([sys.executable, str(script)], check=True, cwd=tmp_path, env={"PYTHONPATH": str(DOCS.parent)})

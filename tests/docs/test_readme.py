@@ -1,0 +1,166 @@
+"""Every command and every script of the README and of docs/ runs, in order, each page in a folder of its own.
+
+A comment before a block says what to do with it; it does not show on the page:
+
+    <!-- not run -->          this block is for a person alone
+    <!-- exit 2 -->           the block ends with this code
+    <!-- ctrl-c -->           interrupt it, as a person would, once it trains; it ends with 130
+    <!-- file mymodel.py -->  the block is this file, for the blocks after it
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from helpers.docs_pages import maker, text_of
+
+ROOT = Path(__file__).resolve().parents[2]
+FENCE = re.compile(r"(?:^<!-- ?([^\n]*?) ?-->\n+)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHIMS = {"weft": "-m weft", "python": "", "torchrun": "-m torch.distributed.run"}
+LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    where: str
+    marker: str
+    language: str
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [
+        Block(f"{page}:{text.count(chr(10), 0, m.start()) + 1}", m[1] or "", m[2], m[3]) for m in FENCE.finditer(text)
+    ]
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """A folder, and an environment in which weft, python and torchrun are those of this checkout."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, arguments in SHIMS.items():
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        (tools / name).chmod(0o755)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    left_out = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WEFT_STORE"}
+    env = {k: v for k, v in os.environ.items() if k not in left_out}
+    env |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    return folder, env
+
+
+def run_page(page, shell):
+    """Run a page's blocks; gives what each printed."""
+    outputs = []
+    for block in blocks(page):
+        verb, _, word = block.marker.partition(" ")
+        if verb == "file":
+            (shell[0] / word).write_text(block.text, encoding="utf-8")
+        elif block.language in ("bash", "python") and block.marker != "not run":
+            assert verb in ("", "exit", "ctrl-c"), f"{block.where}: unknown marker {block.marker!r}"
+            command = ["bash", "-euo", "pipefail", "-c", block.text]
+            if block.language == "python":
+                command = ["python", "-c", block.text]
+            code, output = run_block(command, shell, interrupt=verb == "ctrl-c")
+            expected = {"": 0, "ctrl-c": 130}.get(verb, int(word) if word else 0)
+            assert code == expected, f"{block.where} ended with {code}, not {expected}:\n{output}"
+            outputs.append(output)
+    return outputs
+
+
+def run_block(command, shell, interrupt):
+    """A block's exit code and output. Ctrl-C reaches the whole foreground group, as from a terminal."""
+    folder, env = shell
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=env,
+        text=True,
+        encoding="utf-8",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    watchdog = threading.Timer(LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
+    watchdog.start()
+    lines = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if interrupt and re.match(r"step [1-9]\d*/", line):
+                os.killpg(process.pid, signal.SIGINT)
+                interrupt = False
+        return process.wait(), "".join(lines)
+    finally:
+        watchdog.cancel()
+
+
+def test_the_tour_of_the_readme(shell):
+    outputs = run_page("README.md", shell)
+    said = "\n".join(outputs)
+    assert "resumed from step" in said
+    assert "layouts are the same run as one process" in said
+    folder = shell[0]
+    run = folder / "runs" / "tiny"
+    assert (run / "report.html").stat().st_size > 100_000
+    assert (run / "model.safetensors").is_file()
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, steps[-1] + 1))
+
+
+PAGES = [
+    "flow", "layouts", "precision", "dryrun", "context", "communication", "several-hosts", "how-weft-chooses",
+    "fewer-exchanges", "one-gpu",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [f"docs/{name}.md" for name in PAGES])
+def test_the_commands_of_a_page(shell, page):
+    assert run_page(page, shell)
+
+
+def test_the_commands_about_data(shell):
+    folder = shell[0]
+    (folder / "notes.txt").write_text("To be, or not to be: that is the question.\n" * 40)
+    (folder / "articles.jsonl").write_text('{"text": "A line is a document."}\n' * 40)
+    (folder / "src").mkdir()
+    (folder / "src" / "hello.py").write_text('print("hello")\n' * 40)
+    bash = [b for b in blocks("docs/data.md") if b.language == "bash"]
+    assert bash
+    for block in bash:
+        code, output = run_block(["bash", "-euo", "pipefail", "-c", block.text], shell, interrupt=False)
+        assert code == 0, f"{block.where}:\n{output}"
+
+
+PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_pictures_are_there(page):
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    for link in links:
+        if not re.match(r"[a-z]+:|#", link):
+            assert ((ROOT / page).parent / link.partition("#")[0]).exists(), f"{page} points at {link}"
+
+
+def test_every_page_of_docs_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert all(f"({p.name})" in index for p in (ROOT / "docs").glob("*.md") if p.name != "README.md")
+
+
+def test_the_page_of_a_job_is_what_the_schema_says():
+    assert text_of("jobs") == maker("jobs").page(), "run python docs/make_jobs.py"

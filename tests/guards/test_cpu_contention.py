@@ -1,0 +1,26 @@
+"""Waiting for a core is told from idleness, by real processes on a real core."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+WAITS = """
+import os, sys, time
+from weft.guards.cpu_contention import Crowd
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+crowd, waited = Crowd(), 0.0
+deadline = time.monotonic() + 120
+while waited < 0.05 and time.monotonic() < deadline:
+    sum(range(10000))
+    waited += crowd.since()[0]
+print(waited >= 0.05)
+"""
+
+
+def test_two_that_share_a_core_wait_for_it() -> None:
+    ranks = [subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    first = ranks[0].communicate()[0]
+    assert first.strip() == "True"
+    ranks[1].kill()
+    ranks[1].communicate()

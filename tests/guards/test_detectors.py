@@ -1,0 +1,171 @@
+"""What each detector sees and what it leaves alone, on numbers alone."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.guards.checksum import Digests
+from weft.guards.loss_spikes import Spikes
+from weft.guards.majority import Odd, odd_ones
+from weft.guards.out_of_memory import explain, is_oom, smaller
+from weft.guards.silent_corruption import LATE, period
+from weft.guards.slow_links import Links
+from weft.guards.step_report import Row, Table
+from weft.planner.plan import Plan
+
+
+def falling(step: int, noise: float, draw: random.Random) -> tuple[float, float]:
+    """A loss as small runs have it, and a norm."""
+    loss = 1.5 + 4 * math.exp(-step / 40) + draw.gauss(0, noise)
+    return max(loss, 0.01), math.exp(draw.gauss(0, 0.4))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), noise=st.floats(0, 0.25))
+def test_noise_is_no_spike(seed: int, noise: float) -> None:
+    draw, spikes = random.Random(seed), Spikes()
+    assert all(spikes.judge(s, *falling(s, noise, draw)) is None for s in range(1, 200))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), noise=st.floats(0.001, 0.1), at=st.integers(40, 150), late=st.booleans())
+def test_a_poisoned_batch_is_found_within_three_steps_and_named(seed: int, noise: float, at: int, late: bool) -> None:
+    """Its own loss is far off; or its gradient only, and the loss of the step after it."""
+    draw, spikes = random.Random(seed), Spikes()
+    found = None
+    for step in range(1, at + 4):
+        loss, norm = falling(step, noise, draw)
+        if step == at:
+            loss, norm = (loss, norm * 25) if late else (loss + 4, norm * 10)
+        elif step > at:
+            loss += 4
+        found = spikes.judge(step, loss, norm)
+        if found:
+            break
+    assert found is not None
+    assert step <= at + 1
+    assert found.step == at
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_a_bad_batch_of_a_model_that_knows_little_shows_in_loss_and_norm_together(seed: int) -> None:
+    draw, spikes = random.Random(seed), Spikes()
+    for step in range(1, 60):
+        assert spikes.judge(step, 4.9 + draw.gauss(0, 0.03), math.exp(draw.gauss(0.4, 0.1))) is None
+    found = spikes.judge(60, 5.6, 8.0)
+    assert found is not None
+    assert found.step == 60
+
+
+def test_one_more_step_is_undone_where_that_did_not_help_and_a_new_normal_is_accepted() -> None:
+    draw, spikes = random.Random(3), Spikes()
+    for step in range(1, 60):
+        assert spikes.judge(step, *falling(step, 0.02, draw)) is None
+    assert spikes.judge(60, 9.0, 1.0).step == 60  # type: ignore[union-attr]
+    assert spikes.judge(61, 9.0, 1.0).step == 59  # type: ignore[union-attr]
+    assert spikes.judge(60, 9.0, 1.0).step == 58  # type: ignore[union-attr]
+    assert all(spikes.judge(step, 9.0 + 0.01 * (step % 3), 1.0) is None for step in range(59, 120))
+
+
+def test_a_slow_link_is_named_within_twenty_steps_and_once_and_a_slow_rank_is_none() -> None:
+    links, key = Links(), ("dp_shard", (0, 1))
+    other = ("tp", (0, 2))
+    for i in range(40):
+        assert links.add(0.1, {key: 0.010 + 0.001 * (i % 3), other: 0.002}) == []
+    told = [(i, found) for i in range(30) for found in links.add(0.13, {key: 0.045, other: 0.002})]
+    [(when, found)] = told
+    assert when < 20
+    assert (found.axis, found.ranks) == key
+    assert found.now_s > 4 * found.usual_s * 0.8
+    calm = Links()
+    for i in range(200):
+        assert calm.add(0.1, {key: 0.001 * (1 + i % 4)}) == []
+
+
+groups = st.lists(st.integers(2, 4), min_size=1, max_size=3)
+
+
+@given(sizes=groups, data=st.data())
+def test_the_minority_is_named_and_a_tie_is_not_decided(sizes: list[int], data: st.DataObject) -> None:
+    ranks = iter(range(100))
+    made = [tuple(next(ranks) for _ in range(size)) for size in sizes]
+    group = data.draw(st.sampled_from(made))
+    odd = data.draw(st.sampled_from(group))
+    digests = {r: (1.0, 2.0) for g in made for r in g}
+    assert odd_ones(made, digests, set()) == []
+    digests[odd] = (1.0, 3.0)
+    [found] = odd_ones(made, digests, set())
+    if len(group) == 2:
+        assert found == Odd(group, (), None)
+        [found] = odd_ones(made, digests, {odd})  # unless it saw itself that its weights changed
+    assert (found.group, found.ranks) == (group, (odd,))
+    assert found.source in group
+    assert found.source != odd
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 40), bit=st.integers(0, 31), data=st.data())
+def test_any_flipped_bit_changes_the_sum_of_its_weight_alone(size: int, bit: int, data: st.DataObject) -> None:
+    masters = {"a": torch.randn(size), "b": torch.randn(3, 5), "half": torch.randn(7).bfloat16()}
+    digests = Digests(masters)
+    before, whole = digests.each(), digests.by_kind(digests.each())
+    place = data.draw(st.integers(0, size - 1))
+    flip = torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
+    masters["a"].view(torch.int32)[place] ^= flip
+    assert (digests.each() != before).tolist() == [True, False, False]
+    assert not torch.equal(digests.by_kind(digests.each()), whole)
+    masters["a"].view(torch.int32)[place] ^= flip
+    assert torch.equal(digests.by_kind(digests.each()), whole)
+
+
+@given(world=st.integers(1, 5), axes=st.integers(0, 3), digests=st.integers(0, 2), data=st.data())
+def test_what_ranks_tell_arrives_as_it_was_told(world: int, axes: int, digests: int, data: st.DataObject) -> None:
+    table = Table(world, tuple(f"axis{i}" for i in range(axes)), 2 * digests)
+    number = st.floats(0, 1e6)
+    rows = [
+        Row(*(data.draw(number) for _ in range(3)), data.draw(st.integers(0, 9)),
+            *(data.draw(number) for _ in range(3)), tuple(data.draw(number) for _ in range(axes)),
+            tuple(float(2**32 - 1 - r) for _ in range(2 * digests)))
+        for r in range(world)
+    ]  # fmt: skip
+    total = torch.zeros(2 + world * table.width, dtype=torch.float64)
+    for rank, row in enumerate(rows):
+        message = table.message(rank, [0.5, 1.0], row, torch.device("cpu"))
+        message[table.place(rank, 2)] = torch.tensor(row.digests, dtype=torch.float64)
+        total += message
+    assert total[:2].tolist() == [0.5 * world, 1.0 * world]
+    assert table.rows(total[2:].tolist()) == rows
+
+
+def test_memory_that_runs_out_is_told_from_other_errors_and_leads_to_smaller_pieces() -> None:
+    assert is_oom(MemoryError())
+    assert is_oom(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55)
+    assert is_oom(caught.value)
+    assert not is_oom(RuntimeError("shapes differ"))
+    predicted = {"states_gib": 1.0, "activations_gib": 3.0, "gathered_gib": 0.0}
+    plan = Plan("cpu", "cpu", "gloo", microbatch=6, accumulation=2, predicted=predicted)
+    less = smaller(plan)
+    assert less is not None
+    assert (less.microbatch, less.accumulation) == (3, 4)
+    told = explain(caught.value, plan)
+    assert "the plan counts activations and logits 3.00 GiB, weights, gradients and optimizer 1.00 GiB" in told
+    assert told.endswith("train.microbatch=3 takes less")
+    least = smaller(less)
+    assert least is not None
+    assert (least.microbatch, least.accumulation) == (1, 12)
+    assert smaller(least) is None
+
+
+@given(every=st.integers(2, 100), spacing=st.integers(1, 30))
+def test_weights_are_compared_often_enough_and_after_steps_that_are_kept(every: int, spacing: int) -> None:
+    assert period(every, spacing) + LATE <= every
+    assert spacing > every - LATE or period(every, spacing) % spacing == 0

@@ -1,0 +1,83 @@
+"""Steps that go wrong are undone and passed over, and the run ends as one that never learned from their batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from helpers import faulty_run as suffer
+from helpers.parity import make_job
+
+from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.launch.rank_pool import RankPool
+from weft.watch.journal import read_jsonl
+
+STEPS = 44
+
+
+def job(folder: Path, name: str, *overrides: str) -> Job:
+    return make_job(
+        "train.steps=44", "train.eval_every=0", "checkpoint.every=20", "train.global_batch=8", "optim.lr=0.001",
+        f"name={name}", f"runs_dir={folder}", "resilience={rebalance: false, check_every: 1}", *overrides,
+    )  # fmt: skip
+
+
+def told(folder: Path, name: str, *kinds: str) -> list[dict[str, Any]]:
+    return [e for e in read_jsonl(RunDir(folder / name).events) if e["event"] in kinds]
+
+
+def test_nan_spike_and_flipped_bit_leave_the_run_as_if_nothing_had_happened(pool: RankPool, tmp_path: Path) -> None:
+    """Bit for bit the run that passed over the two bad batches, in a layout with copies and one without."""
+    layouts = {"parallel={dp_replicate: 2, dp_shard: 1}": True, "parallel={dp_shard: 2, zero: 3}": False}
+    for layout, copies in layouts.items():
+        calm, hurt = f"calm-{copies}", f"hurt-{copies}"
+        (tmp_path / calm).mkdir()
+        (tmp_path / hurt).mkdir()
+        faults: list[suffer.Fault] = [(5, "nan", 1), (30, "poison", -1), (39, "flip", 1)]
+        faults += [(34, "odd", 1)] if copies else []  # the sum of one copy, which the others do not see
+        reference = pool.run(suffer.train, 2, job(tmp_path, calm, layout), str(tmp_path / calm), [], [5, 30])
+        found = pool.run(suffer.train, 2, job(tmp_path, hurt, layout), str(tmp_path / hurt), faults, [])
+        assert found == reference
+        assert [e for e in told(tmp_path, calm, "fault") if not e["fault"].startswith("slow_")] == []
+        events = [e for e in told(tmp_path, hurt, "fault", "recovered") if not e["fault"].startswith("slow_")]
+        kinds = ["nan", "spike", *(["divergence"] if copies else []), "divergence"]
+        assert [(e["event"], e["fault"]) for e in events] == [(x, k) for k in kinds for x in ("fault", "recovered")]
+        if copies:
+            assert "the summed gradients of rank 1 are not finite at step 34" in events[4]["why"]
+        by_kind = {(e["event"], e["fault"]): e for e in events}
+        assert by_kind["fault", "nan"]["step"] == 5
+        assert by_kind["fault", "nan"]["samples"] == [32, 39]
+        assert by_kind["recovered", "nan"]["how"] == "skip"
+        assert by_kind["fault", "spike"]["step"] == 30
+        back = by_kind["recovered", "spike"]
+        assert (back["how"], back["step"]) == ("rollback", 30)
+        assert back["steps_lost"] <= 3
+        odd = by_kind["fault", "divergence"]
+        assert odd["rank"] == 1
+        assert odd["position"].endswith("1")
+        assert "changed between two updates" in odd["why"]
+        assert by_kind["recovered", "divergence"]["steps_lost"] <= 4
+
+
+def test_a_flipped_bit_costs_no_more_steps_than_the_job_allows_and_its_rank_is_named(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Two copies cannot tell which of them is right, until the steps since they last agreed are computed again."""
+    layout = "parallel={dp_replicate: 2, dp_shard: 1}"
+    found = {}
+    for name, every, faults in [("calm", 0, []), ("two", 2, [(9, "silent", 1)]), ("six", 6, [(7, "silent", 0)])]:
+        checks = ["train.steps=14", f"resilience={{rebalance: false, check_every: {every}}}"]
+        (tmp_path / name).mkdir()
+        done = pool.run(suffer.train, 2, job(tmp_path, name, layout, *checks), str(tmp_path / name), faults, [])
+        found[name] = done
+        assert done == found["calm"]
+        events = [e for e in told(tmp_path, name, "fault", "recovered") if e["fault"] == "divergence"]
+        if faults:
+            [(step, _, rank)] = faults
+            unsure, back, named = events
+            assert "it cannot be told which is right" in unsure["why"]
+            assert unsure["step"] < step + every
+            assert back["steps_lost"] <= every
+            assert named["rank"] == rank
+            assert f"shows that the weights of rank {rank} were the wrong ones" in named["why"]

@@ -1,0 +1,42 @@
+"""A rank that runs out of memory goes on in smaller pieces: the same samples, the same losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.command import ids_by_step, losses, run_of, weft, write_job
+
+from weft.watch.journal import read_jsonl
+
+STEPS = 6
+
+
+def test_memory_that_runs_out_costs_no_step_and_no_sample(tmp_path: Path) -> None:
+    write_job(
+        tmp_path,
+        data={"seq_len": 8, "record_ids": True, "source": "pydoc"},
+        train={"steps": STEPS, "global_batch": 8, "microbatch": 4, "eval_every": 0},
+        optim={"lr": 1e-3},
+        cluster={"device": "cpu"},
+        checkpoint={"every": 0},
+    )
+    spread = {"one": "parallel={dp_shard: 1}", "two": "parallel={dp_replicate: 2, dp_shard: 1}"}
+    told = {}
+    for name, model, layout in (("calm", "Plain", "one"), ("alone", "Hungry", "one"), ("both", "Hungry", "two")):
+        said = weft(tmp_path, "train", "job.yaml", f"name={name}", f"model=helpers.own_models:{model}", spread[layout])
+        assert said.code == 0, said.err
+        told[name] = losses(run_of(tmp_path, name))
+        assert sorted(told[name]) == list(range(1, STEPS + 1))
+    for name in ("alone", "both"):
+        run = run_of(tmp_path, name)
+        events = [e for e in read_jsonl(run.events) if e.get("fault") == "oom"]
+        [fault] = [e for e in events if e["event"] == "fault"]
+        assert "memory ran out (no room)" in fault["why"]
+        assert fault["why"].endswith("train.microbatch=2 takes less")
+        [mended] = [e for e in events if e.get("how") == "smaller_microbatch"]
+        assert (mended["was"], mended["microbatch"]) == (4, 2)
+        for step, values in told[name].items():
+            assert values[-1] == pytest.approx(told["calm"][step][-1], rel=1e-5)
+    read = ids_by_step(run_of(tmp_path, "alone"))
+    assert all(set(ids) == set(range(8 * (step - 1), 8 * step)) for step, ids in read.items())

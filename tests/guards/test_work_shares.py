@@ -1,0 +1,153 @@
+"""Work moves from slow ranks to fast ones, and the run stays the same run."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import parity
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.data.batch_shares import Shares, divide
+from weft.guards.straggler_detection import Pace
+from weft.guards.work_shares import Balance, limits, shares_of
+from weft.launch.rank_pool import RankPool
+from weft.planner.plan import Plan
+
+SPREAD = [
+    ("dp_replicate 2", (6, 2)),
+    ("dp_shard 2 zero 3", (3, 5)),
+    ("dp_shard 2 zero 1 dp_replicate 2", (1, 2, 2, 3)),
+    ("pp 2 dp_shard 2", (3, 5)),
+    ("tp 2 dp_replicate 2", (7, 1)),
+    ("cp 2 dp_shard 2", (5, 3)),
+]
+
+
+def test_uneven_shares_are_the_same_run_in_every_layout(pool: RankPool) -> None:
+    job = parity.make_job()
+    reference = parity.run(pool, job, "1")
+    wrong = {
+        layout: found
+        for layout, counts in SPREAD
+        if (found := parity.differences(reference, parity.run(pool, job, layout, 2, None, False, counts)))
+    }
+    assert not wrong
+
+
+def plan(**axes: int) -> Plan:
+    return Plan("cpu", "cpu", "gloo", microbatch=2, accumulation=4, **axes)
+
+
+@given(
+    seconds=st.lists(st.floats(0.01, 10), min_size=1, max_size=6),
+    least=st.integers(0, 3),
+    more=st.integers(0, 40),
+    most=st.integers(3, 64),
+)
+def test_samples_are_divided_so_that_nobody_could_hand_one_over_and_be_done_sooner(
+    seconds: list[float], least: int, more: int, most: int
+) -> None:
+    samples = min(least * len(seconds) + more, most * len(seconds))
+    counts = divide(samples, seconds, least, most)
+    assert sum(counts) == samples
+    assert all(least <= n <= most for n in counts)
+    last = max(range(len(counts)), key=lambda r: counts[r] * seconds[r])
+    if counts[last] > least:
+        done = counts[last] * seconds[last]
+        others = [(n + 1) * s for r, (n, s) in enumerate(zip(counts, seconds, strict=True)) if r != last and n < most]
+        assert all(other >= done * (1 - 1e-9) for other in others)
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(ValueError, match="8 samples cannot be divided among 2 ranks with 5 to 9 each"):
+        divide(8, [1, 1], 5, 9)
+
+
+@given(counts=st.lists(st.integers(4, 16), min_size=2, max_size=5), zero=st.sampled_from([1, 3]))
+def test_every_rank_has_the_microbatches_that_its_layout_needs(counts: list[int], zero: int) -> None:
+    limit = limits(plan(dp_shard=len(counts), zero=zero), sum(counts))
+    shares = shares_of(counts, limit)
+    assert shares.counts == tuple(counts)
+    assert all(size > 0 for sizes in shares.parts for size in sizes)
+    if zero == 3:
+        assert {len(sizes) for sizes in shares.parts} == {4}
+        assert all(max(sizes) - min(sizes) <= 1 for sizes in shares.parts)
+    else:
+        assert max(size for sizes in shares.parts for size in sizes) <= 2
+    parts = [slice_ for rank in range(len(counts)) for slice_ in shares.slices(rank)]
+    assert sum(s.stop - s.start for s in parts) == sum(counts)
+
+
+def slowed(steps: int, slow: int | None, factor: float = 2.0, ranks: int = 4) -> Pace:
+    pace = Pace(ranks)
+    for i in range(steps):
+        pace.add(
+            0.2, [0.1 * (factor if r == slow else 1) * (1 + 0.1 * ((i * 7 + r * 3) % 5 - 2)) for r in range(ranks)]
+        )
+    return pace
+
+
+def test_a_slow_rank_is_named_within_ten_steps_and_a_hiccup_is_not() -> None:
+    found = slowed(9, slow=2).slow()
+    assert found is not None
+    assert found.rank == 2
+    assert 1.6 < found.ratio < 2.4
+    assert slowed(100, slow=None).slow() is None
+    hiccup = slowed(8, slow=None)
+    hiccup.add(3.0, [0.1, 2.9, 0.1, 0.1])
+    for _ in range(8):
+        assert hiccup.slow() is None
+        hiccup.add(0.2, [0.1] * 4)
+
+
+def test_a_quota_that_stops_a_process_now_and_then_makes_it_slow_too() -> None:
+    pace = Pace(2)
+    for i in range(60):  # steps of 20 ms, of which every fifth stands still for 100 ms
+        pace.add(0.12 if i % 5 == 0 else 0.02, [0.02, 0.12 if i % 5 == 0 else 0.02])
+    found = pace.slow()
+    assert found is not None
+    assert found.rank == 1
+    assert found.ratio > 1.5
+
+
+def test_in_a_crowd_nobody_is_slow_for_a_moment_and_who_is_held_back_beside_idle_cores_is() -> None:
+    """Ranks that wait for a core while all work take turns in being late; one of them stays late."""
+    crowd, held = Pace(4), Pace(4)
+    late = [0.1, 0.0, 0.0, 0.0]
+    for i in range(120):  # of 0.2 s: for two seconds each
+        turn = i // 10 % 4
+        delay = [late[r - turn] for r in range(4)]
+        crowd.add(0.2, [0.1 + d for d in delay], delay, [0.0] * 4)
+        assert crowd.slow() is None
+    for _ in range(9):
+        held.add(0.2, [0.1, 0.2, 0.1, 0.1], [0.0, 0.1, 0.0, 0.0], [0.15] * 4)
+    found = held.slow()
+    assert found is not None
+    assert found.rank == 1
+    steps = 0
+    while (found := crowd.slow()) is None:
+        crowd.add(0.2, [0.1, 0.1, 0.2, 0.1], [0.0, 0.0, 0.1, 0.0], [0.0] * 4)
+        steps += 1
+    assert found.rank == 2
+    assert 3 < steps < 40
+
+
+def test_work_moves_when_enough_was_lost_and_comes_back_when_the_rank_is_well_again() -> None:
+    shares = Shares.even(32, 4, 4)
+    balance = Balance(plan(dp_replicate=4), 32)
+    busy = [0.1, 0.1, 0.2, 0.1]
+    asked = 0
+    while (better := balance.better(shares, busy)) is None:
+        asked += 1
+    assert 10 < asked < 20  # a second was lost, some 70 ms in each step
+    assert better.counts[2] == min(better.counts) < 8
+    assert sum(better.counts) == 32
+    per_sample = [t / 8 for t in busy]
+    regained = 0.2 - max(s * n for s, n in zip(per_sample, better.counts, strict=True))
+    best = 32 / sum(1 / s for s in per_sample)
+    assert regained > 0.8 * (0.2 - best)
+    well = [0.1 / 8 * n for n in better.counts]
+    while (back := balance.better(better, well)) is None:
+        pass
+    assert back.counts == (8, 8, 8, 8)
+    assert balance.better(shares, [0.1, 0.105, 0.1, 0.098]) is None

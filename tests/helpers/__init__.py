@@ -1,0 +1,1 @@
+"""Modules that tests share: commands, ranks, parity checks, user modules."""

@@ -1,0 +1,135 @@
+"""The command line as a person uses it: real processes, watched through the files they leave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from weft.job.run_folder import RunDir
+from weft.watch.journal import read_jsonl
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 300.0
+
+ENV = {
+    **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    "OMP_NUM_THREADS": "1",
+    "COLUMNS": "120",
+}
+
+
+@dataclass(frozen=True)
+class Said:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def last(self) -> str:
+        return self.err.strip().splitlines()[-1]
+
+
+def weft(folder: Path, *args: str) -> Said:
+    """Run a command to its end."""
+    return python(folder, "-m", "weft", *args)
+
+
+def python(folder: Path, *args: str) -> Said:
+    done = subprocess.run(
+        [sys.executable, *args], cwd=folder, env=ENV, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
+class Started:
+    """A command that runs while the test looks on."""
+
+    def __init__(self, folder: Path, *args: str, under: Sequence[str] = ()):
+        self.log = folder / "said.txt"
+        with self.log.open("w", encoding="utf-8") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *under, "-m", "weft", *args], cwd=folder, env=ENV, stdout=file, stderr=file
+            )
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes it started, in rank order; one that is just being started has no rank yet."""
+        found = {p: p.environ() for p in psutil.Process(self.process.pid).children()}
+        return sorted((p for p in found if "RANK" in found[p]), key=lambda p: int(found[p]["RANK"]))
+
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        """Look until something is so; the command must not end before."""
+        until(lambda: what() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text(encoding="utf-8")
+
+    def wait_for_end(self, meanwhile: Callable[[], None]) -> None:
+        """Do something again and again until the command has ended."""
+
+        def ended() -> bool:
+            meanwhile()
+            return self.process.poll() is not None
+
+        until(ended)
+
+    def end(self) -> Said:
+        code = self.process.wait(DEADLINE_S)
+        return Said(code, "", self.log.read_text(encoding="utf-8"))
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline, "nothing came of it within the deadline"
+        time.sleep(0.02)
+
+
+def write_job(folder: Path, **sections: Any) -> None:
+    """A job whose work stays where it was planned: a busy machine would move it, and bits would differ."""
+    sections["resilience"] = {"rebalance": False, **sections.get("resilience", {})}
+    (folder / "job.yaml").write_text(yaml.safe_dump(sections), encoding="utf-8")
+
+
+def run_of(folder: Path, name: str) -> RunDir:
+    return RunDir(folder / "runs" / name)
+
+
+def losses(run: RunDir) -> dict[int, list[float]]:
+    """Every telling of every step's loss."""
+    told: dict[int, list[float]] = {}
+    for record in read_jsonl(run.metrics):
+        told.setdefault(record["step"], []).append(record["loss"])
+    return told
+
+
+def step_of(run: RunDir) -> int:
+    return max(losses(run), default=0)
+
+
+def ids_by_step(run: RunDir) -> dict[int, list[int]]:
+    """Which samples each step read, over all ranks."""
+    found: dict[int, list[int]] = {}
+    for path in sorted(run.samples.glob("rank-*.jsonl")):
+        for line in read_jsonl(path):
+            found.setdefault(line["step"], []).extend(line["ids"])
+    return found
+
+
+def strays(words: Sequence[str]) -> list[int]:
+    """Processes whose command line holds all the words."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if all(word in line for word in words):
+            found.append(process.pid)
+    return found

@@ -1,0 +1,105 @@
+"""What ranks do in tests of compressed gradients."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helpers.comm_axis import everyone
+from helpers.on_ranks import begin, wholes
+from weft.checkpoint.checkpointer import Checkpoints
+from weft.comm.codecs import Dice, Way, way_of
+from weft.comm.compressed_sum import hand_out, scatter_sum, sum_all
+from weft.comm.shards import local_of
+from weft.data.dataset import open_dataset
+from weft.data.loader import Loader, to_device
+from weft.job.compression import parse_compression
+from weft.job.schema import Job
+from weft.training.optional_state import load_maxima, load_owed
+from weft.verify.prove import join_stages
+
+
+def numbers(rank: int, rows: int, n: int) -> Tensor:
+    return torch.randn(rows, n, generator=torch.Generator().manual_seed(rank))
+
+
+def sums(settings: list[str], n: int) -> dict[str, Any]:
+    """For each setting the three sums of everyone's numbers, what is owed, and what was counted."""
+    axis = everyone()
+    out = {}
+    for setting in settings:
+        codec = way_of(parse_compression(setting)).gradients
+        assert codec is not None
+        dice = Dice(axis.rank, torch.device("cpu"))
+        axis.reset()
+        x = numbers(axis.rank, axis.size, n)
+        scattered = scatter_sum(axis, codec, x.clone(), dice)
+        one = axis.read()
+        gathered = hand_out(axis, codec, x[0].clone(), dice)
+        axis.reset()
+        reduced = sum_all(axis, codec, x.flatten().clone(), dice)
+        out[setting] = {
+            "scattered": scattered, "gathered": gathered, "reduced": reduced, "counted": one, "both": axis.read()
+        }  # fmt: skip
+    return out
+
+
+def journey(
+    job: Job, steps: int, folder: str | None = None, bare: bool = False, scales: list[float] | None = None
+) -> dict[str, Any]:
+    """Continue from a folder's newest checkpoint, if there is one; train; save. `bare` leaves gathered weights alone,
+    so that gradients are those of an uncompressed run; `scales` are the loss scales of the steps."""
+    job, plan, mesh, stepper, _ = begin(job)
+    state, woven = stepper.state, stepper.state.woven
+    checkpoints = Checkpoints(Path(folder or "."), group=mesh.host_group, keep=9, keep_every=0, background=False)
+    if folder and checkpoints.newest() is not None:
+        found = checkpoints.load_newest(tensors := state.empty_like(saved_world=0))
+        assert found is not None
+        state.adopt(tensors, found.meta)
+        load_owed(checkpoints, found, state)
+        load_maxima(checkpoints, found, state)
+    for compressor in woven.compressors if bare else []:
+        for channel in compressor.channels:
+            channel.way = Way(channel.way.gradients, None)
+    opened = _owed(stepper)
+    loader = Loader(
+        open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
+        dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, start_step=state.step,
+    )  # fmt: skip
+    gradients: dict[str, Tensor] = {}
+    taken, owed_after = [], []
+    for i, batches in zip(range(steps), loader, strict=False):
+        if scales:
+            state.scale.value = scales[i]
+        grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
+        found_now = wholes({n: x.grad for n, x in woven.leaves.items() if x.grad is not None})
+        gradients = {n: g / (grads.scale / grads.nominal) for n, g in found_now.items()}
+        taken.append(stepper.update(grads, stepper.learning_rate())[1])
+        owed_after.append(_owed(stepper))
+    if folder:
+        checkpoints.save(state.step, state.tensors(), state.meta(job, plan), wait=True)
+    bits = {n: hashlib.sha256(local_of(m).detach().contiguous().numpy()).hexdigest() for n, m in woven.masters.items()}
+    if steps:
+        join_stages(gradients, mesh)
+    return {
+        "opened": opened, "gradients": gradients, "owed_after": owed_after,
+        "taken": taken, "bits": bits, "ways": [c.way for k in woven.compressors for c in k.channels],
+    }  # fmt: skip
+
+
+def _owed(stepper: Any) -> dict[str, Tensor]:
+    """What all ranks together owe of each weight, in the units of the summed loss."""
+    mesh, residuals = stepper.mesh, stepper.state.woven.owed()
+    mine = wholes({n: t for n, t in residuals.items() if n.startswith("residual.")})
+    found: dict[str, Tensor] = {}
+    for each in mesh.all_gather_object(mine):
+        found |= each
+    total: dict[str, Tensor] = {}
+    for name, value in found.items():
+        weight = name.split(".", 2)[2]
+        total[weight] = total.get(weight, torch.zeros_like(value)) + value
+    return total

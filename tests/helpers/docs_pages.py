@@ -1,0 +1,28 @@
+"""The pages of docs/ and the scripts there that draw their pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def text_of(page: str) -> str:
+    return (DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def python_of(page: str) -> list[str]:
+    """A page's blocks of Python."""
+    return re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
+
+
+def maker(name: str) -> ModuleType:
+    """docs/make_NAME.py."""
+    spec = importlib.util.spec_from_file_location(f"make_{name}", DOCS / f"make_{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,94 @@
+"""A run that suffers what a test wishes, at the steps it wishes, with everything else as it is in earnest."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.comm.shards import local_of
+from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.planner import make_plan
+from weft.training.loop import fit_or_explain
+from weft.training.rank import attempt
+from weft.training.session import Session, open_session
+from weft.training.signals import Signals
+from weft.training.step import Gradients
+
+Fault = tuple[int, str, int]
+"""At which step what happens to which rank, once."""
+
+
+def _grads_times(session: Session, factor: float) -> None:
+    for leaf in session.state.woven.leaves.values():
+        local_of(leaf.grad).mul_(factor)
+
+
+@torch.no_grad()
+def _flip(session: Session) -> None:
+    """One bit of one weight."""
+    master = local_of(next(iter(session.state.woven.masters.values())))
+    master.view(torch.int32).view(-1)[3] ^= 1 << 20
+
+
+LOSS: dict[str, float] = {"nan": float("nan"), "poison": 50.0}
+"""What a batch does: its loss is so many times what it should be, on the ranks that are hit."""
+
+AFTER: dict[str, Callable[[Session], None]] = {"flip": _flip, "odd": lambda session: _grads_times(session, math.nan)}
+"""What happens when the gradients are there."""
+
+LATER: dict[str, Callable[[Session], None]] = {"silent": _flip}
+"""What happens between an update and the look at what it made."""
+
+
+def train(job: Job, folder: str, faults: list[Fault], skipped: list[int]) -> tuple[int, int, str]:
+    """Train to the end. Returns the exit code, the steps done, and a digest of this rank's weights."""
+    job, plan = make_plan(job)
+    run = RunDir(Path(folder))
+    session = open_session(job, plan, run)
+    session.state.skipped_steps |= set(skipped)
+    left = list(faults)
+    gradients, loss_of = session.stepper.gradients, session.stepper.loss_of
+
+    def hurt(batches: list[Any]) -> Gradients:
+        due = [f for f in left if f[0] == session.state.step + 1 and f[1] not in LATER]
+        here = [kind for _, kind, rank in due if rank in (-1, session.mesh.rank)]
+        factor = math.prod(LOSS.get(kind, 1.0) for kind in here)
+        session.stepper.loss_of = lambda smoothing: (  # type: ignore[method-assign]
+            lambda *args, **more: loss_of(smoothing)(*args, **more) * factor
+        )
+        grads = gradients(batches)
+        for fault in due:
+            left.remove(fault)
+        for kind in here:
+            AFTER.get(kind, lambda session: None)(session)
+        return grads
+
+    update = session.stepper.update
+
+    def hurt_later(grads: Gradients, lr: float) -> Any:
+        done = update(grads, lr)
+        due = [f for f in left if f[0] == session.state.step and f[1] in LATER]
+        for fault in due:
+            left.remove(fault)
+            if fault[2] in (-1, session.mesh.rank):
+                LATER[fault[1]](session)
+        return done
+
+    session.stepper.gradients, session.stepper.update = hurt, hurt_later  # type: ignore[method-assign]
+    signals = Signals()
+    try:
+        code = attempt(session, signals, fit_or_explain)
+    finally:
+        signals.restore()
+    digest = hashlib.sha256()
+    for name, master in sorted(session.state.woven.masters.items()):
+        digest.update(name.encode() + local_of(master.detach()).contiguous().numpy().tobytes())
+    session.mesh.barrier()
+    session.close()
+    return int(code), session.state.step, digest.hexdigest()

@@ -1,0 +1,233 @@
+"""What tests run on ranks. It stands in a module of its own because a spawned rank imports its work by name."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import weft
+from weft.checkpoint.checkpointer import Checkpoints
+from weft.comm.shards import local_of, piece_of
+from weft.data.dataset import open_dataset
+from weft.data.loader import Loader, to_device
+from weft.guards.work_shares import limits, shares_of
+from weft.job.errors import WeftError
+from weft.job.schema import Job
+from weft.mesh import Mesh, connect
+from weft.optim.adafactor import add_up
+from weft.optim.clip import cut_axes
+from weft.planner import RUNNABLE, Plan, check, make_plan
+from weft.training.build import build_state
+from weft.training.step import Stepper
+from weft.verify.prove import Trace, join_stages
+
+
+def ready() -> str:
+    return torch.__version__
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a run."""
+
+    pieces: dict[str, tuple[tuple[tuple[str, int], ...], str]]
+    """For each weight, which piece of it this rank holds and a digest of its bits."""
+    collectives: list[Counter[str]]
+    """What the forward and backward passes of each step asked the process groups for."""
+    scales: list[float]
+    taken: list[bool]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run of a few steps, whole tensors, from rank 0."""
+
+    trace: Trace
+    start: dict[str, Tensor]
+    ema: dict[str, Tensor]
+
+
+Planned = tuple[Job, Plan]
+
+
+def begin(job: Job | Planned) -> tuple[Job, Plan, Mesh, Stepper, Loader]:
+    """All that a rank needs to train, at step 0. A job that one has planned for all need not be planned by each."""
+    job, plan = job if isinstance(job, tuple) else make_plan(job)
+    check(job, plan, RUNNABLE)
+    mesh = connect(plan, 300.0)
+    torch.manual_seed(mesh.rank)  # whatever a layout draws here must not reach the weights
+    stepper = Stepper(job, plan, mesh, build_state(job, plan, mesh))
+    loader = Loader(
+        open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
+        dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0,
+    )  # fmt: skip
+    return job, plan, mesh, stepper, loader
+
+
+def observe(
+    job: Job | Planned, steps: int, file: str, scale: float | None = None, count: bool = False,
+    counts: tuple[int, ...] | None = None,
+) -> Seen:  # fmt: skip
+    """Train a few steps and leave the Result in a file; `count` the collectives on the way, which is slow. `counts` are
+    the samples that each data-parallel rank reads of a step, where they are not the same."""
+    job, plan, mesh, stepper, loader = begin(job)
+    if counts is not None:
+        loader.shares = shares_of(counts, limits(plan, job.train.global_batch))
+    state = stepper.state
+    masters = state.woven.masters
+    start = wholes(masters)
+    if scale is not None:
+        state.scale.value, state.scale.patience = scale, 2
+    losses, norms, gradients, collectives, scales, taken = [], [], [], [], [], []
+    for _, batches in zip(range(steps), loader, strict=False):
+        scales.append(state.scale.value)
+        counted = Collectives()
+        with counted if count else nullcontext():
+            grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
+        collectives.append(counted.seen)
+        found = wholes({n: x.grad for n, x in state.woven.leaves.items() if x.grad is not None})
+        gradients.append({n: g * grads.factor for n, g in found.items()})
+        norm, was_taken = stepper.update(grads, stepper.learning_rate())
+        taken.append(was_taken)
+        total = grads.loss.double() / plan.tp
+        if mesh.everyone is not None:
+            mesh.everyone.all_reduce(total)
+        losses.append(float(total / grads.count))
+        norms.append(float(norm))
+    end, ema = wholes(masters), wholes(state.ema.averages)
+    for held in (start, end, ema, *gradients):
+        join_stages(held, mesh)
+    trace = Trace(losses, norms, gradients, end, 0.0)
+    if mesh.rank == 0:
+        torch.save(Result(trace, start, ema), Path(file))
+    mesh.barrier()
+    return Seen({n: _piece(m, mesh) for n, m in masters.items()}, collectives, scales, taken)
+
+
+def waited(job: Job, steps: int) -> tuple[int, dict[str, float]]:
+    """How many collectives this rank entered, and how long it waited on each axis."""
+    _, _, mesh, stepper, loader = begin(job)
+    for _, batches in zip(range(steps), loader, strict=False):
+        stepper.update(stepper.gradients(batches), stepper.learning_rate())
+    mesh.barrier()
+    return mesh.meter.number, mesh.meter.waited
+
+
+def move(job: Job | Planned, folder: str, train: int, file: str) -> int | None:
+    """Open the newest checkpoint of a folder, if it has one; train; save. Leaves (state as opened, state as saved)."""
+    job, plan, mesh, stepper, _ = begin(job)
+    state = stepper.state
+    checkpoints = Checkpoints(Path(folder), group=mesh.host_group, keep=9, keep_every=0, background=False)
+    tensors = state.empty_like(saved_world=0)
+    found = checkpoints.load_newest(tensors)
+    if found is not None:
+        state.adopt(tensors, found.meta)
+    opened = _whole_state(stepper)
+    loader = Loader(
+        open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
+        dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, start_step=state.step,
+    )  # fmt: skip
+    for _, batches in zip(range(train), loader, strict=False):
+        stepper.update(stepper.gradients(batches), stepper.learning_rate())
+    state.agree()
+    saved = _whole_state(stepper)
+    checkpoints.save(state.step, state.tensors(), state.meta(job, plan), wait=True)
+    if mesh.rank == 0:
+        torch.save((opened, saved), Path(file))
+    mesh.barrier()
+    return None if found is None else found.step
+
+
+def buffers_after(job: Job, train: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This rank's buffers after some steps, before and after the ranks agreed on them."""
+    _, _, _, stepper, loader = begin(job)
+    for _, batches in zip(range(train), loader, strict=False):
+        stepper.update(stepper.gradients(batches), stepper.learning_rate())
+    before = {n: b.clone() for n, b in stepper.state.woven.buffers().items()}
+    stepper.state.agree()
+    return before, {n: b.clone() for n, b in stepper.state.woven.buffers().items()}
+
+
+def _whole_state(stepper: Stepper) -> dict[str, Tensor]:
+    held = wholes({n: t for n, t in stepper.state.tensors().items() if not n.startswith("random")})
+    join_stages(held, stepper.mesh)
+    return held
+
+
+def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of whole tensors on every rank, gathered in few messages."""
+    pieces = {n: piece_of(t) for n, t in tensors.items()}
+    out = {n: local_of(t.detach()).new_zeros(t.shape) for n, t in tensors.items()}
+    for n, whole in out.items():
+        whole[pieces[n].box] = local_of(tensors[n].detach())
+    for kind in {t.dtype for t in out.values()}:
+        names = [n for n in out if out[n].dtype == kind]
+        add_up([[out[n]] for n in names], [pieces[n] for n in names])
+    return out
+
+
+def refusal(job: Job) -> str:
+    """What a job is refused with, once the ranks know its model."""
+    try:
+        begin(job)
+    except WeftError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are asked for inside it, whoever asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        namespace, _, name = str(func).partition(".")
+        if "c10d" in namespace:
+            self.seen[name.partition(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _piece(master: Tensor, mesh: Mesh) -> tuple[tuple[tuple[str, int], ...], str]:
+    local = master.to_local() if isinstance(master, DTensor) else master
+    where = tuple((axis, mesh.coord(axis)) for axis in cut_axes(master))
+    return where, hashlib.sha256(local.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def own_loop(folder: str, steps: int) -> tuple[int, list[float]]:
+    """What a person writes who keeps the loop: any module, any optimizer, Weft's mesh, spread and checkpoints."""
+    world = int(os.environ["WORLD_SIZE"])
+    job = weft.Job.model_validate({"cluster": {"device": "cpu"}, "parallel": {"dp_shard": -1, "zero": 2}})
+    plan = weft.plan(job, world)
+    mesh = weft.connect(plan)
+    torch.manual_seed(mesh.rank)  # every rank keeps rank 0's values
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    woven = weft.parallelize(model, mesh, plan)
+    optimizer = torch.optim.SGD(woven.masters.values(), lr=0.01, foreach=False)
+    done = weft.load(folder, woven.masters, mesh) or {"step": 0}
+    data = torch.arange(8 * 6.0).view(8, 6).sin()
+    mine = data.chunk(world)[mesh.rank]
+    for _ in range(steps):
+        woven.zero_grad()
+        woven.microbatch(last=True)
+        (woven.module(mine) - mine.sum(1, keepdim=True)).square().sum().backward()
+        woven.finish()
+        optimizer.step()
+        woven.refresh()
+    weft.save(folder, woven.masters, mesh, step=done["step"] + steps)
+    flat = torch.cat([t.reshape(-1) for t in wholes(woven.masters).values()])
+    return done["step"], flat.tolist()

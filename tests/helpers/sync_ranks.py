@@ -1,0 +1,68 @@
+"""What tests of train.sync run on ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from helpers.on_ranks import begin, wholes
+from weft.checkpoint.checkpointer import Checkpoints
+from weft.comm.quantized_sum import sum_quantized
+from weft.data.dataset import open_dataset
+from weft.data.loader import Loader
+from weft.guards.guards import Guards
+from weft.job.schema import Job
+from weft.mesh import connect
+from weft.planner import make_plan
+from weft.verify.prove import join_stages
+
+
+def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -> tuple[dict[str, Tensor], list[int]]:
+    """Go on from the newest checkpoint of a folder, or from the beginning; save after some steps. The replica's whole
+    state at the end, and the bytes that each step's exchange took."""
+    job, plan, mesh, stepper, _ = begin(job)
+    state = stepper.state
+    checkpoints = Checkpoints(Path(folder), group=mesh.disk_group, keep=9, keep_every=0, background=False)
+    if folder and checkpoints.newest() is not None:
+        tensors = state.empty_like(saved_world=0)
+        found = checkpoints.load_newest(tensors)
+        assert found is not None
+        checkpoints.load(found, state.own(found.meta))
+        state.adopt(tensors, found.meta)
+    loader = Loader(
+        open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
+        dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, start_step=state.step,
+    )  # fmt: skip
+    sent = []
+    while state.step < last:
+        stepper.update(stepper.gradients(next(loader)), stepper.learning_rate())
+        sent.append(state.rounds.figures().get("sync_bytes", 0))
+        if state.step in saves:
+            checkpoints.save(state.step, state.saved(), state.meta(job, plan), wait=True)
+    held = wholes({n: t for n, t in state.tensors().items() if not n.startswith(("random", "outer.tokens"))})
+    join_stages(held, mesh)
+    mesh.barrier()
+    return held, sent
+
+
+def watched(job: Job) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
+    """Which ranks the guards take to hold the same weights."""
+    job, plan, mesh, stepper, _ = begin(job)
+    guards = Guards(job, plan, mesh, stepper.state, lambda kind, **fields: None, lambda text: None)
+    return guards.weights.alike
+
+
+def quantized_sums(size: int, bits: int) -> tuple[Tensor, Tensor, int]:
+    """The sum of a tensor over all ranks as integers and as it is, and the bytes that this rank handed over."""
+    world = int(os.environ["WORLD_SIZE"])
+    raw = {"cluster": {"device": "cpu"}, "parallel": {"dp_replicate": -1}, "train": {"global_batch": world}}
+    plan = make_plan(Job.model_validate(raw), world)[1]
+    axis = connect(plan).axes["dp_replicate"]
+    values = torch.randn(size, generator=torch.Generator().manual_seed(axis.rank)) * 10 ** (axis.rank - 1)
+    told = sum_quantized(values, axis, bits)
+    sent = sum(axis.bytes.values())
+    return told, axis.all_reduce(values.clone()), sent

@@ -1,0 +1,39 @@
+"""Ranks of a pool leave nothing behind: no process group, no thread, no socket, whatever they trained."""
+
+from __future__ import annotations
+
+import os
+
+from helpers import on_ranks
+from helpers.parity import make_job, section
+
+from weft.job.schema import Job
+from weft.launch.rank_pool import RankPool
+from weft.verify.prove import with_layout
+
+LAYOUTS = ["dp_replicate2", "dp_shard2", "tp2", "pp2 zb-h1", "cp2", "dp_shard2 ep2"]
+
+
+def held() -> tuple[int, int]:
+    """Threads and sockets of this process."""
+    files = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
+    sockets = [f for f in files if os.path.islink(f) and os.readlink(f).startswith("socket:")]
+    return len(os.listdir("/proc/self/task")), len(sockets)
+
+
+def jobs() -> list[Job]:
+    experts = {"experts": {"count": 4, "top_k": 2, "ffn": 16}}
+    ema = {"ema": 0.5}
+    plain = [
+        with_layout(make_job(model=experts if "ep" in words else {}, train=ema), section(words)) for words in LAYOUTS
+    ]
+    packed = [with_layout(make_job("comm.compression=int8"), section(words)) for words in LAYOUTS[:2]]
+    return [*plain, *packed]
+
+
+def test_nothing_stays_of_a_world(pool: RankPool) -> None:
+    pool.run(on_ranks.ready, 2)
+    before = pool.run(held, 2)
+    for job in jobs():
+        pool.run(on_ranks.waited, 2, job, 2)
+        assert pool.run(held, 2) == before, job.parallel

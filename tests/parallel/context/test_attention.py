@@ -1,0 +1,180 @@
+"""Attention over cp ranks is full attention, forward and backward; what it sends and keeps is what the plan says."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from helpers import on_ranks
+from helpers.parity import make_job
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from weft.comm.shards import local_of
+from weft.data.loader import to_device
+from weft.launch.rank_pool import RankPool
+from weft.mesh import connect
+from weft.models.attention import PLAIN, Where, attend, attend_backward, attention, merge
+from weft.parallel.context.attention import Context
+from weft.parallel.context.sequence_split import Cut
+from weft.planner.plan import Plan
+from weft.planner.rules.layout_syntax import parse_layout, ranks
+from weft.planner.time.context import choose_style, context_bytes
+from weft.verify.prove import with_layout
+
+Case = dict[str, Any]
+BASE: Case = {"group": 1, "causal": True, "length": 16, "heads": 4, "kv": 4, "docs": None, "dtype": torch.float32}
+PACKED = [0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 4, 4, 4]
+CASES: list[Case] = [
+    {**BASE, **changes}
+    for changes in (
+        {}, {"causal": False}, {"kv": 2}, {"kv": 1, "length": 13}, {"causal": False, "length": 9, "kv": 2},
+        {"docs": PACKED, "length": 18}, {"docs": PACKED, "length": 18, "causal": False}, {"length": 3},
+        {"dtype": torch.bfloat16, "kv": 2, "length": 40},
+    )
+]  # fmt: skip
+
+
+def plan_of(world: int, case: Case) -> Plan:
+    group = world if case["group"] == 0 else case["group"]
+    return Plan("cpu", "cpu", "gloo", cp=world, cp_group=group, zigzag=case["causal"] and world > group)
+
+
+def draw(case: Case) -> tuple[list[Tensor], Tensor | None]:
+    random = torch.Generator().manual_seed(1)
+    heads = (case["heads"], case["kv"], case["kv"], case["heads"])
+    full = [torch.randn((2, case["length"], n, 8), generator=random).to(case["dtype"]) for n in heads]
+    docs = None if case["docs"] is None else torch.tensor([case["docs"], sorted(case["docs"], key=lambda d: d // 3)])
+    return full, docs
+
+
+def compare(cases: list[Case]) -> list[dict[str, Any]]:
+    """On one rank: how far its part of each case is from full attention, and what it sent."""
+    out = []
+    mesh = connect(plan_of(int(os.environ["WORLD_SIZE"]), BASE))
+    axis = mesh.axis("cp")
+    assert axis is not None
+    for case in cases:
+        (q, k, v, dout), docs = draw(case)
+        length = case["length"]
+        full = [t.float().requires_grad_() for t in (q, k, v)]
+        y = attention(*full, case["causal"], Where(None, docs, None, torch.arange(length), length))
+        right = [y.detach(), *torch.autograd.grad(y, full, dout.float())]
+        cut = Cut.of(plan_of(axis.size, case), axis.rank)
+        rows = cut.rows(length)
+        inside = rows < length
+        axis.bytes.clear()
+        context = Context(axis, cut)
+        mine = [t[:, rows.clamp(max=length - 1)].requires_grad_() for t in (q, k, v)]
+        where = Where(None, docs, None, rows, length)
+        made = context(*mine, case["causal"], where)
+        grads = torch.autograd.grad(made, mine, dout[:, rows.clamp(max=length - 1)] * inside.view(1, -1, 1, 1))
+        sent = dict(axis.bytes)
+        by_hand, kept = context.forward(*[t.detach() for t in mine], case["causal"], where)
+        again = context.backward(
+            dout[:, rows.clamp(max=length - 1)] * inside.view(1, -1, 1, 1), *[t.detach() for t in mine], kept,
+            case["causal"], where,
+        )  # fmt: skip
+        off = max(
+            float((a.float()[:, inside] - b[:, rows[inside]]).abs().max()) if inside.any() else 0.0
+            for a, b in zip([made.detach(), *grads, by_hand, *again], [*right, *right], strict=True)
+        )
+        out.append({"off": off, "sent": sent, "padding": float(sum(g[:, ~inside].abs().sum() for g in grads))})
+    return out
+
+
+@pytest.mark.parametrize(("world", "group"), [(2, 1), (4, 1), (2, 2), (4, 4), (4, 2)])
+def test_every_case_equals_full_attention(pool: RankPool, world: int, group: int) -> None:
+    cases = [{**case, "group": group} for case in CASES]
+    for rank, seen in enumerate(pool.run(compare, world, cases)):
+        for case, found in zip(cases, seen, strict=True):
+            tolerance = 1e-5 if case["dtype"] == torch.float32 else 6e-2
+            assert found["off"] < tolerance, (rank, case)
+            assert found["padding"] == 0, (rank, case)
+
+
+def test_what_the_mask_empties_is_not_sent(pool: RankPool) -> None:
+    """Documents that end where chunks do need nobody else's keys; causal chunks at the end are for those behind."""
+    apart = {**BASE, "docs": [i // 2 for i in range(16)], "length": 16}
+    bidirectional = {**BASE, "causal": False}
+    seen = pool.run(compare, 4, [apart, BASE, bidirectional])
+    one = 2 * 2 * 2 * 4 * 8 * 4  # keys and values of 2 samples, 2 tokens, 4 heads of 8, in fp32
+    for rank, (packed, causal, both) in enumerate(seen):
+        assert packed["off"] < 1e-5
+        assert "send" not in packed["sent"]
+        assert causal["sent"]["send"] == one * (3 + rank + 9)
+        assert both["sent"]["send"] == 2 * one * (3 + 6)
+
+
+def step_bytes(job: Any) -> dict[str, Any]:
+    """On one rank: what a step sent along cp, the plan's formula, and how much the forward pass kept."""
+    job, plan, mesh, stepper, loader = on_ranks.begin(job)
+    axis = mesh.axis("cp")
+    batches = next(iter(loader))
+    kept: dict[int, int] = {}
+    weights = {local_of(p.detach()).untyped_storage().data_ptr() for p in stepper.state.woven.module.parameters()}
+
+    def pack(t: Tensor) -> Tensor:
+        if isinstance(t, DTensor):
+            return t
+        if t.untyped_storage().data_ptr() not in weights:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = stepper.loss_of(0.0)(stepper.state.woven.module, stepper.local(batches)[0])
+    memory = sum(kept.values())
+    del loss
+    if axis is None:
+        return {"memory": memory, "sent": {}, "formula": {}}
+    axis.bytes.clear()
+    stepper.gradients([to_device(b, mesh.device) for b in batches])
+    tokens = job.train.global_batch * Cut.of(plan, axis.rank).padded(job.data.seq_len)
+    formula = context_bytes(job.model, plan, tokens, 4, axis.rank // plan.cp_group)
+    return {"memory": memory, "sent": {k: axis.bytes[k] for k in formula}, "formula": formula}
+
+
+SECTIONS: dict[str, Any] = {
+    "model": {"kv_heads": 2, "vocab": 16}, "data": {"seq_len": 256}, "train": {"global_batch": 2},
+}  # fmt: skip
+STEPS = ("cp 2 ring", "cp 4 ring", "cp 2 ulysses", "cp 4 ulysses", "cp 4 hybrid", "cp 2 × tp 2")
+
+
+def test_a_step_sends_what_the_plan_says_and_keeps_its_share(pool: RankPool) -> None:
+    one = with_layout(make_job(**SECTIONS), {"dp_replicate": 1, "dp_shard": 1})
+    alone = pool.run(step_bytes, 1, one)[0]["memory"]
+    for layout in STEPS:
+        section = parse_layout(layout)
+        for memory in ({}, {"recompute": "full"}, {"chunk": 40}):
+            spread = with_layout(make_job(**{**SECTIONS, "memory": memory}), section)
+            for seen in pool.run(step_bytes, ranks(section), spread):
+                assert seen["sent"] == seen["formula"], (layout, memory)
+                if not memory and layout.endswith("ring"):
+                    assert seen["memory"] / alone == pytest.approx(1 / section["cp"], rel=0.05)
+
+
+def test_blocks_put_together_are_the_whole() -> None:
+    """Keys in two parts, merged, and a query that sees none of the first."""
+    (q, k, v, dout), _ = draw({**BASE, "kv": 2})
+    whole, lse = attend(q, k, v, False, None)
+    parts = [attend(q, k[:, s], v[:, s], False, None) for s in (slice(0, 5), slice(5, None))]
+    out, log = merge(parts[0][0].float(), parts[0][1], *parts[1])
+    torch.testing.assert_close(out, whole)
+    torch.testing.assert_close(log, lse)
+    docs = (torch.tensor([[0] * 4 + [9] * 12] * 2), torch.zeros((2, 16), dtype=torch.int64))
+    some, log = attend(q, k, v, False, docs)
+    assert torch.equal(some[:, 4:], torch.zeros_like(some[:, 4:])) and bool((log[:, :, 4:] == float("-inf")).all())
+    assert all(g.isfinite().all() for g in attend_backward(dout, q, k, v, some, log, False, docs))
+    assert PLAIN.masked
+
+
+def test_the_style_follows_heads_links_and_length() -> None:
+    h100, nvlink, ndr = 989e12, 450e9, 50e9
+    assert choose_style(8, 8, 32, 8, 16384, 2, h100, nvlink)[:2] == ("ring", 1)
+    assert choose_style(8, 8, 32, 8, 128, 2, h100, nvlink)[:2] == ("ulysses", 8)
+    assert choose_style(16, 8, 32, 8, 512, 2, h100, ndr)[:2] == ("hybrid", 8)
+    style, group, why = choose_style(8, 8, 6, 6, 128, 2, h100, nvlink)
+    assert (style, group) == ("hybrid", 2)
+    assert "2 ranks" in why

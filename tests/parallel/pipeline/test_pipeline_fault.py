@@ -1,0 +1,78 @@
+"""A pipeline whose rank is gone ends by itself, names the rank, and goes on where it was when it is started again."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.command import Started, losses, run_of, step_of, weft, write_job
+
+from weft.job.errors import Exit
+from weft.supervisor.local_ranks import GRACE_S
+from weft.training.rank import exit_code, is_echo
+
+STEPS, TIMEOUT_S = 40, 20
+JOB: dict[str, Any] = {
+    "name": "run",
+    "model": {"family": "llama", "dim": 16, "layers": 4, "heads": 2, "ffn": 32, "vocab": 64},
+    "data": {"source": "synthetic", "seq_len": 16},
+    "train": {"steps": STEPS, "global_batch": 16, "eval_every": 0},
+    "checkpoint": {"every": 4},
+    "parallel": {"pp": 2, "dp_shard": 1, "microbatches": 8},
+    "comm": {"timeout_s": TIMEOUT_S},
+    "cluster": {"device": "cpu"},
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Started:
+    """A run whose rank 0 stands still. It takes a while to notice, in which the other test may go on."""
+    folder = tmp_path_factory.mktemp("stopped")
+    write_job(folder, **{**JOB, "comm": {"timeout_s": 5}})
+    started = Started(folder, "train", "job.yaml", "--no-resilient")
+    started.wait_for(lambda: step_of(run_of(folder, "run")) >= 2)
+    started.ranks()[0].send_signal(signal.SIGSTOP)
+    return started
+
+
+@pytest.mark.usefixtures("stopped")
+def test_a_rank_that_dies_in_a_schedule_ends_the_run_which_then_resumes(tmp_path: Path) -> None:
+    write_job(tmp_path, **JOB)
+    run = run_of(tmp_path, "run")
+    started = Started(tmp_path, "train", "job.yaml", "--no-resilient")
+    started.wait_for(lambda: step_of(run) >= 6)
+    started.ranks()[1].send_signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    said = started.end()
+    assert time.monotonic() - killed_at < TIMEOUT_S + GRACE_S
+    assert said.code == Exit.DIFFERS
+    assert said.err.splitlines()[-2].startswith("rank 1 was killed by SIGKILL")
+    assert said.last == "log: runs/run/logs/rank-1.log; start the same command again to resume"
+
+    again = weft(tmp_path, "train", "job.yaml")
+    assert again.code == Exit.DONE, again.err
+    resumed = re.search(r"resumed from step (\d+)", again.err)
+    assert resumed and int(resumed[1]) in range(4, STEPS, 4), again.err
+    told = losses(run)
+    assert list(told) == list(range(1, STEPS + 1))
+    assert all(len(set(values)) == 1 for values in told.values()), "a step told twice had another loss"
+
+
+def test_a_rank_that_stands_still_is_named_once_the_others_have_waited_long_enough(stopped: Started) -> None:
+    said = stopped.end()
+    assert said.code == Exit.HANG
+    assert said.err.splitlines()[-2].startswith("rank 0 did not answer; rank 1 (pp1) waited in ")
+    assert said.last == (
+        "log: runs/run/logs/rank-0.log; start the same command again to resume, with a longer comm.timeout_s if it was "
+        "only slow"
+    )
+
+
+def test_a_pair_that_a_timeout_closed_is_no_echo_of_another_rank() -> None:
+    """Gloo closes a pair when a wait on it has timed out here; whoever waits on it next gets these words."""
+    error = RuntimeError("Application timeout caused pair closure")
+    assert exit_code(error) == Exit.HANG and not is_echo(error)

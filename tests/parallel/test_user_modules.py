@@ -1,0 +1,110 @@
+"""A module of one's own trains under replicas and shards as it is, and under tp with a table of its parts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import on_ranks
+from helpers.parity import check, differences, make_job, run, section
+from safetensors.torch import load_file
+
+from weft.checkpoint.format import newest_good
+from weft.job.errors import JobError
+from weft.job.schema import Job
+from weft.launch.rank_pool import RankPool
+from weft.models import build_model
+from weft.planner.rules.layout_syntax import ranks
+from weft.training.weights import export_safetensors
+from weft.verify.prove import with_layout
+
+DATA = ("dp_replicate 2", "dp_shard 2 zero=1", "dp_shard 4 zero=3", "dp_replicate 2 × dp_shard 2 zero=2")
+TENSOR = ("tp 2", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2")
+NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
+
+
+def own(name: str, **sections: Any) -> Job:
+    return make_job(
+        model={**NOT_OURS, "module": f"helpers.own_models:{name}"}, data={"source": "pydoc", "seq_len": 8}, **sections
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "layouts"),
+    [
+        ("Plain", "fp32", DATA),
+        ("WithParts", "fp32", TENSOR),
+        ("Odd", "fp32", TENSOR),
+        ("WithParts", "bf16", (*DATA[:2], *TENSOR[:2])),
+        ("Frozen", "fp32", (*DATA[1:3], "dp_replicate 2")),
+        ("GivesDict", "fp32", DATA[:2]),
+        ("GivesObject", "fp32", DATA[1:2]),
+        ("Containers", "fp32", DATA[1:3]),
+        ("Scalar", "fp32", DATA[:1]),
+    ],
+)
+def test_same_run(pool: RankPool, name: str, precision: str, layouts: tuple[str, ...]) -> None:
+    check(pool, own(name, precision=precision), layouts)
+
+
+def test_a_frozen_weight_is_not_trained(pool: RankPool) -> None:
+    assert "embed.weight" not in run(pool, own("Frozen"), "1").result.trace.parameters
+
+
+def test_running_statistics_are_the_same_on_every_rank_once_saved(pool: RankPool, tmp_path: Path) -> None:
+    """Their mean over the ranks, so that any layout opens what any rank would have saved."""
+    states = {}
+    for layout in ("dp_replicate 2", "dp_replicate 2 × dp_shard 2 zero=3", "1"):
+        job, file = with_layout(own("Normed"), section(layout)), tmp_path / "states.pt"
+        pool.run(on_ranks.move, ranks(section(layout)), job, str(tmp_path / "checkpoints"), 2, str(file))
+        states[layout] = torch.load(file)
+    name = "buffer.batchnorm.running_mean"
+    for (_, saved), (opened, _) in pairwise(states.values()):
+        assert torch.equal(saved[name], opened[name])
+        assert int(opened["buffer.batchnorm.num_batches_tracked"]) == int(saved["buffer.batchnorm.num_batches_tracked"])
+    found = newest_good(tmp_path / "checkpoints")
+    assert found
+    exported = load_file(export_safetensors(found, tmp_path / "model.safetensors", dtype=torch.bfloat16))
+    assert torch.equal(exported[name[7:]], states["1"][1][name].bfloat16())
+    assert exported["batchnorm.num_batches_tracked"].dtype == torch.int64
+    seen = pool.run(on_ranks.buffers_after, 2, with_layout(own("Normed"), section("dp_replicate 2")), 2)
+    (before, after), (other_before, other_after) = seen
+    means = (before[name[7:]].double() + other_before[name[7:]].double()) / 2
+    assert not torch.equal(before[name[7:]], other_before[name[7:]])
+    assert torch.equal(after[name[7:]], means.float())
+    assert all(torch.equal(value, other_after[key]) for key, value in after.items())
+    assert torch.equal(after["scale"], before["scale"])
+
+
+def test_recompute_of_modules_that_weft_does_not_know(pool: RankPool) -> None:
+    job = own("Plain", memory={"recompute": "full"})
+    assert not differences(run(pool, own("Plain"), "1"), run(pool, job, "dp_shard 2 zero=3"))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "says"),
+    [
+        ("Plain", "tp 2", "JobError: Plain has no table of parts, so parallel.tp must be 1; for tp give the class an "
+                          "attribute `parts` such as {'*.up': 'column', '*.down': 'row'}"),
+        ("WrongParts", "tp 2", "JobError: the table of parts says 'blocks.*.up': 'colum', which is no part; did you "
+                               "mean 'column'?"),
+        ("MisspeltParts", "tp 2", "JobError: the table of parts of MisspeltParts has 'blocks.*.dwn', which fits no "
+                                  "module; did you mean 'blocks.*.down'?"),
+        ("Scalar", "dp_shard 2", "JobError: the parameter heat has no dimension to cut; give it the shape [1], or use "
+                                 "dp_replicate"),
+        ("Missing", "1", "JobError: model.module='helpers.own_models:Missing': helpers.own_models has no 'Missing'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_said(pool: RankPool, name: str, layout: str, says: str) -> None:
+    job = with_layout(own(name), section(layout))
+    answers = pool.run(on_ranks.refusal, ranks(section(layout)), job)
+    assert answers == [says] * len(answers)
+
+
+def test_an_output_without_a_name_is_refused() -> None:
+    model = build_model(own("GivesNameless").model)
+    with pytest.raises(JobError, match="your module returns a dict of out; name its output logits"):
+        model(torch.zeros(1, 8, dtype=torch.long))

@@ -1,0 +1,66 @@
+"""Why not any layout whatever: an answer for each, in one sentence, and a refusal for what is no layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.job.errors import JobError
+from weft.job.load import parse_job
+from weft.planner.advice.why_not import why_not
+from weft.planner.make_plan import begin
+from weft.planner.search.survey import Survey, survey
+
+
+@pytest.fixture(scope="module")
+def made() -> Survey:
+    return survey(
+        begin(
+            parse_job(
+                {
+                    "model": {"shape": "llama-8b"},
+                    "data": {"source": "synthetic", "seq_len": 4096},
+                    "train": {"global_batch": 128, "steps": 100},
+                    "cluster": {"device": "h100-sxm", "nodes": 2, "devices_per_node": 8},
+                }
+            )
+        ),
+        front=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "verdict", "says"),
+    [
+        ("tp=0", "cannot be", "tp=0 is less than 1"),
+        ("pp=64", "cannot be", "multiply to 64, which does not divide 16 ranks; 16 would"),
+        ("tp=3", "cannot be", "does not divide model.heads=32"),
+        ("ep=2", "cannot be", "the model has none"),
+        ("ep=1 TP=2", "slower", "tp 2"),
+        ("pp=16 virtual_stages=4", "cannot be", "64 stages cannot be made of 34 parts"),
+        ("pp=2 zero-bubble", "slower", "pp 2"),
+        ("pp=4 gpipe", "slower", "(gpipe)"),
+        ("pp=2 virtual_stages=2", "slower", "pp 2"),
+        ("cp=8", "slower", "cp 8"),
+        ("cp=2 ulysses", "slower", "(ulysses)"),
+        ("microbatches=4", "slower", "a step"),
+        ("microbatch=3", "cannot be", "would not divide"),
+        ("zero=7", "cannot be", "no layout"),
+        ("dp_replicate=16", "does not fit", "too many"),
+    ],
+)
+def test_an_answer_for_every_layout(made: Survey, asked: str, verdict: str, says: str) -> None:
+    told = why_not(made, asked)
+    assert says in told["because"] and "\n" not in told["because"]
+    assert told["verdict"] == verdict
+
+
+@pytest.mark.parametrize("asked", ["", "  ", "banana", "tp=-1", "tp=two", "=8", "tp=8 and more"])
+def test_what_is_no_layout_is_refused(made: Survey, asked: str) -> None:
+    with pytest.raises(JobError, match=r"is not a layout|names no layout"):
+        why_not(made, asked)
+
+
+def test_what_the_search_leaves_out_on_cpus_is_answered_too() -> None:
+    job = parse_job({"model": {"shape": "tiny"}, "data": {"source": "synthetic"}, "cluster": {"devices_per_node": 2}})
+    told = why_not(survey(begin(job), front=False), "pp=2")
+    assert told["verdict"] != "cannot be", told

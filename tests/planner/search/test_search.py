@@ -1,0 +1,197 @@
+"""The space and the search: degrees multiply to the world, and bounds find what looking at everything finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.job import parse_job
+from weft.job.shapes import resolve
+from weft.planner.calibration import load
+from weft.planner.make_plan import begin, make_plan, pick
+from weft.planner.model.facts import cluster_facts, facts_of
+from weft.planner.plan import Plan
+from weft.planner.search.candidates import Layouts
+from weft.planner.search.frontier import NEAR
+from weft.planner.search.search import Scene, search
+from weft.planner.search.space import coarse, count, make_space, space_of
+
+
+def job_of(model: Any, nodes: int, batch: int, seq: int = 2048, device: str = "h100-sxm", **cluster: Any) -> Any:
+    return resolve(
+        parse_job(
+            {
+                "model": model,
+                "data": {"source": "synthetic", "seq_len": seq},
+                "train": {"global_batch": batch},
+                "cluster": {"device": device, "nodes": nodes, "devices_per_node": 8, **cluster},
+            }
+        )
+    )
+
+
+def scene_of(job: Any, **cluster: Any) -> Scene:
+    world = job.cluster.nodes * job.cluster.devices_per_node
+    return Scene(facts_of(job), cluster_facts(job, world, **cluster), load("weft"), job.train.global_batch)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    model=st.sampled_from(["tiny", "llama-8b", "moe-tiny", "qwen3-30b-a3b", "gpt2-125m", "mlp"]),
+    world=st.integers(1, 48),
+    batch=st.integers(1, 64),
+)
+def test_the_product_of_degrees_is_the_world(model: str, world: int, batch: int) -> None:
+    seq = 1024
+    job = resolve(
+        parse_job({"model": model, "data": {"source": "synthetic", "seq_len": seq}, "train": {"global_batch": batch}})
+    )
+    space = space_of(job, world, "bf16")
+    layouts = make_space(space)
+    assert len(layouts) == count(space, coarse(space))
+    assert (layouts.world == world).all()
+    assert (layouts.dp * layouts.microbatch * layouts.accumulation == batch).all()
+    assert ((layouts.dp_shard * layouts.cp * layouts.tp) % layouts.ep == 0).all()
+    assert ((layouts.zero > 0) == (layouts.dp_shard > 1)).all()
+    if job.model.heads:
+        assert (job.model.kv_heads % layouts.tp == 0).all()
+        assert (layouts.pp * layouts.virtual_stages <= job.model.layers + 2).all()
+    rows = np.stack([np.asarray(array, np.int64) for _, array in layouts.arrays()])
+    assert len(np.unique(rows, axis=1).T) == len(layouts), "no layout stands twice"
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "batch", "seq", "device"),
+    [
+        ("llama-8b", 2, 32, 4096, "a100-sxm-40gb"),
+        ("qwen3-30b-a3b", 1, 16, 4096, "l40s"),
+        ("gpt2-1.5b", 3, 96, 1024, "v100-sxm-32gb"),
+        ("llama-13b", 2, 24, 8192, "h100-sxm"),
+    ],
+)
+def test_the_search_finds_what_looking_at_everything_finds(
+    model: str, nodes: int, batch: int, seq: int, device: str
+) -> None:
+    job = job_of(model, nodes, batch, seq, device)
+    scene = scene_of(job)
+    space = space_of(job, nodes * 8, "bf16").restricted(by_block=False)
+    layouts = make_space(space)
+    parts = [scene.estimate(layouts.take(slice(a, a + 16_384))) for a in range(0, len(layouts), 16_384)]
+    times = np.concatenate([np.where(p.fits, p.step_time_s, np.inf) for p in parts])
+    peaks = np.concatenate([p.peak_gib for p in parts])
+    found = search(space, scene, top=3, front=True)
+    assert found.size == len(layouts)
+    assert found.times.min() == pytest.approx(times.min(), rel=1e-12)
+    assert found.least_gib == pytest.approx(peaks.min(), rel=1e-12)
+    assert _front(found.times, found.peaks) == pytest.approx(_front(times, peaks))
+    assert found.times[0] <= (1 + 1.2 * NEAR) * times.min(), "the plainest of the equally fast is first"
+
+
+def _front(times: Any, peaks: Any) -> list[float]:
+    order = np.lexsort((peaks, times))
+    order = order[times[order] <= 2 * times.min()]
+    low = np.minimum.accumulate(peaks[order])
+    return [float(t) for t in times[order][np.concatenate([[True], low[1:] < low[:-1]])]]
+
+
+def test_recompute_by_block_is_only_as_much_as_memory_asks_for() -> None:
+    """Where nothing else helps, some blocks are recomputed: faster than all of them, and no more would be needed."""
+    job = job_of("llama-8b", 1, 8, 8192, "a100-sxm-40gb")
+    space = space_of(job, 8, "bf16").restricted(pp=(1,), cp=(1,), tp=(1,), zero=(3,), dp_shard=(8,), microbatch=1)
+    scene = scene_of(job)
+    whole, some = search(space.restricted(by_block=False), scene), search(space, scene)
+    blocks = int(some.layouts.recompute_blocks[0])
+    assert 0 < blocks < 32
+    assert some.times[0] < whole.times[0]
+    assert some.layouts.plan(0).recompute == blocks
+    fewer = Layouts.of(**{**dict(some.layouts.take([0]).arrays()), "recompute_blocks": blocks - 1})
+    assert not scene.estimate(fewer).fits[0]
+
+
+@settings(max_examples=10, deadline=None)
+@given(less=st.floats(12, 140), more=st.floats(0, 100))
+def test_more_memory_never_makes_a_fitting_plan_unfit(less: float, more: float) -> None:
+    job = job_of("llama-8b", 2, 32, 2048)
+    space = space_of(job, 16, "bf16").restricted(schedules=(("1f1b", (1,)), ("zbv", (2,))))
+    layouts = make_space(space)
+    small, large = (scene_of(job, memory_gib=gib) for gib in (less, less + more))
+    assert (~small.estimate(layouts).fits | large.estimate(layouts).fits).all()
+    first, second = search(space, small), search(space, large)
+    if len(first):
+        assert second.times.min() <= first.times.min() * (1 + 1e-12)
+
+
+def test_symmetric_clusters_give_symmetric_answers() -> None:
+    """Where all links are the same, it does not matter how ranks are gathered in nodes, or where stages lie."""
+    flat = [{"name": "flat", "size": 16, "gb_s": 50, "latency_us": 5}]
+    two, four = (job_of("llama-8b", n, 32, levels=flat, devices_per_node=16 // n) for n in (2, 4))
+    found = [search(space_of(job, 16, "bf16"), scene_of(job), top=4) for job in (two, four)]
+    assert [f.layouts.plan(int(i)).layout() for f in found[:1] for i in f.best(4)] == [
+        found[1].layouts.plan(int(i)).layout() for i in found[1].best(4)
+    ]
+    assert found[0].times.min() == pytest.approx(found[1].times.min(), rel=1e-12)
+    space = space_of(two, 16, "bf16").restricted(pp=(4,), cp=(1,))
+    near, far = (search(space.restricted(placement=(p,)), scene_of(two)).times.min() for p in (0, 1))
+    assert near == pytest.approx(far, rel=1e-9)
+
+
+def test_layouts_go_to_plans_and_back() -> None:
+    plan = Plan(
+        device="cuda", device_name="h100-sxm", backend="nccl", dp_shard=4, tp=2, pp=2, sequence=True, precision="bf16",
+        schedule="zbv", virtual_stages=2, microbatch=2, accumulation=8, recompute="full", zero=2,
+    )  # fmt: skip
+    one = Layouts.one(plan)
+    assert len(one) == 1 and int(one.world[0]) == plan.world == 16
+    assert one.plan(0, plan) == plan
+    assert len(Layouts.join([one, one.take([0, 0])])) == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "device", "seq", "batch", "cut", "data"),
+    [
+        ("llama-1b", 1, "h100-sxm", 4096, 256, (1, 1), 8),
+        ("llama-8b", 8, "h100-sxm", 8192, 512, (1, 2), 32),
+        ("llama-13b", 8, "a100-sxm-80gb", 4096, 512, (2, 8), 8),
+        ("llama-70b", 16, "h100-sxm", 4096, 1024, (4, 64), 2),
+        ("gpt3-175b", 128, "a100-sxm-80gb", 2048, 1536, (16, 128), 4),
+        ("llama-405b", 256, "h100-sxm", 8192, 2048, (64, 1024), 2),
+        (
+            {"family": "gpt2", "dim": 25600, "layers": 128, "heads": 160, "vocab": 51200, "max_len": 2048},
+            512, "h100-sxm", 2048, 3072, (128, 2048), 2,
+        ),
+    ],
+)  # fmt: skip
+def test_rules_of_thumb_come_out_of_the_search(
+    model: Any, nodes: int, device: str, seq: int, batch: int, cut: tuple[int, int], data: int
+) -> None:
+    """Below 10B data parallelism alone; to 100B the model is cut a little, inside a node; above that tp, pp and dp at
+    once, and the more so the larger. tp never leaves the node."""
+    start = begin(job_of(model, nodes, batch, seq, device))
+    plan, _, found = pick(start, trainable=True)
+    assert found is not None and len(found)
+    assert cut[0] <= plan.tp * plan.pp <= cut[1], plan.layout()
+    assert plan.dp >= data
+    assert plan.tp <= 8
+    if cut[0] >= 16:
+        assert plan.tp > 1 and plan.pp > 1
+
+
+def test_experts_are_spread_by_the_search() -> None:
+    start = begin(job_of("mixtral-8x7b", 8, 1024, 4096))
+    plan, reasons, found = pick(start, trainable=False)
+    assert found is not None and plan.ep > 1
+    assert any(reason.startswith(f"ep {plan.ep}: without it a step would be") for reason in reasons)
+
+
+def test_pinned_layouts_stay_pinned_and_the_rest_is_chosen() -> None:
+    job = job_of("llama-8b", 1, 64, 8192, "a100-sxm-40gb")
+    pinned = job.model_copy(update={"parallel": parse_job({"parallel": {"tp": 2, "zero": 3}}).parallel})
+    _, plan = make_plan(pinned)
+    assert plan.layout() == "dp_shard 4 (zero 3) × tp 2"
+    assert plan.recompute != "none", "keeping every activation would not fit"
+    [reason] = [reason for reason in plan.reasons if reason.startswith("recompute ")]
+    assert reason.startswith(f"recompute {plan.recompute}") and "keeping everything would take" in reason

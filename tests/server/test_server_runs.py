@@ -1,0 +1,170 @@
+"""Runs through a server, with real processes: workers and servers are killed, clients send what they should not."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from helpers import sync_ranks
+from helpers.command import Started, losses, run_of, until, write_job
+from helpers.parity import BASE, section
+
+from weft.checkpoint.checkpointer import load_full, newest_good
+from weft.job.load import load_job, parse_job
+from weft.job.run_folder import RunDir
+from weft.launch.rank_pool import RankPool
+from weft.planner import make_plan
+from weft.server.worker import Worker, make_worker, work
+from weft.watch.journal import read_jsonl
+
+SMALL: dict[str, Any] = {
+    **BASE,
+    "train": {"global_batch": 8, "steps": 100_000, "eval_every": 0},
+    "cluster": {"device": "cpu"},
+    "checkpoint": {"every": 0},
+    "watch": {"every": 1000},
+}
+
+
+def kill(started: Started, role: str, index: int) -> None:
+    """End one process of a run as the system would that is short of memory."""
+    words = [role, str(index)]
+    for process in psutil.Process(started.process.pid).children():
+        if process.cmdline()[-2:] == words:
+            process.send_signal(signal.SIGKILL)
+            return
+    raise AssertionError(f"no process is {role} {index}")
+
+
+def told(run: RunDir, kind: str) -> list[dict[str, Any]]:
+    return [e for e in read_jsonl(run.events) if e["event"] == kind]
+
+
+Start = Callable[[Path, str], Started]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a run that would never end by itself; a test that fails leaves none behind."""
+    begun: list[Started] = []
+
+    def run(folder: Path, workers: str) -> Started:
+        begun.append(Started(folder, "train", "job.yaml", "--nproc", workers))
+        return begun[-1]
+
+    yield run
+    for each in begun:
+        each.process.kill()
+        each.process.wait()
+
+
+def test_killed_workers_and_servers_leave_no_trace_in_the_weights(pool: RankPool, tmp_path: Path, start: Start) -> None:
+    """A synchronous server is ordinary training, whoever of two servers and two workers is killed on the way."""
+    sync = {"mode": "server", "order": "sync", "servers": 2, "snapshot_every": 3}
+    write_job(tmp_path, **{**SMALL, "name": "ps", "train": {**SMALL["train"], "sync": sync}})
+    started, run = start(tmp_path, "2"), run_of(tmp_path, "ps")
+
+    def beyond(step: int) -> None:
+        started.wait_for(lambda: max(losses(run), default=0) > step)
+
+    started.wait_for(lambda: len(told(run, "worker_joined")) == 2)
+    beyond(2)
+    kill(started, "worker", 3)
+    started.wait_for(lambda: bool(told(run, "worker_lost")))
+    kill(started, "server", 1)
+    started.wait_for(lambda: len(told(run, "server_restored")) == 1)
+    beyond(told(run, "server_restored")[0]["step"] + 3)
+    kill(started, "chief", 0)
+    started.wait_for(lambda: len(told(run, "server_restored")) == 2)
+    beyond(told(run, "server_restored")[1]["step"] + 3)
+    started.process.send_signal(signal.SIGINT)
+    ended = started.end()
+    assert ended.code == 130, ended.err
+    assert "worker 3 was killed by SIGKILL; another is started" in ended.err
+
+    found = newest_good(run.checkpoints)
+    assert found is not None
+    last = told(run, "stop")[0]["step"]
+    job = parse_job({**SMALL, "cluster": {"device": "cpu", "devices_per_node": 1}, "parallel": section("1")})
+    plain = pool.run(sync_ranks.train_to, 1, job, last)[0][0]
+    first = pool.run(sync_ranks.train_to, 1, job, 0)[0][0]
+    kept = load_full(found.path, "model.")
+    way = torch.cat([(plain[n] - first[n]).reshape(-1) for n in kept]).norm()
+    off = torch.cat([(plain[n] - kept[n]).reshape(-1) for n in kept]).norm()
+    assert off <= 1e-3 * way
+    further = pool.run(sync_ranks.train_to, 1, job, last + 1, str(run.checkpoints))[0][0]  # as an ordinary run
+    assert all(torch.isfinite(t).all() for t in further.values())
+
+
+def poisoned(kind: str) -> Any:
+    """What a client does that means no good."""
+
+    def do(worker: Worker, task: dict[str, Any]) -> None:
+        worker.pull(task["servers"], task["version"])
+        change = {n: torch.full_like(m.detach(), 1e-3) for n, m in worker.stepper.state.woven.masters.items()}
+        name = next(iter(change))
+        if kind == "nan":
+            change[name].view(-1)[0] = float("nan")
+        elif kind == "shape":
+            change[name] = torch.zeros(3)
+        else:
+            change = {n: t * 1e6 for n, t in change.items()}
+        figures = [1.0] * task["steps"]
+        worker.ask({"do": "done", "key": task["key"], "losses": figures, "counts": figures, "norms": figures}, change)
+
+    return do
+
+
+def test_poisoned_clients_are_rejected_and_named(tmp_path: Path, start: Start) -> None:
+    sync = {"mode": "federated", "clients": 8, "every": 2, "outer_momentum": 0.5, "clip": 10.0, "noise": 1e-6}
+    write_job(tmp_path, **{**SMALL, "name": "fed", "train": {**SMALL["train"], "sync": sync}})
+    started, run = start(tmp_path, "1"), run_of(tmp_path, "fed")
+    started.wait_for((run.path / "servers" / "chief.json").exists)
+    job, plan = make_plan(load_job(str(run.job)), 1)
+    threads = []
+    for client, kind in ((2, "nan"), (4, "shape"), (6, "size")):
+        worker = make_worker(run, job, plan, f"mallory {client}", {"client": client})
+        threads.append(threading.Thread(target=work, args=(worker, poisoned(kind)), daemon=True))
+        threads[-1].start()
+
+    def named() -> set[int]:
+        return {e["client"] for e in told(run, "rejected")}
+
+    started.wait_for(lambda: named() == {2, 4, 6})
+    seen = max(losses(run), default=0)  # an update may be rejected before its round is told of
+    started.wait_for(lambda: max(losses(run), default=0) > seen + 4)
+    started.process.send_signal(signal.SIGINT)
+    ended = started.end()
+    assert ended.code == 130, ended.err
+    for thread in threads:
+        until(lambda thread=thread: not thread.is_alive())
+    why = {e["client"]: e["why"] for e in told(run, "rejected")}
+    assert "not finite" in why[2] and "has the shape [3] instead of" in why[4] and "times the median" in why[6]
+    assert all(e["worker"] == f"mallory {e['client']}" for e in told(run, "rejected"))
+    assert "the update of client 4 is rejected" in ended.err
+    last = read_jsonl(run.metrics)[-1]
+    assert last["rejected"] == [2, 4, 6] and last["clients"] == [0, 1, 3, 5, 7]
+    found = newest_good(run.checkpoints)
+    assert found is not None
+    kept = load_full(found.path)
+    assert all(torch.isfinite(t).all() for n, t in kept.items() if n.startswith("model."))
+    assert all(t.abs().max() < 100 for n, t in kept.items() if n.startswith("model."))
+    assert any(n.startswith("outer.velocity.") and t.any() for n, t in kept.items())
+
+
+@pytest.mark.parametrize("sync", ["server:async", "federated"])
+def test_the_ranks_of_torchrun_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str) -> None:
+    from weft.job.errors import JobError
+    from weft.job.schema import Job
+    from weft.launch.train import join
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(JobError, match="start it with `weft train` alone"):
+        join(Job.model_validate({**SMALL, "runs_dir": str(tmp_path), "train": {"global_batch": 8, "sync": sync}}))

@@ -1,0 +1,157 @@
+"""A run on several hosts that loses ranks, nodes and links, gets them back, and reads every sample once."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.command import DEADLINE_S, ENV, ids_by_step, losses, run_of, step_of, until, write_job
+
+from weft.chaos.virtual_hosts import Hosts
+from weft.job.errors import Exit
+from weft.job.run_folder import RunDir
+from weft.supervisor.nodes.attempt_claims import Claims
+from weft.watch.journal import read_jsonl
+
+BATCH = 12
+
+
+class Cluster:
+    """Hosts on which the same command is started, one supervisor each."""
+
+    def __init__(self, hosts: Hosts, folder: Path, run: RunDir) -> None:
+        self.hosts, self.folder, self.run = hosts, folder, run
+        self.claims = Claims(run.path / "attempts")
+        self.nodes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, node: int) -> None:
+        env = {**ENV, "NODE_RANK": str(node), "NNODES": str(self.hosts.count), "MASTER_ADDR": self.hosts.address(0)}
+        with (self.folder / f"said-{node}.txt").open("a", encoding="utf-8") as file:
+            command = [sys.executable, "-m", "weft", "train", "job.yaml", "--nproc", "1"]
+            self.nodes[node] = self.hosts.start(node, command, env, cwd=self.folder, stdout=file, stderr=file)
+
+    def said(self) -> str:
+        return "\n".join(p.read_text(encoding="utf-8") for p in sorted(self.folder.glob("said-*.txt")))
+
+    def trains_in(self, nodes: set[int], after: int) -> int:
+        """Wait until these nodes commit steps together, in an attempt after that one. Returns its number."""
+
+        def so() -> bool:
+            assert all(p.poll() is None for n, p in self.nodes.items() if n in nodes), self.said()
+            newest = self.claims.newest()
+            decision = self.claims.read(newest)
+            if newest <= after or decision is None or decision.nodes != nodes:
+                return False
+            starts = [e for e in read_jsonl(self.run.events) if e["event"] == "start" and e["attempt"] == newest]
+            return bool(starts) and step_of(self.run) > starts[-1]["step"] + 5
+
+        try:
+            until(so)
+        except AssertionError:
+            pytest.fail(f"{self.claims.newest()} {step_of(self.run)}\n{self.said()[-6000:]}")
+        return self.claims.newest()
+
+    def listening(self, node: int) -> list[str]:
+        """Every address at which something on a host accepts connections."""
+        command = ["ip", "netns", "exec", self.hosts.names[node], "ss", "-Hltn"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [line.split()[3] for line in lines]
+
+    def ranks(self, node: int) -> list[psutil.Process]:
+        """The processes of a host that could be ranks."""
+        found = [psutil.Process(pid) for pid in self.hosts.processes(node)]
+        return [p for p in found if "weft.training.supervised_rank" in " ".join(p.cmdline())]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    write_job(
+        tmp_path, model={"family": "gpt2", "dim": 16, "layers": 1, "heads": 2}, data={"seq_len": 8, "record_ids": True},
+        train={"global_batch": BATCH, "steps": 1_000_000, "eval_every": 0}, parallel={"dp_shard": -1, "zero": 3},
+        cluster={"device": "cpu"}, checkpoint={"every": 0}, resilience={"node_lost_s": 5, "spares": 0},
+        optim={"lr": 1e-3, "schedule": "constant", "warmup": 0},
+    )  # fmt: skip
+    with Hosts(3) as hosts:
+        made = Cluster(hosts, tmp_path, run_of(tmp_path, "job"))
+        for node in range(3):
+            made.start(node)
+        yield made
+
+
+STRANGER = """
+import os, socket, sys
+for garbage in (b"", b"\\0" * 64, b"weft-1\\r\\n" + os.urandom(64), b"GET / HTTP/1.1\\r\\n\\r\\n", os.urandom(100_000)):
+    for at in sys.argv[1:]:
+        host, port = at.rsplit(":", 1)
+        try:
+            with socket.create_connection((host, int(port)), timeout=5) as sock:
+                sock.sendall(garbage)
+        except OSError:
+            pass
+"""
+
+
+def test_a_run_outlives_strangers_ranks_nodes_and_links(cluster: Cluster) -> None:
+    attempt = cluster.trains_in({0, 1, 2}, after=0)
+
+    # strangers at every socket of the run, from another host: supervisors, the store, Gloo
+    listening = [at for node in range(3) for at in cluster.listening(node)]
+    assert len(listening) > 3
+    assert all(at.startswith("10.73.") for at in listening)  # the cluster's own network, and nothing else
+    assert cluster.hosts.start(0, [sys.executable, "-c", STRANGER, *listening]).wait(DEADLINE_S) == 0
+    step = step_of(cluster.run)
+    until(lambda: step_of(cluster.run) > step + 5)
+
+    next(p for p in cluster.ranks(1) if _is_rank(p, 1, cluster.run)).kill()
+    attempt = cluster.trains_in({0, 1, 2}, after=attempt)
+    step = step_of(cluster.run)
+    until(lambda: step_of(cluster.run) > step + 40)  # until neighbours hold each other's steps again
+
+    cluster.hosts.kill(0)  # with rank 0, and the one who leads
+    attempt = cluster.trains_in({1, 2}, after=attempt)
+    lost = [e for e in read_jsonl(cluster.run.events) if e["event"] == "fault" and e["fault"] == "node_lost"]
+    assert lost[0]["why"].startswith("node 0 was not heard of for")
+
+    cluster.start(0)
+    attempt = cluster.trains_in({0, 1, 2}, after=attempt)
+
+    cluster.hosts.cut(2)
+    attempt = cluster.trains_in({0, 1}, after=attempt)
+    until(lambda: "the others went on without it" in cluster.said())
+    cluster.hosts.join(2)
+    attempt = cluster.trains_in({0, 1, 2}, after=attempt)
+
+    cluster.nodes[1].send_signal(signal.SIGTERM)
+    assert [cluster.nodes[n].wait(DEADLINE_S) for n in range(3)] == [Exit.PREEMPTED] * 3, cluster.said()
+    _check_ledger(cluster.run)
+    recovered = [e["how"] for e in read_jsonl(cluster.run.events) if e["event"] == "recovered"]
+    assert {"shrink", "grow"} <= set(recovered)
+
+
+def _check_ledger(run: RunDir) -> None:
+    """Every step was committed, told again with the same loss, and read its own samples, each once."""
+    told = losses(run)
+    last = max(told)
+    assert sorted(told) == list(range(1, last + 1))
+    again = {step: values for step, values in told.items() if len(values) > 1}
+    assert all(math.isclose(a, b, rel_tol=1e-3) for values in again.values() for a, b in pairwise(values))
+    assert told[last][-1] < told[1][0]
+    starts = [e["step"] for e in read_jsonl(run.events) if e["event"] == "start"]
+    assert starts[0] == 0
+    assert all(starts[1:])  # nothing was begun anew: what a lost node had was in its neighbour's memory
+    read = ids_by_step(run)
+    ids = [i for step in range(1, last + 1) for i in read[step]]
+    assert all(len(read[step]) == BATCH for step in range(1, last + 1))
+    assert len(set(ids)) == len(ids)
+
+
+def _is_rank(process: psutil.Process, rank: int, run: RunDir) -> bool:
+    """Whether a process is that rank now, by the files it has open."""
+    return any(Path(f.path).name == f"rank-{rank}.log" for f in process.open_files())

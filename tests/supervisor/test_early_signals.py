@@ -1,0 +1,28 @@
+"""A scheduler's notice that comes before there are ranks: the run has nothing to save and can be started again."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from helpers.command import Started, run_of, until, write_job
+
+from weft.supervisor.local_ranks import locked
+
+
+def listens(pid: int) -> bool:
+    """Whether a process has something to do when SIGTERM comes."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_a_notice_in_the_first_moments_ends_with_the_code_that_says_run_again(tmp_path: Path) -> None:
+    write_job(tmp_path, train={"steps": 3, "global_batch": 4})
+    run = run_of(tmp_path, "early")
+    with locked(run):  # so that it cannot get any further
+        started = Started(tmp_path, "train", "job.yaml", "name=early", "--nproc", "2")
+        until(lambda: listens(started.process.pid))
+        started.process.send_signal(signal.SIGTERM)
+        assert started.process.wait(120) == 75
+    assert not run.metrics.exists()

@@ -1,0 +1,51 @@
+"""What the launcher makes of the ends of its ranks: the exit code, and the last lines a person reads."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from helpers.command import Started, run_of, write_job
+
+from weft.job.errors import Exit
+from weft.job.run_folder import RunDir
+from weft.supervisor.local_ranks import AT_ONCE, say_why
+
+
+def test_the_third_interrupt_ends_a_run_that_does_not_answer(tmp_path: Path) -> None:
+    """By then nobody waits for a checkpoint any more; it is still an interrupt, and no rank is to blame."""
+    write_job(
+        tmp_path, model="helpers.own_models:Stuck", data={"seq_len": 8}, train={"global_batch": 2, "eval_every": 0},
+        parallel={"dp_shard": 1}, cluster={"device": "cpu"},
+    )  # fmt: skip
+    started = Started(tmp_path, "train", "job.yaml")
+    started.wait_for((tmp_path / "stuck").exists)
+    ranks = started.ranks()
+    started.wait_for_end(lambda: started.process.send_signal(signal.SIGINT))
+    said = started.end()
+    assert said.code == Exit.INTERRUPTED
+    assert said.last == "ended at once, without saving; start the same command again to resume from the last checkpoint"
+    assert "SIGKILL" not in said.err
+    assert "Traceback" not in said.err
+    assert not any(rank.is_running() for rank in ranks)
+    assert not run_of(tmp_path, "job").checkpoints.exists()
+    assert AT_ONCE == 3
+
+
+@pytest.mark.parametrize("left", ["", "{", "\x00" * 9, None])
+def test_a_reason_that_cannot_be_read_is_no_reason(tmp_path: Path, left: str | None) -> None:
+    """A rank may die while it writes why it dies."""
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    path = run.logs / "failure-0.json"
+    if left is None:
+        path.mkdir()
+    else:
+        path.write_text(left, encoding="utf-8")
+    said: list[str] = []
+    assert say_why(run, [3], 0, [], said.append) == Exit.DIFFERS
+    assert said == [f"rank 0 ended with code 3 and left no reason; log: {run.logs / 'rank-0.log'}"]
+    said.clear()
+    assert say_why(run, [-signal.SIGKILL], 0, [], said.append) == Exit.DIFFERS
+    assert said[0].startswith("rank 0 was killed by SIGKILL; if nobody sent it, memory may have run out")

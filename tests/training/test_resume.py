@@ -1,0 +1,292 @@
+"""Runs that are killed, stopped, moved and damaged are the run that never was: step for step, sample for sample."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from helpers.command import Said, Started, ids_by_step, losses, python, run_of, step_of, strays, weft, write_job
+
+from weft.job.errors import Exit
+from weft.watch.journal import read_jsonl
+
+STEPS = 56
+JOB: dict[str, Any] = {
+    "name": "run",
+    "model": {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 32, "dropout": 0.1, "tied": True},
+    "data": {"seq_len": 16, "record_ids": True},
+    "train": {"steps": STEPS, "global_batch": 8, "microbatch": 2, "eval_every": 20, "eval_batches": 1, "ema": 0.9},
+    "optim": {"lr": 3e-3, "eps": 1e-6},
+    "checkpoint": {"every": 5, "keep": 4},
+    "parallel": {"dp_shard": 2, "zero": 2},
+    "cluster": {"device": "cpu"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    write_job(path, **JOB)
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[int, float]:
+    """The losses of a run that torchrun started and nobody touched."""
+    run = run_of(folder, "undisturbed")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    started = Started(folder, "train", "job.yaml", "name=undisturbed", under=torchrun)
+    started.wait_for(lambda: step_of(run) >= 1)
+    with (run.path / ".lock").open("rb") as lock, pytest.raises(BlockingIOError):  # no other run may use the folder
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    said = started.end()
+    assert said.code == 0, said.err
+    told = losses(run)
+    assert list(told) == list(range(1, STEPS + 1))
+    assert all(len(values) == 1 for values in told.values())
+    return {step: values[0] for step, values in told.items()}
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path, undisturbed: dict[int, float]) -> tuple[Said, Said]:
+    """The same run, first its launcher and then, with nobody to replace it, one of its ranks killed without warning,
+    then left to finish."""
+    run, chance = run_of(folder, "killed"), random.Random(7)
+    moments = chance.randint(6, 10), chance.randint(14, 20)
+    first = Started(folder, "train", "job.yaml", "name=killed")
+    first.wait_for(lambda: step_of(run) >= moments[0])
+    ranks = first.ranks()
+    first.process.send_signal(signal.SIGKILL)
+    assert first.end().code == -signal.SIGKILL
+    second = Started(folder, "train", "job.yaml", "name=killed", "--no-resilient")
+    second.wait_for(lambda: step_of(run) >= moments[1])
+    assert not any(rank.is_running() for rank in ranks)
+    second.ranks()[1].send_signal(signal.SIGKILL)
+    return second.end(), weft(folder, "train", "job.yaml", "name=killed")
+
+
+def test_a_killed_run_is_bit_for_bit_the_run_that_was_not(
+    folder: Path, killed: tuple[Said, Said], undisturbed: dict[int, float]
+) -> None:
+    """Every telling of a step counts, also those that a resumed run told again."""
+    _, last = killed
+    assert last.code == 0, last.err
+    told = losses(run_of(folder, "killed"))
+    assert list(told) == list(range(1, STEPS + 1))
+    assert {(step, loss) for step, values in told.items() for loss in values} == set(undisturbed.items())
+    events = read_jsonl(run_of(folder, "killed").events)
+    assert len([e for e in events if e["event"] == "resume"]) == 2
+    assert ids_by_step(run_of(folder, "killed")) == ids_by_step(run_of(folder, "undisturbed"))
+
+
+def test_the_last_lines_name_the_killed_rank(killed: tuple[Said, Said]) -> None:
+    said, _ = killed
+    assert said.code == Exit.DIFFERS
+    assert said.err.splitlines()[-2:] == [
+        "rank 1 was killed by SIGKILL; if nobody sent it, memory may have run out: see dmesg, and try a smaller "
+        "train.microbatch",
+        "log: runs/killed/logs/rank-1.log; start the same command again to resume",
+    ]
+
+
+ALONE = "parallel={dp_shard: 1}"
+STAGES: list[tuple[tuple[str, ...], signal.Signals | None, Exit]] = [
+    (("parallel={dp_shard: 2, tp: 2, zero: 3}", "train.microbatch=1"), signal.SIGINT, Exit.INTERRUPTED),
+    (("parallel={tp: 2}",), signal.SIGTERM, Exit.PREEMPTED),
+    ((ALONE,), signal.SIGINT, Exit.INTERRUPTED),
+    ((ALONE,), None, Exit.DONE),
+]
+
+
+def _hurry(ranks: list[psutil.Process], stop: signal.Signals) -> None:
+    """The same signal again and again, also while a rank closes: it is one wish."""
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.send_signal(stop)
+
+
+def test_a_run_moves_through_layouts_and_reads_every_sample_once(folder: Path, undisturbed: dict[int, float]) -> None:
+    """Stopped by Ctrl-C and by a scheduler, it goes on at the next step under any other layout and number of ranks."""
+    run, chance = run_of(folder, "moved"), random.Random(11)
+    for stage, (overrides, stop, code) in enumerate(STAGES):
+        before = step_of(run)
+        started = Started(folder, "train", "job.yaml", "name=moved", *overrides)
+        if stop is not None and overrides == (ALONE,):
+            started.wait_for(lambda: len(started.ranks()) == 1)  # noqa: B023  # Ctrl-C while torch is being imported
+            started.process.send_signal(stop)
+        elif stop is not None:
+            moment = before + chance.randint(2, 6)
+            started.wait_for(lambda: step_of(run) >= moment)  # noqa: B023
+            ranks = started.ranks()
+            started.process.send_signal(stop)
+            started.wait_for_end(lambda: _hurry(ranks, stop))  # noqa: B023
+        said = started.end()
+        assert said.code == code, said.err
+        assert "Traceback" not in said.err
+        if stage:
+            assert f"resumed from step {before}," in said.err
+    told = losses(run)
+    assert list(told) == list(range(1, STEPS + 1))
+    assert all(len(values) == 1 for values in told.values()), "a step was told twice: the stop had not saved it"
+    assert {s: values[0] for s, values in told.items()} == pytest.approx(undisturbed, rel=2e-4)
+    read = ids_by_step(run)
+    assert {step: sorted(ids) for step, ids in read.items()} == {
+        step: list(range(8 * (step - 1), 8 * step)) for step in range(1, STEPS + 1)
+    }
+
+
+def test_an_evaluation_is_the_last_thing_done_after_ctrl_c(folder: Path) -> None:
+    """The record of step 4 is written when step 5 is taken, just before its evaluation."""
+    run = run_of(folder, "evaluating")
+    often = ("train.eval_every=5", "train.eval_batches=100")
+    started = Started(folder, "train", "job.yaml", "name=evaluating", ALONE, *often)
+    started.wait_for(lambda: step_of(run) >= 4)
+    started.process.send_signal(signal.SIGINT)
+    said = started.end()
+    assert said.code == Exit.INTERRUPTED, said.err
+    assert step_of(run) == 5, said.err
+    assert "stopped and saved" in said.err
+
+
+def test_a_finished_run_says_so(folder: Path, killed: tuple[Said, Said]) -> None:
+    run = run_of(folder, "killed")
+    before = run.metrics.read_bytes()
+    said = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dropout=0.2")
+    assert said.code == 0
+    assert "model.dropout was 0.1 until here and is 0.2 now: the weights were learned with the former" in said.err
+    assert f"already done at step {STEPS}; raise train.steps to go on, or use --fresh to start again" in said.err
+    assert run.metrics.read_bytes() == before
+
+
+def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
+    folder: Path, killed: tuple[Said, Said], undisturbed: dict[int, float]
+) -> None:
+    """The newest truncated, the next with one bit flipped, the third without its manifest: the fourth goes on."""
+    shutil.copytree(run_of(folder, "killed").path, run_of(folder, "damaged").path)
+    run = run_of(folder, "damaged")
+    *_, fourth, third, second, newest = sorted(run.checkpoints.iterdir())
+    truncated = max(newest.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    os.truncate(truncated, truncated.stat().st_size // 2)
+    flipped = max(second.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 4
+    flipped.write_bytes(content)
+    (third / "manifest.json").unlink()
+    said = weft(folder, "train", "job.yaml", "name=damaged", ALONE)
+    assert said.code == 0, said.err
+    step = int(fourth.name.removeprefix("step-"))
+    assert f"resumed from step {step}," in said.err
+    for path in (newest, second, third):
+        line = next(x for x in said.err.splitlines() if path.name in x and "damaged" in x)
+        assert "is damaged and was skipped: " in line
+    damaged = [e for e in read_jsonl(run.events) if e["event"] == "damaged"]
+    assert {Path(e["path"]).name for e in damaged} >= {newest.name, second.name, third.name}
+    before = losses(run_of(folder, "killed"))
+    again = {s: values[-1] for s, values in losses(run).items() if len(values) > len(before[s])}
+    assert again == pytest.approx({s: undisturbed[s] for s in range(step + 1, STEPS + 1)}, rel=2e-4)
+
+
+OWN: dict[str, Any] = {"data.source": "pydoc", "train.microbatch": "auto", "train.eval_every": 0}
+
+
+def own(folder: Path, name: str, model: str, *overrides: str) -> Said:
+    settings = [f"{key}={value}" for key, value in OWN.items()]
+    return weft(folder, "train", "job.yaml", f"name={name}", f"model=helpers.own_models:{model}", *settings, *overrides)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_says_that_it_begins_anew(
+    folder: Path, killed: tuple[Said, Said], undisturbed: dict[int, float]
+) -> None:
+    shutil.copytree(run_of(folder, "killed").path, run_of(folder, "ruined").path)
+    run = run_of(folder, "ruined")
+    paths = sorted(run.checkpoints.iterdir())
+    for path in paths:
+        (path / "manifest.json").write_text("{", encoding="utf-8")
+    said = weft(folder, "train", "job.yaml", "name=ruined", ALONE, "train.steps=2", "train.eval_every=0")
+    assert said.code == 0, said.err
+    assert f"all its {len(paths)} checkpoints are damaged: the run starts again from step 0" in said.err
+    assert "restart" in [e["event"] for e in read_jsonl(run.events)]
+    assert losses(run)[1][-1] == pytest.approx(undisturbed[1], rel=2e-4)
+    assert all(path.exists() for path in paths)
+
+
+def test_a_refused_resume_leaves_the_description_of_the_run(folder: Path, killed: tuple[Said, Said]) -> None:
+    run = run_of(folder, "killed")
+    before = run.job.read_bytes(), run.plan.read_bytes()
+    said = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dim=32", f"train.steps={STEPS + 1}")
+    assert said.code == Exit.JOB, said.err
+    assert said.last.startswith("weft: ")
+    assert "Traceback" not in said.err
+    assert (run.job.read_bytes(), run.plan.read_bytes()) == before
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(folder: Path) -> None:
+    """No file may grow beyond 40 KB, which is what a full disk is like: the run is done, and its weights are lost."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); "
+        "from weft.cli import main; sys.argv[0] = 'weft'; main()"
+    )
+    job = ("job.yaml", "name=full", ALONE, "train.steps=3", "train.eval_every=0", "model.ffn=2048")
+    said = python(folder, "-c", code, "train", *job)
+    assert said.code == Exit.MACHINE, said.err
+    assert "weft: step 3 was reached, but its checkpoint could not be written to runs/full/checkpoints" in said.last
+    failed = [e for e in read_jsonl(run_of(folder, "full").events) if e["event"] == "checkpoint_failed"]
+    assert "File too large" in failed[-1]["why"]
+
+
+def test_a_run_that_diverges_says_when(folder: Path) -> None:
+    """And --fresh keeps an earlier run of its name beside it."""
+    earlier = run_of(folder, "diverged")
+    earlier.path.mkdir(parents=True)
+    earlier.job.write_text("name: diverged\n", encoding="utf-8")
+    said = own(folder, "diverged", "TurnsNaN", ALONE, "--fresh")
+    assert said.code == Exit.DIVERGED
+    assert "the earlier run is kept in runs/diverged.old-1" in said.err
+    assert (folder / "runs/diverged.old-1/job.yaml").read_text(encoding="utf-8") == "name: diverged\n"
+    assert said.last.startswith("weft: the loss is nan at step 3; try a lower optim.lr (now 0.003)")
+    assert "Traceback" not in said.err
+    events = read_jsonl(run_of(folder, "diverged").events)
+    assert next(e for e in events if e["event"] == "diverged")["why"] in said.err
+
+
+def test_a_rank_that_raises_is_named_with_its_place_and_cause(folder: Path) -> None:
+    said = own(folder, "raised", "RaisesOnRankOne")
+    assert said.code == Exit.DIFFERS
+    cause, where = said.err.splitlines()[-2:]
+    assert cause.startswith("rank 1 (dp_shard1) failed in ")
+    assert cause.endswith("ValueError: the third step is too much for me")
+    assert where == "traceback: runs/raised/logs/rank-1.log; start the same command again to resume"
+    log = (folder / "runs/raised/logs/rank-1.log").read_text(encoding="utf-8")
+    assert "own_models.py" in log
+    assert "Traceback" in log
+    assert strays(["weft.training.rank", "runs/raised"]) == []
+
+
+def test_what_is_wrong_with_a_job_leaves_no_run(folder: Path) -> None:
+    """Four that are refused before a process starts, and one that only the ranks can tell."""
+    wrong = {
+        "train.stps=3": "weft: train.stps: unknown key; did you mean train.steps?",
+        "train.global_batch=7": "weft: train.global_batch=7 is not a multiple of the 2 data-parallel ranks; "
+        "6 or 8 would work",
+        "parallel={tp: 4}": "weft: parallel.tp=4 does not divide model.kv_heads=2: each rank needs a whole key and "
+        "value head; tp=1 or 2 would work",
+        "data.source=./nothing": "weft: data.source: nothing is named or lies at './nothing'. It may be pydoc, stdlib, "
+        "synthetic, the path of a store made by `weft data build`, or your own dataset as package.module:name",
+    }
+    for override, says in wrong.items():
+        said = weft(folder, "train", "job.yaml", "name=wrong", override)
+        assert (said.code, said.err.strip(), said.out) == (Exit.JOB, says, "")
+        assert not run_of(folder, "wrong").path.exists()
+    said = own(folder, "wrong", "Missing", ALONE)
+    assert (said.code, said.err.strip()) == (
+        Exit.JOB, "weft: model.module='helpers.own_models:Missing': own_models has no 'Missing'",
+    )  # fmt: skip
+    assert not run_of(folder, "wrong").path.exists()

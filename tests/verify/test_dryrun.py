@@ -1,0 +1,138 @@
+"""The dry run traces the engine; what it finds are the formulas' own numbers, and those of real ranks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from weft.cli import app
+from weft.job import parse_job
+from weft.job.errors import JobError
+from weft.job.schema import Job
+from weft.launch.rank_pool import RankPool
+from weft.planner import make_plan
+from weft.planner.memory.prediction import predict_memory
+from weft.planner.rules.layout_syntax import parse_layout, ranks
+from weft.verify.dryrun import DryRun, dryrun, measured_peak
+
+LLAMA: dict[str, Any] = {"family": "llama", "dim": 64, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 200}
+GPT2: dict[str, Any] = {"family": "gpt2", "dim": 64, "layers": 3, "heads": 4, "ffn": 256, "vocab": 201}
+VIT: dict[str, Any] = {"family": "vit", "dim": 64, "layers": 3, "heads": 4, "ffn": 128, "vocab": 10}
+MOE: dict[str, Any] = {
+    **LLAMA, "experts": {"count": 4, "ffn": 48, "shared": 1, "aux_weight": 0.1, "balance": "bias", "first_dense": 1}
+}  # fmt: skip
+MLP: dict[str, Any] = {"family": "mlp", "dim": 64, "layers": 8}
+
+
+def make(model: dict[str, Any], layout: str, **sections: Any) -> Job:
+    """A job of two microbatches a stage: each is traced, so more would only take longer."""
+    section = {"dp_replicate": 1, "dp_shard": 1} if layout == "1" else parse_layout(layout)
+    copies = section.get("dp_replicate", 1) * section.get("dp_shard", 1)
+    return parse_job(
+        {
+            "model": model,
+            "data": {"source": "synthetic", "seq_len": 32},
+            "train": {"global_batch": 2 * copies * 2 * section.get("pp", 1), "microbatch": 2},
+            "cluster": {"device": "cpu", "devices_per_node": ranks(section)},
+            "parallel": section,
+            **sections,
+        }
+    )
+
+
+def traced(job: Job, rank: int) -> DryRun:
+    found = dryrun(*make_plan(job), rank)
+    assert not dist.is_initialized()
+    return found
+
+
+def assert_exact(found: DryRun) -> None:
+    for part in ("parameters", "copies", "gradients", "optimizer", "average", "communication"):
+        assert found.traced[part] == found.estimated[part], part
+    assert {(c.axis, c.kind): c.bytes for c in found.collectives} == {
+        (c.axis, c.kind): c.estimated_bytes for c in found.collectives
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "rank", "sections"),
+    [
+        (LLAMA, "1", 0, {}),
+        (LLAMA, "ddp2", 1, {"precision": "bf16"}),
+        (LLAMA, "dp_shard=3 zero1", 2, {"train": {"global_batch": 12, "microbatch": 2, "ema": 0.9}}),
+        (GPT2, "dp_shard=3 zero2 tp=2", 3, {"precision": "bf16"}),
+        (GPT2, "dp_replicate=2 dp_shard=2 zero3", 3, {"optim": {"name": "sgd"}}),
+        (LLAMA, "zero3 tp=2", 1, {"memory": {"recompute": "full"}, "optim": {"name": "muon"}}),
+        (GPT2, "pp=3 tp=2 dp_shard=2", 9, {"precision": "bf16"}),
+        (LLAMA, "pp2 zbv dp_shard=2", 2, {}),
+        (LLAMA, "pp2 zb-h1 tp=2", 1, {"memory": {"recompute": "full"}}),
+        (MOE, "dp_shard=4 ep=2", 3, {}),
+        (MOE, "dp_shard=2 tp=2 ep=4", 1, {"memory": {"recompute": "full"}}),
+        (MOE, "pp2 tp2 ep2", 3, {"precision": "bf16"}),
+        (VIT, "dp_replicate=2 tp=2", 1, {}),
+        (MLP, "pp2 tp2", 3, {}),
+        ({**MLP, "layers": 6}, "pp2 tp2", 0, {}),
+    ],
+)
+def test_traced_is_what_was_counted(model: dict[str, Any], layout: str, rank: int, sections: dict[str, Any]) -> None:
+    found = traced(make(model, layout, **sections), rank)
+    assert_exact(found)
+    assert found.traced["flops"] == pytest.approx(found.estimated["flops"], rel=0.01)
+    assert found.traced["peak_memory"] == pytest.approx(found.estimated["peak_memory"], rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp_shard=2 cp=2 ulysses zero3", "dp_replicate=2 cp=2 ulysses", "cp=2 tp=2 ulysses"]
+)
+def test_under_cp_weights_are_cut_and_bytes_counted_with_the_data_s(layout: str) -> None:
+    assert_exact(traced(make({**LLAMA, "kv_heads": 4}, layout), 3))
+
+
+def test_one_of_thousands_of_ranks() -> None:
+    raw = {
+        "model": {**LLAMA, "layers": 4, "dim": 1024, "heads": 16, "kv_heads": 8},
+        "data": {"source": "synthetic", "seq_len": 256},
+        "train": {"global_batch": 512, "microbatch": 1},
+        "cluster": {"device": "h100-sxm", "nodes": 512, "devices_per_node": 8},
+        "parallel": {"pp": 4, "dp_shard": 128, "zero": 3, "tp": 8},
+    }
+    found = traced(parse_job(raw), 1234)
+    assert (found.world, found.position) == (4096, "pp1 dp_shard26 tp2")
+    assert_exact(found)
+
+
+def test_a_rank_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(JobError, match=r"--rank 2 is not one of the 2 ranks; 0 to 1 are"):
+        traced(make(LLAMA, "ddp2"), 2)
+
+
+def test_adafactor_is_refused_for_what_it_reads() -> None:
+    with pytest.raises(JobError, match=r"optim.name=adafactor reads values"):
+        traced(make(LLAMA, "1", optim={"name": "adafactor"}), 0)
+
+
+def test_the_command_speaks_json() -> None:
+    done = CliRunner().invoke(app, ["dryrun", "tiny", "--world", "4", "--rank", "3", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["world"], found["rank"]) == (4, 3)
+    assert found["traced"]["parameters"] == found["estimated"]["parameters"]
+    assert {c["kind"] for c in found["collectives"]} >= {"all_gather", "reduce_scatter"}
+
+
+EVEN = {**MOE, "experts": {**MOE["experts"], "top_k": 4}}  # every token to every expert: no rank is sent more
+DENSE = ["1", "ddp2", "zero1", "zero2", "zero3", "hsdp", "tp2", "dp_shard=2 tp=2", "pp2", "pp2 dp_shard=2"]
+
+
+@pytest.mark.parametrize(("layout", "experts"), [*((layout, None) for layout in DENSE), ("dp_shard=4 ep=2", EVEN)])
+def test_real_ranks_hold_what_was_predicted(pool: RankPool, layout: str, experts: dict[str, Any] | None) -> None:
+    model = {**(experts or LLAMA), "dim": 128, "ffn": 352, "layers": 4}
+    job = make(model, layout, train={"global_batch": 16, "microbatch": 2})
+    resolved, plan = make_plan(job)
+    predicted = predict_memory(resolved, plan)
+    seen = max(pool.run(measured_peak, plan.world, job))
+    assert (predicted["memory_gib"] - predicted["runtime_gib"]) * 2**30 == pytest.approx(seen, rel=0.06)

@@ -1,0 +1,80 @@
+"""`weft prove` says the same of the same run, and of another run what differs and where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.parity import make_job
+
+from weft.job import JobError
+from weft.launch.rank_pool import RankPool
+from weft.verify.prove import Trace, compare, prove, small
+
+
+def test_layouts_are_proven_and_refused(pool: RankPool) -> None:
+    job = make_job("model.kv_heads=2", "model.layers=9", "data.seq_len=80")
+    told = []
+    verdicts = prove(
+        job, ["ddp2, zero3", "cp2 ulysses", "tp4", "ddp3", "ep2"], 2, shrink=True, on_verdict=told.append, pool=pool
+    )
+    assert told == verdicts
+    assert [(v.layout, v.world, v.verdict) for v in verdicts] == [
+        ("dp_replicate 2", 2, "same"), ("dp_shard 2 (zero 3)", 2, "same"), ("cp 2 (ulysses)", 2, "same"),
+        ("tp4", 4, "refused"), ("ddp3", 3, "refused"), ("ep2", 1, "refused"),
+    ]  # fmt: skip
+    assert all(0 <= (v.max_grad_diff or 0) <= 1e-5 and len(v.grad_diff_by_parameter) == 3 * 9 + 3 for v in verdicts[:3])
+    assert [v.why for v in verdicts[3:]] == [
+        "parallel.tp=4 does not divide model.kv_heads=2: each rank needs a whole key and value head; "
+        "tp=1 or 2 would work",
+        "train.global_batch=8 is not a multiple of the 3 data-parallel ranks; 6 or 9 would work",
+        "parallel.ep=2 cuts experts, and the model has none; ep=1 would work, or a model.experts",
+    ]
+
+
+def test_a_run_that_depends_on_the_layout_is_told(pool: RankPool) -> None:
+    """A real one, through real ranks: the second half of the batch is computed by other maths."""
+    (verdict,) = prove(
+        make_job(model="helpers.own_models:KnowsItsRank", data={"source": "pydoc"}), ["ddp2"], 2, pool=pool
+    )
+    assert verdict.verdict == "differs"
+    assert verdict.max_grad_diff is not None and verdict.max_grad_diff > 0.01
+
+
+def a_trace() -> Trace:
+    random = torch.Generator().manual_seed(0)
+    weights = {n: torch.randn(4, 3, generator=random) for n in ("first", "second")}
+    return Trace([2.0, 1.0], [0.5, 0.25], [{n: w / 7 for n, w in weights.items()}] * 2, weights, 0.0)
+
+
+def test_another_run_is_told_by_each_of_its_figures() -> None:
+    """A scale that Adam would hide, one wrong weight, one wrong norm, one wrong loss, and a NaN."""
+    same = a_trace()
+    assert compare("x", 2, same, a_trace(), 1e-5).verdict == "same"
+    doubled = replace(same, gradients=[{n: 2 * g for n, g in step.items()} for step in same.gradients])
+    verdict = compare("x", 2, same, doubled, 1e-5)
+    assert (verdict.verdict, verdict.max_grad_diff) == ("differs", pytest.approx(1.0))
+    one = replace(
+        same, gradients=[same.gradients[0], {**same.gradients[1], "second": torch.full((4, 3), float("nan"))}]
+    )
+    verdict = compare("x", 2, same, one, 1e-5)
+    assert (verdict.verdict, verdict.worst_parameter) == ("differs", "second")
+    for other in (
+        replace(same, losses=[2.0, 1.0001]),
+        replace(same, losses=[2.0, float("nan")]),
+        replace(same, norms=[0.5, 0.2501]),
+        replace(same, parameters={**same.parameters, "first": same.parameters["first"] + 1e-3}),
+    ):
+        assert compare("x", 2, same, other, 1e-5).verdict == "differs"
+
+
+def test_a_shrunk_job_is_small_and_of_the_same_kind() -> None:
+    job = small(make_job(model={"heads": 64, "kv_heads": 8, "dim": 8192, "layers": 80, "ffn": 28672, "vocab": 128256}))
+    m = job.model
+    assert (m.dim, m.layers, m.ffn, m.vocab) == (64, 3, 128, 512)
+    assert (m.heads or 0) // (m.kv_heads or 1) == 8
+    job = small(make_job("train.global_batch=1024", "train.accumulation=64", "data.seq_len=4096"))
+    assert (job.train.global_batch, job.train.accumulation, job.data.seq_len) == (16, "auto", 64)
+    with pytest.raises(JobError, match="a model of your own cannot be shrunk; give it smaller"):
+        small(make_job(model={"module": "helpers.own_models:Plain"}))

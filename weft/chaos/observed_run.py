@@ -1,0 +1,188 @@
+"""A run as a rehearsal sees it from outside: its processes, and the lines it leaves, each with the time it appeared."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from weft.chaos.accounting import Event, Line
+from weft.chaos.virtual_hosts import Hosts
+from weft.job.load import dump_yaml
+from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.supervisor.process_manager import pointer
+from weft.supervisor.status_board import TRAINING, Board
+
+LOOK_S = 0.005
+"""How often an onlooker looks."""
+
+
+class Tail:
+    """The whole lines that a file has grown by since the last look."""
+
+    def __init__(self, path: Path):
+        self.path, self.position, self.rest = path, 0, b""
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.position)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        self.position += len(new)
+        *whole, self.rest = (self.rest + new).split(b"\n")
+        for line in whole:
+            with contextlib.suppress(ValueError):
+                if isinstance(value := json.loads(line), dict):
+                    yield value
+
+
+class Watched:
+    """`weft train` of one job, started as often as it takes: here, or on hosts made of network namespaces."""
+
+    def __init__(self, job: Job, nproc: int | None, env: dict[str, str] | None = None, hosts: Hosts | None = None):
+        """`nproc` are the ranks of each host."""
+        self.job, self.nproc, self.hosts = job, nproc, hosts
+        self.run = RunDir(Path(job.runs_dir) / job.name)
+        self.env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | (env or {})
+        folder = self.run.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file, self.said = folder / f"{job.name}.yaml", folder / f"{job.name}.log"
+        self.file.write_text(dump_yaml(job), encoding="utf-8")
+        self.said.write_text("", encoding="utf-8")
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        """By node."""
+        self.starts = 0
+        self.lines: list[Line] = []
+        self.events: list[Event] = []
+        self._boards: dict[int, Board] = {}
+        self._metrics, self._events = Tail(self.run.metrics), Tail(self.run.events)
+
+    @property
+    def nodes(self) -> int:
+        return self.hosts.count if self.hosts else 1
+
+    def start(self) -> None:
+        for node in range(self.nodes):
+            self.start_node(node)
+        self.starts += 1
+
+    def start_node(self, node: int) -> None:
+        """Start the run on one node, if it is not running there."""
+        if node in self.processes and self.processes[node].poll() is None:
+            return
+        command = [sys.executable, "-m", "weft", "train", str(self.file)]
+        command += ["--nproc", str(self.nproc)] if self.nproc else []
+        with self.said.open("ab") as said:
+            if self.hosts is None:
+                self.processes[node] = subprocess.Popen(
+                    command, env=self.env, stdout=said, stderr=said, start_new_session=True
+                )
+            else:
+                place = {"NODE_RANK": str(node), "NNODES": str(self.nodes), "MASTER_ADDR": self.hosts.address(0)}
+                self.processes[node] = self.hosts.start(
+                    node, command, {**self.env, **place}, stdout=said, stderr=said, start_new_session=True
+                )
+
+    def look(self) -> int | None:
+        """Take in what is new. Returns the exit code once every process has ended: that of one which was not killed."""
+        codes = [p.poll() for p in self.processes.values()]
+        code = None if None in codes else max(codes, default=None, key=lambda c: (c is not None and c >= 0, c or 0))
+        now = time.time()
+        for record in self._metrics.read():
+            seconds, step = record.get("step_time_s"), record.get("step")
+            if isinstance(step, int):
+                skipped = bool(record.get("skipped"))
+                self.lines.append(Line(now, step, float(seconds or 0.0), record.get("loss"), skipped))
+        for event in self._events.read():
+            at = event.get("time")
+            stamp = datetime.fromisoformat(at).timestamp() if isinstance(at, str) else now
+            self.events.append({"event": "", **event, "time": min(stamp, now)})
+        return code
+
+    @property
+    def step(self) -> int:
+        """The newest committed step."""
+        return self.lines[-1].step if self.lines else 0
+
+    def wait_for(self, what: Callable[[], bool], patience_s: float) -> int | None:
+        """Look until something is so, or the process ends (then its code), or patience does (TimeoutError)."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            code = self.look()
+            if code is not None or what():
+                return code
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(LOOK_S)
+
+    def board(self, node: int = 0) -> Board | None:
+        """What the processes of a node show, while it runs with a supervisor."""
+        try:
+            name = str(node) if self.hosts else ""
+            folder = Path(json.loads(pointer(self.run, name).read_text(encoding="utf-8"))["folder"])
+            if node not in self._boards or self._boards[node].path.parent != folder:
+                self._boards[node] = Board(folder / "board")
+        except (OSError, ValueError, KeyError):
+            self._boards.pop(node, None)
+        return self._boards.get(node)
+
+    def rank(self, number: int) -> tuple[str, int] | None:
+        """What this rank of the present attempt is doing, and its process; None while it does not train."""
+        boards = [b for node in range(self.nodes) if (b := self.board(node)) is not None]
+        if not boards:
+            return self._unwatched(number)
+        newest = max(board["attempt"] for board in boards)  # that of a lost node stays behind
+        for board in boards:
+            for record in board.records():
+                mine = record.rank == number and record.attempt == newest and psutil.pid_exists(record.pid)
+                if mine and record.phase in TRAINING:
+                    inside = record.inside and record.phase == "compute"
+                    return "collective" if inside else record.phase, record.pid
+        return None
+
+    def _unwatched(self, number: int) -> tuple[str, int] | None:
+        """The same for a run without a supervisor: nobody knows what it is doing."""
+        for process in self.processes.values():
+            for child in _children(process.pid):
+                with contextlib.suppress(psutil.Error, OSError):
+                    if "weft.chaos.rank" in child.cmdline() and child.environ().get("RANK") == str(number):
+                        return "any", child.pid
+        return None
+
+    def supervisor(self, node: int = 0) -> int | None:
+        """Its process id."""
+        board = self.board(node)
+        return board["supervisor"] or None if board else None
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for process in self.processes.values():
+            children = _children(process.pid)
+            process.kill()
+            for child in children:
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
+            process.wait()
+
+    def last_words(self) -> str:
+        words = [x for x in self.said.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
+        return words[-1] if words else ""
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []

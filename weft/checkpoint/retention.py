@@ -1,0 +1,47 @@
+"""Which checkpoints of a folder go, and what interrupted saves have left there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from weft.checkpoint.format import Entry, checkpoint_name, entries, leftovers, remove, surplus, verify
+
+Note = Callable[..., None]
+
+
+def retain(folder: Path, written: int, keep: int, keep_every: int, damaged: set[Path], note: Note) -> None:
+    """Delete what is no longer wanted; damaged checkpoints are neither counted nor touched."""
+    good = {
+        entry.step: entry
+        for entry in entries(folder)
+        if entry.kind == "good" and entry.path not in damaged and not verify(entry.path, checksum=False)
+    }
+    for step in surplus(good, keep=keep, keep_every=keep_every, written=written):
+        _remove(good[step], f"only the newest {keep} are kept", note)
+    for entry in leftovers(folder, written, damaged):
+        _remove(entry, f"left by an interrupted save; {checkpoint_name(written)} is good", note)
+
+
+def sweep(folder: Path, good_step: int, damaged: set[Path], note: Note) -> None:
+    """Report what interrupted saves left, and delete what an equally new good checkpoint makes worthless."""
+    gone = leftovers(folder, good_step, damaged)
+    for entry in entries(folder):
+        if entry.kind == "tmp":
+            end = (
+                f"deleted, since {checkpoint_name(good_step)} is good"
+                if entry in gone
+                else "left alone, since no newer checkpoint is good"
+            )
+            note("damaged", path=entry.path, why=f"half-written: its save was interrupted; {end}")
+    for entry in gone:
+        _remove(entry, "left by an interrupted save or deletion", note)
+
+
+def _remove(entry: Entry, why: str, note: Note) -> None:
+    try:
+        remove(entry)
+    except OSError as error:
+        note("checkpoint_kept", path=entry.path, why=f"it could not be deleted: {error}")
+    else:
+        note("checkpoint_removed", path=entry.path, why=why)

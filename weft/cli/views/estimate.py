@@ -1,0 +1,34 @@
+"""The verb `weft estimate`: a job, or a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from weft.job.errors import JobError
+from weft.job.load import load_job
+from weft.planner.calibration import load
+from weft.planner.estimate import estimate_job, show_estimate
+from weft.planner.make_plan import make_plan
+from weft.planner.published.score import score_table, show_table
+
+
+def run_and_show(
+    job: str | None,
+    overrides: list[str],
+    table: Path | None,
+    stack: str | None,
+    fit: bool,
+    nproc: int | None,
+    as_json: bool,
+) -> str:
+    """What the verb prints."""
+    if (job is None) == (table is None):
+        raise JobError("weft estimate takes a JOB or --table FILE.csv, one of them")
+    if table is not None:
+        told = score_table(table, fit, stack)
+        return json.dumps(told, indent=2) if as_json else show_table(told)
+    assert job is not None
+    described, plan = make_plan(load_job(job, overrides), nproc)
+    told = estimate_job(described, plan, load(stack) if stack else "weft")
+    return json.dumps(told, indent=2) if as_json else show_estimate(told)

@@ -1,0 +1,131 @@
+"""The verb `weft plan`: the survey of a job, and whatever else was asked of it, for a person or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.cli.views.plan_tables import compared, fronted, listed, mended, past, several, tuned, under
+from weft.job.errors import FitError
+from weft.job.schema import Job
+from weft.planner.advice.compare import compare_offers
+from weft.planner.advice.history import read_history
+from weft.planner.advice.mend import changes
+from weft.planner.advice.mixed_devices import mixed
+from weft.planner.advice.tune import tune
+from weft.planner.advice.why import gib
+from weft.planner.advice.why_not import why_not
+from weft.planner.calibration import Calibration
+from weft.planner.describe import draw, explain
+from weft.planner.make_plan import Start, begin, check_fits, finish, pick, trained_here
+from weft.planner.own_calibration import own_calibration
+from weft.planner.search.survey import Survey, survey
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asked for."""
+
+    top: int = 5
+    front: bool = False
+    gantt: bool = False
+    why_not: str | None = None
+    compare: Sequence[str] = ()
+    history: Path | None = None
+    tune: bool = False
+    tokens: float | None = None
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What to print, what to write as JSON, and what to fail with after that."""
+
+    text: str
+    data: dict[str, Any]
+    failed: FitError | None = None
+
+
+def show(job: Job, nproc: int | None, asked: Asked) -> Shown:
+    """Plan a job and answer what was asked."""
+    start = begin(job, nproc)
+    if start.job.model.module:
+        return _unknown(start, asked)
+    calibration = own_calibration(start.device)
+    data: dict[str, Any] = {}
+    blocks: list[str] = []
+    if asked.history:
+        told, calibration = read_history(asked.history, start.device.name, calibration)
+        data["history"] = told.to_json()
+        blocks.append(past(told))
+    made = survey(start, asked.top, asked.front, trainable=trained_here(start), calibration=calibration)
+    data = {**made.to_json(), **data}
+    text = [explain(made.job, made.plan), under(made, _slower(made, start, calibration))]
+    if asked.gantt:
+        text.append(draw(made.job, made.plan))
+    if made.fits:
+        blocks = [listed(made), *([fronted(made)] if asked.front else []), *blocks]
+    failed = None if made.fits else _fails(made)
+    if not made.fits:
+        found = changes(start, calibration)
+        data |= {
+            "short_gib": made.found.least_gib - made.found.scene.limit_gib,
+            "changes": [c.to_json() for c in found],
+        }
+        blocks.append(mended(found))
+    _extras(start, made, asked, calibration, data, blocks)
+    return Shown("\n\n".join(block for block in [*text, *blocks] if block), data, failed)
+
+
+def _extras(
+    start: Start, made: Survey, asked: Asked, calibration: Calibration, data: dict[str, Any], blocks: list[str]
+) -> None:
+    if asked.why_not is not None:
+        data["why_not"] = why_not(made, asked.why_not)
+        blocks.append(f"why not {asked.why_not}: {data['why_not']['verdict']}; {data['why_not']['because']}")
+    if asked.compare:
+        offers = compare_offers(start, list(asked.compare), calibration)
+        data["compare"] = [o.to_json() for o in offers]
+        blocks.append(compared(offers))
+    if start.job.cluster.also:
+        ways = mixed(start, calibration)
+        data["mixed"] = [way.to_json() for way in ways]
+        blocks.append(several(ways))
+    if asked.tune:
+        settings = tune(start.job, start.world, asked.tokens)
+        data["tune"] = [t.to_json() for t in settings]
+        blocks.append(tuned(settings))
+
+
+def _slower(made: Survey, start: Start, calibration: Calibration) -> str:
+    """What weft train would do where it cannot train the winner yet."""
+    if not made.untrainable or not made.fits or made.job.model.experts or made.job.cluster.also:
+        return ""
+    plan, _, found = pick(start, trainable=True, calibration=calibration)
+    if found is None or len(found) == 0:
+        return "none that fits"
+    share = float(found.times[0] / made.found.times[0] - 1)
+    return f"{plan.layout()}, {100 * share:.1f} % slower"
+
+
+def _fails(made: Survey) -> FitError:
+    found = made.found
+    limit, need = found.scene.limit_gib, found.least_gib
+    if made.job.parallel != "auto":
+        try:
+            check_fits(made.job, made.plan)
+        except FitError as error:
+            return FitError(f"{error}; in whole {gib(need)} GiB, {gib(need - limit)} too many")
+    return FitError(
+        f"no layout fits: the most frugal, {made.plan.layout()}, needs {gib(need)} GiB a rank, but "
+        f"{made.plan.device_name} has {gib(float(found.scene.cluster.memory_gib))} ({gib(limit)} of them usable), so "
+        f"{gib(need - limit)} are missing"
+    )
+
+
+def _unknown(start: Start, asked: Asked) -> Shown:
+    """A model of a person's own: what it takes is not known before it is built."""
+    job, plan = finish(start, *pick(start, trainable=True)[:2])
+    text = explain(job, plan) + ("\n\n" + draw(job, plan) if asked.gantt else "")
+    return Shown(text, {"job": job.model_dump(mode="json"), **plan.to_json()})

@@ -1,0 +1,161 @@
+"""The tables that `weft plan` prints under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.planner.advice.compare import Offer
+from weft.planner.advice.history import History
+from weft.planner.advice.mend import Change
+from weft.planner.advice.mixed_devices import Mixed
+from weft.planner.advice.tune import Tuned
+from weft.planner.advice.why import TIME_WORDS, gib, seconds
+from weft.planner.describe import human
+from weft.planner.search.survey import Point, Survey
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns; the first is left, numbers are right, and the last runs on."""
+    if not rows:
+        return ""
+    widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
+    last = len(head) - 1
+
+    def line(cells: Sequence[str]) -> str:
+        out = []
+        for i, cell in enumerate(cells):
+            out.append(cell if i == last else cell.ljust(widths[i]) if i == 0 else cell.rjust(widths[i]))
+        return "  ".join(out).rstrip()
+
+    return "\n".join(line(row) for row in (head, *rows))
+
+
+def under(made: Survey, instead: str) -> str:
+    """What the winner takes in time, money, energy and failures, and what was searched."""
+    told, kept = made.told, made.kept
+    low, high = told["range_s"]
+    parts = sorted(((s, n) for n, s in told["time"].items() if s > 0.005 * told["step_time_s"]), reverse=True)
+    where = ", ".join(f"{TIME_WORDS.get(n, n)} {100 * s / told['step_time_s']:.0f} %" for s, n in parts)
+    rows = [
+        ("time", f"{seconds(told['step_time_s'])} a step ({seconds(low)} to {seconds(high)}): {where}"),
+        ("speed", f"{human(told['tokens_per_s_per_gpu'])} tokens/s a device, {told['tflops_per_gpu']:.3g} TFLOP/s, "
+                  f"MFU {100 * told['mfu']:.1f} %"),
+        ("peak", f"{gib(told['peak_memory_gib'])} of {gib(told['memory_limit_gib'])} GiB: "
+                 + ", ".join(f"{n} {gib(v)}" for n, v in told["memory"].items() if v >= 0.01)),
+    ]  # fmt: skip
+    if made.fits:
+        hours = told["hours"] / kept.share
+        money = "" if told["cost_usd"] is None else f", {told['cost_usd'] / kept.share:,.0f} USD"
+        rows.append(("run", f"{told['steps']:,} steps, {human(told['tokens'])} tokens: {duration(hours)}, "
+                            f"{told['energy_kwh'] / kept.share:,.0f} kWh{money}"))  # fmt: skip
+        stops = duration(kept.hours_between_stops)
+        text = f"{100 * kept.share:.1f} % of the time is progress: a stop every {stops}"
+        rows.append(("goodput", f"{text}, a checkpoint every {kept.every} steps"))
+    rows.append(("searched", f"{made.found.size:,} layouts in {made.found.seconds:.2f} s"))
+    if made.gains:
+        said = ", ".join(f"{g.setting} {100 * g.faster:.0f} % faster" for g in made.gains)
+        rows.append(("beyond", f"with the same degrees: {said}"))
+    if made.untrainable:
+        rows.append(("note", made.untrainable[0]))
+    if instead:
+        rows.append(("", f"weft train would use {instead}"))
+    return "\n".join(f"{name:10} {text}" for name, text in rows)
+
+
+def duration(hours: float) -> str:
+    for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60), ("s", 1 / 3600)):
+        if hours >= 2 * size or unit == "s":
+            value = hours / size
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return ""
+
+
+def _choice(point: Point) -> str:
+    p = point.plan
+    more = [f"microbatch {p.microbatch}"]
+    if p.recompute != "none":
+        more.append(f"recompute {p.recompute}")
+    if p.placement != "shards-near":
+        more.append(p.placement)
+    return f"{p.layout()}, {', '.join(more)}"
+
+
+def listed(made: Survey) -> str:
+    """The runner-ups, and what each lacks."""
+    rows = [(_choice(p), seconds(p.step_time_s), gib(p.peak_gib), p.lacks) for p in made.others]
+    return table(("runner-ups", "step", "GiB", "what it lacks"), rows)
+
+
+def fronted(made: Survey) -> str:
+    """The front: what nothing beats in time, memory, money and energy at once."""
+    rows = [
+        (str(p.plan.world), seconds(p.step_time_s), gib(p.peak_gib), "–" if p.usd is None else f"{p.usd:,.0f}",
+         f"{p.kwh:,.0f}", _choice(p))
+        for p in made.front
+    ]  # fmt: skip
+    return table(("front: ranks", "step", "GiB", "USD", "kWh", "layout"), rows)
+
+
+def mended(found: Sequence[Change]) -> str:
+    """Changes that would make a job fit."""
+    if not found:
+        return "no single change was found that would make it fit"
+    rows = [
+        (c.what, seconds(c.step_time_s), f"{gib(c.peak_gib)} of {gib(c.limit_gib)}",
+         f"{c.kwh:,.0f} kWh" if c.usd is None else f"{c.usd:,.0f} USD")
+        for c in found
+    ]  # fmt: skip
+    return table(("would fit with", "step", "GiB", "the run costs"), rows)
+
+
+def compared(offers: Sequence[Offer]) -> str:
+    """Offers side by side."""
+    rows = [
+        (o.name, o.device, f"{o.usd_hour:.2f}", seconds(o.step_time_s) if o.fits else "–",
+         f"{100 * o.goodput:.1f} %" if o.fits else "–", f"{o.days:,.2f}" if o.fits else "–",
+         f"{o.usd:,.0f}" if o.fits else "–", f"{o.layout} ({o.note})")
+        for o in offers
+    ]  # fmt: skip
+    return table(("offer", "device", "USD/h", "step", "goodput", "days", "USD", "layout"), rows)
+
+
+def several(ways: Sequence[Mixed]) -> str:
+    """Plans over several kinds of devices."""
+    if not ways:
+        return "no way was found to use all kinds of devices at once"
+    lines = []
+    for way in ways:
+        gain = way.alone_s / way.step_time_s
+        beside = f"{gain:.2f} × the best kind alone" if gain < float("inf") else "one kind alone does not fit"
+        lines.append(f"{way.way}: {seconds(way.step_time_s)} a step, {beside}")
+        for part in way.parts:
+            what = f"{part.sequences} sequences, {part.blocks} blocks, {part.layout}, {gib(part.peak_gib)} GiB"
+            lines.append(f"  {part.ranks} × {part.device}: {what}")
+    return "\n".join(lines)
+
+
+def past(told: History) -> str:
+    """What earlier runs took beside what was predicted for them."""
+    unread = f"{told.unread} folders hold nothing to learn from: broken, too short, or a model of one's own"
+    if not told.runs:
+        return "history: no finished runs of Weft's models were found" + (f"; {unread}" if told.unread else "")
+    rows = [
+        (r.name, r.device, seconds(r.predicted_s), seconds(r.measured_s), f"{100 * (1 / r.ratio - 1):+.0f} %", r.layout)
+        for r in told.runs
+    ]
+    lines = [table(("history", "device", "predicted", "measured", "off by", "layout"), rows)]
+    if any(r.device == told.device for r in told.runs):
+        text = (
+            f"on {told.device} it was off by {100 * told.before:.0f} % in the mean; corrected, each run by the others, "
+        )
+        lines.append(text + f"by {100 * told.after:.0f} %: times × {told.factor:.3g}")
+    else:
+        lines.append(f"none of them ran on {told.device}, so nothing is corrected")
+    lines += [unread] if told.unread else []
+    return "\n".join(lines)
+
+
+def tuned(settings: Sequence[Tuned]) -> str:
+    """Hyper-parameters and their reasons."""
+    rows = [(t.key, f"{t.value:,.6g}" if isinstance(t.value, float | int) else str(t.value), t.why) for t in settings]
+    return table(("setting", "value", "because"), rows)

@@ -1,0 +1,69 @@
+"""`weft prove` as a person sees it: a row as each layout is proven, and one sentence at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from weft.job.errors import Exit
+from weft.job.schema import Job
+from weft.launch.rank_pool import RankFailed
+from weft.planner.rules.layout_syntax import parse_layouts
+from weft.verify.prove import DEFAULT_LAYOUTS, Verdict, prove
+
+COLUMNS = ("layout", "ranks", "|Δloss|", "|Δgradient|", "Δgrad norm", "|Δparameters|", "verdict")
+WIDTHS = (34, 5, 9, 11, 10, 13, 8)
+
+
+def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json: bool) -> int:
+    """Prove, print, and give the exit code: 0 the same, 1 something differs, 2 a layout was refused."""
+    parse_layouts(layouts or DEFAULT_LAYOUTS)  # a name that is none is refused before anything is run
+    if not as_json:
+        device = "GPU" if job.cluster.device == "cuda" else "CPU"
+        what = "a small model of the same kind" if shrink else "the job's model"
+        print(f"{what}, {steps} steps in one process and in each layout on local {device} ranks", file=sys.stderr)
+        print(_row(COLUMNS))
+        print(_row(["─" * w for w in WIDTHS]), flush=True)
+    try:
+        verdicts = prove(job, layouts, steps, shrink, on_verdict=(lambda v: None) if as_json else _show)
+    except RankFailed as failure:
+        print(f"weft: the proof could not be run: {failure.last_line}", file=sys.stderr)
+        return int(Exit.DIFFERS)
+    differs = [v for v in verdicts if v.verdict == "differs"]
+    refused = [v for v in verdicts if v.verdict == "refused"]
+    if as_json:
+        same = not differs and not refused
+        print(json.dumps({"same": same, "steps": steps, "layouts": [asdict(v) for v in verdicts]}, indent=2))
+    else:
+        print(_summary(verdicts, differs))
+    return int(Exit.DIFFERS if differs else Exit.JOB if refused else Exit.DONE)
+
+
+def _show(v: Verdict) -> None:
+    figures = [v.max_loss_diff, v.max_grad_diff, v.grad_norm_diff, v.param_diff]
+    shown = ["–" if f is None else f"{f:.1e}" for f in figures]
+    print(_row([v.layout, str(v.world), *shown, v.verdict]), flush=True)
+    if v.verdict == "differs":
+        routers = "" if v.router_diff is None else f"; scores of the routers: {v.router_diff:.1e}"
+        print(f"  worst: {v.worst_parameter}{routers}")
+    if v.routed_apart:
+        print(f"  near ties: of the experts that tokens went to, it would have chosen {v.routed_apart:.2%} otherwise")
+    if v.why:
+        print(f"  {v.why}")
+
+
+def _summary(verdicts: list[Verdict], differs: list[Verdict]) -> str:
+    if differs:
+        names = ", ".join(v.layout for v in differs)
+        return f"\n{len(differs)} of {len(verdicts)} layouts differ from one process: {names}"
+    proven = [v for v in verdicts if v.verdict == "same"]
+    if not proven:
+        return "\nno layout was proven"
+    count = f"{len(proven)} of {len(verdicts)}"
+    return f"\n{count} layouts are the same run as one process (tolerance {proven[0].tolerance:g})"
+
+
+def _row(cells: list[str] | tuple[str, ...]) -> str:
+    first, *rest = cells
+    return "  ".join([first.ljust(WIDTHS[0]), *(c.rjust(w) for c, w in zip(rest, WIDTHS[1:], strict=True))])

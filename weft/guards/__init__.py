@@ -1,0 +1,1 @@
+"""Checks of every training step: non-finite values, spikes, corruption, stragglers, out of memory."""

@@ -1,0 +1,77 @@
+"""Checksums of the weights a rank holds: cheap enough for every few steps, and any flipped bit changes them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from weft.comm.shards import local_of, piece_of
+
+Kind = tuple[str, ...]
+"""The axes over which a weight is cut: who holds the same piece of one such weight does so of all."""
+
+
+def kind_of(master: Tensor) -> Kind:
+    if not isinstance(master, DTensor):
+        return ()
+    names = master.device_mesh.mesh_dim_names or ()
+    return tuple(sorted(n for n, p in zip(names, master.placements, strict=True) if not p.is_replicate()))
+
+
+class Digests:
+    """The sums of the bits of every weight, and of all weights of a kind."""
+
+    def __init__(self, masters: Mapping[str, Tensor]) -> None:
+        self.masters = dict(masters)
+        self.names = list(self.masters)
+        self.kinds = sorted({kind_of(m) for m in self.masters.values()})
+        self.members = [[i for i, m in enumerate(self.masters.values()) if kind_of(m) == k] for k in self.kinds]
+        self.held: dict[Kind, str] = {}
+        """For every kind, in a few letters, which pieces of which weights this rank holds."""
+        for kind, members in zip(self.kinds, self.members, strict=True):
+            pieces = [(self.names[i], piece_of(self.masters[self.names[i]])) for i in members]
+            listed = repr([(name, piece.offset, piece.size) for name, piece in pieces])
+            self.held[kind] = hashlib.sha256(listed.encode()).hexdigest()[:16]
+        self.odd = [2 * i + 1 for i in range(len(self.names))]
+        self._views: list[tuple[int, np.ndarray]] = []
+
+    def each(self) -> Tensor:
+        """One sum for every weight, [weights], where the weights are."""
+        locals_ = [local_of(m.detach()) for m in self.masters.values()]
+        if locals_ and locals_[0].is_cuda:
+            return torch.stack([_words(t).sum() + _rest(t) for t in locals_])
+        if [v[0] for v in self._views] != [t.data_ptr() for t in locals_]:
+            self._views = [(t.data_ptr(), _bytes(t)) for t in locals_]
+        sums = [_host_sum(view) for _, view in self._views]
+        return torch.from_numpy(np.array(sums, dtype=np.uint64).view(np.int64))
+
+    def by_kind(self, each: Tensor) -> Tensor:
+        """For every kind the upper and the lower half of one sum, as doubles, [2 · kinds]."""
+        weights = torch.tensor(self.odd, device=each.device)
+        totals = torch.stack([(each * weights)[members].sum() for members in self.members])
+        return torch.stack([(totals >> 32) & 0xFFFFFFFF, totals & 0xFFFFFFFF], 1).reshape(-1).double()
+
+
+def _bytes(t: Tensor) -> np.ndarray:
+    return t.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _host_sum(view: np.ndarray) -> int:
+    whole = view.size // 8 * 8
+    total = int(np.add.reduce(view[:whole].view(np.uint64))) if whole else 0
+    return (total + int.from_bytes(view[whole:].tobytes(), "little")) % 2**64
+
+
+def _words(t: Tensor) -> Tensor:
+    flat = t.contiguous().reshape(-1).view(torch.uint8)
+    return flat[: flat.numel() // 8 * 8].view(torch.int64)
+
+
+def _rest(t: Tensor) -> Tensor:
+    flat = t.contiguous().reshape(-1).view(torch.uint8)
+    return flat[flat.numel() // 8 * 8 :].long().sum()

@@ -1,0 +1,66 @@
+"""Out of memory: which part took it, what to change, and the same step in smaller pieces."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from weft.job.run_folder import RunDir
+from weft.planner.plan import Plan
+from weft.watch.journal import Journal
+
+SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+"""How torch says it, on a GPU and on a CPU."""
+
+
+def is_oom(error: BaseException) -> bool:
+    """Whether an error says that memory ran out."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
+
+
+def smaller(plan: Plan) -> Plan | None:
+    """The same global batch in microbatches of half the size; None where they cannot be smaller."""
+    if plan.microbatch < 2:
+        return None
+    share = plan.microbatch * plan.accumulation
+    half = next(m for m in range(plan.microbatch // 2, 0, -1) if share % m == 0)
+    reason = f"microbatch {half} instead of {plan.microbatch}: memory ran out"
+    return replace(plan, microbatch=half, accumulation=share // half, reasons=(*plan.reasons, reason))
+
+
+PARTS = {"states_gib": "weights, gradients and optimizer", "gathered_gib": "gathered weights",
+         "activations_gib": "activations and logits"}  # fmt: skip
+"""What the plan predicts of memory, in words."""
+
+
+def explain(error: BaseException, plan: Plan) -> str:
+    """One sentence: what takes the memory by the plan's own table, the largest first, and what would take less."""
+    found = sorted(((plan.predicted.get(key, 0.0), words) for key, words in PARTS.items()), reverse=True)
+    told = ", ".join(f"{words} {gib:.2f} GiB" for gib, words in found if gib)
+    half = smaller(plan)
+    change = f"train.microbatch={half.microbatch}" if half else "memory.recompute=full, or more ranks"
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return f"memory ran out ({first}); the plan counts {told or 'no parts'}; {change} takes less"
+
+
+def shrink(run: RunDir, plan: Plan, error: BaseException, rank: int, position: str) -> Plan | None:
+    """Write the plan of the next attempt, with smaller microbatches, and say so; None where nothing can be smaller.
+
+    Called by the rank that ran out, whatever state the others are in: a line and a renamed file need nobody else. Where
+    several ran out at once each writes the same.
+    """
+    why, less = explain(error, plan), smaller(plan)
+    with Journal(run) as journal:
+        journal.event("fault", fault="oom", rank=rank, position=position, step=None, why=why, detected_after_s=0.0)
+        if less is None:
+            return None
+        temporary = run.plan.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(less.dumps(), encoding="utf-8")
+        temporary.replace(run.plan)
+        journal.event(
+            "recovered", fault="oom", how="smaller_microbatch", step=None, steps_lost=0, seconds=0.0,
+            microbatch=less.microbatch, was=plan.microbatch,
+        )  # fmt: skip
+    return less

@@ -1,0 +1,49 @@
+"""Giving a rank back what it should hold, from another that holds the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.guards.checksum import Kind, kind_of
+from weft.mesh import Mesh
+
+
+@torch.no_grad()
+def copy_pieces(
+    pieces: Mapping[str, Tensor], masters: Mapping[str, Tensor], kind: Kind, source: int, wrong: tuple[int, ...],
+    mesh: Mesh,
+) -> None:  # fmt: skip
+    """Copy all that belongs to the weights of one kind, their optimizer's state included, from `source` to `wrong`.
+
+    Every rank calls it; the others have nothing to do. It goes by the host, which reaches any pair of ranks.
+    """
+    if mesh.rank != source and mesh.rank not in wrong:
+        return
+    names = {name for name, master in masters.items() if kind_of(master) == kind}
+    for key in sorted(pieces):
+        if _owner(key, names) is None:
+            continue
+        piece = pieces[key]
+        if mesh.rank == source:
+            held = piece.cpu().contiguous()
+            for rank in wrong:
+                dist.send(held, rank, group=mesh.host_group)
+        else:
+            into = torch.empty(piece.shape, dtype=piece.dtype)
+            dist.recv(into, source, group=mesh.host_group)
+            piece.copy_(into)
+
+
+def _owner(key: str, names: set[str]) -> str | None:
+    """The weight that a piece of the state belongs to."""
+    section, _, rest = key.partition(".")
+    if section not in ("model", "optim", "ema"):
+        return None
+    if rest in names:
+        return rest
+    owner = rest.rpartition(".")[0]
+    return owner if section == "optim" and owner in names else None

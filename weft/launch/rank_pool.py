@@ -1,0 +1,123 @@
+"""A pool of local ranks, started once and given functions to run: what `weft prove` and the tests stand on."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+IMPORTED = ["weft.launch.pool_imports"]
+"""What takes seconds to import, and is imported once for all ranks: they are forks of one process that did."""
+
+
+class RankFailed(RuntimeError):
+    """A function raised on a rank; the text holds that rank's traceback."""
+
+    def __init__(self, rank: int, text: str, error: BaseException | None):
+        super().__init__(f"rank {rank} failed:\n{text}")
+        self.rank, self.error = rank, error
+        self.last_line = f"rank {rank}: {text.strip().splitlines()[-1]}"
+
+
+class RankPool:
+    """Processes that wait for work. `run(fn, world, *args)` gives fn's result on each of the first `world` ranks.
+
+    Each call is a world of its own: RANK, WORLD_SIZE and a fresh meeting file are set before fn runs, and process
+    groups are taken down after it. After a failure the ranks of the call are replaced, since their peers may hang.
+    """
+
+    def __init__(self, timeout_s: float = 300.0):
+        self.timeout_s = timeout_s
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-pool-")
+        self._calls = 0
+
+    def run(self, fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        while len(self._ranks) < world:
+            self._ranks.append(self._spawn())
+        self._calls += 1
+        store = str(Path(self._folder.name) / f"store-{self._calls}")
+        for rank, (_, pipe) in enumerate(self._ranks[:world]):
+            pipe.send((fn, args, rank, world, store))
+        results: dict[int, Any] = {}
+        pipes: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks[:world])}
+        while pipes:
+            ready = wait(list(pipes), timeout=self.timeout_s)
+            if not ready:
+                self._replace()
+                raise RankFailed(min(pipes.values()), f"no answer within {self.timeout_s:.0f} s", None)
+            for pipe in (p for p in ready if isinstance(p, Connection)):
+                rank = pipes.pop(pipe)
+                try:
+                    ok, value, text = pipe.recv()
+                except EOFError:
+                    ok, value, text = False, None, "the process died"
+                if not ok:
+                    self._replace()
+                    raise RankFailed(rank, text, value)
+                results[rank] = value
+        return [results[r] for r in range(world)]
+
+    def _spawn(self) -> tuple[BaseProcess, Connection]:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def _replace(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._ranks = []
+
+    def close(self) -> None:
+        self._replace()
+        self._folder.cleanup()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from weft.comm.teardown import leave, settle
+
+    torch.set_num_threads(1)
+    settle()
+    while True:
+        try:
+            fn, args, rank, world, store = pipe.recv()
+        except (EOFError, ConnectionError):  # the pool was closed
+            return
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), WEFT_STORE=store)
+        try:
+            answer = (True, fn(*args), "")
+            if dist.is_initialized():  # ranks leave together: one that ends sooner would cut those that still connect
+                dist.barrier()
+        except BaseException as error:
+            answer = (False, _portable(error), traceback.format_exc())
+        try:
+            leave()
+        finally:
+            pipe.send(answer)
+
+
+def _portable(error: BaseException) -> BaseException | None:
+    from weft.job.errors import WeftError
+
+    return error if isinstance(error, WeftError) else None

@@ -1,0 +1,235 @@
+"""`weft bench step`: the job's own session on its own ranks, a few steps timed and a few profiled."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from weft.comm.shards import local_of
+from weft.data.loader import to_device
+from weft.job.errors import Exit, JobError
+from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.launch.train import prepare, write_description
+from weft.measure.device_peaks import measure_roofs
+from weft.parallel.pipeline.executor import Pipelined
+from weft.planner.memory.approximate import optimizer_bytes
+from weft.planner.memory.prediction import communication_bytes
+from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
+from weft.planner.model.reference_rate import peak_flops
+from weft.precision import COMPUTE
+from weft.supervisor.local_ranks import launch, locked
+from weft.training.metrics import Ledger, peak_memory_gib
+from weft.training.session import Session
+from weft.training.signals import Signals
+from weft.watch.profile import Facts, from_json, summarise, table, to_json
+from weft.watch.report import write_report
+from weft.watch.trace import Trace, read_trace
+
+WARM, TIMED = 4, {"cpu": 4, "cuda": 12}
+"""Steps before anything is measured, and steps timed without the profiler: on a GPU the first waits for the host."""
+SUFFIX = "-bench"
+
+
+def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], None]) -> tuple[int, RunDir]:
+    """Profile a job in a run of its own, runs/NAME-bench. Returns the exit code and the run."""
+    train = {"steps": max(job.train.steps, WARM + max(TIMED.values()) + steps + 2), "eval_every": 0}
+    job = job.model_copy(update={"name": job.name + SUFFIX, "train": job.train.model_copy(update=train)})
+    job, plan = prepare(job, nproc)
+    run = RunDir(Path(job.runs_dir) / job.name)
+    with locked(run) as lock:
+        _clear(run)
+        write_description(run, job, plan)
+        code = launch(run, plan.world, lock, say, worker=("weft.measure.step_profile", str(steps)))
+        if code == Exit.DONE:
+            write_report(run)
+        elif code == Exit.JOB:
+            shutil.rmtree(run.path)
+        return abs(code), run
+
+
+def _clear(run: RunDir) -> None:
+    """Forget the last measurement; a training that happens to have this name is left alone."""
+    if run.checkpoints.exists():
+        raise JobError(f"{run.path} holds a training with checkpoints, not a measurement; give the job another name=")
+    for path in (run.metrics, run.events, run.profile, run.slices, run.report):
+        path.unlink(missing_ok=True)
+
+
+def show(run: RunDir) -> str:
+    """What profile.json says, for a terminal."""
+    found = json.loads(run.profile.read_text(encoding="utf-8"))
+    roofs = found["roofs"]
+    head = f"{found['layout']} on {found['device']}, {found['precision']}: {found['step_ms']:.2f} ms a step"
+    if found["tokens_per_s"]:
+        head += f", {found['tokens_per_s']:,.0f} tokens/s"
+    head += f", MFU {found['mfu']:.1%}" if found["mfu"] else ""
+    known = [
+        f"{what} {value:,.3g} {unit}"
+        for what, value, unit in (
+            ("products", roofs["tflops"], "TFLOP/s"),
+            ("fp8 products", roofs["low_tflops"], "TFLOP/s"),
+            ("data sheet", found["catalog_tflops"], "TFLOP/s"),
+            ("memory", roofs["memory_gb_s"], "GB/s"),
+            ("link", roofs["link_gb_s"], "GB/s"),
+        )
+        if value
+    ]
+    lines = [head, f"roofs: {', '.join(known)}", "", *table(from_json(found["ranks"][0]["classes"]))]
+    if len(found["ranks"]) > 1:
+        lines.append(f"(rank 0 of {len(found['ranks'])}; the others are in {run.profile} and in {run.report})")
+    return "\n".join(lines)
+
+
+def measure(session: Session, signals: Signals, steps: int) -> Exit:
+    """Warm up, time some steps, profile some more, and leave profile.json."""
+    job, plan, mesh = session.job, session.plan, session.mesh
+    write = session.journal.metrics if session.journal else (lambda record: None)
+    ledger = Ledger(job, plan, mesh, session.state, write, signals, session.guards)
+    session.event("start", step=0, layout=plan.layout(), world=plan.world)
+    with closing(session.loader()) as loader:
+
+        def some(count: int) -> float:
+            """Steps as the loop takes them, from idle device to idle device. Returns seconds a step."""
+            mesh.barrier()
+            began = time.perf_counter()
+            with record_function("weft.window"):
+                for _ in range(count):
+                    _step(session, loader, ledger)
+                ledger.settle()
+                if mesh.device.type == "cuda":
+                    torch.cuda.synchronize()
+            return (time.perf_counter() - began) / count
+
+        ledger.start_clock()
+        some(WARM)
+        seconds = some(TIMED.get(mesh.device.type, TIMED["cuda"]))
+        if mesh.device.type == "cuda":
+            with _profiling(mesh.device):  # the first one starts the tracer, which takes its time
+                some(1)
+        with _marked_loss(session), _profiling(mesh.device) as profiler:
+            some(steps)
+    roofs = measure_roofs(plan, mesh.device, COMPUTE[plan.precision])
+    rows = summarise(_read(profiler), steps, seconds * 1e3, facts_of(session), roofs)
+    mine = {
+        "rank": mesh.rank, "position": mesh.position, "peak_memory_gib": peak_memory_gib(mesh.device),
+        "classes": to_json(rows),
+    }  # fmt: skip
+    everyone = mesh.all_gather_object(mine)
+    if mesh.rank == 0:
+        sample = flops_per_sample(job.model, job.data.seq_len)
+        peak = peak_flops(plan, job)
+        flops = sample * job.train.global_batch if sample else None
+        found = {
+            "job": job.name, "layout": plan.layout(), "device": plan.device_name, "precision": plan.precision,
+            "step_ms": seconds * 1e3, "profiled_steps": steps,
+            "tokens_per_s": _tokens(job) / seconds if job.model.family != "mlp" else None,
+            "mfu": flops / (seconds * peak * plan.world) if flops and peak else None,
+            "catalog_tflops": peak / 1e12 if peak else None,
+            "roofs": vars(roofs), "ranks": everyone,
+        }  # fmt: skip
+        session.run.profile.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    session.event("done", step=session.state.step)
+    return Exit.DONE
+
+
+def _step(session: Session, loader: Iterator[Any], ledger: Ledger) -> None:
+    """One step of the loop, its parts marked for the trace."""
+    stepper, device = session.stepper, session.mesh.device
+    lr = stepper.learning_rate()
+    with record_function("weft.data"):
+        batches = [to_device(b, device) for b in next(loader)]
+    with record_function("weft.gradients"):
+        grads = stepper.gradients(batches)
+    with record_function("weft.update"):
+        norm, _ = stepper.update(grads, lr)
+    with record_function("weft.figures"):
+        ledger.post(grads, norm, lr)
+
+
+def _profiling(device: torch.device) -> profile:
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    return profile(activities=kinds, record_shapes=True)
+
+
+def _read(profiler: profile) -> Trace:
+    with tempfile.TemporaryDirectory(prefix="weft-profile-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path)
+
+
+@contextmanager
+def _marked_loss(session: Session) -> Iterator[None]:
+    """Mark what the heads compute, so that the trace can tell the loss from the rest of the forward pass."""
+    woven = session.state.woven
+    modules = [s.module for s in woven.stages.values()] if isinstance(woven, Pipelined) else [woven.module]
+    open_ranges: list[record_function] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        open_ranges.append(record_function("weft.loss"))
+        open_ranges[-1].__enter__()
+
+    def end(module: nn.Module, args: Any, out: Any) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    heads = [h for m in modules if isinstance(h := getattr(m, "head", None), nn.Module)]
+    heads = [h for h in heads if getattr(h, "_compiled_call_impl", None) is None]  # a hook would compile it anew
+    handles = [h.register_forward_pre_hook(begin) for h in heads]
+    handles += [h.register_forward_hook(end) for h in heads]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tokens(job: Job) -> int:
+    return job.train.global_batch * (1 if job.model.family == "mlp" else job.data.seq_len)
+
+
+def facts_of(session: Session) -> Facts:
+    """What the job and the plan say of one step of this rank."""
+    job, plan = session.job, session.plan
+    model, width = job.model, COMPUTE[plan.precision].itemsize
+    masters = session.state.woven.masters.values()
+    held = sum(local_of(m).numel() for m in masters)
+    copies = width if width < 4 and plan.dp_shard == 1 else 0
+    update = held * (width + 2 * optimizer_bytes(job.optim.name) + 8 + copies)
+    tokens = _tokens(job) / plan.dp / plan.cp
+    targets = tokens / job.data.seq_len if model.family == "vit" else tokens
+    ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or _has_head(session)
+    loss = 2 * targets * (model.vocab or 0) / plan.tp * width if ends and count_parameters(model) else 0.0
+    total, attention = flops_per_token(model, job.data.seq_len), 0.0
+    if total and model.family != "mlp":
+        full = 12.0 * (model.layers or 0) * (model.heads or 0) * (model.head_dim or 0) * job.data.seq_len
+        attention = full / 2 if model.causal else full
+    share = tokens / plan.tp / plan.pp
+    return Facts(
+        bool(model.causal), (total - attention) * share if total else None,
+        attention * share * 7 / 6 or None,  # backward computes the scores again: seven products where six are counted
+        update, loss, sum(communication_bytes(job, plan).values()),
+    )  # fmt: skip
+
+
+def _has_head(session: Session) -> bool:
+    woven = session.state.woven
+    return isinstance(woven, Pipelined) and any(getattr(s.module, "head", None) for s in woven.stages.values())
+
+
+if __name__ == "__main__":
+    from weft.training.rank import end, run_here
+
+    count = int(sys.argv[2])
+    end(run_here(lambda session, signals: measure(session, signals, count)))

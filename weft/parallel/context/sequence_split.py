@@ -1,0 +1,125 @@
+"""Which tokens each rank of cp holds, and which chunks of a sequence see which.
+
+Causal work is balanced by zig-zag: the sequence is cut into 2 · ring chunks and the r-th group holds the r-th from the
+front and the r-th from the end. Then every group computes the same number of scores in every hop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from weft.models.attention import Docs
+from weft.planner.plan import Plan
+from weft.planner.time.context import chunks_of, sees
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which tokens a rank of cp holds: those of its group's chunks, cut once more among the group's ranks."""
+
+    ring: int
+    ulysses: int
+    halves: int
+    """Chunks a group holds: 2 where causal work is balanced, else 1."""
+    align: int
+    """A rank's tokens are a multiple of this: tp cuts them further."""
+    rank: int
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> Cut:
+        ring, ulysses = plan.rings
+        return cls(ring, ulysses, 2 if plan.zigzag else 1, plan.tp if plan.sequence else 1, rank)
+
+    @property
+    def group(self) -> int:
+        return self.rank // self.ulysses
+
+    @property
+    def peers(self) -> range:
+        """The ranks of this group, as places on the cp axis."""
+        return range(self.group * self.ulysses, (self.group + 1) * self.ulysses)
+
+    def padded(self, length: int) -> int:
+        """The length that divides evenly; what is added is never seen and has no target."""
+        unit = self.ring * self.halves * self.ulysses * self.align
+        return -(-length // unit) * unit
+
+    def rows(self, length: int) -> Tensor:
+        """The places in the whole sequence of this rank's tokens."""
+        size = self.padded(length) // (self.ring * self.halves)
+        held = [torch.arange(j * size, (j + 1) * size) for j in chunks_of(self.group, self.ring, self.halves)]
+        return torch.cat(held).chunk(self.ulysses)[self.rank % self.ulysses]
+
+    def batch(self, batch: Batch) -> Batch:
+        """This rank's part of a batch. Documents stay whole: a mask needs those of other ranks' tokens too."""
+        inputs = batch["inputs"]
+        length = inputs.shape[1]
+        rows = self.rows(length).to(inputs.device, non_blocking=True)
+        inside = rows.clamp(max=length - 1)
+        out = {**batch, "rows": rows, "length": torch.tensor(length), "positions": inside}
+        for key in ("inputs", "targets", "positions"):
+            if key in batch and batch[key].dim() > 1:
+                out[key] = batch[key].index_select(1, inside)
+        if batch["valid"].dim() > 1:
+            out["valid"] = batch["valid"].index_select(1, inside) & (rows < length)
+        elif self.rank > 0:  # one target a sample, and every rank knows the whole answer: one of them counts it
+            out["valid"] = torch.zeros_like(batch["valid"])
+        return out
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The chunks of one sequence, and which of them see which."""
+
+    cut: Cut
+    length: int
+    causal: bool
+    docs: Tensor | None
+
+    @cached_property
+    def size(self) -> int:
+        return self.cut.padded(self.length) // (self.cut.ring * self.cut.halves)
+
+    @cached_property
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """The first and last document of each chunk, sample by sample."""
+        assert self.docs is not None
+        parts = [self.docs[:, j * self.size : (j + 1) * self.size] for j in range(self.cut.ring * self.cut.halves)]
+        ends = [torch.stack([p.amin(1), p.amax(1)], 1) for p in parts if p.shape[1]]
+        return [[(lo, hi) for lo, hi in chunk] for chunk in torch.stack(ends).tolist()]
+
+    def of(self, group: int) -> list[int]:
+        """The chunks a group holds."""
+        return chunks_of(group, self.cut.ring, self.cut.halves)
+
+    def tokens(self, j: int) -> int:
+        """Tokens of a chunk that are no padding."""
+        return min(max(self.length - j * self.size, 0), self.size)
+
+    def sees(self, i: int, j: int) -> bool:
+        """Whether any query of chunk i sees any key of chunk j."""
+        if not sees(i, j, self.causal) or not self.tokens(i) or not self.tokens(j):
+            return False
+        if self.docs is None:
+            return True
+        pairs = zip(self.spans[i], self.spans[j], strict=True)
+        return any(a <= d and c <= b for (a, b), (c, d) in pairs)
+
+    def wanted(self, group: int, of: int) -> list[int]:
+        """The chunks of one group that another needs."""
+        return [j for j in self.of(of) if any(self.sees(i, j) for i in self.of(group))]
+
+    def documents(self, i: int, j: int) -> Docs | None:
+        """What tells queries of i and keys of j apart; None where they all belong to one document."""
+        if self.docs is None:
+            return None
+        if all(a == b == c == d for (a, b), (c, d) in zip(self.spans[i], self.spans[j], strict=True)):
+            return None
+        a, b = (self.docs[:, x * self.size : x * self.size + self.tokens(x)] for x in (i, j))
+        return a, b

@@ -1,0 +1,1 @@
+"""Data parallelism: replicas, ZeRO shards on FSDP2, gradient compression and local SGD."""

@@ -1,0 +1,318 @@
+"""Data parallelism: replicas that sum their gradients in buckets, and ZeRO shards on FSDP2.
+
+Both offer the same few things to the loop: `masters` (fp32 weights the optimizer updates by their gradients),
+`leaves` (the tensors whose .grad that is), `copies` (weights that follow the masters), `microbatch(last)` before each
+backward pass, `finish()` after the last (what it is given is done while gradients travel), `refresh()` after the
+masters changed by other hands than the optimizer's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from weft.comm import Axis, Meter, Waits
+from weft.comm.algorithms import Start
+from weft.comm.shards import local_of
+from weft.parallel.data.bucket import Bucket
+from weft.parallel.data.bucket_queue import Queue
+from weft.parallel.data.compression import Compressor
+from weft.parallel.data.fsdp_compression import Gather, Scatter
+from weft.parallel.data.fsdp_internals import fsdp_groups, fsdp_states, reduce_now, see_waits
+
+
+def nothing() -> None:
+    """What there is to do meanwhile, unless somebody has something."""
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replace every trained parameter by a copy in dtype; ties between modules stay tied, frozen ones as they were."""
+    cast: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for key, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if p.is_floating_point() and p.requires_grad:
+                if id(p) not in cast:
+                    cast[id(p)] = nn.Parameter(p.detach().to(dtype))
+                owner.register_parameter(key, cast[id(p)])
+
+
+def arriving(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[Tensor], None]:
+    """A hook that does not keep its owner: Python cannot see through autograd's hooks, and a model of which one held
+    the whole, with its process groups and their threads, would stay for ever."""
+
+    def arrived(weight: Tensor) -> None:
+        if (replicas := owner()) is not None:
+            replicas.arrived(number, name, weight)
+
+    return arrived
+
+
+class Replicas:
+    """Whole copies of the model: gradients are summed over the dp_replicate axis while the backward pass goes on.
+
+    Weights compute in `dtype`; where that is not fp32 the masters are a copy, and gradients are summed in fp32. Buckets
+    leave in one order on every rank (queue.py): a parameter without a gradient cannot make them disagree. `summed` says
+    that a step adds up the gradients of several microbatches; alone and without that, no bucket is needed. `start`
+    begins to sum a bucket over the axis; left out, by the backend's own all-reduce. The weights in `apart` have copies
+    on other ranks than the rest: `start_apart` sums theirs.
+    """
+
+    def __init__(
+        self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool,
+        start: Start | None = None, apart: frozenset[str] = frozenset(), start_apart: Start | None = None,
+        compressor: Compressor | None = None,
+    ):  # fmt: skip
+        self.module, self.axis, self.last, self.compressor = module, axis, True, compressor
+        self.start = start or (axis.start_all_reduce if axis else None)
+        self.apart, self.start_apart = apart, start_apart
+        self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.masters: dict[str, Tensor] = dict(self.weights)
+        self.mixed = dtype != torch.float32
+        if self.mixed:
+            cast_parameters(module, dtype)
+            self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.leaves: dict[str, Tensor] = self.masters
+        self.copies: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
+        self.buckets: list[Bucket] = []
+        self.works: list[Waits] = []
+        self.sent = 0
+        """Buckets on their way, or with no way to go."""
+        self.queue = Queue()
+        if self.start or self.start_apart or (self.mixed and summed):
+            self._fill_buckets(int(bucket_mb * 2**20 / 4))
+            self.queue = Queue(len(self.buckets))
+        elif self.mixed:
+            self.leaves = self.copies
+
+    def _fill_buckets(self, limit: int) -> None:
+        filling: dict[str, list[str]] = {}
+        for name in reversed(self.weights):  # the backward pass makes the last gradients first
+            kind, size = self._kind(name), local_of(self.masters[name]).numel()
+            names = filling.setdefault(kind, [])
+            if names and sum(local_of(self.masters[n]).numel() for n in names) + size > limit:
+                self._add_bucket(names, kind)
+                names = filling[kind] = []
+            names.append(name)
+        for kind, names in filling.items():
+            self._add_bucket(names, kind)
+        for number, bucket in enumerate(self.buckets):
+            for name, grad in bucket.grads.items():
+                self.masters[name].grad = grad
+                self.weights[name].register_post_accumulate_grad_hook(arriving(weakref.ref(self), number, name))
+
+    def _kind(self, name: str) -> str:
+        """Which weights travel with which."""
+        if name in self.apart:
+            return "apart"
+        if self.compressor is not None and name in self.compressor.names:
+            return "compressed"
+        return "plain"
+
+    def _add_bucket(self, names: list[str], kind: str) -> None:
+        bucket, packed = Bucket(names, self.masters), self.compressor
+        if kind == "apart":
+            bucket.start = self.start_apart
+        elif packed is None:
+            bucket.start = self.start
+        elif kind == "compressed":
+            bucket.start = packed.starting(bucket.segments, bucket.flat.numel())
+        else:
+            bucket.start = packed.start_plain
+        self.buckets.append(bucket)
+
+    def arrived(self, number: int, name: str, weight: Tensor) -> None:
+        """Autograd has made the gradient of a weight in a bucket."""
+        bucket = self.buckets[number]
+        self._take_in(bucket, name, weight)
+        if self.last:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self.queue.ready(number)
+            self._send_ready()
+
+    def _take_in(self, bucket: Bucket, name: str, weight: Tensor) -> None:
+        """Bring a weight's gradient to its place. In fp32 it lies there from a step's first on, and autograd adds the
+        next to it."""
+        if weight.grad is None:
+            return
+        if self.mixed:
+            bucket.add(name, local_of(weight.grad))
+            weight.grad = None
+        elif weight.grad is not bucket.grads[name]:
+            bucket.put(name, local_of(weight.grad))
+            weight.grad = bucket.grads[name]
+
+    def _send_ready(self, all_of_them: bool = False) -> None:
+        while self.sent < len(self.buckets):
+            bucket = self.buckets[self.queue.order[self.sent]]
+            if bucket.missing > 0 and not all_of_them:
+                return
+            self.sent += 1
+            bucket.clear_stale()
+            if bucket.start is not None:
+                self.works.append(bucket.start(bucket.flat))
+
+    def microbatch(self, last: bool) -> None:
+        """Only the last microbatch of a step talks to the other replicas."""
+        self.last = last
+
+    def hold(self, split_backward: bool) -> None:
+        """A pipeline is about to run: gradients of weights may come without their hooks."""
+
+    def collect(self) -> None:
+        """Take in gradients that were set by hand instead of arriving through the hooks."""
+        for bucket in self.buckets:  # without buckets the gradients are where they belong
+            for name in bucket.names:
+                self._take_in(bucket, name, self.weights[name])
+
+    def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
+        """Every master's gradient is the sum over the replicas when this returns."""
+        self._send_ready(all_of_them=True)
+        for bucket in self.buckets:
+            for name, grad in bucket.grads.items():
+                self.masters[name].grad = grad
+        meanwhile()
+        with nullcontext() if self.axis is None or self.axis.spans is None else self.axis.spans.waiting():
+            for work in self.works:
+                work.wait()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.names)
+        self.works, self.sent = [], 0
+        if (
+            self.axis is not None and self.start_apart is None and self.compressor is None
+        ):  # each has an order of its own
+            self.queue.step_over(self.axis, [bucket.flat for bucket in self.buckets])
+
+    def zero_grad(self) -> None:
+        if not self.buckets:
+            for weight in self.weights.values():
+                weight.grad = None
+        for bucket in self.buckets:
+            bucket.stale.update(bucket.names)
+            for name in () if self.mixed else bucket.names:  # else autograd would add to the step before
+                self.masters[name].grad = None
+
+    def refresh(self) -> None:
+        """The weights follow their masters."""
+        if self.mixed:
+            torch._foreach_copy_(
+                [local_of(w.detach()) for w in self.weights.values()],
+                [local_of(m.detach()) for m in self.masters.values()],
+            )
+
+    def settle(self) -> None:
+        """Nothing is left over from an evaluation."""
+
+
+class Shards:
+    """ZeRO on FSDP2: masters, gradients and optimizer state are cut over dp_shard, and summed over dp_replicate.
+
+    | stage | weights between microbatches | gradients of a microbatch |
+    |---|---|---|
+    | 1 | gathered | whole, added up, cut once a step |
+    | 2 | gathered | cut at once |
+    | 3 | cut after every use | cut at once |
+    """
+
+    def __init__(
+        self, module: nn.Module, zero: int, replicated: bool, meter: Meter, axis: str,
+        compressor: Compressor | None = None,
+    ):  # fmt: skip
+        """`axis` is the name under which the meter counts FSDP2's waits."""
+        assert isinstance(module, FSDPModule)
+        self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
+        self.compressor = compressor
+        self.fsdp_modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        for m in self.fsdp_modules:
+            m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
+            m.set_force_sum_reduction_for_comms(True)
+            see_waits(m, meter, axis, replicated)
+        self.masters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.leaves, self.copies = self.masters, dict[str, Tensor]()
+        if compressor is not None:
+            self._compress(compressor)
+
+    def _compress(self, compressor: Compressor) -> None:
+        """Let each unit's collectives go through the compressor."""
+        names = {id(p): n for n, p in self.module.named_parameters()}
+        unit: Any
+        for unit in self.fsdp_modules:
+            for group in fsdp_groups(unit._get_fsdp_state()):
+                weights = [(names[id(p.sharded_param)], p._orig_size, p.sharded_param) for p in group.fsdp_params]
+                by_rows = all(p.fsdp_placement.dim == 0 for p in group.fsdp_params)
+                ours = group.mesh_info.shard_process_group == compressor.axis.group
+                if weights and by_rows and ours:  # experts may be cut over other ranks and in another way
+                    scatter = Scatter(compressor, [(n, size) for n, size, p in weights if p.requires_grad])
+                    unit.set_custom_reduce_scatter(scatter)
+                    unit.set_custom_all_gather(Gather(compressor, scatter, [(n, size) for n, size, _ in weights]))
+                    if compressor.across is not None:
+                        unit.set_all_reduce_hook(scatter.across)
+
+    def microbatch(self, last: bool) -> None:
+        if self.held:
+            return
+        if self.compressor is not None:
+            self.compressor.last = last
+        self.module.set_is_last_backward(last)
+        if self.zero == 1:
+            self.module.set_requires_gradient_sync(last)
+        elif self.replicated:
+            self.module.set_requires_all_reduce(last)
+        if self.zero < 3:
+            self.module.set_reshard_after_backward(last)
+
+    def hold(self, split_backward: bool) -> None:
+        """Under a split backward gradients stay whole and weights gathered until finish(): no hook of FSDP2 sees it."""
+        self.held = split_backward
+        if split_backward:
+            self.module.set_is_last_backward(False)
+            self.module.set_requires_gradient_sync(False)
+            self.module.set_reshard_after_backward(False)
+            self.module.set_reshard_after_forward(False)
+
+    def collect(self) -> None:
+        """Take gradients that were set by hand into the fp32 sums."""
+        for each in fsdp_states(self.module):
+            for group in fsdp_groups(each):
+                for param in group.fsdp_params:
+                    param.accumulate_unsharded_grad_if_needed()
+                    param.to_accumulated_grad_if_needed()
+
+    def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
+        """FSDP2 waits for its own collectives at the end of a backward pass; after a split one it is told to begin."""
+        meanwhile()
+        if self.held:
+            self.module.set_is_last_backward(True)
+            self.module.set_requires_gradient_sync(True)
+            self.module.set_reshard_after_backward(True)
+            reduce_now(self.module)
+
+    def zero_grad(self) -> None:
+        for master in self.masters.values():
+            master.grad = None
+
+    def refresh(self) -> None:
+        """FSDP2 gathers from the masters anew."""
+
+    def settle(self) -> None:
+        """Drop weights gathered by an evaluation: they would be stale after the next update."""
+        for m in self.fsdp_modules:
+            m.reshard()
+
+
+def shard(
+    module: nn.Module, mesh: DeviceMesh, zero: int, dtype: torch.dtype,
+    dim_of: Callable[[nn.Parameter], Shard | None] | None = None,
+) -> None:  # fmt: skip
+    """Cut one unit's parameters over dp_shard (and copy them over dp_replicate where the mesh has it)."""
+    param_dtype = None if dtype == torch.float32 else dtype
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, shard_placement_fn=dim_of)

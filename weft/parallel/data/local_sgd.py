@@ -1,0 +1,212 @@
+"""Replicas that train alone for a while: their weights are averaged, or an outer step is made of the ways they went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis
+from weft.comm.algorithms import Start
+from weft.comm.quantized_sum import sum_quantized
+from weft.comm.shards import like, local_of
+from weft.job.sync import Sync
+
+BITS = {"int8": 8, "int4": 4}
+Tensors = dict[str, Tensor]
+
+
+class EveryStep:
+    """Gradients are summed in every step: nothing is left to do between steps, and nothing to remember."""
+
+    def after(self, step: int, count: Tensor, refresh: Callable[[], None]) -> None:
+        """A step was taken, by so many valid targets."""
+
+    def tensors(self) -> Tensors:
+        """What it remembers, by name."""
+        return {}
+
+    def saved(self, tensors: Tensors) -> Tensors:
+        """What a checkpoint holds of a run's tensors, so that a run of any kind may go on from it."""
+        return tensors
+
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint must say to be read again."""
+        return {}
+
+    def own(self, meta: dict[str, Any], tensors: Tensors) -> Tensors:
+        """By its name in a checkpoint, what belongs to this replica alone and is read after what all have."""
+        return {}
+
+    def adopt(self, meta: dict[str, Any]) -> None:
+        """Everything was read, or nothing: go on from here."""
+
+    def figures(self) -> dict[str, Any]:
+        """For the metrics of the step just taken."""
+        return {}
+
+
+class Rounds(EveryStep):
+    """Local SGD (McMahan et al. 2017, Stich 2019) and DiLoCo (Douillard et al. 2023) over the replicas of an axis.
+
+    Each replica's weights and optimizer go their own way for `period` steps. Then what each learned is averaged, by the
+    valid targets it learned from: with a period of 1 and plain SGD that is ordinary training. DiLoCo takes the mean way
+    from the last common weights (the anchor) as a gradient, for an outer step of SGD with Nesterov momentum.
+    """
+
+    def __init__(
+        self, sync: Sync, axis: Axis, start: Start, masters: Tensors, averages: Tensors, last: int, limit: int
+    ):
+        """`averages` are the EMA's; `last` is the step after which replicas come together in any case; `limit` is how
+        many numbers travel at once."""
+        self.sync, self.axis, self.start, self.last, self.limit = sync, axis, start, last, limit
+        self.masters, self.averages = masters, averages
+        self.rate, self.momentum = sync.outer
+        self.bits = BITS.get(sync.quantize)
+        device = local_of(next(iter(masters.values()))).device
+        self.tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self.since = 0
+        """Steps since the replicas were the same."""
+        self.sent = 0
+        outer = sync.mode == "diloco"
+        self.anchor = _copies(masters) if outer or self.bits else {}
+        self.velocity = {n: torch.zeros_like(local_of(m.detach())) for n, m in masters.items()} if outer else {}
+
+    def after(self, step: int, count: Tensor, refresh: Callable[[], None]) -> None:
+        self.tokens += count
+        self.since += 1
+        self.sent = 0
+        if step % self.sync.period == 0 or step == self.last:
+            before = sum(self.axis.bytes.values())
+            self._exchange()
+            refresh()
+            self.sent = sum(self.axis.bytes.values()) - before
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        share = self._share()
+        for names in self._groups(self.masters):
+            self._meet(names, share)
+        for names in self._groups(self.averages):
+            mean = self._sum(_flat(self.averages, names) * share)
+            _spread(mean, [local_of(self.averages[n]) for n in names])
+        self.tokens.zero_()
+        self.since = 0
+
+    def _meet(self, names: list[str], share: Tensor) -> None:
+        """Bring some weights of all replicas together."""
+        weights = [local_of(self.masters[n].detach()) for n in names]
+        here = _flat(self.masters, names)
+        if not self.anchor:
+            _spread(self._sum(here * share), weights)
+            return
+        anchors = [self.anchor[n] for n in names]
+        anchor = torch.cat([a.reshape(-1) for a in anchors])
+        way = (anchor - here) * share
+        way = sum_quantized(way, self.axis, self.bits) if self.bits else self._sum(way)
+        if self.velocity:
+            held = [self.velocity[n] for n in names]
+            velocity = torch.cat([v.reshape(-1) for v in held]).mul_(self.momentum).add_(way)
+            _spread(velocity, held)
+            way = way.add_(velocity, alpha=self.momentum).mul_(self.rate)
+        _spread(anchor.sub_(way), anchors)
+        _spread(anchor, weights)
+
+    def _share(self) -> Tensor:
+        """This replica's weight in a mean: its part of the valid targets since the last exchange."""
+        total = self.axis.all_reduce(self.tokens.clone())
+        return torch.where(total > 0, self.tokens / total.clamp(min=1), 1 / self.axis.size).float()
+
+    def _sum(self, flat: Tensor) -> Tensor:
+        self.start(flat).wait()
+        return flat
+
+    def _groups(self, tensors: Tensors) -> Iterator[list[str]]:
+        """Names whose tensors travel together."""
+        names: list[str] = []
+        held = 0
+        for name, tensor in tensors.items():
+            size = local_of(tensor).numel()
+            if names and held + size > self.limit:
+                yield names
+                names, held = [], 0
+            names.append(name)
+            held += size
+        if names:
+            yield names
+
+    def tensors(self) -> Tensors:
+        out = {f"outer.anchor.{n}": like(t, self.masters[n]) for n, t in self.anchor.items()}
+        out |= {f"outer.velocity.{n}": like(t, self.masters[n]) for n, t in self.velocity.items()}
+        return {**out, f"outer.tokens.{self.axis.rank}": self.tokens}
+
+    @torch.no_grad()
+    def saved(self, tensors: Tensors) -> Tensors:
+        """Under the ordinary names the mean of the replicas' weights and the first one's optimizer; under names of its
+        own what each replica has beside that. Replicas that just met have the same weights, and no names of their own.
+        """
+        share = self._share() if self.since else None
+        out: Tensors = {}
+        for name, tensor in tensors.items():
+            kind, _, of = name.partition(".")
+            if kind == "optim" and self.axis.rank:
+                out[self._mine(name)] = tensor
+            elif share is not None and ((kind == "model" and of in self.masters) or kind == "ema"):
+                out[name] = like(self._sum(local_of(tensor) * share), tensor)
+                out[self._mine(name)] = tensor
+            elif share is not None or not name.startswith(("outer.anchor", "outer.tokens")):
+                out[name] = tensor
+        return out
+
+    def _mine(self, name: str) -> str:
+        return f"replica.{self.axis.rank}.{name}"
+
+    def meta(self) -> dict[str, Any]:
+        return {
+            "mode": self.sync.mode,
+            "replicas": self.axis.size,
+            "since": self.since,
+            "anchor": bool(self.anchor),
+        }
+
+    def own(self, meta: dict[str, Any], tensors: Tensors) -> Tensors:
+        """Other replicas than those that wrote a checkpoint begin as one, with what the outer optimizer remembers."""
+        mine = {n: t for n, t in self.tensors().items() if n.startswith("outer.velocity")}
+        mine = mine if meta.get("mode") == "diloco" else {}
+        if meta.get("replicas") != self.axis.size:
+            return mine
+        if self.axis.rank:
+            mine |= {self._mine(n): t for n, t in tensors.items() if n.startswith("optim.")}
+        if meta["since"]:
+            trained = {f"model.{n}" for n in self.masters}
+            mine |= {self._mine(n): t for n, t in tensors.items() if n in trained or n.startswith("ema.")}
+            mine |= {n: t for n, t in self.tensors().items() if n.startswith("outer.anchor") and meta["anchor"]}
+            mine[f"outer.tokens.{self.axis.rank}"] = self.tokens
+        return mine
+
+    def adopt(self, meta: dict[str, Any]) -> None:
+        same = meta.get("replicas") == self.axis.size
+        self.since = meta["since"] if same else 0
+        if not (same and self.since and meta["anchor"]):
+            for name, anchor in self.anchor.items():
+                anchor.copy_(local_of(self.masters[name].detach()))
+
+    def figures(self) -> dict[str, Any]:
+        """Bytes that this rank handed to other replicas in the step's exchange; 0 in a step without one."""
+        return {"sync_bytes": self.sent}
+
+
+def _copies(masters: Tensors) -> Tensors:
+    return {n: local_of(m.detach()).clone() for n, m in masters.items()}
+
+
+def _flat(tensors: Tensors, names: list[str]) -> Tensor:
+    return torch.cat([local_of(tensors[n].detach()).reshape(-1) for n in names])
+
+
+def _spread(flat: Tensor, into: list[Tensor]) -> None:
+    """A flat tensor back into the pieces it was made of."""
+    parts = flat.split([t.numel() for t in into])
+    torch._foreach_copy_(into, [p.view_as(t) for p, t in zip(parts, into, strict=True)])

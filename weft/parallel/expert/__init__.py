@@ -1,0 +1,1 @@
+"""Expert parallelism: token exchange, replicated experts and load statistics."""

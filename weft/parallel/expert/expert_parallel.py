@@ -1,0 +1,270 @@
+"""Expert parallelism: each rank of ep holds some of the experts, and only routed tokens travel.
+
+ep is laid over dp_shard × cp × tp (mesh.FOLDED), so attention and experts are cut in different ways on the same ranks:
+
+    tokens of this rank ─ sorted by expert ─▶ all-to-all ─▶ its experts ─▶ all-to-all ─▶ weighted and summed
+                                              └ meanwhile, the shared experts
+
+Each rank routes its own tokens: those that dp and cp give it, and of those that the ranks of tp share a part. Counts go
+ahead of the tokens. The host must know them before it can ask for the all-to-all, so on a GPU it waits once a layer and
+pass for them; without ep it never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from weft.comm import Axis, join_along, split_along
+from weft.comm.algorithms import Start
+from weft.comm.overlapped_exchange import Trip
+from weft.mesh import Mesh
+from weft.models.experts import Around, ExpertParts, MixtureOfExperts, Spread, Stack, gated
+from weft.models.grouped import dispatch, known
+from weft.parallel.data.data_parallel import shard
+from weft.parallel.expert.overlap import Halves
+from weft.parallel.expert.permutation import by_expert, sorted_by, swapped
+from weft.parallel.expert.replication import Copies
+from weft.planner.plan import Plan
+
+SEQ = 1  # activations are [batch, seq, dim]
+NOWHERE = 2**62  # the place of a token that only fills up
+
+
+class Spreading(Spread):
+    """Tokens cut over tp and cp, experts over ep; each of the axes may be missing."""
+
+    def __init__(
+        self, tp: Axis | None, sequence: bool, cp: Axis | None, ep: Axis | None, hops: tuple[Axis, Axis] | None = None
+    ):
+        """`hops` are the ranks of ep on this node, and those at the same place on other nodes."""
+        self.tp, self.sequence, self.cp, self.ep, self.hops = tp, sequence, cp, ep, hops
+        self.halves = False
+        """Whether rows travel in two halves."""
+        self.copies: Copies | None = None
+        """Experts that more than one rank of ep computes."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        if self.tp is None or self.sequence:
+            return x
+        return split_along(F.pad(x, (0, 0, 0, -x.shape[SEQ] % self.tp.size)), self.tp, SEQ)
+
+    def leave(self, y: Tensor, length: int) -> Tensor:
+        if self.tp is None or self.sequence:
+            return y
+        return join_along(y, self.tp, SEQ)[:, :length]
+
+    def rows(self, rows: Tensor) -> Tensor:
+        if self.tp is None:
+            return rows
+        return self.tp.narrow(F.pad(rows, (0, -len(rows) % self.tp.size), value=NOWHERE), 0)
+
+    def total(self, counts: Tensor) -> Tensor:
+        for axis in (self.tp, self.cp):
+            if axis is not None:
+                axis.all_reduce(counts)
+        return counts
+
+    def whole(self, chosen: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, slice]:
+        size, place = len(rows), 0
+        for axis in (self.tp, self.cp):
+            if axis is not None:
+                place += axis.rank * len(rows)
+                chosen, rows = axis.all_gather(chosen, SEQ), axis.all_gather(rows, 0)
+        return chosen, rows, slice(place, place + size)
+
+    def carry(
+        self, experts: nn.Module, x: Tensor, counts: Tensor, meanwhile: Callable[[], Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.ep is None:
+            return super().carry(experts, x, counts, meanwhile)
+        if self.halves and self.copies is None and self.hops is None:
+            halves = Halves(self.ep, counts, len(x))
+            under_way = halves.start(x[: halves.routed])
+            always = meanwhile()
+            return _filled(experts(under_way, counts, halves.around), len(x)), always
+        way = self._way(self.ep, counts, len(x))
+        on_the_way = way.start(x[: way.routed])
+        always = meanwhile()
+        order, inverse = by_expert(way.coming, way.total)
+        rows = dispatch(way.arrive(on_the_way), order, inverse)
+        y = way.back(dispatch(experts(rows, way.coming.sum(0), way.around), inverse, order))
+        return _filled(y, len(x)), always
+
+    def _way(self, ep: Axis, counts: Tensor, most: int) -> _Direct | _TwoHops | _Dealt:
+        """How rows sorted by expert, so many of each and not more than `most`, reach those who compute them."""
+
+        def make(leaving: Tensor, own: int | None = None) -> _Direct | _TwoHops:
+            return _Direct(ep, leaving, most, own) if self.hops is None else _TwoHops(*self.hops, leaving, most, own)
+
+        return make(counts.view(ep.size, -1)) if self.copies is None else _Dealt(self.copies, ep, counts, make)
+
+
+def _filled(y: Tensor, length: int) -> Tensor:
+    return y if len(y) == length else F.pad(y, (0, 0, 0, length - len(y)))
+
+
+def _of_guests(coming: Tensor, own: int | None) -> list[Tensor]:
+    """Rows that come for experts of other ranks, to be counted with the others."""
+    return [] if own is None else [coming[:, own:].sum().view(1)]
+
+
+class _Direct:
+    """Every rank of ep to every other."""
+
+    around: Around | None = None
+
+    def __init__(self, ep: Axis, leaving: Tensor, most: int, own: int | None = None):
+        self.coming = ep.swap(leaving)  # [ranks, experts of this one]
+        sums = [leaving.sum(1), self.coming.sum(1), *_of_guests(self.coming, own)]
+        found = known(torch.cat(sums), 2 * most)
+        send, receive, self.guests = found[: ep.size], found[ep.size : 2 * ep.size], sum(found[2 * ep.size :])
+        self.routed, self.total = sum(send), sum(receive)
+        self.there, self.home = Trip(ep, send, receive), Trip(ep, receive, send)
+
+    def start(self, x: Tensor) -> Tensor:
+        return self.there.start(x)
+
+    def arrive(self, x: Tensor) -> Tensor:
+        return self.there.wait(x)
+
+    def back(self, x: Tensor) -> Tensor:
+        return self.home.go(x)
+
+
+class _TwoHops:
+    """Inside the node to the rank that stands where the expert's rank stands in its own, and from there to its node.
+
+    Each rank talks to one rank of each other node, with all that its node has for it: few large messages cross.
+    """
+
+    around: Around | None = None
+
+    def __init__(self, near: Axis, far: Axis, leaving: Tensor, most: int, own: int | None = None):
+        asked = leaving.view(far.size, near.size, -1)  # [node, place in it, expert]
+        middle = near.swap(asked.transpose(0, 1))  # [from place, node, expert]
+        last = far.swap(middle.transpose(0, 1))  # [from node, from place, expert]
+        self.coming = last.flatten(0, 1)
+        sums = [asked.sum((0, 2)), middle.sum((1, 2)), middle.sum((0, 2)), last.sum((1, 2))]
+        found = known(torch.cat([*sums, *_of_guests(self.coming, own)]), 4 * most)
+        a, b, c, d = near.size, 2 * near.size, 2 * near.size + far.size, 2 * (near.size + far.size)
+        send, receive, send_far, receive_far, self.guests = (
+            found[:a],
+            found[a:b],
+            found[b:c],
+            found[c:d],
+            sum(found[d:]),
+        )
+        self.routed, self.total = sum(send), sum(receive_far)
+        self.orders = swapped(asked.sum(2), self.routed), swapped(middle.sum(2), sum(receive))
+        self.there = Trip(near, send, receive), Trip(far, send_far, receive_far)
+        self.home = Trip(far, receive_far, send_far), Trip(near, receive, send)
+
+    def start(self, x: Tensor) -> Tensor:
+        return self.there[0].start(dispatch(x, *self.orders[0]))
+
+    def arrive(self, x: Tensor) -> Tensor:
+        return self.there[1].go(dispatch(self.there[0].wait(x), *self.orders[1]))
+
+    def back(self, x: Tensor) -> Tensor:
+        (order, inverse), (order_far, inverse_far) = self.orders
+        middle = dispatch(self.home[0].go(x), inverse_far, order_far)
+        return dispatch(self.home[1].go(middle), inverse, order)
+
+
+class _Dealt:
+    """Another way, on which the rows of one expert go to all ranks that hold it."""
+
+    def __init__(
+        self, copies: Copies, ep: Axis, counts: Tensor, make: Callable[[Tensor, int | None], _Direct | _TwoHops]
+    ):
+        leaving, places, shares = copies.deal(counts, ep.rank)
+        self.way = make(leaving, copies.own)
+        self.coming, self.routed, self.total = self.way.coming, self.way.routed, self.way.total
+        self.order, self.inverse = sorted_by(places, shares, self.routed)
+        self.around: Around | None = partial(copies.beside, ep, self.way.guests)
+
+    def start(self, x: Tensor) -> Tensor:
+        return self.way.start(dispatch(x, self.order, self.inverse))
+
+    def arrive(self, x: Tensor) -> Tensor:
+        return self.way.arrive(x)
+
+    def back(self, x: Tensor) -> Tensor:
+        return dispatch(self.way.back(x), self.inverse, self.order)
+
+
+def stacks(modules: list[tuple[str, nn.Module]]) -> list[Stack]:
+    """The experts' weights among some modules."""
+    return [m for _, m in modules if isinstance(m, Stack)]
+
+
+def keep_own(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
+    """Of experts that have no values yet, keep those of this rank: no rank ever holds the others."""
+    if (ep := mesh.axis("ep")) is None:
+        return
+    for stack in stacks(modules):
+        count, *shape = stack.weight.shape
+        stack.first = ep.rank * (count // ep.size)
+        own = torch.empty(count // ep.size, *shape, device=stack.weight.device)
+        stack.weight = nn.Parameter(own, requires_grad=stack.weight.requires_grad)
+
+
+def dress(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
+    """Let the weights know which experts they are of how many."""
+    if mesh.axis("ep") is None:
+        return
+    assert mesh.folded is not None
+    for stack in stacks(modules):
+        stack.weight = nn.Parameter(
+            DTensor.from_local(stack.weight.detach(), mesh.folded["ep"], [Shard(0)], run_check=False),
+            requires_grad=stack.weight.requires_grad,
+        )
+
+
+def spread_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, sequence: bool, halves: bool) -> None:
+    """Let mixtures of experts reach over the ranks of tp, cp and ep."""
+    axes = {name: mesh.axis(name) for name in ("tp", "cp", "ep")}
+    near, far = mesh.axis("ep_near"), mesh.axis("ep_far")
+    hops = (near, far) if near is not None and far is not None else None
+    for _, module in modules:
+        if isinstance(module, MixtureOfExperts):
+            spread = Spreading(axes["tp"], sequence, axes["cp"], axes["ep"], hops)
+            spread.halves, module.spread = halves, spread
+
+
+def shard_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None:
+    """Cut the experts of a rank further, over the ranks that hold the same ones."""
+    if mesh.axis("ep") is None:
+        return
+    assert mesh.folded is not None
+    rest = mesh.folded["dp_replicate", "ep_shard"] if plan.dp_replicate > 1 else mesh.folded["ep_shard"]
+    parts = mesh.folded["ep_shard"].size()
+    for _, module in modules:
+        if isinstance(module, ExpertParts):
+            # FSDP2 wants equal parts, but along the first dim
+            shard(
+                module, rest, plan.zero, dtype, lambda p: Shard(next((d for d in (1, 2) if p.shape[d] % parts == 0), 0))
+            )
+
+
+def experts_apart(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], Start | None]:
+    """Without shards: the weights whose copies are on other ranks than the rest's, and how those are summed."""
+    if mesh.axis("ep") is None:
+        return frozenset(), None
+    names = frozenset(f"{n}.weight" for n, m in model.named_modules() if isinstance(m, Stack))
+    axis = mesh.axis("expert_replicate")
+    return names, axis.start_all_reduce if axis is not None else None
+
+
+def compile_around(modules: list[tuple[str, nn.Module]], backend: str = "inductor") -> None:
+    """What is compiled stops where tokens are sorted: how many go where is another number in every step."""
+    for _, module in modules:
+        if isinstance(module, MixtureOfExperts):
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+            module.experts.join = torch.compile(gated, dynamic=True, backend=backend)

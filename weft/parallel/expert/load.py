@@ -1,0 +1,135 @@
+"""How even the experts' load is: counted in every step, told to the metrics, and learned from where a router does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Axis, Waits
+from weft.models.experts import MixtureOfExperts
+from weft.parallel.expert.expert_parallel import Spreading
+from weft.parallel.expert.replication import Copies
+
+MOST = 4096
+"""Numbers of tokens by block and expert that a step's record holds; of larger models, only their sums over blocks."""
+
+
+Pairs = tuple[tuple[int, int], ...]
+"""Experts and ranks of ep."""
+
+
+def mixtures(model: nn.Module) -> dict[int, MixtureOfExperts]:
+    """A model's mixtures of experts, by the number of their block."""
+    return {int(n.split(".")[1]): m for n, m in model.named_modules() if isinstance(m, MixtureOfExperts)}
+
+
+class ExpertLoad:
+    """The mixtures of experts on this rank, and the load of the last step over all ranks.
+
+    Every rank holds other tokens or other blocks, so a sum over everyone counts each token once.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, everyone: Axis | None, ep: int = 1):
+        """`model` is the whole one, before its blocks are dealt out to stages."""
+        found = mixtures(model)
+        self.blocks, self.everyone, self.ep = sorted(found), everyone, ep
+        width = max((len(m.tally) for m in found.values()), default=0)
+        self.table = torch.zeros((len(found), width), dtype=torch.float64, device=device)
+        """[blocks with experts, experts + 3], as MixtureOfExperts.tally has it."""
+        self.since = torch.zeros_like(self.table)
+        """The tables of the steps since someone last asked, summed."""
+        self.steps = 0
+        """How many these are."""
+        self.work: Waits | None = None
+        self.parts: dict[int, MixtureOfExperts] = {}
+        self.copies: dict[int, Pairs] = {}
+        """By block, the experts that other ranks than their home compute too, and those ranks of ep."""
+
+    def watch(self, *stages: nn.Module) -> None:
+        """What this rank holds of the model."""
+        self.parts = {i: m for stage in stages for i, m in mixtures(stage).items()}
+
+    def place(self, copies: dict[int, Pairs]) -> None:
+        """From now on these are the copies of experts, and no others."""
+        self.copies = {block: tuple(sorted(pairs)) for block, pairs in copies.items() if pairs}
+        for index, part in self.parts.items():
+            if isinstance(part.spread, Spreading):
+                pairs = self.copies.get(index)
+                part.spread.copies = None if pairs is None else Copies(part.options.count // self.ep, self.ep, pairs)
+
+    def told(self) -> dict[str, Any]:
+        """Where copies are, as a snapshot or a checkpoint keeps it."""
+        pairs = {str(block): [list(pair) for pair in pairs] for block, pairs in self.copies.items()}
+        return {"ep": self.ep, "copies": pairs} if pairs else {}
+
+    def recall(self, told: dict[str, Any]) -> None:
+        """Place copies as told() had them, if the experts are spread as they were then; else there are none."""
+        found = told["copies"] if told.get("ep") == self.ep else {}
+        self.place({int(block): tuple((expert, rank) for expert, rank in pairs) for block, pairs in found.items()})
+
+    def begin(self, scale: float) -> None:
+        """Before a step's backward passes: what they begin with."""
+        for part in self.parts.values():
+            part.unit.fill_(scale)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """After the last of them: bring the counts of all ranks together."""
+        if not self.blocks:
+            return
+        self.table.zero_()
+        for index, part in self.parts.items():
+            self.table[self.blocks.index(index)] = part.tally
+            part.tally.zero_()
+        self.work = None if self.everyone is None else self.everyone.start_all_reduce(self.table)
+
+    def figures(self) -> Tensor:
+        """The last step's table, on the device; empty without experts."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.table.clone()
+
+    @torch.no_grad()
+    def follow(self, taken: bool | Tensor = True) -> None:
+        """After a step, if it was taken: the routers learn from its load, the same on every rank."""
+        table = self.figures()
+        if taken is False:
+            return
+        self.since += table
+        self.steps += 1
+        for index, part in self.parts.items():
+            e = part.options
+            load = table[self.blocks.index(index), : e.count]
+            if part.bias is not None:  # Wang et al. 2024, algorithm 1
+                part.bias.add_(torch.sign(load.mean() - load) * taken, alpha=e.bias_rate)
+            if part.past is not None:
+                new = (load / load.mean().clamp(min=1)).to(part.past.dtype)
+                part.past.copy_(new if taken is True else torch.where(taken, new, part.past))
+
+    def words(self, values: list[float], tokens: int) -> dict[str, Any]:
+        """A step's table, read by the host, as its record tells it."""
+        if not self.blocks:
+            return {}
+        table = torch.tensor(values, dtype=torch.float64).view(self.table.shape)
+        counts = table[:, :-3]  # [blocks, experts]
+        routed = counts.sum(1, keepdim=True).clamp(min=1)
+        share = counts / routed
+        entropy = -torch.xlogy(share, share).sum(1) / torch.tensor(float(counts.shape[1])).log().clamp(min=1e-9)
+        uneven = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
+        few = counts if counts.numel() <= MOST else counts.sum(0, keepdim=True)
+        return {
+            "experts": {
+                "max_over_mean": float(uneven.max()),
+                "max_over_mean_by_block": [round(x, 4) for x in uneven.tolist()],
+                "entropy": float(entropy.mean()),
+                "dropped": int(table[:, -3].sum()),
+                "dropped_share": float(table[:, -3].sum() / routed.sum()),
+                "aux_loss": float(table[:, -2].sum()) / max(1, tokens),
+                "z_loss": float(table[:, -1].sum()) / max(1, tokens),
+                "blocks": self.blocks,
+                "counts": [[int(n) for n in row] for row in few.tolist()],
+            }
+        }

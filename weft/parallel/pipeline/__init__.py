@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the executor of a schedule and the messages between stages."""

@@ -1,0 +1,302 @@
+"""Pipeline parallelism: an executor that follows a schedule's list of actions, and the messages between stages.
+
+The lists come from planner/schedules/registry.py, and the simulator reads the same ones. Each stage may be cut over tp
+and dp_shard and replicated over dp_replicate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from weft.comm import Axis
+from weft.comm.shards import local_of
+from weft.parallel.data.compression import Compressor
+from weft.parallel.data.data_parallel import nothing
+from weft.parallel.expert.load import ExpertLoad
+from weft.parallel.pipeline.messages import Message, Wire, sent_by
+from weft.parallel.spread_model import Batch, LossOf, Woven
+from weft.planner.schedules.registry import Action, Schedule
+
+
+class Spans:
+    """When each action of one step began and ended, for the picture; nothing is kept unless `wanted`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.wanted, self.device = False, device
+        self.spans: list[tuple[str, int, int, float, float]] = []
+
+    def now(self) -> float:
+        if not self.wanted:
+            return 0.0
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.time()
+
+    def add(self, kind: str, stage: int, microbatch: int, start: float) -> None:
+        if self.wanted:
+            self.spans.append((kind, stage, microbatch, start, self.now()))
+
+
+class Pipelined:
+    """The stages of this rank and the schedule they follow. To the loop it looks like one Woven model."""
+
+    def __init__(
+        self, stages: dict[int, Woven], schedule: Schedule, axis: Axis, device: torch.device, dtype: torch.dtype,
+        sequence_cut: int, load: ExpertLoad, at_once: frozenset[int] = frozenset(),
+    ):  # fmt: skip
+        """`at_once` are the stages with recomputed blocks: each pass back through a block computes it again, so theirs
+        makes the gradients of inputs and weights together, and nothing is left for a schedule's W."""
+        self.at_once, self.load = at_once, load
+        self.stages, self.schedule, self.axis, self.sequence_cut = stages, schedule, axis, sequence_cut
+        self.device = device
+        self.wire = Wire(axis, device, dtype)
+        self.spans = Spans(device)
+        self.last = schedule.stages - 1
+        self.masters: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}
+        self.twins: dict[str, Tensor] = {}
+        """Tied weights that this rank holds a second time, in its last stage. They follow their master and are nothing
+        else: the optimizer, checkpoints and proofs never see them."""
+        self.twin_copies: dict[str, Tensor] = {}
+        self.counted: list[Tensor] = []
+        for index in sorted(stages):
+            for name, master in stages[index].masters.items():
+                tied = name in stages[index].aliases.values()
+                twin = tied and name in self.masters
+                (self.twins if twin else self.masters)[name] = master
+                if (copy := stages[index].copies.get(name)) is not None:
+                    (self.twin_copies if twin else self.copies)[name] = copy
+                if not tied:
+                    self.counted.append(master)
+        self.splits = any(a.kind in "IW" for a in schedule.actions[axis.rank])
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The masters themselves: a pipeline sums over microbatches."""
+        return self.masters
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        return {n: p for stage in self.stages.values() for n, p in stage.frozen.items()}
+
+    @property
+    def compressors(self) -> list[Compressor]:
+        return [c for stage in self.stages.values() for c in stage.compressors]
+
+    def maxima(self) -> dict[str, Tensor]:
+        return {n: t for stage in self.stages.values() for n, t in stage.maxima().items()}
+
+    def recall_maxima(self) -> None:
+        for stage in self.stages.values():
+            stage.recall_maxima()
+
+    def owed(self) -> dict[str, Tensor]:
+        return {n: t for stage in self.stages.values() for n, t in stage.owed().items()}
+
+    def adopt_owed(self, held: dict[str, Tensor]) -> None:
+        for stage in self.stages.values():
+            stage.adopt_owed(held)
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {n: b for stage in self.stages.values() for n, b in stage.buffers().items()}
+
+    def backward(
+        self, batches: list[Batch], loss_of: LossOf, scale: float, meanwhile: Callable[[], None] = nothing
+    ) -> Tensor:
+        """One step of the schedule: the gradients of loss · scale. The loss is where the last stage is, 0 elsewhere."""
+        if len(batches) != self.schedule.microbatches:
+            raise RuntimeError(f"{len(batches)} microbatches for a schedule of {self.schedule.microbatches}")
+        self.load.begin(scale)
+        step = _Step(self, batches, loss_of, scale)
+        actions = self.schedule.actions[self.axis.rank]
+        final = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
+        self.wire.begin([list(x) for x in self.schedule.actions], self.schedule, step.shape)
+        for stage in self.stages.values():
+            stage.begin(scale)
+            stage.data.hold(self.splits)
+        for i, action in enumerate(actions):
+            step.do(action, last=final[action.stage] == i)
+        self.wire.end()
+        for stage in self.stages.values():
+            stage.finish(meanwhile)
+        self._sum_tied()
+        self.load.gather()
+        return step.total
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Batch], loss_of: LossOf) -> Tensor:
+        """The summed loss of some batches where the last stage is, 0 elsewhere."""
+        for stage in self.stages.values():
+            stage.module.eval()
+        lists = [
+            [Action("F", s, m) for m in range(len(batches)) for s in self.schedule.stages_of(rank)]
+            for rank in range(self.axis.size)
+        ]
+        step = _Step(self, batches, loss_of, 1.0)
+        self.wire.begin(lists, self.schedule, step.shape)
+        for action in lists[self.axis.rank]:
+            step.do(action, last=False)
+            step.held.clear()
+        self.wire.end()
+        for stage in self.stages.values():
+            stage.data.settle()
+            stage.module.train()
+        return step.total
+
+    def zero_grad(self) -> None:
+        for stage in self.stages.values():
+            stage.zero_grad()
+
+    def follow(self, taken: bool | Tensor = True) -> None:
+        """After a step: a weight that is held twice is updated once, and its twin follows."""
+        for stage in self.stages.values():
+            stage.follow(taken)
+        self.load.follow(taken)
+        self._renew_twins()
+
+    @torch.no_grad()
+    def _renew_twins(self) -> None:
+        for held in (self.twins, self.twin_copies):
+            for name, twin in held.items():
+                local_of(twin).copy_(local_of(self.masters[name]))
+
+    def figures(self) -> Tensor:
+        return self.load.figures()
+
+    def words(self, figures: list[float], tokens: int) -> dict[str, Any]:
+        return self.load.words(figures, tokens)
+
+    def refresh(self) -> None:
+        self._renew_twins()
+        for stage in self.stages.values():
+            stage.refresh()
+
+    def _sum_tied(self) -> None:
+        """A weight that the first and the last stage share gets the sum of their gradients, wherever it is updated."""
+        owner, copy = self.schedule.rank_of[0], self.schedule.rank_of[self.last]
+        for name, twin in self.twins.items():
+            _grad(self.masters[name]).add_(_grad(twin))
+        if owner != copy and self.axis.rank in (owner, copy):
+            for name in sorted(set(self.tied) & self.masters.keys()):
+                grad = _grad(self.masters[name])
+                grad += self.wire.exchange(copy if self.axis.rank == owner else owner, grad).view_as(grad)
+
+    @property
+    def tied(self) -> list[str]:
+        module = next(iter(self.stages.values())).module
+        return list(getattr(module, "aliases", {}).values())
+
+
+def _grad(master: Tensor) -> Tensor:
+    assert master.grad is not None
+    return local_of(master.grad)
+
+
+class _Step:
+    """The tensors of one step as its actions make and use them."""
+
+    def __init__(self, pipeline: Pipelined, batches: list[Batch], loss_of: LossOf, scale: float):
+        self.p, self.batches, self.loss_of, self.scale = pipeline, batches, loss_of, scale
+        self.total = torch.zeros((), device=pipeline.device)
+        self.held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        """Input and output of a stage for a microbatch, between its forward and its backward."""
+        self.later: dict[tuple[int, int], Any] = {}
+        """What a weight-gradient action still needs."""
+
+    def shape(self, message: Message) -> tuple[int, ...]:
+        module: Any = next(iter(self.p.stages.values())).module
+        shape: tuple[int, ...] = module.hidden_shape(self.batches[message.microbatch]["inputs"], self.p.sequence_cut)
+        return shape
+
+    def do(self, action: Action, last: bool) -> None:
+        {"F": self._forward, "B": self._backward, "I": self._input, "W": self._weights}[action.kind](action, last)
+
+    def _receive(self, action: Action, kind: str, source_stage: int) -> Tensor:
+        p = self.p
+        began = p.spans.now()
+        tensor = p.wire.receive(Message(kind, action.stage, action.microbatch), p.schedule.rank_of[source_stage])
+        p.spans.add("recv", action.stage, action.microbatch, began)
+        return tensor
+
+    def _send(self, action: Action, tensor: Tensor) -> None:
+        message = sent_by(action, self.p.schedule)
+        assert message is not None
+        self.p.wire.send(message, tensor)
+
+    def _forward(self, action: Action, last: bool) -> None:
+        p, (_, stage, m) = self.p, action
+        hidden = None
+        if stage > 0:
+            hidden = self._receive(action, "F", stage - 1).detach().requires_grad_(torch.is_grad_enabled())
+        began = p.spans.now()
+        out = self.loss_of(p.stages[stage].module, self.batches[m], hidden)
+        if stage == p.last:
+            self.total += out.detach()
+            out = out * self.scale
+        else:
+            self._send(action, out.detach())
+        self.held[stage, m] = (hidden, out)
+        p.spans.add("F", stage, m, began)
+
+    def _grad_of_output(self, action: Action) -> Tensor | None:
+        return None if action.stage == self.p.last else self._receive(action, "B", action.stage + 1)
+
+    def _backward(self, action: Action, last: bool) -> None:
+        p, (_, stage, m) = self.p, action
+        grad = self._grad_of_output(action)
+        began = p.spans.now()
+        hidden, out = self.held.pop((stage, m))
+        p.stages[stage].data.microbatch(last and not p.splits)
+        torch.autograd.backward(out, grad)
+        if hidden is not None:
+            assert hidden.grad is not None
+            self._send(action, hidden.grad)
+        p.spans.add(action.kind, stage, m, began)
+
+    def _input(self, action: Action, last: bool) -> None:
+        p, (_, stage, m) = self.p, action
+        if stage in p.at_once:
+            return self._backward(action, last)
+        grad = self._grad_of_output(action)
+        began = p.spans.now()
+        hidden, out = self.held.pop((stage, m))
+        p.stages[stage].data.microbatch(False)
+        weights = list(p.stages[stage].module.parameters())
+        # nobody wants the gradient of tokens: in the first stage the way back ends at its first weight
+        ends_at = hidden if hidden is not None else first_used(weights, out)
+        rest = iter([w for w in weights if w is not ends_at])
+        grads = None if grad is None else [grad]
+        (wanted,), self.later[stage, m] = stage_backward_input([out], grads, [ends_at], rest)
+        if hidden is not None:
+            assert wanted is not None
+            self._send(action, wanted)
+        p.spans.add("I", stage, m, began)
+
+    def _weights(self, action: Action, last: bool) -> None:
+        p, (_, stage, m) = self.p, action
+        began = p.spans.now()
+        if stage not in p.at_once:
+            weights = list(p.stages[stage].module.parameters())
+            stage_backward_weight(iter(weights), self.later.pop((stage, m)))
+        p.stages[stage].data.collect()
+        p.spans.add("W", stage, m, began)
+
+
+def first_used(weights: list[nn.Parameter], out: Tensor) -> nn.Parameter:
+    """The first weight, in the order of the model, that an output was made from."""
+    leaves: set[int] = set()
+    seen = {out.grad_fn}
+    todo: list[Any] = [out.grad_fn]
+    while todo:
+        node = todo.pop()
+        leaves.add(id(getattr(node, "variable", None)))
+        new = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= new
+        todo += new
+    return next(w for w in weights if id(w) in leaves)

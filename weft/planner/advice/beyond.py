@@ -1,0 +1,62 @@
+"""Beyond the job: what precision, compression or offload that the job does not ask for would gain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weft.job.compression import KINDS
+from weft.job.schema import Comm, Job, Memory
+from weft.planner.search.candidates import Layouts
+from weft.planner.search.choose import choices
+from weft.planner.search.search import Bounds, Found
+
+SETTINGS = (
+    ("precision", "precision", "fp8"), ("compression", "comm.compression", "bf16"),
+    ("compression", "comm.compression", "int8"), ("offload", "memory.offload", "optimizer"),
+    ("offload", "memory.offload", "activations"),
+)  # fmt: skip
+WORTH = 0.01
+"""Gains below this are not told."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One setting beside the winner's, and how much less time a step takes with it."""
+
+    setting: str
+    step_time_s: float
+    peak_gib: float
+    faster: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "setting": self.setting, "step_time_s": self.step_time_s, "peak_memory_gib": self.peak_gib,
+            "faster": self.faster,
+        }  # fmt: skip
+
+
+def _taken(key: str, value: str) -> bool:
+    """Whether a job can be written so: the estimate knows more settings than this version takes."""
+    section, _, field = key.rpartition(".")
+    if key == "comm.compression":
+        return value in KINDS
+    return value in choices({"comm": Comm, "memory": Memory, "": Job}[section], field)
+
+
+def beyond(bounds: Bounds, found: Found) -> list[Gain]:
+    """The winner's degrees with each setting in turn; all else is chosen again. The largest gain first."""
+    one: Layouts = found.layouts.take([0])
+    device = found.scene.cluster.device
+    gains = []
+    for name, key, value in SETTINGS:
+        if name == "precision" and (device is None or not device.peak_tflops.get(value)):
+            continue
+        if value in getattr(bounds.space, name) or not _taken(key, value):
+            continue
+        same: dict[str, Any] = {axis: (int(getattr(one, axis)[0]),) for axis in ("pp", "tp", "cp", "ep")}
+        other = Bounds(bounds.space.restricted(**same, **{name: (value,)}), found.scene).find()
+        if len(other) and other.times[0] < (1 - WORTH) * found.times[0]:
+            seconds = float(other.times[0])
+            gains.append(Gain(f"{key}={value}", seconds, float(other.peaks[0]), float(found.times[0]) / seconds - 1))
+    return sorted(gains, key=lambda gain: -gain.faster)

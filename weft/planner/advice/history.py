@@ -1,0 +1,133 @@
+"""Learning from runs: what was predicted beside what was measured, and the calibration corrected by it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from weft.job.errors import JobError, WeftError
+from weft.job.load import load_job
+from weft.job.run_folder import RunDir
+from weft.job.shapes import resolve
+from weft.planner.calibration import Calibration
+from weft.planner.estimate import estimate_job
+from weft.planner.plan import Plan
+
+FASTER = ("matmul", "attention", "link", "network")
+SLOWER = ("traffic", "host_us", "host_moe_us", "step_ms", "latency", "optimizer")
+"""What a step's time goes down and up with; changed together, the whole step changes by the same share."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """One run: predicted by the calibration in use, and measured."""
+
+    name: str
+    device: str
+    layout: str
+    predicted_s: float
+    measured_s: float
+    predicted_gib: float
+    measured_gib: float | None
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_s / self.predicted_s
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": self.name, "device": self.device, "layout": self.layout, "predicted_step_time_s": self.predicted_s,
+            "measured_step_time_s": self.measured_s, "error": self.predicted_s / self.measured_s - 1,
+            "predicted_memory_gib": self.predicted_gib, "measured_memory_gib": self.measured_gib,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class History:
+    """All runs of a folder, and the correction that they give for one device."""
+
+    runs: tuple[Past, ...]
+    device: str
+    factor: float
+    """Measured over predicted time, the median of the runs on this device; 1 where there is none."""
+    before: float
+    """Mean absolute error of the predicted step time on those runs, as it was."""
+    after: float
+    """The same with the correction, each run corrected by the others."""
+    unread: int = 0
+    """Folders with a plan that nothing could be learnt from: too few steps, a module of one's own, broken files."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "device": self.device, "runs": [r.to_json() for r in self.runs], "time_factor": self.factor,
+            "mean_abs_error_before": self.before, "mean_abs_error_after": self.after, "unread": self.unread,
+        }  # fmt: skip
+
+
+def read_history(folder: Path, device: str, calibration: Calibration) -> tuple[History, Calibration]:
+    """The runs below a folder, and the calibration corrected by those on this device."""
+    if not folder.is_dir():
+        raise JobError(f"--history {folder}: there is no such folder; a folder of runs, such as runs/, would work")
+    paths = [folder] if (folder / "plan.json").is_file() else sorted(p.parent for p in folder.glob("*/plan.json"))
+    runs = tuple(past for path in paths if (past := _read(RunDir(path), calibration)))
+    unread = len(paths) - len(runs)
+    here = [r for r in runs if r.device == device]
+    if not here:
+        return History(runs, device, 1.0, 0.0, 0.0, unread), calibration
+    factor = median(r.ratio for r in here)
+    before = sum(abs(1 / r.ratio - 1) for r in here) / len(here)
+    after = sum(abs(_by_others(here, i) / r.ratio - 1) for i, r in enumerate(here)) / len(here)
+    return History(runs, device, factor, before, after, unread), corrected(calibration, factor)
+
+
+def corrected(calibration: Calibration, factor: float) -> Calibration:
+    """The same calibration for a machine on which everything takes `factor` times as long."""
+    changed = {name: getattr(calibration, name) / factor for name in FASTER}
+    changed |= {name: getattr(calibration, name) * factor for name in SLOWER}
+    return calibration.with_(**changed, name=f"{calibration.name}, corrected by runs")
+
+
+def _by_others(runs: list[Past], i: int) -> float:
+    others = [r.ratio for j, r in enumerate(runs) if j != i]
+    return median(others or [runs[i].ratio])
+
+
+def _read(run: RunDir, calibration: Calibration) -> Past | None:
+    """A run that has steps to learn from; None for one that was never started or has a model of its own."""
+    try:
+        plan = Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
+        job = resolve(load_job(str(run.path)))
+        records = _records(run.metrics)
+        told = estimate_job(job, plan, calibration)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, WeftError):
+        return None  # whatever a broken file makes of a plan or a job
+    times = _numbers(records, "step_time_s")
+    if len(times) < 3:
+        return None
+    settled = times[len(times) // 5 :]  # the first steps warm up
+    peaks = _numbers(records, "peak_memory_gib")
+    return Past(
+        run.path.name, plan.device_name, plan.layout(), told["step_time_s"], median(settled), told["peak_memory_gib"],
+        max(peaks) if peaks else None,
+    )  # fmt: skip
+
+
+def _numbers(records: list[dict[str, Any]], key: str) -> list[float]:
+    found = [value for r in records if isinstance(value := r.get(key), int | float)]
+    return [float(value) for value in found if math.isfinite(value) and value > 0]
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    out = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue  # a kill leaves a torn last line
+        if isinstance(value, dict):
+            out.append(value)
+    return out

@@ -1,0 +1,134 @@
+"""What would make a job fit: changes tried one by one, and the cheapest of those that work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from weft.hardware.catalog import DEVICES
+from weft.job.errors import FitError, JobError
+from weft.job.schema import Job
+from weft.planner.calibration import Calibration
+from weft.planner.make_plan import TRIES, Start, begin, finish, trained_here
+from weft.planner.own_calibration import own_calibration
+from weft.planner.search.choose import scene_for, settle, space_for
+from weft.planner.search.search import Bounds, Found, Scene
+from weft.planner.search.space import Space
+from weft.planner.search.survey import bill
+
+Idea = tuple[str, Job]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of the job, and what the run takes with it."""
+
+    what: str
+    """As it is written behind the job on the command line."""
+    step_time_s: float
+    peak_gib: float
+    limit_gib: float
+    usd: float | None
+    kwh: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "change": self.what, "step_time_s": self.step_time_s, "peak_memory_gib": self.peak_gib,
+            "memory_limit_gib": self.limit_gib, "cost_usd": self.usd, "energy_kwh": self.kwh,
+        }  # fmt: skip
+
+
+def changes(start: Start, calibration: Calibration, number: int = 3) -> list[Change]:
+    """The `number` cheapest changes that make a job fit: least money for the run, or least energy without prices."""
+    works: list[Change] = []
+    rest: list[Change] = []
+    for group in _ideas(start):
+        # a group goes from small changes to large, so those after the first that work are no cheaper in effort
+        tries = (_try(start, what, job, calibration) for what, job in group)
+        tried = sorted(islice((change for change in tries if change), number), key=_cost)
+        works += tried[:1]
+        rest += tried[1:]
+    few = max(0, number - len(works))  # where few kinds of change help, more of the same kind
+    return sorted([*works, *sorted(rest, key=_cost)[:few]], key=_cost)[:number]
+
+
+def _cost(change: Change) -> tuple[bool, float]:
+    return change.usd is None, change.kwh if change.usd is None else change.usd
+
+
+def _try(start: Start, what: str, job: Job, calibration: Calibration) -> Change | None:
+    try:
+        tried = begin(job)
+    except JobError:
+        return None
+    if tried.device != start.device:
+        calibration = own_calibration(tried.device)
+    space = space_for(tried.job, tried.plan, tried.world, trained_here(tried))
+    scene = scene_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
+    found = _fitting(tried, space, scene)
+    if found is None:
+        return None
+    seconds = float(found.times[0])
+    # the same tokens must be seen, in however short sequences
+    usd, kwh = bill(tried, found, seconds * start.job.data.seq_len / tried.job.data.seq_len, tried.world)
+    return Change(what, seconds, float(found.peaks[0]), scene.limit_gib, usd, kwh)
+
+
+def _fitting(tried: Start, space: Space, scene: Scene) -> Found | None:
+    """The best that fits, by the engine's own count too."""
+    for _ in range(TRIES):
+        found = Bounds(space, scene).find()
+        if len(found) == 0:
+            return None
+        try:
+            _, plan = finish(tried, settle(tried.job, tried.plan, found.layouts.plan(0, tried.plan)), [])
+        except (JobError, FitError):
+            return None
+        more = found.outgrown(plan.predicted.get("memory_gib"))
+        if more == 1:
+            return found
+        scene = replace(scene, heavier=scene.heavier * more)
+    return None
+
+
+def _ideas(start: Start) -> Iterator[list[Idea]]:
+    """Groups of changes, the best of each of which is told: what it is, and the job it makes."""
+    nodes, world = start.job.cluster.nodes, start.world
+    given = begin(start.job).world != world  # by --nproc, which then must be changed with the nodes
+    job = _with(start.job, "cluster", devices_per_node=world // nodes)
+    free = job.model_copy(update={"parallel": "auto"})
+
+    def more(like: Job, words: str = "") -> list[Idea]:
+        made = []
+        for n in (nodes * times for times in (2, 4, 8, 16, 32, 64, 128)):
+            ranks = f" --nproc {world // nodes * n}" if given else ""
+            made.append((f"{words}cluster.nodes={n}{ranks}", _with(like, "cluster", nodes=n)))
+        return made
+
+    if job.parallel != "auto":
+        yield [("parallel=auto", free)]
+        yield more(free, "parallel=auto ")
+        yield [(f"parallel.zero={z}", _with(job, "parallel", zero=z)) for z in (2, 3) if z > job.parallel.zero]
+    if job.memory.recompute != "auto":
+        yield [("memory.recompute=full", _with(job, "memory", recompute="full"))]
+    if job.train.microbatch not in ("auto", 1) or job.train.accumulation != "auto":
+        single = _with(job, "train", microbatch=1, accumulation="auto")
+        also = "" if job.train.accumulation == "auto" else " train.accumulation=auto"
+        yield [(f"train.microbatch=1{also}", single)]
+    if start.plan.precision == "fp32" and start.plan.device != "cpu":
+        yield [("precision=bf16", job.model_copy(update={"precision": "bf16"}))]
+    if job.memory.offload == "none":
+        yield [("memory.offload=activations", _with(job, "memory", offload="activations"))]
+    yield more(job)
+    larger = [d for d in DEVICES.values() if d.kind == start.device.kind and d.memory_gib > 1.02 * start.memory_gib]
+    larger.sort(key=lambda device: device.memory_gib)
+    also = "" if job.cluster.memory_gib is None else " cluster.memory_gib=null"
+    yield [(f"cluster.device={d.name}{also}", _with(job, "cluster", device=d.name, memory_gib=None)) for d in larger]
+    shorter = [n for n in (2**k for k in range(20, 8, -1)) if n < job.data.seq_len]
+    yield [(f"data.seq_len={n}", _with(job, "data", seq_len=n)) for n in shorter]
+
+
+def _with(job: Job, section: str, **changed: Any) -> Job:
+    return job.model_copy(update={section: getattr(job, section).model_copy(update=changed)})

@@ -1,0 +1,177 @@
+"""Several kinds of devices in one run: uneven shares of the batch, or uneven stages, whichever is faster.
+
+Uneven shares: each kind trains whole copies (or shards) of the model in its own best layout, on as many sequences as it
+can do in the same time; gradients are then averaged between the kinds over the network. Uneven stages: one pipeline
+runs through both kinds, and the slower kind gets fewer blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weft.hardware.catalog import find_device
+from weft.job.schema import Job
+from weft.planner.calibration import Calibration
+from weft.planner.make_plan import Start, begin
+from weft.planner.search.choose import scene_for, space_for
+from weft.planner.search.search import Bounds, Found
+
+ROUNDS = 6
+"""How often shares are set by the speeds found before."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one kind of device does."""
+
+    device: str
+    ranks: int
+    layout: str
+    sequences: int
+    """Its share of the global batch; all of it where stages are uneven."""
+    blocks: int
+    """Blocks on each of its pipelines; all of them where shares are uneven."""
+    seconds: float
+    peak_gib: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "device": self.device, "ranks": self.ranks, "layout": self.layout, "sequences": self.sequences,
+            "blocks": self.blocks, "seconds": self.seconds, "peak_memory_gib": self.peak_gib,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A plan over several kinds of devices."""
+
+    way: str
+    step_time_s: float
+    parts: tuple[Part, ...]
+    alone_s: float
+    """The best that one kind reaches alone."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "way": self.way, "step_time_s": self.step_time_s, "parts": [p.to_json() for p in self.parts],
+            "one_kind_alone_s": self.alone_s if math.isfinite(self.alone_s) else None,
+        }  # fmt: skip
+
+
+def kinds(start: Start) -> list[Start]:
+    """Each kind of device as a cluster of its own."""
+    first = _alone(start.job, device=start.device.name, devices_per_node=start.world // start.job.cluster.nodes)
+    others = [
+        _alone(start.job, device=find_device(group.device, start.job.cluster.catalog).name, nodes=group.nodes,
+               devices_per_node=group.devices_per_node, memory_gib=group.memory_gib)
+        for group in start.job.cluster.also
+    ]  # fmt: skip
+    return [begin(job) for job in (first, *others)]
+
+
+def _alone(job: Job, **changed: Any) -> Job:
+    cluster = job.cluster.model_copy(update={"also": [], **changed})
+    return job.model_copy(update={"cluster": cluster, "parallel": "auto"})
+
+
+def mixed(start: Start, calibration: Calibration) -> list[Mixed]:
+    """Ways to use all kinds at once, the fastest first; empty where neither way fits."""
+    each = kinds(start)
+    alone = min(
+        (_time(found) for found in (_best(s, s.job.train.global_batch, calibration) for s in each)), default=np.inf
+    )
+    ways = [_shares(each, calibration, alone)]
+    if len(each) == 2:
+        ways.append(_stages(each, calibration, alone))
+    return sorted((way for way in ways if way is not None), key=lambda way: way.step_time_s)
+
+
+def _time(found: Found | None) -> float:
+    return float(found.times[0]) if found is not None and len(found) else float("inf")
+
+
+def _best(start: Start, batch: int, calibration: Calibration, blocks: int | None = None) -> Found | None:
+    if batch < 1:
+        return None
+    train = start.job.train.model_copy(update={"global_batch": batch})
+    model = start.job.model.model_copy(update={"layers": blocks}) if blocks else start.job.model
+    job = start.job.model_copy(update={"train": train, "model": model})
+    scene = scene_for(job, start.world, start.device, start.memory_gib, calibration)
+    bounds = Bounds(space_for(job, start.plan, start.world, False), scene)
+    return bounds.find() if bounds.size else None
+
+
+def _shares(each: list[Start], calibration: Calibration, alone: float) -> Mixed | None:
+    """Sequences by speed: shares are set by what each kind took a sequence, until they stay."""
+    batch = each[0].job.train.global_batch
+    unit = [s.world for s in each]  # a share that its ranks divide evenly
+    speed = np.array(
+        [s.world * (s.device.peak_tflops.get("bf16") or s.device.peak_tflops.get("fp16") or 0.05) for s in each]
+    )
+    best: Mixed | None = None
+    for _ in range(ROUNDS):
+        shares = _rounded(batch, speed / speed.sum(), unit)
+        if shares is None:
+            return best
+        found = [_best(s, n, calibration) for s, n in zip(each, shares, strict=True)]
+        if any(f is None or len(f) == 0 for f in found):
+            return best
+        times = np.array([_time(f) for f in found])
+        step = float(times.max()) + _between(found, each)
+        parts = tuple(
+            _part(s, f, n, int(s.job.model.layers or 0)) for s, f, n in zip(each, found, shares, strict=True) if f
+        )
+        if best is None or step < best.step_time_s:
+            best = Mixed("uneven shares of the batch", step, parts, alone)
+        speed = np.array(shares) / times
+    return best
+
+
+def _rounded(batch: int, share: Any, unit: list[int]) -> list[int] | None:
+    """Shares that add up to the batch, each a number of sequences its ranks can divide."""
+    sizes = [max(1, round(batch * float(s) / u)) * u for s, u in zip(share, unit, strict=True)]
+    sizes[0] = batch - sum(sizes[1:])
+    return sizes if sizes[0] > 0 else None
+
+
+def _between(found: list[Found | None], each: list[Start]) -> float:
+    """Averaging gradients between kinds: each holds them over all its ranks, and the slowest network carries them."""
+    model = found[0].scene.model if found[0] else None
+    if model is None:
+        return 0.0
+    slowest = min(float(f.scene.cluster.levels[-1].gb_s) * s.world for f, s in zip(found, each, strict=True) if f)
+    return float(2 * model.parameters * 4 / (slowest * 1e9))
+
+
+def _part(start: Start, found: Found, sequences: int, blocks: int) -> Part:
+    layout = found.layouts.plan(0, start.plan).layout()
+    return Part(start.device.name, start.world, layout, sequences, blocks, float(found.times[0]), float(found.peaks[0]))
+
+
+def _stages(each: list[Start], calibration: Calibration, alone: float) -> Mixed | None:
+    """Blocks by speed: one kind after the other in a pipeline, each in the best layout for the blocks it gets."""
+    layers, batch = int(each[0].job.model.layers or 0), each[0].job.train.global_batch
+    low, high = 1, layers - 1
+    best: Mixed | None = None
+    while low <= high:  # the first kind slows down with each block it gets, the other speeds up
+        blocks = (low + high) // 2
+        found = [_best(s, batch, calibration, n) for s, n in zip(each, (blocks, layers - blocks), strict=True)]
+        times = [_time(f) for f in found]
+        if max(times) < float("inf") and found[0] and found[1]:
+            # both halves work at once on different microbatches; the first and the last wait for one another once
+            waits = max(times) / max(1, int(found[0].layouts.accumulation[0]))
+            step = max(times) + waits
+            parts = tuple(
+                _part(s, f, batch, n) for s, f, n in zip(each, found, (blocks, layers - blocks), strict=True) if f
+            )
+            if best is None or step < best.step_time_s:
+                best = Mixed("uneven stages of a pipeline", step, parts, alone)
+        if times[0] > times[1]:
+            high = blocks - 1
+        else:
+            low = blocks + 1
+    return best

@@ -1,0 +1,150 @@
+"""Why not this layout: the best form of what a person names, beside the winner."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from weft.job.errors import JobError
+from weft.planner.advice.why import TIME_WORDS, gib, percent, seconds
+from weft.planner.plan import AXES
+from weft.planner.rules.layout_syntax import parse_layout
+from weft.planner.rules.table import RULES, divisors
+from weft.planner.schedules.registry import SCHEDULES
+from weft.planner.search.candidates import SCHEDULE_NAMES, Layouts
+from weft.planner.search.search import Bounds
+from weft.planner.search.space import space_of
+from weft.planner.search.survey import Survey
+
+SETTINGS = ("dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "microbatch")
+
+
+def why_not(made: Survey, text: str) -> dict[str, Any]:
+    """What stands against a layout: a rule, its memory, or where its time goes. Axes that are not named stay open."""
+    named = _named(text)
+    only: dict[str, Any] = {name: (value,) for name, value in named.items() if name in SETTINGS}
+    answer: dict[str, Any] = {"asked": text, "settings": named}
+    if broken := _broken(made, named):
+        return {**answer, "verdict": "cannot be", "because": broken}
+    if "microbatches" in named:
+        only["accumulation"] = (named["microbatches"],)
+    bounds = _open(made, named)
+    space = bounds.space
+    if not space.experts:
+        only.pop("ep", None)
+    if "schedule" in named or "virtual_stages" in named:
+        space = space.restricted(schedules=_schedules(named))
+    if named.get("cp_style") in space.cp_style:
+        space = space.restricted(cp_style=(named["cp_style"],))
+    if "recompute" in named:
+        space = space.restricted(recompute=(named["recompute"],), by_block=False)
+    found = bounds.find(fine=space, **only)
+    if found.size == 0:
+        return {**answer, "verdict": "cannot be", "because": _no_product(made, named)}
+    if len(found) == 0:
+        need, limit = found.least_gib, bounds.scene.limit_gib
+        parts = bounds.scene.estimate(found.frugal).memory
+        worst = max(parts, key=lambda name: float(np.ravel(parts[name])[0]))
+        most = float(np.ravel(parts[worst])[0])
+        because = f"its most frugal form, {found.frugal.plan(0).layout()}, needs {gib(need)} GiB of {gib(limit)}: "
+        because += f"{gib(need - limit)} too many, {gib(most)} of them {worst}"
+        return {**answer, "verdict": "does not fit", "peak_memory_gib": need, "because": because}
+    if not made.fits:
+        return {**answer, "verdict": "fits", "because": f"{found.layouts.plan(0).layout()} would fit"}
+    return {**answer, **_beside(made, found.layouts.take([0]))}
+
+
+def _beside(made: Survey, other: Layouts) -> dict[str, Any]:
+    both = made.found.scene.estimate(Layouts.join([made.found.layouts.take([0]), other]))
+    times, peaks = np.asarray(both.step_time_s), np.asarray(both.peak_gib)
+    gap = float(times[1] / times[0] - 1)
+    layout = other.plan(0).layout()
+    facts = {"layout": layout, "step_time_s": float(times[1]), "peak_memory_gib": float(peaks[1]), "slower": gap}
+    if abs(gap) < 0.005:
+        return {
+            **facts,
+            "verdict": "as fast",
+            "because": f"{layout} takes {seconds(float(times[1]))}, the winner as long",
+        }
+    parts = {name: float(v[1] - v[0]) for name, v in both.time.items() if np.ndim(v)}
+    order = sorted(parts, key=lambda name: -parts[name])
+    more = [f"{seconds(parts[n])} more in {TIME_WORDS.get(n, n)}" for n in order[:2] if parts[n] > 0.02 * times[0]]
+    less = [f"{seconds(-parts[n])} less in {TIME_WORDS.get(n, n)}" for n in order[-1:] if parts[n] < -0.02 * times[0]]
+    word = "slower" if gap > 0 else "faster"
+    because = f"its best form, {layout}, takes {seconds(float(times[1]))} a step and {gib(float(peaks[1]))} GiB, "
+    because += f"{percent(abs(gap))} {word}: " + ", ".join([*more, *less])
+    return {**facts, "verdict": word, "because": because.rstrip(": ")}
+
+
+def _named(text: str) -> dict[str, Any]:
+    """The settings a person wrote, and no others."""
+    rest = text.lower().replace(",", " ")
+    named: dict[str, Any] = {}
+    for name, pattern in (
+        ("recompute", r"recompute\s*=?\s*(none|selective|full)"),
+        ("microbatch", r"microbatch\s*=?\s*(\d+)"),
+    ):
+        if found := re.search(pattern, rest):
+            named[name] = found.group(1) if name == "recompute" else int(found.group(1))
+            rest = rest.replace(found.group(0), " ")
+    if not rest.strip():
+        if not named:
+            raise JobError("--why-not names no layout; write for example --why-not 'tp=8 pp=2'")
+        return named
+    section = parse_layout(rest)
+    # parse_layout says 1 for the data-parallel axes that were not named; here those stay open
+    said = {k: v for k, v in section.items() if k not in ("dp_replicate", "dp_shard") or v > 1 or k in rest}
+    if "zero" in section and "dp_shard" in said and not re.search(r"dp_shard|shard|fsdp\s*\d|hsdp", rest):
+        said.pop("dp_shard")  # `zero3` alone names the stage, not a degree
+    return {**said, **named}
+
+
+def _schedules(named: dict[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The schedules a person may have meant, each with the stages a rank that it can have."""
+    said = named.get("schedule")
+    names = {None: SCHEDULE_NAMES, "zero-bubble": ("zb-h1", "zbv")}.get(said, (str(said),))
+    stages = (named["virtual_stages"],) if "virtual_stages" in named else tuple(range(1, 9))
+    return tuple((n, tuple(s for s in stages if s in (SCHEDULES[n].allowed or stages))) for n in names)
+
+
+def _open(made: Survey, named: dict[str, Any]) -> Bounds:
+    """The bounds to look in: the survey's, or of everything where the job or the search left out what was asked for."""
+    job, plan, space = made.job, made.start.plan, made.bounds.space
+    everything = space_of(job, made.start.world, plan.precision)
+    if (cp := named.get("cp", 1)) not in everything.cp and everything.heads:
+        everything = everything.restricted(cp=(cp,))
+    left_out = [axis for axis in ("pp", "tp", "cp", "ep") if named.get(axis, 1) not in getattr(space, axis)]
+    if job.parallel == "auto" and not left_out and space.dp is None:
+        return made.bounds
+    return Bounds(everything, made.bounds.scene)
+
+
+def _broken(made: Survey, named: dict[str, Any]) -> str | None:
+    degrees = {k: v for k, v in named.items() if k in ("tp", "cp", "pp", "ep")}
+    for name in (*AXES, "ep", "microbatch", "microbatches", "virtual_stages"):
+        if named.get(name, 1) < 1:
+            return f"{name}={named[name]} is less than 1"
+    if named.get("ep", 1) > 1 and made.job.model.experts is None:
+        return f"ep={named['ep']} cuts experts, and the model has none"
+    tried = replace(made.plan, dp_replicate=1, dp_shard=1, **{"tp": 1, "cp": 1, "pp": 1, **degrees})
+    said = [text for rule in RULES if rule.__name__.startswith("_tp") and (text := rule(made.job, tried))]
+    return said[0] if said else None
+
+
+def _no_product(made: Survey, named: dict[str, Any]) -> str:
+    product = math.prod(named.get(axis, 1) for axis in AXES)
+    world, batch = made.start.world, made.job.train.global_batch
+    if world % product:
+        near = max(d for d in divisors(world) if d <= product)
+        return f"its degrees multiply to {product}, which does not divide {world} ranks; {near} would"
+    dp = int(named.get("dp_replicate", 1) * named.get("dp_shard", 1))
+    if batch % dp:
+        return f"train.global_batch={batch} does not divide among {dp} data-parallel ranks"
+    parts, stages = (made.job.model.layers or 0) + 2, named.get("pp", 1) * named.get("virtual_stages", 1)
+    if stages > parts:
+        return f"{stages} stages cannot be made of {parts} parts: {parts - 2} blocks, the embedding and the head"
+    return f"no layout of {world} ranks and {batch} sequences has it: a batch, a head or a stage would not divide"

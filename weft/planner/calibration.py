@@ -1,0 +1,141 @@
+"""Calibrations: what a stack of software reaches of what the hardware could do. A few numbers, each with a meaning.
+
+The model of layouts (cost.py, work.py, links.py, hold.py) is the same for every stack; only these numbers differ. They
+are fitted from published runs by bench/fit_planner.py and live as JSON in weft/hardware/calibrations.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import weft.hardware
+from weft.job.errors import JobError
+
+FOLDER = Path(weft.hardware.__file__).parent / "calibrations"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One stack of software. Shares are of what the hardware was measured to reach."""
+
+    name: str = "default"
+    # time: matrix products
+    matmul: float = 0.92
+    """Share of the device's best matrix product that a large one gets."""
+    wave: float = 0.35
+    """Loss of a product that fills the device once; one that fills it n times loses 1/n of it."""
+    depth: float = 100.0
+    """Inner length at which half of a product's time is filling and draining."""
+    odd: float = 0.1
+    """What a product loses whose sides are no multiples of 64, which is what the devices' tiles want."""
+    low_precision: float = 0.75
+    """What fp8 keeps of its peak beside casts and scales, over what bf16 keeps."""
+    # time: attention and the rest of a block
+    fused: float = 1.0
+    """1: attention in one kernel that skips masked blocks; 0: scores are written to memory, all of them."""
+    attention: float = 0.55
+    """Share of the peak that fused attention reaches."""
+    traffic: float = 1.0
+    """Bytes that norms, activations, residuals and casts move, over what a fused kernel for each would."""
+    host_us: float = 150.0
+    """Time the host needs to launch one block's forward pass."""
+    host_backward: float = 1.0
+    """The same for its backward pass, over the forward pass."""
+    host_moe_us: float = 60.0
+    """What each expert on a rank adds to that: routing, sorting, small products."""
+    host_blend: float = 4.0
+    """How far host and device work side by side: 1 adds their times, a large number takes the longer."""
+    score_batch: float = 0.0
+    """Heads × samples that the scores' kernel takes at once; other numbers fall back to slower kernels. 0: any."""
+    head_whole: float = 1.0
+    """What the head's product keeps where tp does not cut (and pad) the vocabulary."""
+    step_ms: float = 10.0
+    """Once a step: logging, the batch, clipping, synchronisation."""
+    experts: float = 0.8
+    """What grouped products of experts keep over one product of the same size."""
+    # time: links
+    link: float = 0.75
+    """Share of the links inside a node that a large collective gets (nccl-tests: 232 of 300 GB/s on A100)."""
+    network: float = 0.85
+    """The same between nodes (nccl-tests: 24 of 25 GB/s a NIC alone, less beside computing)."""
+    latency: float = 1.0
+    """Latency of a collective's steps, over the catalog's."""
+    overlap_tp: float = 0.0
+    overlap_dp: float = 0.5
+    overlap_cp: float = 0.7
+    overlap_pp: float = 0.3
+    overlap_ep: float = 0.0
+    """Share of each axis' communication that hides behind computing, where there is computing to hide behind."""
+    optimizer: float = 1.3
+    """Bytes the optimizer moves, over one pass of its state."""
+    jitter: float = 0.01
+    """What each doubling of the nodes adds to a step: waiting for the slowest."""
+    profile: tuple[tuple[float, float, float, float], ...] = ()
+    """Measured blocks: tokens, width, tp, and the time over the formulas'. Shapes close to one take its ratio."""
+    # memory
+    parameter_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+    reduce_bytes: float = 4.0
+    """What a gradient travels as."""
+    master_bytes: float = 4.0
+    """An fp32 copy of the weights beside those multiplied; 0 where there is none."""
+    moment_bytes: float = 8.0
+    activation: float = 1.0
+    """Bytes kept for the backward pass, over the count of the formulas."""
+    logits: float = 10.0
+    """Bytes for each logit at the loss (bf16 logits, fp32 copy and its gradient)."""
+    logits_whole: float = 0.0
+    """Bytes for each logit that the loss gathers from the ranks of tp; 0 where it works on what each rank has."""
+    loss_chunk: float = 0.0
+    """Logits held at once, where the loss works through them in chunks; 0: all of a microbatch."""
+    chunk_tokens: float = 0.0
+    """Tokens of a sequence on a rank beyond which blocks run in chunks and keep only their input and attention's output
+    (memory/chunked_block.py); 0: never."""
+    context_gib: float = 1.0
+    """Driver, libraries and communication buffers, outside the allocator."""
+    fragment: float = 0.05
+    """What the allocator cannot use of what it holds."""
+    usable: float = 1.0
+    """Share of the device's memory a run may fill before it fails."""
+    # what is not known
+    spread: float = 0.15
+    """Half the width of the range: nine of ten runs were within it."""
+
+    def with_(self, **changed: Any) -> Calibration:
+        return Calibration(**{**asdict(self), **changed})
+
+
+def stacks() -> list[str]:
+    """Names of the calibrations that come with Weft."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def read(name: str) -> dict[str, Any]:
+    """What the JSON of a calibration says, by its name or its path; a JobError where that is no calibration."""
+    path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
+    if not path.is_file():
+        raise JobError(f"no calibration is named {name!r}; known: {', '.join(stacks())}, or the path of a .json")
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise JobError(f"the calibration {name} is not JSON: {error}") from None
+    if not isinstance(told, dict):
+        raise JobError(f'the calibration {name} is {told!r:.40}; it must be an object such as {{"matmul": 0.8}}')
+    numbers = {f.name for f in fields(Calibration)} - {"name", "profile"}
+    for key, value in told.items():
+        if key in numbers and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise JobError(f"the calibration {name}: {key} is {value!r}; it must be a number")
+    return {**told, "name": str(told.get("name", path.stem))}
+
+
+@cache
+def load(name: str) -> Calibration:
+    """A calibration by its name, or from a JSON file."""
+    told = read(name)
+    known = {f.name for f in fields(Calibration)}
+    told["profile"] = tuple(tuple(point) for point in told.get("profile", ()))
+    return Calibration(**{k: v for k, v in told.items() if k in known})

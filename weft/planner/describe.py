@@ -1,0 +1,104 @@
+"""A plan in words for a person."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from itertools import groupby
+
+from weft.job.schema import Job
+from weft.planner.model.counts import count_parameters
+from weft.planner.model.fp8 import fp8_share
+from weft.planner.model.reference_rate import peak_flops
+from weft.planner.plan import Plan
+from weft.planner.schedules.gantt import gantt_text
+from weft.planner.schedules.stage_costs import simulated
+
+MANY = 16
+"""Stages beyond which they are counted instead of listed."""
+
+
+def explain(job: Job, plan: Plan) -> str:
+    """A few aligned lines: what, where, how it is spread, what it takes, and why."""
+    counts = count_parameters(job.model)
+    model = (
+        job.model.module or f"{job.model.shape or job.model.family}, {human(counts.total if counts else 0)} parameters"
+    )
+    share = job.train.global_batch // plan.dp
+    rows = [
+        ("model", model),
+        ("ranks", f"{plan.world} × {plan.device_name}, {plan.backend}, {plan.precision}"),
+        ("layout", plan.layout() + (", sequence cut with tp" if plan.sequence else "")),
+        (
+            "batch",
+            f"{job.train.global_batch} sequences = {plan.dp} × {share}, in microbatches of {plan.microbatch}"
+            f" ({plan.accumulation} a step)",
+        ),
+        *_stage_rows(plan),
+        ("recompute", _recompute(job, plan)),
+        *_fp8_rows(job, plan),
+    ]
+    if plan.predicted:
+        p = plan.predicted
+        parts = ", ".join(
+            f"{k.removesuffix('_gib')} {v:.2f}" for k, v in p.items() if k.endswith("_gib") and k != "memory_gib" and v
+        )
+        rows.append(("memory", f"{p['memory_gib']:.2f} GiB a rank ({parts})"))
+        last = p.get("communication_last_mib")
+        falls = f" on average, {_amount(last)} in the last one" if last is not None else ""
+        rows.append(("traffic", f"{_amount(p['communication_mib'])} a rank and step{falls}"))
+    lines = [f"{name:10} {text}" for name, text in rows]
+    return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
+
+
+def _amount(mib: float) -> str:
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
+
+
+def _recompute(job: Job, plan: Plan) -> str:
+    if not plan.long:
+        return f"{plan.recompute} of {job.model.layers} blocks" if isinstance(plan.recompute, int) else plan.recompute
+    chunks = f", in chunks of {plan.chunk} tokens" if plan.chunk else ""
+    parked = f"; up to {plan.host_gib:.0f} GiB parked in host memory" if plan.offload == "activations" else ""
+    return f"all but attention{chunks}{parked}"
+
+
+def _stage_rows(plan: Plan) -> list[tuple[str, str]]:
+    if plan.pp == 1:
+        return []
+    blocks = ", ".join(f"{a}–{b - 1}" if b > a + 1 else str(a) if b > a else "none" for a, b in plan.split)
+    if len(plan.split) > MANY:
+        blocks = f"in {len(plan.split)} stages of {runs([b - a for a, b in plan.split])}"
+    return [("stages", f"blocks {blocks}; {plan.schedule}, {plan.accumulation} microbatches")]
+
+
+def _fp8_rows(job: Job, plan: Plan) -> list[tuple[str, str]]:
+    share = fp8_share(job, plan)
+    if plan.precision != "fp8" or share is None:
+        return []
+    how = f"{share:.0%} of the FLOPs, {plan.fp8['scaling']}, {plan.fp8['amax']} scales; the rest in bf16"
+    peak = peak_flops(plan, job)
+    if peak is None:
+        return [("fp8", how)]
+    formula = (
+        f"FLOPs / (time × {peak / 1e12:.0f} TFLOP/s): {share:.0%} at the fp8 peak, {1 - share:.0%} at the bf16 peak"
+    )
+    return [("fp8", how), ("mfu", formula)]
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Numbers in a row, those that repeat said once: `1, 62 × 2, 1`."""
+    groups = [(value, len(list(some))) for value, some in groupby(numbers)]
+    return ", ".join(f"{count} × {value}" if count > 2 else ", ".join([str(value)] * count) for value, count in groups)
+
+
+def draw(job: Job, plan: Plan) -> str:
+    """The pipeline's simulated time line for the terminal."""
+    return gantt_text(simulated(job, plan), width=min(shutil.get_terminal_size().columns, 140))
+
+
+def human(n: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return f"{n:.0f}"

@@ -1,0 +1,356 @@
+"""From a Job to a Plan: fill in what the person left open, check the rules, and say why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+from weft.hardware.catalog import Device, Network, find_network
+from weft.hardware.measured import load_measured
+from weft.hardware.probe import Machine, probe
+from weft.job.errors import FitError, JobError
+from weft.job.schema import Experts, Job, Parallel
+from weft.job.shapes import resolve
+from weft.planner.advice.expert_placement import with_copies
+from weft.planner.calibration import Calibration
+from weft.planner.describe import runs
+from weft.planner.memory.prediction import communication_bytes, counts, last_bytes, predict_memory
+from weft.planner.memory.recompute import least_recompute
+from weft.planner.model.counts import part_costs
+from weft.planner.model.facts import cluster_facts
+from weft.planner.model.reference_rate import peak_flops
+from weft.planner.plan import AXES, Plan
+from weft.planner.ranks import backend_of, device_for, device_memory, world_of
+from weft.planner.rules.table import attends, check, divisors
+from weft.planner.schedules.registry import SCHEDULES, check_schedule, splits
+from weft.planner.schedules.split import split_layers, split_stages
+from weft.planner.search.candidates import Layouts
+from weft.planner.search.choose import choose, scene_for, space_for
+from weft.planner.search.search import Found
+from weft.planner.search.space import MAX_TOKENS
+from weft.planner.sync import inside, own_layout
+from weft.planner.time.buckets import bucket_mb
+from weft.planner.time.compression_warmup import LATE
+from weft.planner.time.context import choose_style, rings
+from weft.planner.time.measured_device import step_seconds
+
+LONG_CHUNK = 16_384
+"""Tokens of a long sequence in one chunk: enough for the matrix units, and little beside the sequence."""
+USABLE = 0.9
+"""Share of a device's memory a plan may fill."""
+TRIES = 4
+"""Searches for a layout that fits by the engine's own count too, which is finer than the search's."""
+
+
+def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
+    """The resolved job and its plan. `world` is the number of ranks already decided (--nproc, torchrun)."""
+    return best(begin(job, world), trainable=True, calibration=calibration)[:2]
+
+
+def best(start: Start, trainable: bool, calibration: Calibration | None = None) -> tuple[Job, Plan, Found | None]:
+    """The resolved job, the plan of its best layout, and what was found."""
+    heavier = 1.0
+    for _ in range(TRIES):
+        plan, said, found = pick(start, trainable, calibration, heavier)
+        job, made = finish(start, plan, said)
+        more = found.outgrown(made.predicted.get("memory_gib")) if found else 1.0
+        if more == 1:
+            break
+        heavier *= more
+    return job, made, found
+
+
+@dataclass(frozen=True)
+class Start:
+    """A resolved job before its layout is chosen: the ranks, and the plan with what is pinned."""
+
+    job: Job
+    device: Device
+    world: int
+    memory_gib: float
+    plan: Plan
+    reasons: tuple[str, ...] = ()
+
+
+def _warmup(job: Job) -> int:
+    asked, steps = job.comm.compression_warmup, job.train.steps
+    kind = job.comm.compression.partition(":")[0]
+    if kind not in (*LATE, "adaptive"):
+        return 0
+    if asked != "auto":
+        return asked
+    return min(2000, max(min(300, steps * 3 // 5), steps // 4))
+
+
+def begin(job: Job, world: int | None = None) -> Start:
+    """Find the ranks and the device, and take in what the person pinned."""
+    job = own_layout(resolve(job))
+    machine = probe()
+    device = device_for(job, machine)
+    if job.cluster.network != "auto":
+        find_network(job.cluster.network, job.cluster.catalog)
+    world, reasons = world_of(job, machine, device, world)
+    kind = "cpu" if device.kind == "cpu" else "cuda"
+    memory = device_memory(job, device, machine, world)
+    precision = job.precision if job.precision != "auto" else ("fp32" if kind == "cpu" else "bf16")
+    plan = Plan(
+        device=kind, device_name=device.name, backend=backend_of(job, machine, kind, world), nodes=job.cluster.nodes,
+        precision=precision, offload=job.memory.offload, compression=job.comm.compression,
+        compression_warmup=_warmup(job),
+        bucket_mb=Plan.bucket_mb if job.comm.bucket_mb == "auto" else job.comm.bucket_mb,
+        recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
+        fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,
+        sync=job.train.sync.mode, sync_every=job.train.sync.period,
+    )  # fmt: skip
+    if job.parallel != "auto":
+        plan = _pin(job.parallel, plan, world, job.model.experts)
+        plan = _sequence(job, plan, reasons)
+        plan = _context(job, plan, device, reasons)
+        plan = with_copies(job, plan, cluster_facts(job, world, device, memory))
+        check(job, plan)
+    return Start(job, device, world, memory, plan, tuple(reasons))
+
+
+def pick(
+    start: Start, trainable: bool, calibration: Calibration | None = None, heavier: float = 1.0
+) -> tuple[Plan, list[str], Found | None]:
+    """The layout: searched where the model is known, else plain replicas."""
+    job, plan = start.job, start.plan
+    if not job.model.module:
+        scene = scene_for(job, start.world, start.device, start.memory_gib, calibration)
+        scene = replace(scene, heavier=heavier)
+        chosen = choose(job, plan, space_for(job, plan, start.world, trainable), scene)
+        if chosen is not None:
+            return chosen[0], chosen[2], chosen[1]
+    if job.parallel == "auto":
+        plan = replace(plan, dp_replicate=start.world)
+    check(job, plan)
+    return _microbatch(job, plan), [], None
+
+
+def finish(start: Start, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
+    """The chosen layout with its stages, its reasons and what it is expected to take."""
+    job, reasons = start.job, [*start.reasons, *said]
+    if job.parallel == "auto":
+        plan = _context(job, plan, start.device, reasons)
+    plan = _long(job, plan, probe(), reasons)
+    if job.memory.recompute == "auto" and plan.recompute == "selective" and splits(plan):
+        plan = replace(plan, recompute="full")  # a split backward passes through a block twice
+    check(job, plan)
+    plan = _stages(job, replace(plan, compile=_compile(job, plan)), reasons)
+    if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
+        raise JobError(problem)
+    plan = _remember(job, plan, start.memory_gib, reasons)
+    if job.comm.bucket_mb == "auto" and plan.dp_shard == 1 and plan.dp_replicate * plan.cp > 1:
+        size, why = bucket_mb(job, plan, start.device)
+        plan = replace(plan, bucket_mb=size)
+        reasons += [why] if why else []
+    return job, replace(plan, reasons=tuple(reasons), predicted=_predict(start, plan))
+
+
+def _remember(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
+    """The least recompute that fits by the engine's own count, which is finer than the search's."""
+    if job.memory.recompute != "auto" or job.model.module or job.model.experts:
+        return plan
+    if plan.long and not job.memory.budget_gib:
+        return plan  # its blocks are computed again as it is
+    limit = job.memory.budget_gib or USABLE * memory
+    reasons[:] = [said for said in reasons if not said.startswith("recompute ")]  # the search's, which it now settles
+    bare = replace(plan, recompute="none")
+    return least_recompute(job, bare, lambda p: predict_memory(job, p).get("memory_gib"), limit, reasons)
+
+
+def trained_here(start: Start) -> bool:
+    """Whether the job runs on this machine, so that the plan must be one that this version trains."""
+    return start.job.cluster.device in ("auto", "cpu", "cuda") and start.job.cluster.nodes == 1
+
+
+def check_fits(job: Job, plan: Plan) -> None:
+    """Refuse what cannot fit: the states alone, which are counted exactly, exceed the device."""
+    needed = sum(plan.predicted.get(k, 0.0) for k in ("states_gib", "gathered_gib"))
+    limit = device_memory(job, device_for(job, probe()), probe(), plan.world)
+    if needed > limit:
+        raise FitError(
+            f"weights, gradients and optimizer need {needed:.1f} GiB a rank, but {plan.device_name} has {limit:.1f}; "
+            f"{_relief(job, plan)}"
+        )
+
+
+def _relief(job: Job, plan: Plan) -> str:
+    """What would make the states of a rank smaller and is not done already."""
+    if plan.dp_shard > 1 and plan.zero < 3:
+        return "cut more with parallel.zero=3, or use more ranks"
+    if plan.dp_replicate > 1:
+        return "cut them with parallel.dp_shard instead of dp_replicate, or use more ranks"
+    return f"use more ranks, in parallel.dp_shard{'' if job.model.module else ', parallel.tp or parallel.pp'}"
+
+
+def _network(job: Job) -> Network:
+    return find_network("ib-ndr" if job.cluster.network == "auto" else job.cluster.network, job.cluster.catalog)
+
+
+def _pin(given: Parallel, plan: Plan, world: int, experts: Experts | None = None) -> Plan:
+    """The person's degrees, with -1 filled in; ep takes as many of the ranks it is laid over as divide the experts."""
+    degrees = {axis: getattr(given, axis) for axis in AXES}
+    explicit_shard = "dp_shard" in given.model_fields_set
+    if degrees["dp_replicate"] == -1 and not explicit_shard:
+        degrees["dp_shard"] = 1
+    rest = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(rest) > 1:
+        raise JobError(f"parallel.{rest[0]} and parallel.{rest[1]} are both -1; only one axis can take the rest")
+    product = 1
+    for degree in degrees.values():
+        product *= max(1, degree)
+    words = " × ".join(f"{a} {d}" for a, d in degrees.items() if d > 1) or "1"
+    if rest:
+        if world % product:
+            near = [d for d in divisors(world) if d <= product]
+            raise JobError(
+                f"parallel asks for {words} = {product} ranks, which does not divide the {world} there are; "
+                f"a product of {near[-1]} would work, or {-(-world // product) * product} ranks (--nproc)"
+            )
+        degrees[rest[0]] = world // product
+    elif product != world:
+        raise JobError(
+            f"parallel asks for {words} = {product} ranks, but there are {world}; "
+            f"set one axis to -1 for the rest, or start {product} ranks (--nproc {product})"
+        )
+    over = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    ep = given.ep if given.ep != -1 else gcd(over, experts.count) if experts else 1
+    node = world // plan.nodes
+    hop = node if given.ep_exchange == "two-hop" and ep > node > 1 and ep % node == 0 else 1
+    plan = replace(
+        plan,
+        **degrees,
+        ep=ep,
+        ep_hop=hop,
+        ep_overlap=given.ep_overlap,
+        ep_rebalance=given.ep_rebalance,
+        zero=given.zero,
+        sequence=given.sequence,
+        schedule=given.schedule,
+    )
+    if problem := check_schedule(given.schedule, plan.pp, 1, given.virtual_stages):
+        raise JobError(problem)
+    if plan.pp == 1:
+        return plan
+    return replace(plan, virtual_stages=given.virtual_stages or SCHEDULES[given.schedule].usual)
+
+
+def _compile(job: Job, plan: Plan) -> bool:
+    """By default on GPUs, where no collective stands inside a block and Weft knows the model."""
+    if job.train.compile != "auto":
+        return job.train.compile
+    return plan.device == "cuda" and not job.model.module and job.model.family != "mlp" and plan.tp == plan.cp == 1
+
+
+def _sequence(job: Job, plan: Plan, reasons: list[str]) -> Plan:
+    if plan.tp == 1:
+        return replace(plan, sequence=False)
+    if plan.sequence and plan.cp == 1 and job.model.family != "mlp" and job.data.seq_len % plan.tp:
+        reasons.append(
+            f"norms keep the whole sequence: data.seq_len {job.data.seq_len} does not divide by tp {plan.tp}"
+        )
+        return replace(plan, sequence=False)
+    return plan
+
+
+def _context(job: Job, plan: Plan, device: Device, reasons: list[str]) -> Plan:
+    """How the ranks of cp attend to each other's tokens: as the person says, or as heads, links and length suggest."""
+    if plan.cp == 1 or not job.model.heads or not job.model.kv_heads:
+        return plan
+    heads, kv = max(1, job.model.heads // plan.tp), max(1, job.model.kv_heads // plan.tp)
+    style: str = job.parallel.cp_style if job.parallel != "auto" else plan.cp_style
+    if style == "auto":
+        in_node = max(1, plan.world // plan.nodes // plan.tp)
+        link = device.link_gb_s if plan.cp <= in_node else min(device.link_gb_s, _network(job).gb_s)
+        flops = (device.peak_tflops.get(plan.precision) or device.peak_tflops.get("fp32") or 1.0) * 1e12
+        width = 4 if plan.precision == "fp32" else 2
+        tokens = job.data.seq_len / plan.cp
+        style, group, why = choose_style(plan.cp, in_node, heads, kv, tokens, width, flops, link * 1e9)
+        reasons.append(f"cp by {style}: {why}")
+    else:
+        group = rings(style, plan.cp, heads, kv)[1]
+    return replace(plan, cp_style=style, cp_group=group, zigzag=bool(job.model.causal) and plan.cp > group)
+
+
+def _long(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Plan:
+    """Whether the linear parts of a block run in chunks, and how much the host may hold."""
+    chunk = job.memory.chunk
+    if chunk == "auto":
+        most = job.data.seq_len / plan.cp
+        plain = not attends(job) or splits(plan) or job.model.experts is not None
+        chunk = LONG_CHUNK if most > MAX_TOKENS and not plain else 0
+        if chunk:
+            reasons.append(f"blocks in chunks of {chunk} tokens: {most:.0f} on a rank make large activations")
+    host = job.memory.host_gib
+    if host is None:
+        host = 0.7 * machine.memory_gib * plan.nodes / plan.world
+    return replace(plan, chunk=chunk, host_gib=host if plan.offload == "activations" else 0.0)
+
+
+def _stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
+    """Which blocks go to which stage: the person's split, or the one whose slowest stage is fastest."""
+    if plan.pp == 1:
+        return plan
+    pinned = job.parallel.split if job.parallel != "auto" else None
+    parts = part_costs(job.model, job.data.seq_len)
+    layers, stages = len(parts) - 2, plan.pp * plan.virtual_stages
+    if job.model.family == "mlp":
+        return replace(plan, split=tuple(split_layers(parts[1:-1], stages, pinned, pairs=plan.tp > 1)))
+    split = tuple((max(0, a - 1), min(layers, b - 1)) for a, b in split_stages(parts, stages, pinned))
+    if len({b - a for a, b in split}) > 1 and not pinned:
+        reasons.append(f"stages of {runs([b - a for a, b in split])} blocks: embedding and head weigh too")
+    return replace(plan, split=split)
+
+
+def _microbatch(job: Job, plan: Plan) -> Plan:
+    """For a model that cannot be estimated: what the person said, else the largest that is not absurd."""
+    share = job.train.global_batch // plan.dp
+    if job.train.microbatch != "auto":
+        return replace(plan, microbatch=job.train.microbatch, accumulation=share // job.train.microbatch)
+    pinned = job.parallel.microbatches if job.parallel != "auto" else "auto"
+    if (given := job.train.accumulation if pinned == "auto" else pinned) != "auto":
+        return replace(plan, microbatch=share // given, accumulation=given)
+    size = max([d for d in divisors(share) if d * job.data.seq_len <= MAX_TOKENS], default=1)
+    return replace(plan, microbatch=size, accumulation=share // size)
+
+
+def _predict(start: Start, plan: Plan) -> dict[str, float]:
+    job = start.job
+    predicted = predict_memory(job, plan)
+    moved = sum(communication_bytes(job, plan).values())
+    if predicted:
+        predicted["communication_mib"] = moved / 2**20
+        if (last := sum(last_bytes(job, plan).values())) < moved:
+            predicted["communication_last_mib"] = last / 2**20
+    if peak_flops(plan, job) and not job.model.module:
+        scene = scene_for(job, start.world, start.device, start.memory_gib)
+        made, alone = scene.estimate(Layouts.one(plan)), scene.estimate(Layouts.one(inside(plan)))
+        seconds = float(made.step_time_s[0])
+        rest = float(alone.step_time_s[0])  # what a step takes by itself; the exchange comes once in a while
+        spread = rest + max(0.0, seconds - rest) / plan.sync_every
+        predicted |= {"step_time_s": spread, "mfu": float(made.mfu[0]) * seconds / spread}
+        measured = load_measured(plan.device_name)
+        if measured and (own := step_seconds(job, plan, measured)):  # one device, and it was measured: no model
+            predicted |= {"step_time_s": own, "mfu": predicted["mfu"] * predicted["step_time_s"] / own}
+        if not counts(job, plan):
+            predicted |= _parts({name: float(gib[0]) for name, gib in made.memory.items()})
+    return predicted
+
+
+def _parts(gib: dict[str, float]) -> dict[str, float]:
+    """The estimate's parts of memory under the names that every run prints."""
+    return {
+        "memory_gib": sum(gib.values()),
+        "states_gib": gib["parameters"] + gib["gradients"] + gib["optimizer"],
+        "gathered_gib": gib["communication"],
+        "activations_gib": gib["activations"] + gib["logits"],
+        "runtime_gib": gib["reserve"],
+    }
+
+
+def plan(job: Job, world: int | None = None) -> Plan:
+    """The Plan of a job."""
+    return make_plan(job, world)[1]

@@ -1,0 +1,1 @@
+"""Memory of one rank: parameters, gradients, optimizer states, activations and buffers."""

@@ -1,0 +1,243 @@
+"""A mixture of experts on the tape: what tokens leave behind on their way to the experts and back.
+
+Each line is a line of models/experts.py, models/grouped.py or parallel/expert/expert_parallel.py. Load is taken as
+even: a rank that is sent more than its share holds more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.job.schema import Experts, Job, Model
+from weft.planner.memory.tape import FLOAT, Sizes, Tape, keeps_input, norm
+from weft.planner.plan import Plan
+
+INDEX = 8
+"""Bytes of a number that says where something is."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts on this rank, for one microbatch."""
+
+    experts: Experts
+    tokens: float
+    """Those that this rank routes."""
+    ffn: int
+    own: float
+    """Experts of this rank."""
+    ep: bool
+    cut: bool
+    """Every rank of tp has all tokens, and takes its part of them."""
+    shared: float
+    """Width of the experts that all tokens use, on this rank."""
+    apart: bool
+    """The experts' gradients are handed on as soon as the experts are done."""
+    guests: int = 0
+    """Experts of other ranks that a rebalancer may let this rank compute."""
+
+    @property
+    def uses(self) -> float:
+        return self.tokens * self.experts.top_k
+
+
+def mixture_of(job: Job, plan: Plan) -> Mixture | None:
+    """What a rank has of each of the model's mixtures."""
+    e = job.model.experts
+    if e is None:
+        return None
+    tokens = plan.microbatch * -(-job.data.seq_len // (plan.cp * plan.tp))
+    ffn = e.ffn or 0
+    return Mixture(
+        experts=e, tokens=tokens, ffn=ffn, own=e.count / plan.ep, ep=plan.ep > 1,
+        cut=plan.tp > 1 and not plan.sequence, shared=e.shared * ffn / plan.tp, apart=plan.dp_shard > 1 and plan.ep > 1,
+        guests=plan.ep_copies,
+    )  # fmt: skip
+
+
+def routed_forward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
+    """From the residual stream x1 to the block's output."""
+    norm(t, m, z, "x1", "n2", z.rows, z.dim, 2)
+    token, x, h = mix.tokens * z.dim * z.c, mix.uses * z.dim * z.c, mix.uses * mix.ffn * z.c
+    if mix.cut:
+        t.take(part=token)
+    _route(t, z, mix)
+    copies = 1 if z.fused else 2  # a CPU puts together what each expert's product gives
+    t.flash(x + mix.uses * INDEX)
+    t.take(sent=x)
+    if mix.ep:
+        t.take(arrived=x, trip=2 * mix.uses * INDEX)
+        _shared_forward(t, m, z, mix)
+        t.take(rows=x, lent=_lent(m, z, mix))
+    t.flash(copies * h)
+    t.take(u=h)
+    if m.activation == "swiglu":
+        t.flash(copies * h)
+        t.take(g=h, s=h)
+    t.take(p=h)
+    t.flash(copies * x)
+    t.take(made=x)
+    if mix.ep:
+        t.take(turned=x)
+        t.drop("made")
+        t.take(back=x)
+        t.drop("turned", "arrived")
+    else:
+        t.drop("made")
+        t.take(back=x)
+        _shared_forward(t, m, z, mix)
+    t.flash(x + token)
+    t.take(y=token)
+    if mix.ep:
+        t.drop("sent")
+    if mix.cut:
+        t.flash(2 * z.tokens * z.dim * z.c)
+        t.take(joined=z.rows * z.dim * z.c)
+        t.drop("y")
+    out = z.rows * z.dim * z.c
+    if mix.shared:
+        t.take(sum=out)
+        t.drop("y", "joined", "always")
+    t.take(out=out)
+    t.drop("y", "joined", "sum")
+    if not keeps_input(m, z):
+        t.drop("x1")
+    if not mix.shared and (mix.cut or z.c < FLOAT):  # nobody else has kept it
+        t.drop("n2")
+    if z.c < FLOAT:
+        t.drop("part")
+
+
+def _lent(m: Model, z: Sizes, mix: Mixture) -> float:
+    """Bytes of the guests' matrices."""
+    return mix.guests * (3 if m.activation == "swiglu" else 2) * z.dim * mix.ffn * z.c
+
+
+def _route(t: Tape, z: Sizes, mix: Mixture) -> None:
+    """The router in fp32, and who goes where."""
+    e = mix.experts
+    scores = mix.tokens * e.count * FLOAT
+    if z.c < FLOAT:
+        t.take(wide=mix.tokens * z.dim * FLOAT, matrix=e.count * z.dim * FLOAT)
+    t.take(logits=scores, scores=scores)
+    if e.balance == "bias":
+        t.take(ranked=scores)
+    t.flash(mix.uses * e.count + 2 * scores)
+    # which score, its value, whether it counts, its share, the weight as the experts' results are multiplied by it
+    t.take(choice=mix.uses * (INDEX + FLOAT + 1 + FLOAT + z.c))
+    if not e.z_weight:
+        t.drop("logits")
+    t.drop("ranked")
+    t.take(order=2 * mix.uses * INDEX)
+    t.flash(3 * mix.uses * INDEX)
+
+
+def _shared_forward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
+    """The experts that all tokens use: a feed-forward part of its own, cut over tp."""
+    if not mix.shared:
+        return
+    hidden, wide = z.tokens * mix.shared * z.c, z.tokens * z.dim * z.c
+    if z.tp > 1 and z.sequence:
+        t.flash(2 * wide)
+        t.take(all=wide)
+    t.take(su=hidden, sp=hidden)
+    if m.activation == "swiglu":
+        t.take(sg=hidden, ss=hidden)
+    t.flash(wide * (1 if z.tp == 1 else 2))
+    t.take(always=z.rows * z.dim * z.c)
+
+
+def _shared_backward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
+    if not mix.shared:
+        return
+    hidden, wide, matrix = z.tokens * mix.shared * z.c, z.tokens * z.dim * z.c, mix.shared * z.dim * z.c
+    if z.tp > 1 and z.sequence:
+        t.flash(2 * wide)
+        t.take(sd=wide)
+    t.take(sdp=hidden)
+    t.weigh(matrix, z.retain)
+    t.drop("sp", "sd")
+    if m.activation == "swiglu":
+        t.take(sdg=2 * hidden)
+        t.drop("sdp", "ss", "sg")
+        t.take(sdn=2 * wide)
+        t.weigh(2 * matrix, z.retain)
+    else:
+        t.take(sdg=hidden)
+        t.drop("sdp")
+        t.take(sdn=wide)
+        t.weigh(matrix, z.retain)
+    t.drop("su", "sdg", "all", "sdn")
+    if z.tp > 1:
+        t.flash(wide + z.rows * z.dim * z.c)
+    t.take(sdn=z.rows * z.dim * z.c)
+
+
+def routed_backward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
+    """From the gradient of the block's output to that of the norm's, dn."""
+    token, x, h = mix.tokens * z.dim * z.c, mix.uses * z.dim * z.c, mix.uses * mix.ffn * z.c
+    matrix = mix.own * z.dim * mix.ffn * z.c
+    before = t.held.get("weights", 0.0)
+    t.drop("out")
+    if mix.cut:
+        t.take(dpart=token)
+    t.take(dback=x)
+    t.flash(x)
+    t.drop("back", "dpart")
+    if mix.ep:
+        t.take(dturned=x)
+        t.drop("dback")
+        t.take(dmade=x)
+        t.drop("dturned")
+    else:
+        _shared_backward(t, m, z, mix)
+    t.take(dp=h)
+    t.weigh(matrix, z.retain)
+    t.drop("p", "dback", "dmade")
+    if m.activation == "swiglu":
+        t.take(ds=h, du=h)
+        t.drop("dp", "s")
+        t.take(dg=h)
+        t.drop("ds", "g", "u")
+        t.take(dx=x)
+        t.weigh(matrix, z.retain)
+        t.drop("dg")
+        t.take(dx2=x)
+        t.weigh(matrix, z.retain)
+        t.drop("du")
+        t.flash(x)
+        t.drop("dx2")
+    else:
+        t.take(du=h)
+        t.drop("dp", "u")
+        t.take(dx=x)
+        t.weigh(matrix, z.retain)
+        t.drop("du")
+    t.drop("rows" if mix.ep else "sent")
+    if mix.apart:
+        t.drop("weights")
+        t.take(weights=before)
+        t.noted = t.live
+    if mix.ep:
+        t.flash(2 * _lent(m, z, mix))
+        t.drop("lent")
+        t.take(darrived=x)
+        t.drop("dx")
+        t.take(dsent=x)
+        _shared_backward(t, m, z, mix)
+        t.drop("darrived", "trip", "dsent")
+        t.take(dx=x)
+    t.flash(x)
+    t.take(dn=token)
+    t.drop("dx")
+    scores = mix.tokens * mix.experts.count * FLOAT
+    t.flash(3 * scores + (token * (1 + FLOAT / z.c) if z.c < FLOAT else token))
+    t.drop("scores", "logits", "choice", "order", "wide", "matrix", "part")
+    if mix.cut:
+        t.flash(2 * z.tokens * z.dim * z.c)
+        t.drop("dn")
+        t.take(dn=z.rows * z.dim * z.c)
+    if mix.shared:
+        t.flash(z.rows * z.dim * z.c)
+        t.drop("sdn")
+    t.drop("n2")

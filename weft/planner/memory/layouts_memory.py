@@ -1,0 +1,140 @@
+"""What the fullest rank of a layout holds, part by part, in bytes.
+
+Weights, gradients and moments: ZeRO (Rajbhandari et al. 2020, section 3). Activations: Korthikanti et al. 2022,
+equations 1 to 6, written out for any feed-forward width, gates and grouped keys. Waiting microbatches of a pipeline:
+Narayanan et al. 2021 and Qi et al. 2023.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.planner.calibration import Calibration
+from weft.planner.model.facts import ModelFacts, Size
+from weft.planner.search.candidates import COMPRESSIONS, OFFLOADS, RECOMPUTES, SCHEDULE_NAMES, Layouts
+from weft.planner.time.compression import owed_bytes
+from weft.planner.time.pipeline import stage_layers
+
+GIB = 2**30
+HOST_SHARE, HOST_GIB = 0.7, 128.0
+"""What parked activations may take of a host's memory for one device, as hosts of large GPUs have it."""
+BUCKET = 1e8
+"""Gradients that travel together, at most: two buckets of the usual 25 to 200 MB."""
+ADAPTERS = 0.01
+"""Trained weights of an adapter run, over all."""
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "reserve")
+
+
+def hold(model: ModelFacts, layouts: Layouts, cal: Calibration) -> dict[str, Size]:
+    """Bytes by part, of whichever of the first and the last rank of a pipeline holds more."""
+    first, last = stage(model, layouts, cal, 0), stage(model, layouts, cal, layouts.pp - 1)
+    heavier = sum(last.values()) > sum(first.values())
+    return {part: np.where(heavier, last[part], first[part]) for part in PARTS}
+
+
+def weights(model: ModelFacts, layouts: Layouts, index: Size) -> tuple[Size, Size]:
+    """Weights of the pipeline's rank `index`, one tensor-parallel slice: those all ranks share, and its experts."""
+    layers = _layers(model, layouts, index)
+    first, last = index == 0, index == layouts.pp - 1
+    back = layouts.schedule == SCHEDULE_NAMES.index("zbv")  # its last stage comes back to the first rank
+    has_head = np.where(back & (layouts.pp > 1), first, last)
+    ends = np.where(first, model.embedding, 0) + np.where(has_head, model.head, 0)
+    # tied weights stand on both ends of a pipeline
+    ends = ends + np.where(has_head & ~(first & last), model.tied * model.vocab * model.dim, 0)
+    cut = np.maximum(layouts.ep, np.minimum(layouts.tp, np.maximum(model.experts, 1)))
+    return (layers * model.block_shared + ends) / layouts.tp, layers * model.block_experts / cut
+
+
+def _layers(model: ModelFacts, layouts: Layouts, index: Size) -> Size:
+    most, end = stage_layers(model.layers, layouts.pp * layouts.virtual_stages)
+    last = (index == layouts.pp - 1) & (layouts.pp > 1)
+    return np.where(layouts.pp > 1, (layouts.virtual_stages - 1) * most + np.where(last, end, most), model.layers)
+
+
+def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) -> dict[str, Size]:
+    """Bytes by part on a rank that stands at `index` in its pipeline."""
+    shared, experts = weights(model, layouts, index)
+    fp32 = layouts.precision == 0
+    compute = np.where(fp32, 4.0, cal.parameter_bytes)
+    master = np.where(fp32, 0.0, cal.master_bytes)
+    shard = np.where(layouts.zero > 0, layouts.dp_shard * layouts.cp, 1)
+    expert_shard = np.maximum(shard * layouts.tp / layouts.ep, 1)
+    trained = np.where(np.asarray(model.frozen) > 0, ADAPTERS, 1.0)
+    z3, z2 = layouts.zero == 3, layouts.zero >= 2
+
+    def cut(bytes_each: Size, when: Size) -> Size:
+        return shared * bytes_each / np.where(when, shard, 1) + experts * bytes_each / np.where(when, expert_shard, 1)
+
+    # under zero 3 the shards are the masters; whole weights exist only while they are gathered
+    frozen = np.asarray(model.frozen) > 0
+    compute = np.where(frozen, model.frozen_bytes, compute)
+    parameters = np.where(z3, cut(np.where((master > 0) & ~frozen, 0.0, compute), True), cut(compute, False))
+    gradients = cut(cal.gradient_bytes, z2) * trained
+    kept = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, 1.0)
+    optimizer = cut((master + cal.moment_bytes) * trained, layouts.zero > 0) * kept
+    ends = np.where(layouts.pp > 1, 0, model.embedding)
+    unit = np.maximum(model.block_shared + model.block_experts / layouts.ep, ends) / layouts.tp
+    gathered = np.where(z3 & (shard > 1), 2 * unit * (compute + cal.gradient_bytes / 2), 0.0)
+    bucket = np.where(layouts.dp > 1, np.minimum(shared, BUCKET) * cal.gradient_bytes, 0.0)
+    bucket = bucket * np.where(layouts.compression == COMPRESSIONS.index("none"), 1.0, 1.25)
+    bucket = bucket + (shared + experts) * trained * owed_bytes(layouts)
+    activations = activation_bytes(model, layouts, cal, _layers(model, layouts, index), index)
+    tokens = layouts.microbatch * model.seq_len / layouts.cp * model.head_share
+    count = tokens * model.vocab / layouts.tp
+    count = np.minimum(count, cal.loss_chunk) if cal.loss_chunk else count
+    gathered_logits = np.where(layouts.tp > 1, cal.logits_whole * layouts.tp, 0)
+    logits = np.where(index == layouts.pp - 1, count * (cal.logits + gathered_logits), 0.0)
+    held = parameters + gradients + optimizer + activations + logits + gathered + bucket
+    return {
+        "parameters": parameters, "gradients": gradients, "optimizer": optimizer, "activations": activations,
+        "logits": logits, "communication": gathered + bucket, "reserve": cal.context_gib * GIB + cal.fragment * held,
+    }  # fmt: skip
+
+
+def waiting(layouts: Layouts, index: Size) -> Size:
+    """Microbatches whose activations the pipeline's rank `index` holds at once, each over all of its blocks."""
+    pp, count, v = layouts.pp, layouts.accumulation, layouts.virtual_stages
+    deep = pp - index
+    table = {
+        "1f1b": deep, "interleaved-1f1b": (pp * (v - 1) + 1 + 2 * (deep - 1)) / v, "zb-h1": np.minimum(pp, deep + 1),
+        "zbv": pp, "dualpipe-v": pp + 1, "gpipe": count, "naive": np.ones(len(layouts)),
+    }  # fmt: skip
+    held = np.choose(layouts.schedule, [np.asarray(table[name], float) + 0 * pp for name in SCHEDULE_NAMES])
+    return np.where(pp > 1, np.minimum(held, count), 1.0)
+
+
+def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, layers: Size, index: Size) -> Size:
+    """Kept from forward to backward, over this stage's blocks and all waiting microbatches."""
+    tokens = layouts.microbatch * model.seq_len / layouts.cp
+    tp = layouts.tp
+    size = np.where(layouts.precision == 0, 4.0, 2.0)
+    cut = np.where(layouts.sequence, tp, 1)
+    share = model.moe_layers / model.layers
+    q = model.heads * (model.head_dim + model.rope_dim)
+    kv = np.where(np.asarray(model.kv_rank) > 0, model.heads, model.kv_heads) * model.head_dim
+    whole = np.where(np.asarray(model.norm_rows) > 0, 4.0, 0.0) * model.dim
+    hidden = (1 - share) * model.ffn + share * (model.top_k + 0.0) * model.moe_ffn + share * model.shared_ffn
+    routed = share * model.top_k * 2 * model.dim / tp
+    inner = (2 * q + 2 * kv + np.maximum(model.gates + 1, 2) * hidden) / tp
+    scores = 0.0 if cal.fused > 0 else 5.0 / 2 * model.heads / tp * model.seq_len
+    block = size * tokens * (whole / cut + inner + routed)
+    with_scores = block + size * tokens * scores
+    entry = size * tokens * model.dim / cut
+    # full recompute keeps each block's input, and one block's whole while it is computed again
+    again = np.where(layouts.recompute_blocks >= 0, np.minimum(layouts.recompute_blocks, layers), layers)
+    kept = [
+        layers * with_scores,
+        np.where(layouts.recompute_blocks >= 0, (layers - again) * with_scores, 0) + again * block,
+        (layers - again) * with_scores + again * entry,
+    ]
+    held = np.choose(layouts.recompute, [np.asarray(k, float) + 0 * tp for k in kept])
+    working = np.where(layouts.recompute == RECOMPUTES.index("full"), with_scores, 0.0) + 2 * entry
+    parked = layouts.offload == OFFLOADS.index("activations")
+    held = np.where(parked, 2 * block, held)
+    usual = cal.activation * (held * waiting(layouts, index) + working)
+    if not cal.chunk_tokens:
+        return usual
+    least = size * tokens * (model.dim + q) / tp * layers * waiting(layouts, index)
+    least = np.where(parked, np.maximum(0.0, least - HOST_SHARE * HOST_GIB * GIB), least)
+    pieces = size * tokens * (6 * model.dim + 4 * q + 4 * kv) / tp
+    return np.where(model.seq_len / layouts.cp > cal.chunk_tokens, least + pieces, usual)

@@ -1,0 +1,88 @@
+"""The peak of one rank's memory in a step, counted in tensors: its states, and a walk through its units' passes.
+
+`weft dryrun` traces the same; bench/memory.py holds it beside real ranks.
+"""
+
+from __future__ import annotations
+
+from weft.job.schema import Job
+from weft.job.shapes import PATCH_DIM
+from weft.planner.memory.rank_bytes import FLOAT, bare_gradients, rank_pieces, states_of, width
+from weft.planner.memory.step_trace import Step, Walk
+from weft.planner.model.parameters import coords_of, pieces_of, stages_of
+from weft.planner.plan import Plan
+from weft.planner.time.compression import owed_of
+
+
+def peak_parts(job: Job, plan: Plan, rank: int = 0) -> dict[str, float]:
+    """Bytes at the peak: parameters, gradients, optimizer, and the rest, which comes and goes within a step."""
+    states = states_of(job, plan, rank)
+    if states is None:
+        return {}
+    lasting: float = states.parameters + states.copies + states.optimizer + states.average
+    lasting += owed_of(plan, [p for stage in rank_pieces(job, plan, rank) for p in stage])
+    buckets = plan.dp_shard == 1 and (plan.dp_replicate > 1 or plan.precision != "fp32") and not bare_gradients(plan)
+    walk = Walk(lasting + (states.gradients if buckets else 0) + plan.accumulation * batch_bytes(job, plan))
+    Step(job, plan, rank, walk, buckets).run()
+    after = max(_optimizer_flash(job, plan, rank), _partial_flash(job, plan, rank))
+    walk.peak = max(walk.peak, lasting + states.gradients + after)
+    return {
+        "parameters": states.parameters + states.copies + states.average,
+        "gradients": states.gradients,
+        "optimizer": states.optimizer,
+        "working": walk.peak - states.total,
+        "gathered": _gathered(job, plan, rank),
+        "peak": walk.peak,
+    }
+
+
+def _gathered(job: Job, plan: Plan, rank: int) -> float:
+    """Weights that shards must hold whole at once: all of them, or those of two blocks and of what is outside."""
+    if plan.dp_shard == 1:
+        return 0.0
+    coords = coords_of(plan, rank)
+    units: dict[tuple[int, str], float] = {}
+    for stage in stages_of(plan, coords["pp"]):
+        for p in pieces_of(job.model, plan, stage, coords):
+            key = (stage, p.weight.unit)
+            units[key] = units.get(key, 0.0) + p.gathered * width(plan)
+    if plan.zero < 3:
+        return sum(units.values())
+    outside = max((size for (_, unit), size in units.items() if not unit), default=0.0)
+    return outside + 2 * max((size for (_, unit), size in units.items() if unit), default=0.0)
+
+
+def peak_of(job: Job, plan: Plan, rank: int = 0) -> float:
+    """The peak in bytes; 0 for a module of a person's own."""
+    return peak_parts(job, plan, rank).get("peak", 0.0)
+
+
+def batch_bytes(job: Job, plan: Plan) -> float:
+    """One microbatch of data: ids, inputs, targets, valid and, where documents are masked, theirs."""
+    model, size, seq = job.model, plan.microbatch, job.data.seq_len
+    if model.family == "mlp":
+        return size * (8 + 2 * FLOAT * (model.dim or 0) + 1)
+    if model.family == "vit":
+        return size * (8 + FLOAT * seq * PATCH_DIM + 8 + 1)
+    return size * (8 + seq * (8 + 8 + 1 + (16 if job.data.mask_documents else 0)))
+
+
+def _partial_flash(job: Job, plan: Plan, rank: int) -> float:
+    """Gradients that are summed over tp after the last pass travel together (parallel/spread_model.py)."""
+    if plan.tp == 1:
+        return 0.0
+    wide = width(plan) if bare_gradients(plan) else FLOAT
+    pieces = [p for stage in rank_pieces(job, plan, rank) for p in stage]
+    return wide * sum(p.held for p in pieces if p.weight.partial and not (p.weight.experts and plan.ep > 1))
+
+
+def _optimizer_flash(job: Job, plan: Plan, rank: int) -> float:
+    """AdamW and SGD are fused and need nothing; the others make a few tensors of one weight's size."""
+    if job.optim.name in ("adamw", "sgd"):
+        return 0.0
+    coords = coords_of(plan, rank)
+    pieces = [p for s in stages_of(plan, coords["pp"]) for p in pieces_of(job.model, plan, s, coords)]
+    if job.optim.name == "adafactor":
+        return 3 * FLOAT * max(p.held for p in pieces)
+    whole = [p.weight.shape[0] * p.weight.shape[1] for p in pieces if len(p.weight.shape) == 2 and p.weight.unit]
+    return 5 * FLOAT * max(whole, default=0)

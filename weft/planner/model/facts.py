@@ -1,0 +1,310 @@
+"""Facts that a layout's cost depends on: what the model is made of, and what the devices and the links between can do.
+
+Every number may also be an array with one entry a candidate, so that the rows of a table are estimated in one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from weft.hardware.catalog import Device, find_device, find_network
+from weft.hardware.efficiency import reach_of
+from weft.hardware.prices import price_of
+from weft.job.schema import Job
+from weft.job.shapes import PATCH_DIM, resolve
+
+Size = Any
+"""A number, or an array of them."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What one model is made of, counted in widths and rows."""
+
+    layers: Size
+    dim: Size
+    ffn: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    vocab: Size
+    seq_len: Size
+    gates: Size = 1
+    """Matrices into the feed-forward part: 2 for swiglu."""
+    tied: Size = 0
+    causal: Size = 1
+    positions: Size = 0
+    """Rows of learned positions."""
+    bias: Size = 0
+    norm_rows: Size = 1
+    """Vectors in a norm: 2 for a layernorm with bias, 0 where there are no norms."""
+    qk_norm: Size = 0
+    embedding_rows: Size = 0
+    """Rows of the embedding: the vocabulary, or an image patch's values and a bias."""
+    head_share: Size = 1.0
+    """Share of tokens that the head multiplies: 1 for text, one a sequence for images."""
+    head_low: Size = 0
+    """1 where the head multiplies in fp8 as the blocks do."""
+    experts: Size = 0
+    top_k: Size = 0
+    moe_ffn: Size = 0
+    shared_ffn: Size = 0
+    """Width of the experts that every token visits."""
+    first_dense: Size = 0
+    """Blocks before the first with experts."""
+    moe_every: Size = 1
+    """Every how manyth block has experts."""
+    q_rank: Size = 0
+    """Latent attention: rank of the queries, of keys and values, and the width of the rotary part; 0 is plain."""
+    kv_rank: Size = 0
+    rope_dim: Size = 0
+    frozen: Size = 0
+    """1 where the base weights are not trained (adapters only)."""
+    frozen_bytes: Size = 2.0
+    """Bytes of a weight that is not trained: 2, or about 0.6 where it is kept in 4 bits."""
+
+    @property
+    def q_width(self) -> Size:
+        return self.heads * (self.head_dim + self.rope_dim)
+
+    @property
+    def kv_width(self) -> Size:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def attention_weights(self) -> Size:
+        """Multiplied weights of one attention part."""
+        plain = 2 * self.dim * self.heads * self.head_dim + 2 * self.dim * self.kv_width
+        latent = (
+            self.dim * self.q_rank
+            + self.q_rank * self.q_width
+            + self.dim * (self.kv_rank + self.rope_dim)
+            + 2 * self.kv_rank * self.heads * self.head_dim
+            + self.heads * self.head_dim * self.dim
+        )
+        return np.where(np.asarray(self.kv_rank) > 0, latent, plain)
+
+    @property
+    def attention(self) -> Size:
+        """Parameters of one attention part."""
+        biases = np.where(self.heads, (self.heads + 2 * self.kv_heads) * self.head_dim + self.dim, 0) * self.bias
+        return self.attention_weights + biases + 2 * self.norm_rows * self.head_dim * self.qk_norm
+
+    @property
+    def dense(self) -> Size:
+        """Parameters of one feed-forward part without experts."""
+        return (self.gates + 1) * self.dim * self.ffn + (self.gates * self.ffn + self.dim) * self.bias
+
+    @property
+    def expert(self) -> Size:
+        """Parameters of one expert."""
+        return (self.gates + 1) * self.dim * self.moe_ffn
+
+    @property
+    def moe_rest(self) -> Size:
+        """Parameters of a feed-forward part with experts, without the experts: the router and what all tokens visit."""
+        return np.where(
+            np.asarray(self.experts) > 0, self.dim * self.experts + (self.gates + 1) * self.dim * self.shared_ffn, 0
+        )
+
+    @property
+    def norm(self) -> Size:
+        return self.norm_rows * self.dim
+
+    @property
+    def moe_layers(self) -> Size:
+        some = np.maximum(0, self.layers - self.first_dense) / self.moe_every
+        return np.where(np.asarray(self.experts) > 0, np.floor(some), 0)
+
+    @property
+    def block_shared(self) -> Size:
+        """Parameters of an average block, without its experts."""
+        share = self.moe_layers / self.layers
+        return self.attention + 2 * self.norm + (1 - share) * self.dense + share * self.moe_rest
+
+    @property
+    def block_experts(self) -> Size:
+        """Parameters of the experts in an average block."""
+        return self.moe_layers / self.layers * self.experts * self.expert
+
+    @property
+    def embedding(self) -> Size:
+        return (self.embedding_rows + self.positions) * self.dim
+
+    @property
+    def head(self) -> Size:
+        return self.norm + self.vocab * self.dim * (1 - self.tied)
+
+    @property
+    def parameters(self) -> Size:
+        return self.embedding + self.layers * (self.block_shared + self.block_experts) + self.head
+
+    @property
+    def active_block(self) -> Size:
+        """Multiplied weights a token meets in an average block."""
+        share = self.moe_layers / self.layers
+        routed = self.top_k * (self.gates + 1) * self.dim * self.moe_ffn + self.moe_rest
+        return self.attention_weights + (1 - share) * (self.gates + 1) * self.dim * self.ffn + share * routed
+
+    def flops_per_token(self, causal_once: bool = True) -> Size:
+        """Training FLOPs a token, forward and backward; by default causal attention is counted once."""
+        seen = np.where(np.asarray(self.causal) > 0, 0.5, 1.0) if causal_once else 1.0
+        attention = 6.0 * self.heads * (2 * self.head_dim + self.rope_dim) * self.seq_len * seen
+        return (
+            6.0 * (self.layers * self.active_block + self.vocab * self.dim * self.head_share) + self.layers * attention
+        )
+
+
+def stack(rows: Sequence[ModelFacts]) -> ModelFacts:
+    """Many models as one whose every number is an array."""
+    return ModelFacts(**{f.name: np.array([getattr(r, f.name) for r in rows], float) for f in fields(ModelFacts)})
+
+
+def facts_of(job: Job) -> ModelFacts:
+    """The facts of a job's model; a person's own module has none and is a ValueError."""
+    model = resolve(job).model
+    if model.module:
+        raise ValueError("a model of a person's own is not known before it is built")
+    if model.family == "mlp":
+        return ModelFacts(
+            layers=model.layers, dim=model.dim, ffn=model.dim, heads=0, kv_heads=0, head_dim=0, vocab=0, seq_len=1,
+            gates=0, causal=0, bias=int(bool(model.bias)), norm_rows=0, head_share=0.0,
+        )  # fmt: skip
+    vit = model.family == "vit"
+    extra: dict[str, Any] = {}
+    experts = getattr(model, "experts", None)
+    if experts is not None:
+        known = experts.model_dump()
+        shared = (known.get("shared") or 0) * (known.get("ffn") or 0)
+        extra = {
+            "experts": known.get("count", 0), "top_k": known.get("top_k", 1),
+            "moe_ffn": known.get("ffn") or model.ffn, "shared_ffn": shared,
+            "first_dense": known.get("first_dense") or 0, "moe_every": known.get("every") or 1,
+        }  # fmt: skip
+    return ModelFacts(
+        layers=model.layers, dim=model.dim, ffn=model.ffn, heads=model.heads, kv_heads=model.kv_heads,
+        head_dim=model.head_dim, vocab=model.vocab, seq_len=job.data.seq_len,
+        gates=2 if model.activation == "swiglu" else 1, tied=int(bool(model.tied)), causal=int(bool(model.causal)),
+        positions=model.max_len if model.positions == "learned" else 0, bias=int(bool(model.bias)),
+        norm_rows=2 if model.norm == "layernorm" and model.bias else 1, qk_norm=int(bool(model.qk_norm)),
+        embedding_rows=PATCH_DIM + 1 if vit else model.vocab, head_share=1 / job.data.seq_len if vit else 1.0,
+        head_low=int(job.fp8.head), **extra,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of the topology: the ranks that share it, and how fast they reach one another across it."""
+
+    name: str
+    size: Size
+    """Ranks inside one group of this level."""
+    gb_s: Size
+    """One way, what a rank has to ranks outside the level below."""
+    latency_us: Size
+    oversubscription: Size = 1.0
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """The devices and the levels that join them, innermost first."""
+
+    world: Size
+    levels: tuple[Level, ...]
+    peak_tflops: dict[str, Size]
+    """Dense peak by precision."""
+    reach: Size
+    """Share of that peak which the best matrix product has been measured to reach."""
+    memory_gib: Size
+    memory_gb_s: Size
+    units: Size
+    """Cores that take one tile of a matrix product each."""
+    watts: Size = 0.0
+    price_usd_hour: Size = None
+    host_gb_s: Size = 25.0
+    """Between the device and its host's memory."""
+    host_gib: Size = 256.0
+    """Host memory for each device."""
+    disk_gb_s: Size = 2.0
+    device: Device | None = field(default=None)
+
+    @property
+    def node_size(self) -> Size:
+        return self.levels[0].size
+
+
+NODE_LATENCY_US = 4.0
+"""A collective's step between two devices of a node (NCCL's small messages, ../nccl tests of A100 and H100 nodes)."""
+_USUAL_NETWORK = {
+    "v100": "ib-edr", "a100": "ib-hdr", "h100": "ib-ndr", "h200": "ib-ndr", "h800": "ib-ndr", "h20": "ib-ndr",
+    "gh200": "ib-ndr", "b200": "ib-ndr", "b300": "ib-xdr", "gb200": "ib-ndr", "gb300": "ib-xdr",
+    "mi250x": "slingshot-11", "mi300x": "roce-400", "mi325x": "roce-400", "mi350x": "roce-400", "mi355x": "roce-400",
+    "cpu": "ethernet-10",
+}  # fmt: skip
+RACK = {"gb200": 72, "gb300": 72}
+"""Devices that NVLink joins beyond one node."""
+
+
+def usual_network(device: Device) -> str:
+    """The network one finds behind such devices."""
+    return next((n for key, n in _USUAL_NETWORK.items() if device.name.startswith(key)), "ethernet-100")
+
+
+def cluster_of(
+    device: Device, world: int, per_node: int, network_gb_s: float, latency_us: float, memory_gib: float | None = None
+) -> ClusterFacts:
+    """A cluster of equal nodes; `network_gb_s` is what one device has to other nodes."""
+    inside = RACK.get(device.name, per_node)
+    reach = reach_of(device.name)
+    return ClusterFacts(
+        world=world,
+        levels=(
+            Level("node", min(inside, max(world, 1)), device.link_gb_s, NODE_LATENCY_US),
+            Level("network", world, network_gb_s, latency_us),
+        ),
+        peak_tflops={name: peak or _fallback(device, name) for name, peak in device.peak_tflops.items()},
+        reach=reach.matmul,
+        units=reach.units,
+        memory_gib=memory_gib or device.memory_gib,
+        memory_gb_s=device.memory_tb_s * 1000,
+        watts=device.tdp_w,
+        price_usd_hour=price_of(device.name),
+        device=device,
+    )
+
+
+def _fallback(device: Device, precision: str) -> float:
+    """A precision that the device lacks runs in the next wider one."""
+    order = {"fp8": ("bf16", "fp16", "fp32"), "bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp32": ("bf16",)}
+    known = [device.peak_tflops.get(name) for name in order[precision]]
+    return next((peak for peak in known if peak), 0.05)
+
+
+def cluster_facts(job: Job, world: int, device: Device | None = None, memory_gib: float | None = None) -> ClusterFacts:
+    """The cluster that a job names, as `world` ranks see it."""
+    own = job.cluster.catalog
+    device = device or find_device("cpu" if job.cluster.device == "auto" else job.cluster.device, own)
+    nodes = job.cluster.nodes
+    network = find_network(usual_network(device) if job.cluster.network == "auto" else job.cluster.network, own)
+    per_node = max(1, world // nodes)
+    # one NIC a device is usual behind GPUs that NVLink joins; elsewhere the ranks of a node share one
+    share = 1 if device.kind != "cpu" and device.link_gb_s > 100 else per_node
+    memory = memory_gib or job.cluster.memory_gib
+    made = cluster_of(device, world, per_node, network.gb_s / share, network.latency_us, memory)
+    price = job.cluster.price_usd_hour
+    return replace(made, levels=_levels(job, made), price_usd_hour=made.price_usd_hour if price is None else price)
+
+
+def _levels(job: Job, made: ClusterFacts) -> tuple[Level, ...]:
+    """The person's topology; the network joins what its last level leaves apart."""
+    said = [
+        Level(level.name, min(level.size, made.world), level.gb_s, level.latency_us, level.oversubscription)
+        for level in job.cluster.levels
+    ]
+    if not said:
+        return made.levels
+    return (*said, made.levels[-1]) if said[-1].size < made.world else tuple(said)

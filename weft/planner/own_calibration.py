@@ -1,0 +1,47 @@
+"""Weft's own calibration, corrected by what `weft calibrate` measured on a device of the same name."""
+
+from __future__ import annotations
+
+from weft.hardware.catalog import Device
+from weft.hardware.efficiency import reach_of
+from weft.hardware.measured import Attention, Measured, load_measured
+from weft.planner.calibration import Calibration, load
+
+LARGE = 1 << 22
+"""Bytes from which a message's time is bandwidth rather than latency."""
+
+
+def own_calibration(device: Device) -> Calibration:
+    """What Weft reaches on a device: as shipped, or as measured here."""
+    shipped, measured = load("weft"), load_measured(device.name)
+    return shipped if measured is None else corrected(shipped, measured, device)
+
+
+def corrected(shipped: Calibration, measured: Measured, device: Device) -> Calibration:
+    """The shipped numbers, with those that were measured in their place."""
+    changed: dict[str, float] = {}
+    peak = device.peak_tflops.get("bf16") or device.peak_tflops.get("fp32")
+    best = max((p.tflops for p in measured.products if p.dtype in ("bf16", "fp32")), default=0.0)
+    if peak and best:
+        changed["matmul"] = min(1.0, best / (peak * reach_of(device.name).matmul))
+        rates = [_attention_rate(a) for a in measured.attention]
+        changed["attention"] = min(1.0, max(rates, default=0.0) / (peak * reach_of(device.name).matmul))
+        changed["attention"] = changed["attention"] or shipped.attention
+    fast = max(measured.copy_gb_s.values(), default=0.0)
+    if fast:
+        state = 2 * shipped.moment_bytes + 2 * shipped.master_bytes + shipped.gradient_bytes + 2
+        changed["optimizer"] = max(0.5, measured.optimizer_ns * fast / state)
+    speeds = [
+        2 * (m.ranks - 1) / m.ranks * m.bytes / m.seconds / 1e9
+        for m in measured.collectives
+        if m.kind == "all_reduce" and m.bytes >= LARGE and m.seconds > 0
+    ]
+    if speeds:
+        changed["link"] = min(1.0, max(speeds) / device.link_gb_s)
+    return shipped.with_(**changed, name=f"weft, measured on {measured.product}")
+
+
+def _attention_rate(a: Attention) -> float:
+    """TFLOP/s of causal attention, forward and backward, masked blocks not counted."""
+    flops = 3.5 * 2 * a.batch * a.heads * a.head_dim * a.seq * a.seq
+    return flops / (a.forward_s + a.backward_s) / 1e12

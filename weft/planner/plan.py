@@ -1,0 +1,142 @@
+"""The Plan: how a job is spread. Frozen, printable, and made without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The axes of the mesh, outermost first. ep is laid over dp_shard × cp × tp."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The degree of every axis and every choice that follows from the job."""
+
+    device: str
+    """cpu or cuda: where the ranks compute."""
+    device_name: str
+    """The catalog's name of the device, for peaks and memory."""
+    backend: str
+    nodes: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    ep_hop: int = 1
+    """Ranks of ep on one node, where tokens pass on inside the node before they go to others; 1 goes directly."""
+    ep_overlap: bool = False
+    """Tokens travel to experts in two halves."""
+    ep_rebalance: float = 0.0
+    """At a checkpoint experts change ranks if the fullest rank would have less load by this share; 0: never."""
+    ep_moves: bool = True
+    """Whether they may: groups go by the experts' numbers, which a move changes."""
+    ep_copies: int = 0
+    """Experts of other ranks of which a rank may then compute a copy, in each block."""
+    ep_copy_rows: float = 0.0
+    """Rows that the fullest rank must be spared in a pass for a copy to pay."""
+    zero: int = 3
+    sequence: bool = False
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    cp_style: str = "ring"
+    cp_group: int = 1
+    """Ranks of cp that exchange heads by Ulysses; the groups form a ring."""
+    zigzag: bool = False
+    """Each group of the ring holds a chunk from the front of the sequence and one from its end."""
+    split: tuple[tuple[int, int], ...] = ()
+    """The blocks of each stage, from … up to but not including; empty without a pipeline."""
+    microbatch: int = 1
+    accumulation: int = 1
+    precision: str = "fp32"
+    fp8: dict[str, Any] = field(default_factory=dict)
+    """The job's fp8 section, where the precision is fp8."""
+    recompute: str | int = "none"
+    """none, selective, full, or how many blocks are recomputed in full."""
+    compile: bool = False
+    """Blocks are compiled, one after the other."""
+    offload: str = "none"
+    chunk: int = 0
+    """Tokens of a sequence that pass through a block's linear parts at once; 0 takes them all."""
+    host_gib: float = 0.0
+    """Host memory for parked activations."""
+    compression: str = "none"
+    compression_warmup: int = 0
+    """Steps at the beginning in which gradients travel as int8."""
+    placement: str = "shards-near"
+    """What lies on neighbouring ranks beside tp and cp: shards-near, the mesh's own order, or stages-near."""
+    bucket_mb: float = 25.0
+    allreduce: str = "auto"
+    """How replicas sum their gradients."""
+    sync: str = "step"
+    """How replicas come together: every step, or as train.sync says."""
+    sync_every: int = 1
+    """Steps between their exchanges."""
+    reasons: tuple[str, ...] = ()
+    predicted: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def alone(self) -> bool:
+        """Whether replicas train without each other between exchanges."""
+        return self.sync in ("local", "diloco")
+
+    @property
+    def cp_cut(self) -> int:
+        """Ranks of cp among which weights are cut: with shards, they are cut over both."""
+        return self.cp if self.dp_shard > 1 else 1
+
+    @property
+    def rings(self) -> tuple[int, int]:
+        """Groups in the ring of cp, and ranks in each."""
+        return self.cp // self.cp_group, self.cp_group
+
+    @property
+    def long(self) -> bool:
+        """Whether blocks run in the way of memory/chunked_block.py: in chunks, or with their inputs parked."""
+        return self.chunk > 0 or self.offload == "activations"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Degrees by axis, in mesh order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def layout(self) -> str:
+        """The layout in a few words, such as `dp_shard 2 (zero 3) × tp 2`."""
+        words = []
+        for axis, degree in self.axes.items():
+            if degree > 1:
+                note = {
+                    "dp_shard": f" (zero {self.zero})", "pp": f" ({self.schedule})", "cp": f" ({self.cp_style})"
+                }.get(axis, "")  # fmt: skip
+                words.append(f"{axis} {degree}{note}")
+        notes = [f"ep {self.ep}"] if self.ep > 1 else []
+        notes += (
+            [f"{self.sync} every {self.sync_every}" if self.sync_every > 1 else self.sync]
+            if self.sync != "step"
+            else []
+        )
+        return ", ".join([" × ".join(words) or "1 rank", *notes])
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "reasons": list(self.reasons), "world": self.world, "axes": self.axes}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        split = tuple((a, b) for a, b in known.get("split", ()))
+        return cls(**{**known, "reasons": tuple(known.get("reasons", ())), "split": split})
+
+    def dumps(self) -> str:
+        return json.dumps(self.to_json(), indent=2) + "\n"

@@ -1,0 +1,1 @@
+"""Scoring the estimates against tables of published runs."""

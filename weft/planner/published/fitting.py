@@ -1,0 +1,105 @@
+"""Least squares for calibrations: a robust Gauss–Newton over a few named numbers, each kept within its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from weft.planner.calibration import Calibration
+from weft.planner.published.batch import gather_rows
+from weft.planner.published.rows import Row
+from weft.planner.time.step import estimate
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "matmul": (0.3, 1.1), "wave": (0.005, 3.0), "depth": (1.0, 1500.0), "low_precision": (0.3, 1.0),
+    "attention": (0.05, 0.95), "traffic": (0.3, 12.0), "host_us": (5.0, 3000.0), "step_ms": (0.3, 400.0),
+    "experts": (0.2, 1.0), "link": (0.2, 0.95), "network": (0.05, 1.0), "latency": (0.2, 30.0),
+    "overlap_tp": (0.001, 0.95), "overlap_dp": (0.001, 0.98), "overlap_cp": (0.001, 0.98), "overlap_pp": (0.001, 0.98),
+    "overlap_ep": (0.001, 0.98), "optimizer": (0.5, 10.0),
+    "host_blend": (1.0, 12.0), "head_whole": (0.2, 1.0), "host_backward": (0.5, 2.0),
+    "odd": (0.005, 0.5), "host_moe_us": (2.0, 1500.0), "jitter": (0.0005, 0.06),
+}  # fmt: skip
+PRIOR = 2.0
+"""Width of the belief that a number is near where the fit began, in units of the bounded scale: keeps what the rows do
+not say where it was."""
+TIGHT = {"experts": 0.1, "host_moe_us": 0.4, "overlap_ep": 0.4}
+"""The same for numbers of which few rows speak, over that width."""
+ELBOW = 0.03
+"""Errors beyond this count linearly, so that a few strange rows do not bend the fit."""
+
+
+def to_free(value: float, name: str) -> float:
+    low, high = np.log(BOUNDS[name])
+    share = np.clip((np.log(max(value, 1e-9)) - low) / (high - low), 1e-3, 1 - 1e-3)
+    return float(np.log(share / (1 - share)))
+
+
+def from_free(free: float, name: str) -> float:
+    low, high = np.log(BOUNDS[name])
+    return float(np.exp(low + (high - low) / (1 + np.exp(-free))))
+
+
+def fit(
+    rows: Sequence[Row], start: Calibration, names: Sequence[str], steps: int = 25, width: float = PRIOR
+) -> Calibration:
+    """The calibration near `start` under which the rows' predicted times are closest to the measured, in logarithms."""
+    model, cluster, layouts, batch = gather_rows(rows)
+    measured = np.log([row.seconds or 1.0 for row in rows])
+
+    def errors(free: np.ndarray) -> np.ndarray:
+        cal = start.with_(**{n: from_free(f, n) for n, f in zip(names, free, strict=True)})
+        return np.log(estimate(model, cluster, layouts, cal, batch).step_time_s) - measured
+
+    begin = np.array([to_free(getattr(start, n), n) for n in names])
+    free = _descend(errors, begin, steps, width * np.array([TIGHT.get(n, 1.0) for n in names]))
+    return start.with_(**{n: round(from_free(f, n), 4) for n, f in zip(names, free, strict=True)})
+
+
+def _descend(
+    errors: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, steps: int, width: np.ndarray
+) -> np.ndarray:
+    def loss(e: np.ndarray, x: np.ndarray) -> float:
+        return float(
+            np.sum(2 * ELBOW**2 * (np.sqrt(1 + (e / ELBOW) ** 2) - 1)) + ELBOW**2 * np.sum(((x - begin) / width) ** 2)
+        )
+
+    free, damping = begin.copy(), 1e-2
+    e = errors(free)
+    best = loss(e, free)
+    for _ in range(steps):
+        slope = np.stack([(errors(free + 1e-4 * unit) - e) / 1e-4 for unit in np.eye(len(free))], axis=1)
+        weight = 1 / np.sqrt(1 + (e / ELBOW) ** 2)
+        pull = ELBOW**2 / width**2
+        left = slope.T @ (weight[:, None] * slope) + np.diag(pull)
+        right = slope.T @ (weight * e) + pull * (free - begin)
+        improved = False
+        for _ in range(6):
+            trial = free - np.clip(np.linalg.solve(left + damping * np.diag(np.diag(left)), right), -1.5, 1.5)
+            tried = errors(trial)
+            value = loss(tried, trial)
+            if value < best:
+                improved = best - value > 1e-6 * best
+                free, e, best, damping = trial, tried, value, damping / 4
+                break
+            damping *= 6
+        if not improved:
+            break
+    return free
+
+
+def profile(rows: Sequence[Row], cal: Calibration, rounds: int = 4) -> Calibration:
+    """The same calibration with measured blocks: for every shape, the ratio that makes its rows' median error 0."""
+    model, cluster, layouts, batch = gather_rows(rows)
+    measured = np.log([row.seconds or 1.0 for row in rows])
+    shapes = [
+        (float(m * s / c), float(d), float(t))
+        for m, s, c, d, t in zip(layouts.microbatch, model.seq_len, layouts.cp, model.dim, layouts.tp, strict=True)
+    ]
+    ratio = dict.fromkeys(shapes, 0.0)
+    for _ in range(rounds):
+        tried = cal.with_(profile=tuple((*shape, round(float(np.exp(r)), 4)) for shape, r in ratio.items()))
+        e = np.log(estimate(model, cluster, layouts, tried, batch).step_time_s) - measured
+        for shape in ratio:
+            ratio[shape] -= float(np.median([x for x, s in zip(e, shapes, strict=True) if s == shape]))
+    return tried

@@ -1,0 +1,100 @@
+"""Which stack of software a published row was run with, and its calibration."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from weft.planner.calibration import FOLDER, Calibration, load, read
+from weft.planner.published.rows import Row
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack's calibration with what differs by device and by attention kernel."""
+
+    name: str
+    base: Calibration
+    variants: dict[str, dict[str, float]]
+    """Changes under keys such as `gpu:h100` or `kernel:torch`."""
+
+    def of(self, row: Row) -> Calibration:
+        changed: dict[str, Any] = {}
+        gpu = row.text.get("gpu", "").lower()
+        for key, change in self.variants.items():
+            kind, value = key.split(":", 1)
+            if (kind == "gpu" and gpu.startswith(value)) or (kind == "kernel" and row.kernel == value):
+                changed |= change
+        return self.base.with_(**changed) if changed else self.base
+
+
+@cache
+def load_stack(name: str) -> Stack:
+    """A stack by its name, or from a JSON file."""
+    return Stack(name, load(name), read(name).get("variants", {}))
+
+
+# The sources whose rows a shipped calibration was fitted on.
+SOURCES = {
+    "vtrain": "megatron-deepspeed",
+    "bigscience_bloom": "megatron-deepspeed-2022",
+    "alephalpha_layouts": "aleph-alpha",
+    "nvidia_dgxc": "nemo",
+    "nvidia_nemo": "nemo",
+    "nvidia_megatron_bridge": "megatron-bridge",
+    "mlperf_training": "mlperf",
+    "mosaicml_llmfoundry": "mosaicml",
+    "simumax_b200": "megatron-core",
+    "mcore_moe": "megatron-bridge",
+    "zero_bubble_pp": "megatron",
+    "narayanan2021_megatron": "megatron",
+}
+# For others: the first line whose pattern is found in what the row says of itself, on such a device.
+_BLACKWELL, _HOPPER, _AMPERE = r"^g?b[23]00", r"^g?h[128]00|^h20|^gh200", r"^a100|^v100|^a10|^a6000|^rtx|^l40"
+_RULES: tuple[tuple[str, str, str], ...] = (
+    (r"mlperf", r"", "mlperf"),
+    (r"simumax|megatron-?core|mcore", r"", "megatron-core"),
+    (r"mosaic|llm-?foundry|composer", r"", "mosaicml"),
+    (r"bridge", r"", "megatron-bridge"),
+    (r"nemo|dgxc|transformer.?engine", _BLACKWELL, "megatron-bridge"),
+    (r"nemo|dgxc|transformer.?engine", r"", "nemo"),
+    (r"deepspeed", r"", "megatron-deepspeed"),
+    (r"fsdp|torchtitan|hsdp", r"", "fsdp"),
+    (r"megatron|distributed.optimizer", _BLACKWELL, "megatron-bridge"),
+    (r"megatron|distributed.optimizer", _HOPPER, "nemo"),
+    (r"megatron", r"", "megatron"),
+    (r"zero-?[123]", _AMPERE, "megatron"),
+    (r"", _BLACKWELL, "megatron-bridge"),
+    (r"", _HOPPER, "nemo"),
+)
+
+
+def stack_of(row: Row) -> str:
+    """The name of the stack a row is estimated with."""
+    if row.source in SOURCES:
+        name = SOURCES[row.source]
+        newer = re.search(_BLACKWELL, row.text.get("gpu", "").lower()) and name == "nemo"
+        return "megatron-bridge" if newer else name
+    said = " ".join(row.text.get(k, "") for k in ("source", "table", "fsdp_or_zero", "provenance", "notes")).lower()
+    gpu = row.text.get("gpu", "").lower()
+    return next((name for words, on, name in _RULES if re.search(words, said) and re.search(on, gpu)), "default")
+
+
+def is_known(source: str) -> bool:
+    """Whether a calibration was fitted on this source's rows."""
+    return source in SOURCES
+
+
+PURE: dict[str, Any] = {"master_bytes": 0.0, "moment_bytes": 4.0, "gradient_bytes": 2.0}
+"""Runs that keep everything in bf16."""
+
+
+def calibration_of(row: Row) -> Calibration:
+    """The calibration a row is estimated with."""
+    name = stack_of(row)
+    found = load_stack(name if (Path(FOLDER) / f"{name}.json").is_file() else "default").of(row)
+    pure = "bf16-true" in row.text.get("precision", "") or "mode PURE" in row.text.get("notes", "")
+    return found.with_(**PURE) if pure else found

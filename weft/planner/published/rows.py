@@ -1,0 +1,272 @@
+"""Rows of a table of published runs: a line of CSV becomes a model, a cluster, a layout and what was measured."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.hardware.catalog import Device, device_by_product, find_device, find_network
+from weft.job.errors import JobError
+from weft.planner.model.facts import ClusterFacts, ModelFacts, cluster_of, usual_network
+from weft.planner.published.known_models import known_model
+from weft.planner.search.candidates import PRECISIONS, RECOMPUTES, SCHEDULE_NAMES
+
+NEEDED = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
+"""Columns without which no row says what was run; any other may be missing, or empty in a row."""
+FP4 = 2.0
+"""fp4 products run so many times as fast as fp8's, at their peaks."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run."""
+
+    source: str
+    row_id: str
+    model_name: str
+    text: Mapping[str, str]
+    model: ModelFacts
+    cluster: ClusterFacts
+    layout: dict[str, int]
+    """As Layouts.of takes it."""
+    global_batch: float
+    seconds: float | None
+    """A step's time as measured; None where it may not be used."""
+    why_not: str
+    """Why the time may not be used."""
+    memory_gib: float | None
+    fitted: bool | None
+    """Whether it ran; None where that is not known."""
+    kernel: str
+    """The attention kernel, where the notes name it."""
+
+    @property
+    def sweep(self) -> tuple[Any, ...]:
+        """Rows with the same key differ only in their layout."""
+        shape = (self.model.layers, self.model.dim, self.model.ffn, self.model.heads, self.model.vocab)
+        machine = (self.text.get("gpu"), self.text.get("gpus"), self.text.get("precision"))
+        return (
+            self.source,
+            self.text.get("table"),
+            self.model_name,
+            shape,
+            self.model.seq_len,
+            machine,
+            self.global_batch,
+            self.kernel,
+        )
+
+
+def read_table(path: Path) -> tuple[list[Row], dict[str, int]]:
+    """The rows that describe a whole run, and how many do not, by reason."""
+    if not path.is_file():
+        raise JobError(f"--table {path}: there is no such file")
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte-order mark
+            reader = csv.DictReader(file)
+            columns = [(name or "").strip() for name in reader.fieldnames or []]
+            reader.fieldnames = columns
+            lines = list(reader)
+    except UnicodeDecodeError as error:
+        raise JobError(f"--table {path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except csv.Error as error:
+        raise JobError(f"--table {path} is not CSV: {error}") from None
+    missing = [name for name in NEEDED if name not in columns]
+    if missing:
+        raise JobError(f"--table {path}: the columns {', '.join(missing)} are missing; see the columns of a runs.csv")
+    rows: list[Row] = []
+    skipped: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        try:
+            rows.append(_row({k: (v or "").strip() for k, v in line.items() if k}, number))
+        except Unusable as reason:
+            skipped[str(reason)] = skipped.get(str(reason), 0) + 1
+    return rows, skipped
+
+
+class Unusable(Exception):
+    """A row that does not say enough."""
+
+
+def _number(text: str) -> float | None:
+    """What a cell says, where it is a number above 0: none of the columns means anything by another."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and value > 0 else None
+
+
+def _need(line: Mapping[str, str], name: str) -> int:
+    value = _number(line.get(name, ""))
+    if value is None:
+        raise Unusable(f"no {name}")
+    return max(1, round(value))
+
+
+def _count(line: Mapping[str, str], name: str) -> int:
+    """A degree; 1 where the row does not say."""
+    return max(1, round(_number(line.get(name, "")) or 1))
+
+
+def _says(line: Mapping[str, str], name: str, usual: str) -> bool:
+    """A flag, as 1, 1.0 or true; `usual` where the table has no such column."""
+    return line.get(name, usual).lower() in ("1", "1.0", "true", "yes")
+
+
+def _row(line: dict[str, str], number: int) -> Row:
+    status = (line.get("status") or "ok").lower()
+    if status not in ("ok", "oom"):
+        raise Unusable("status is neither ok nor OOM")
+    if not line.get("layers") or not line.get("hidden"):
+        raise Unusable("the model's shape is not given")
+    model = row_model(line)
+    gpus = _need(line, "gpus")
+    cluster = row_cluster(line, gpus)
+    layout, batch = _layout(line, gpus)
+    seconds, why_not = _time(line, status, gpus, batch, model.seq_len)
+    memory = _number(line.get("peak_mem_gb", ""))
+    basis = line.get("mem_basis", "")
+    if memory is not None:
+        memory = None if "formula" in basis else memory * (1 if basis.startswith(("GiB", "torchtune")) else 1e9 / 2**30)
+    kernel = re.search(r"kernel=([^;]*)", line.get("notes", ""))
+    return Row(
+        source=line.get("source") or "unnamed", row_id=line.get("row_id") or str(number),
+        model_name=line.get("model") or "unnamed", text=line,
+        model=model, cluster=cluster, layout=layout, global_batch=batch, seconds=seconds, why_not=why_not,
+        memory_gib=memory, fitted=status == "ok" if _says(line, "complete", "1") else None,
+        kernel=kernel.group(1).strip() if kernel else "",
+    )  # fmt: skip
+
+
+def row_model(line: Mapping[str, str]) -> ModelFacts:
+    """The model of a row; what the columns do not say is known by its family's name, or by its parameter count."""
+    dim, heads = _need(line, "hidden"), _need(line, "heads")
+    experts = int(_number(line.get("moe_experts", "")) or 0)
+    ffn = int(_number(line.get("ffn", "")) or (0 if experts else 4 * dim))
+    known = known_model(line.get("model", ""), dim, heads, ffn, experts, _need(line, "layers"))
+    moe_ffn = int(_number(line.get("moe_ffn", "")) or ffn)
+    vocab = int(_number(line.get("vocab", "")) or 50304)
+    return ModelFacts(
+        layers=_need(line, "layers"), dim=dim, ffn=ffn or moe_ffn, heads=heads,
+        kv_heads=int(_number(line.get("kv_heads", "")) or heads), vocab=vocab, seq_len=_need(line, "seq_len"),
+        embedding_rows=vocab, experts=experts, top_k=int(_number(line.get("moe_topk", "")) or 0),
+        moe_ffn=moe_ffn if experts else 0, shared_ffn=known.pop("shared", 0) * moe_ffn,
+        frozen=int(line.get("task", "") == "lora"), 
+        frozen_bytes=0.6 if "nf4" in line.get("precision", "") else 2.0, **known,
+    )  # fmt: skip
+
+
+def row_device(name: str) -> Device:
+    """The device a row names, as tables spell it."""
+    try:
+        return find_device(name)
+    except JobError:
+        found = device_by_product(name) or device_by_product(re.sub(r"[-_]", " ", name))
+        if found is None:
+            found = next((find_device(known) for words, known in _SPELT if re.search(words, name, re.I)), None)
+        if found is None:
+            raise Unusable(f"no device is named {name}" if name else "no gpu") from None
+        return found
+
+
+# How a name is read that the catalog does not know, the narrower first
+_SPELT = (
+    (r"gb300", "gb300"), (r"gb200", "gb200"), (r"gh200", "gh200"), (r"b300", "b300"), (r"b200", "b200"),
+    (r"h200", "h200"), (r"h800", "h800"), (r"h100.*pcie", "h100-pcie"), (r"h100", "h100"), (r"h20", "h20"),
+    (r"a100.*pcie.*80|a100.*80.*pcie", "a100-pcie"), (r"a[18]00.*40", "a100-40gb"), (r"a[18]00", "a100"),
+    (r"v100.*16", "v100-sxm-16gb"), (r"v100", "v100"), (r"l40s", "l40s"), (r"a10g", "a10g"), (r"a6000", "a6000"),
+    (r"4090", "rtx-4090"), (r"mi250", "mi250x"), (r"mi300", "mi300x"), (r"mi325", "mi325x"), (r"mi350", "mi350x"),
+    (r"mi355", "mi355x"),
+)  # fmt: skip
+
+
+def row_cluster(line: Mapping[str, str], gpus: int) -> ClusterFacts:
+    device = row_device(line["gpu"])
+    per_node = int(_number(line.get("gpus_per_node", "")) or 8)
+    gb_s, latency = network_of(line.get("inter_net", ""), per_node, device)
+    facts = cluster_of(device, gpus, min(per_node, gpus), gb_s, latency)
+    if "fp4" in line.get("precision", ""):
+        peaks = {**facts.peak_tflops, "fp8": facts.peak_tflops["fp8"] * FP4}
+        facts = ClusterFacts(**{**facts.__dict__, "peak_tflops": peaks})
+    return facts
+
+
+def network_of(text: str, per_node: int, device: Device) -> tuple[float, float]:
+    """GB/s for each device of a node and µs, from words such as `IB HDR 8x200Gb` or `1600Gb/s per node`."""
+    usual = find_network(usual_network(device))
+    latency = 5.0 if re.search(r"roce|ethernet|efa", text, re.I) else usual.latency_us
+    if found := re.search(r"(\d+)\s*x\s*(?:ConnectX-\d+ IB \w+ )?(\d+)\s*(Gb|GB)", text):
+        total = int(found.group(1)) * int(found.group(2)) / (8 if found.group(3) == "Gb" else 1)
+        return total / per_node, latency
+    if found := re.search(r"(\d+)\s*Gb/s per node", text):
+        return int(found.group(1)) / 8 / per_node, latency
+    return usual.gb_s, latency
+
+
+def _layout(line: Mapping[str, str], gpus: int) -> tuple[dict[str, int], float]:
+    tp, pp, cp, ep, vpp = (_count(line, name) for name in ("tp", "pp", "cp", "ep", "vpp"))
+    dp = _count(line, "dp") if _number(line.get("dp", "")) else gpus // (tp * pp * cp)
+    if dp * tp * pp * cp != gpus:
+        raise Unusable("the layout does not multiply to the number of GPUs")
+    batch, micro = _number(line.get("global_batch_seqs", "")), _number(line.get("micro_batch", ""))
+    if batch is None and micro is None:
+        raise Unusable("neither micro_batch nor global_batch_seqs")
+    micro = micro or 1.0
+    batch = batch or micro * dp
+    words = line.get("fsdp_or_zero", "").lower()
+    zero = _zero(words)
+    shard = re.search(r"shard=(\d+)", words)
+    shards = int(shard.group(1)) if shard else dp
+    if "hsdp" in words:
+        shards = min(dp, int(_number(line.get("gpus_per_node", "")) or 8))
+    if shards < 1 or dp % shards:
+        shards = dp
+    precision = (line.get("precision") or "bf16").lower()
+    code = "fp8" if "fp8" in precision or "fp4" in precision else "bf16" if "bf16" in precision else precision[:4]
+    if code not in PRECISIONS:
+        code = "bf16"
+    recompute = next((name for name in ("full", "selective") if line.get("recompute", "").startswith(name)), "none")
+    schedule = "interleaved-1f1b" if vpp > 1 and pp > 1 else "1f1b"
+    if "schedule=ZB-1p" in line.get("notes", ""):
+        schedule = "zb-h1"
+    elif "schedule=ZB" in line.get("notes", ""):
+        schedule = "zbv"
+    return {
+        "dp_replicate": dp // shards if zero else dp, "dp_shard": shards if zero else 1, "zero": zero, "tp": tp,
+        "sequence": int(_says(line, "sp", "") and tp > 1), "cp": cp, "pp": pp,
+        "virtual_stages": vpp if pp > 1 else 1, "schedule": SCHEDULE_NAMES.index(schedule), "ep": ep,
+        "microbatch": max(1, round(micro)), "accumulation": max(1, round(batch / (dp * micro))),
+        "recompute": RECOMPUTES.index(recompute), "precision": PRECISIONS.index(code),
+        "offload": int("offload" in words),
+    }, batch  # fmt: skip
+
+
+def _zero(words: str) -> int:
+    if "zero-3" in words or "fsdp" in words or "hsdp" in words or "full_shard" in words:
+        return 2 if "zero-2" in words else 3
+    if "zero-2" in words:
+        return 2
+    return 1 if "zero-1" in words or "distributed" in words else 0
+
+
+def _time(line: Mapping[str, str], status: str, gpus: int, batch: float, seq_len: float) -> tuple[float | None, str]:
+    """Seconds of a step as measured, and otherwise why there are none to compare with."""
+    if status == "oom":
+        return None, "ran out of memory (scored under fits)"
+    if not _says(line, "complete", "1"):
+        return None, "incomplete row"
+    if line.get("trust", "A") not in ("A", ""):
+        return None, f"trust {line['trust']}"
+    derived = line.get("derived_fields", "").split("|")
+    step, tokens = _number(line.get("step_time_s", "")), _number(line.get("tokens_per_s_per_gpu", ""))
+    if tokens and not any(d.startswith("tokens_per_s_per_gpu") for d in derived):
+        return batch * seq_len / (tokens * gpus), ""
+    if step and not any(d.startswith("step_time_s") for d in derived):
+        return step, ""
+    return None, "no measured time (derived, or none)" if step or tokens else "no time (memory only)"

@@ -1,0 +1,261 @@
+"""How right the estimates are: errors of time and memory, fits against out-of-memory, regret over sweeps of layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.calibration import Calibration
+from weft.planner.published.batch import estimate_rows
+from weft.planner.published.fitting import fit
+from weft.planner.published.framework import calibration_of, is_known, stack_of
+from weft.planner.published.rows import Row, read_table
+from weft.planner.search.candidates import RECOMPUTES
+
+Floats = NDArray[np.float64]
+BELIEF = 2.0
+"""How many other rows of a source it takes before their common factor is believed by half."""
+ENOUGH = 8
+"""Rows from which more than one factor is fitted."""
+FREE = ("matmul", "attention", "traffic", "host_us", "link", "network", "overlap_dp")
+"""What is fitted then, each near the stack's own number."""
+FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What was told of each row, in the table's order."""
+
+    rows: list[Row]
+    seconds: Floats
+    peak_gib: Floats
+    fits: NDArray[np.bool_]
+    factor: Floats
+    """Told over as shipped, where a source had no calibration of its own: 1 elsewhere."""
+
+
+def predict(
+    rows: Sequence[Row], choose: Callable[[Row], Calibration] = calibration_of, scale: bool = True
+) -> Predicted:
+    """Every row by its stack's calibration.
+
+    A source that no calibration was fitted on is calibrated by the measured rows of its *other* models: a row is never
+    predicted with a time of its own model. `scale=False` leaves all as shipped.
+    """
+    seconds, peak, fits = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows), bool)
+    by: dict[Calibration, list[int]] = {}
+    for i, row in enumerate(rows):
+        by.setdefault(choose(row), []).append(i)
+    for cal, index in by.items():
+        told = estimate_rows([rows[i] for i in index], cal)
+        seconds[index], peak[index], fits[index] = told.step_time_s, told.peak_gib, told.fits
+    # Where a row does not say what was recomputed, its people may have recomputed all. With fused attention `selective`
+    # says as little: the scores it first meant are never kept, so it stands for parts that somebody chose.
+    vague = [RECOMPUTES[row.layout["recompute"]] == "selective" and choose(row).fused > 0 for row in rows]
+    silent = [i for i, row in enumerate(rows) if not fits[i] and (vague[i] or not row.text.get("recompute"))]
+    for i in silent:
+        row = rows[i]
+        saving = Row(**{**row.__dict__, "layout": {**row.layout, "recompute": RECOMPUTES.index("full")}})
+        fits[i] = estimate_rows([saving], choose(row)).fits[0]
+    factor = _refit(rows, seconds, choose) if scale else np.ones(len(rows))
+    return Predicted(list(rows), seconds * factor, peak, fits, factor)
+
+
+def _refit(rows: Sequence[Row], seconds: Floats, choose: Callable[[Row], Calibration]) -> Floats:
+    """Predicted times over those as shipped, for sources that no calibration was fitted on; 1 elsewhere."""
+    out = np.ones(len(rows))
+    for source in {row.source for row in rows if not is_known(row.source)}:
+        own = [i for i, row in enumerate(rows) if row.source == source]
+        timed = [i for i in own if rows[i].seconds]
+        names = _groups([rows[i] for i in own])
+        largest = sorted(set(names), key=lambda name: (-names.count(name), name))
+        folds = {name: number % FOLDS for number, name in enumerate(largest)}
+        fold = {i: folds[name] for i, name in zip(own, names, strict=True)}
+        for held in range(FOLDS):
+            inside, others = [i for i in own if fold[i] == held], [i for i in timed if fold[i] != held]
+            if inside and others:
+                out[inside] = _by_others(rows, seconds, inside, others, choose)
+    return out
+
+
+def _groups(rows: Sequence[Row]) -> list[str]:
+    """What is held out together: a model, or a cluster size and sequence length where there is only one model."""
+    names = [row.model_name for row in rows]
+    return names if len(set(names)) > 1 else [f"{row.cluster.world} {row.model.seq_len}" for row in rows]
+
+
+def _by_others(
+    rows: Sequence[Row], seconds: Floats, inside: list[int], others: list[int], choose: Callable[[Row], Calibration]
+) -> Floats:
+    """From enough other rows of the same stack a few numbers are fitted, from fewer one factor."""
+    off = [np.log(rows[i].seconds or 1.0) - np.log(seconds[i]) for i in others]
+    out = np.full(len(inside), np.exp(len(others) / (len(others) + BELIEF) * np.median(off)))
+    by: dict[Calibration, list[int]] = {}
+    for place, i in enumerate(inside):
+        by.setdefault(choose(rows[i]), []).append(place)
+    for cal, places in by.items():
+        alike = [rows[i] for i in others if choose(rows[i]) == cal]
+        if len(alike) >= ENOUGH:
+            told = estimate_rows([rows[inside[p]] for p in places], fit(alike, cal, FREE, steps=12, width=1.0))
+            out[places] = told.step_time_s / seconds[[inside[p] for p in places]]
+    return out
+
+
+def errors(told: Floats, measured: Floats) -> dict[str, Any]:
+    """Absolute errors as fractions of what was measured."""
+    if not len(told):
+        return {"rows": 0, "median_abs_error": None, "mean_abs_error": None, "p90_abs_error": None}
+    off = np.abs(told / measured - 1)
+    return {
+        "rows": len(off), "median_abs_error": float(np.median(off)), "mean_abs_error": float(off.mean()),
+        "p90_abs_error": float(np.quantile(off, 0.9)),
+    }  # fmt: skip
+
+
+def rank_correlation(a: Floats, b: Floats) -> float:
+    """Spearman's, with ties at their mean rank."""
+    ranks = [np.array([(np.sum(x < v) + np.sum(x <= v) - 1) / 2 for v in x]) for x in (a, b)]
+    spread = [r - r.mean() for r in ranks]
+    below = np.sqrt((spread[0] ** 2).sum() * (spread[1] ** 2).sum())
+    return float((spread[0] * spread[1]).sum() / below) if below else 1.0
+
+
+def sweeps(told: Predicted, index: Sequence[int]) -> list[dict[str, Any]]:
+    """For every sweep with two measured layouts: what the planner would have taken, and what that costs.
+
+    It takes the fastest layout among those it says fit, out-of-memory rows included. Where its choice ran out of memory
+    in truth it takes the next; `failed` counts these.
+    """
+    by: dict[tuple[Any, ...], list[int]] = {}
+    for i in index:
+        row = told.rows[i]
+        if row.seconds or row.fitted is False:
+            by.setdefault(row.sweep, []).append(i)
+    out = []
+    for key, members in by.items():
+        ran = [i for i in members if told.rows[i].seconds]
+        # a layout that was measured more than once counts once, at its mean
+        times: dict[tuple[int, ...], list[float]] = {}
+        for i in ran:
+            times.setdefault(_layout(told.rows[i]), []).append(told.rows[i].seconds or 0.0)
+        mean = {layout: float(np.mean(each)) for layout, each in times.items()}
+        if len(mean) < 2:
+            continue
+        order = sorted(members, key=lambda i: (not told.fits[i], told.seconds[i]))
+        failed = 0
+        while not told.rows[order[failed]].seconds:
+            failed += 1
+        taken = mean[_layout(told.rows[order[failed]])]
+        measured = np.array([mean[_layout(told.rows[i])] for i in ran])
+        out.append(
+            {
+                "source": key[0], "model": key[2], "layouts": len(mean), "failed": failed,
+                "regret": taken / float(measured.min()) - 1, "spearman": rank_correlation(told.seconds[ran], measured),
+            }
+        )  # fmt: skip
+    return out
+
+
+def _layout(row: Row) -> tuple[int, ...]:
+    return tuple(row.layout.values())
+
+
+def score(told: Predicted, index: Sequence[int]) -> dict[str, Any]:
+    """The figures of some rows."""
+    timed = [i for i in index if told.rows[i].seconds]
+    heavy = [i for i in index if told.rows[i].memory_gib and told.rows[i].fitted]
+    known = [i for i in index if told.rows[i].fitted is not None]
+    ran = np.array([bool(told.rows[i].fitted) for i in known], bool)
+    says = told.fits[known]
+    swept = sweeps(told, index)
+    regret = np.array([s["regret"] for s in swept])
+    count = max(len(known), 1)
+    return {
+        "step_time": errors(told.seconds[timed], np.array([told.rows[i].seconds for i in timed], float)),
+        "peak_memory": errors(told.peak_gib[heavy], np.array([told.rows[i].memory_gib for i in heavy], float)),
+        "fits": {
+            "rows": len(known), "accuracy": float((ran == says).mean()) if len(known) else None,
+            "false_fits": float((says & ~ran).sum() / count), "false_ooms": float((~says & ran).sum() / count),
+        },
+        "regret": {
+            "sweeps": len(swept), "mean": float(regret.mean()) if len(swept) else None,
+            "p95": float(np.quantile(regret, 0.95)) if len(swept) else None,
+            "spearman": float(np.mean([s["spearman"] for s in swept])) if swept else None,
+        },
+    }  # fmt: skip
+
+
+def score_table(path: Path, scale: bool = True, stack: str | None = None) -> dict[str, Any]:
+    """What `weft estimate --table --json` prints."""
+    rows, skipped = read_table(path)
+    for row in rows:
+        if not row.seconds:
+            skipped[row.why_not] = skipped.get(row.why_not, 0) + 1
+    choose = calibration_of if stack is None else _always(stack)
+    told = predict(rows, choose, scale and stack is None)
+    everything = range(len(rows))
+    sources = sorted({row.source for row in rows})
+    out: dict[str, Any] = {
+        "overall": score(told, everything),
+        "sources": {s: score(told, [i for i in everything if rows[i].source == s]) for s in sources},
+        "skipped": dict(sorted(skipped.items(), key=lambda kv: -kv[1])),
+    }
+    scaled = {s: float(np.median(told.factor[[i for i in everything if rows[i].source == s]])) for s in sources}
+    out["scaled"] = {s: f for s, f in scaled.items() if f != 1.0}
+    if out["scaled"]:
+        out["as_shipped"] = score(predict(rows, choose, scale=False), everything)
+    out["stacks"] = {
+        s: sorted({stack_of(r) if stack is None else stack for r in rows if r.source == s}) for s in sources
+    }
+    return out
+
+
+def _always(stack: str) -> Callable[[Row], Calibration]:
+    from weft.planner.published.framework import load_stack
+
+    return load_stack(stack).of
+
+
+def _line(name: str, s: dict[str, Any]) -> str:
+    def cell(value: float | None) -> str:
+        return "     ·" if value is None else f"{100 * value:5.1f}%"
+
+    t, m, f, r = s["step_time"], s["peak_memory"], s["fits"], s["regret"]
+    time = [cell(t[k]) for k in ("median_abs_error", "mean_abs_error", "p90_abs_error")]
+    memory = [cell(m[k]) for k in ("median_abs_error", "p90_abs_error")]
+    verdicts = [cell(f[k]) for k in ("accuracy", "false_fits", "false_ooms")]
+    regret = [cell(r["mean"]), cell(r["p95"]), "     ·" if r["spearman"] is None else format(r["spearman"], "6.3f")]
+    parts = ((5, t["rows"], time), (4, m["rows"], memory), (5, f["rows"], verdicts), (3, r["sweeps"], regret))
+    return f"{name:24.24} " + " │ ".join(f"{rows:{width}d} {' '.join(cells)}" for width, rows, cells in parts)
+
+
+def show_table(told: dict[str, Any]) -> str:
+    """The same for a person to read."""
+    titles = (("step time", 26), ("peak memory", 18), ("fits", 26), ("regret", 24))
+    columns = (
+        "rows median   mean    p90",
+        "rows median    p90",
+        " rows  right f.fits  f.OOM",
+        "no.   mean    p95 spearm",
+    )
+    head = f"{'':24} " + " │ ".join(f"{title:>{width}}" for title, width in titles)
+    head += f"\n{'source':24}  " + " │ ".join(columns)
+    lines = [head, *(_line(name, s) for name, s in told["sources"].items()), _line("overall", told["overall"])]
+    if told["scaled"]:
+        lines.append(_line("overall, as shipped", told["as_shipped"]))
+        said = ", ".join(f"{s} × {f:.2f}" for s, f in told["scaled"].items())
+        lines.append(
+            "\nNo calibration was shipped for these sources: each model was predicted with the source's rows of other "
+            f"models (median change {said})."
+        )
+    lines.append(
+        "\nRows without a time to compare: "
+        + (", ".join(f"{n} {why}" for why, n in told["skipped"].items()) or "none")
+        + "."
+    )
+    return "\n".join(lines)

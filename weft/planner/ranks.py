@@ -1,0 +1,100 @@
+"""Who computes: the device of a job, how many ranks there are, and how they talk."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from weft.hardware.catalog import Device, device_by_product, find_device
+from weft.hardware.probe import Machine, probe
+from weft.hardware.rank_environment import under_mpi
+from weft.job.errors import JobError, MachineError
+from weft.job.schema import Job
+from weft.planner.plan import AXES, Plan
+
+CPU_RANKS = 4
+"""Ranks started on a CPU unless the job or --nproc says otherwise; they share all cores as threads."""
+NODE = 8
+"""Devices on a node, where a job names a device of the catalog and not how many stand together."""
+
+
+def device_memory(job: Job, device: Device, machine: Machine, world: int) -> float:
+    """GiB a rank may use: what the job says, else the catalog's; CPU ranks share this machine's memory."""
+    if job.cluster.memory_gib:
+        return job.cluster.memory_gib
+    return machine.memory_gib * job.cluster.nodes / world if device.kind == "cpu" else device.memory_gib
+
+
+def device_for(job: Job, machine: Machine) -> Device:
+    """The device a job names, or what this machine has."""
+    name = job.cluster.device
+    if name in ("auto", "cuda"):
+        if machine.gpus:
+            return device_by_product(machine.gpus[0].name) or replace(
+                find_device("cpu"), name=machine.gpus[0].name, kind="cuda", memory_gib=machine.gpus[0].memory_gib
+            )
+        if name == "auto":
+            return find_device("cpu")
+        raise MachineError("cluster.device=cuda, but this machine has no NVIDIA GPU; use cluster.device=cpu or auto")
+    return find_device(name, job.cluster.catalog)
+
+
+def device_of(job: Job, plan: Plan) -> Device:
+    """A plan's device: the catalog's, or this machine's where the catalog lacks it."""
+    try:
+        return find_device(plan.device_name, job.cluster.catalog)
+    except JobError:
+        here = device_for(job, probe())
+        if here.name != plan.device_name:
+            raise
+        return here
+
+
+def on_nodes(job: Job, given: int | None) -> Job:
+    """As many nodes as the ranks that were given fill, on a cluster that stands elsewhere."""
+    cluster = job.cluster
+    if given is None or cluster.device in ("auto", "cpu", "cuda"):
+        return job
+    per_node = NODE if cluster.devices_per_node == "auto" else cluster.devices_per_node
+    nodes = -(-given // per_node)
+    if nodes == cluster.nodes:
+        return job
+    return job.model_copy(update={"cluster": cluster.model_copy(update={"nodes": nodes})})
+
+
+def world_of(job: Job, machine: Machine, device: Device, given: int | None) -> tuple[int, list[str]]:
+    """How many ranks: those that were started, else those the cluster names, else what this machine can carry."""
+    if given is not None:
+        return given, []
+    per_node = job.cluster.devices_per_node
+    if per_node != "auto":
+        return job.cluster.nodes * per_node, []
+    pinned, open_axis = 1, True
+    if job.parallel != "auto":
+        degrees = [getattr(job.parallel, axis) for axis in AXES]
+        open_axis = -1 in degrees
+        for degree in degrees:
+            pinned *= max(1, degree)
+    if device.kind != "cpu":
+        count = len(machine.gpus) if job.cluster.device in ("auto", "cuda") else NODE
+        return job.cluster.nodes * (count or 1), []
+    if not open_axis:
+        return pinned, []
+    ranks = max(pinned, min(machine.cores_physical, CPU_RANKS) // pinned * pinned)
+    while ranks > pinned and job.train.global_batch % (ranks // pinned):
+        ranks -= pinned
+    return ranks, [f"{ranks} ranks on this machine's {machine.cores_physical} cores (--nproc sets another number)"]
+
+
+def backend_of(job: Job, machine: Machine, kind: str, world: int) -> str:
+    if job.comm.backend != "auto":
+        if job.comm.backend == "nccl" and kind == "cpu":
+            raise JobError("comm.backend=nccl needs GPUs, and the ranks compute on CPUs; gloo would work")
+        if job.comm.backend == "mpi" and kind != "cpu":
+            raise JobError("comm.backend=mpi carries tensors in host memory alone, and the ranks compute on GPUs; "
+                           "nccl would work, under mpirun too")  # fmt: skip
+        return job.comm.backend
+    if kind == "cpu":
+        return "mpi" if under_mpi() and "WEFT_STORE" not in os.environ else "gloo"
+    shared = job.cluster.device in ("auto", "cuda") and job.cluster.nodes == 1 and world > len(machine.gpus)
+    return "gloo" if shared else "nccl"

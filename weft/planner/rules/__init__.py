@@ -1,0 +1,1 @@
+"""Rules that refuse unsupported combinations, and the syntax of layouts on the command line."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules: action lists, the registry of schedules, stage splits and the simulator."""

@@ -1,0 +1,175 @@
+"""A pipeline's time line as a picture: in characters for the terminal, as SVG for a page."""
+
+from __future__ import annotations
+
+import html
+import math
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.planner.schedules.simulate import Span, Timeline
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a kind of action is drawn. The colours are Okabe and Ito's: colour-blind eyes tell them apart too."""
+
+    word: str
+    fill: str
+    colour: str
+
+
+LOOKS: dict[str, Look] = {
+    "send": Look("send", "→", "#9aa0a6"),
+    "recv": Look("receive", "←", "#c9a58b"),
+    "F": Look("forward", "░", "#56b4e9"),
+    "B": Look("backward", "█", "#e69f00"),
+    "I": Look("gradient of the input", "▓", "#cc79a7"),
+    "W": Look("gradient of the weights", "▒", "#009e73"),
+}
+"""In the order of drawing: computing lies over what is sent meanwhile."""
+
+IDLE = Look("idle", "·", "")
+_DIGITS = string.digits + string.ascii_lowercase + string.ascii_uppercase
+
+
+def gantt_text(timeline: Timeline, width: int = 100) -> str:
+    """One row a rank, a mark a microbatch, then what the signs mean and how long the ranks wait."""
+    ranks = len(timeline.idle)
+    head = len(f"rank {ranks - 1}") + 1
+    cells = max(8, width - head)
+    scale = _scale(timeline, cells)
+    rows = []
+    for rank in range(ranks):
+        line = [IDLE.fill] * max(1, round(timeline.length * scale))
+        for span in _drawn(timeline.spans, rank):
+            start, stop = round(span.start * scale), round(span.end * scale)
+            line[start:stop] = _marked(span, stop - start)
+        rows.append(f"rank {rank}".ljust(head) + "".join(line))
+    signs = [f"{look.fill} {look.word}" for look in _legend(timeline)]
+    says = f"bubble {timeline.bubble:.1%} of {timeline.length:.4g}"
+    return "\n".join([*rows, *_wrapped([*signs, f"{IDLE.fill} {IDLE.word}", says], width)]) + "\n"
+
+
+def _scale(timeline: Timeline, cells: int) -> float:
+    """Cells a unit of time. Where all actions are multiples of the shortest, that one has a whole number of cells."""
+    if timeline.length <= 0:
+        return 0.0
+    lengths = [s.end - s.start for s in timeline.spans if s.end > s.start]
+    fill = cells / timeline.length
+    shortest = min(lengths, default=0.0)
+    even = shortest > 0 and all(abs(n / shortest - round(n / shortest)) < 1e-6 for n in lengths)
+    whole = math.floor(fill * shortest) if even else 0
+    return whole / shortest if whole else fill
+
+
+def _marked(span: Span, cells: int) -> list[str]:
+    """The microbatch and the sign of the kind; one cell has room for one of them, and only F goes unsigned."""
+    fill = LOOKS[span.kind].fill
+    named = span.kind in "FBIW" and (cells > 1 or (cells == 1 and span.kind == "F"))
+    if not named or span.microbatch >= len(_DIGITS):
+        return [fill] * cells
+    return [_DIGITS[span.microbatch], *[fill] * (cells - 1)]
+
+
+def _drawn(spans: Sequence[Span], rank: int) -> list[Span]:
+    order = list(LOOKS)
+    return sorted((s for s in spans if s.rank == rank and s.kind in LOOKS), key=lambda s: order.index(s.kind))
+
+
+def _legend(timeline: Timeline) -> list[Look]:
+    kinds = {span.kind for span in timeline.spans}
+    return [LOOKS[kind] for kind in ("F", "B", "I", "W", "send", "recv") if kind in kinds]
+
+
+def _wrapped(words: Sequence[str], width: int) -> list[str]:
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1]) + 3 + len(word) > width:
+            lines.append("")
+        lines[-1] += ("   " if lines[-1] else "") + word
+    return lines
+
+
+_WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 960, 66, 16, 44, 30, 5
+_STYLE = """
+.bg{fill:#ffffff}.ink{fill:#1c1e21}.soft{fill:#5c636b}.track{fill:#ecedef}.tick{stroke:#c9ccd0}
+text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
+.name{font-weight:600;font-size:15px}.on{fill:#14171a;font-size:12px;text-anchor:middle}
+@media (prefers-color-scheme:dark){
+.bg{fill:#1c1f24}.ink{fill:#e8eaed}.soft{fill:#a3abb3}.track{fill:#30353c}.tick{stroke:#565d66}}
+"""
+
+
+def gantt_svg(timeline: Timeline, title: str, until: float | None = None) -> str:
+    """A picture that stands alone, in light and dark. `until` is the end of its axis, to compare several pictures."""
+    ranks = len(timeline.idle)
+    end = max(until or 0.0, timeline.length) or 1.0
+    scale = (_WIDTH - _LEFT - _RIGHT) / end
+    bottom = _TOP + ranks * (_ROW + _GAP)
+    height = bottom + 62
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style>",
+        f'<rect class="bg" width="{_WIDTH}" height="{height}" rx="8"/>',
+        f'<text class="ink name" x="16" y="26">{html.escape(title)}</text>',
+        f'<text class="soft" x="{_WIDTH - _RIGHT}" y="26" text-anchor="end">bubble {timeline.bubble:.1%}, '
+        f"{timeline.length:.4g} long</text>",
+    ]
+    for rank in range(ranks):
+        y = _TOP + rank * (_ROW + _GAP)
+        out.append(f'<text class="ink" x="16" y="{y + _ROW / 2 + 4.5:g}">rank {rank}</text>')
+        wide = timeline.length * scale
+        out.append(f'<rect class="track" x="{_LEFT}" y="{y}" width="{wide:.2f}" height="{_ROW}"/>')
+        stages = sorted({s.stage for s in timeline.spans if s.rank == rank})
+        for span in _drawn(timeline.spans, rank):
+            out.append(_block(span, stages, _LEFT + span.start * scale, y, (span.end - span.start) * scale))
+    out += _axis(end, scale, bottom)
+    out += _key(timeline, height - 14)
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def _block(span: Span, stages: Sequence[int], x: float, y: float, wide: float) -> str:
+    look = LOOKS[span.kind]
+    colour = paler(look.colour, stages.index(span.stage) / max(2, len(stages)))
+    says = f"{look.word}, stage {span.stage}, microbatch {span.microbatch}, {span.start:.4g} to {span.end:.4g}"
+    inset = 0.5 if wide > 2 else 0.0
+    text = f"{span.microbatch}"
+    label = ""
+    if wide >= 7 * len(text) + 2:
+        label = f'<text class="on" x="{x + wide / 2:.2f}" y="{y + _ROW / 2 + 4.5:g}">{text}</text>'
+    return (
+        f'<g><title>{says}</title><rect x="{x + inset:.2f}" y="{y}" width="{max(wide - 2 * inset, 0):.2f}" '
+        f'height="{_ROW}" fill="{colour}"/>{label}</g>'
+    )
+
+
+def paler(colour: str, share: float) -> str:
+    """The colour mixed with white: a rank's later stages are paler."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (255 - c) * share * 1.2):02x}" for c in parts)
+
+
+def _axis(end: float, scale: float, y: float) -> list[str]:
+    step = 10.0 ** math.floor(math.log10(end))
+    step = next(step * f for f in (0.1, 0.2, 0.5, 1, 2) if end / (step * f) <= 12)
+    out = []
+    for i in range(math.floor(end / step + 1e-9) + 1):
+        x = _LEFT + i * step * scale
+        out.append(f'<line class="tick" x1="{x:.2f}" x2="{x:.2f}" y1="{y - 2:g}" y2="{y + 4:g}"/>')
+        out.append(f'<text class="soft" x="{x:.2f}" y="{y + 18:g}" text-anchor="middle">{i * step:.4g}</text>')
+    return out
+
+
+def _key(timeline: Timeline, y: float) -> list[str]:
+    out, x = [], float(_LEFT)
+    most = max((len({s.stage for s in timeline.spans if s.rank == r}) for r in range(len(timeline.idle))), default=1)
+    entries = [(look.word, f'fill="{look.colour}"') for look in _legend(timeline)] + [(IDLE.word, 'class="track"')]
+    for word, paint in entries:
+        out.append(f'<rect x="{x:g}" y="{y - 11:g}" width="13" height="13" {paint}/>')
+        out.append(f'<text class="soft" x="{x + 19:g}" y="{y:g}">{word}</text>')
+        x += 19 + 6.6 * len(word) + 24
+    if most > 1:
+        out.append(f'<text class="soft" x="{x:g}" y="{y:g}">paler: a later stage of the rank</text>')
+    return out

@@ -1,0 +1,1 @@
+"""Search over layouts: the space of candidates, the search itself, and the survey that `weft plan` prints."""

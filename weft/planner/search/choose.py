@@ -1,0 +1,110 @@
+"""From a job to its best layout: the space its settings leave open, searched, with the reasons."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import replace
+from typing import Any
+
+from weft.hardware.catalog import Device
+from weft.job.schema import Job, Memory
+from weft.planner.advice.why import reasons
+from weft.planner.calibration import Calibration
+from weft.planner.model.facts import cluster_facts, facts_of
+from weft.planner.own_calibration import own_calibration
+from weft.planner.plan import Plan
+from weft.planner.rules.table import RUNNABLE, divisors
+from weft.planner.search.search import Bounds, Found, Scene
+from weft.planner.search.space import Space, space_of
+
+
+def scene_for(job: Job, world: int, device: Device, memory_gib: float, calibration: Calibration | None = None) -> Scene:
+    """What a resolved job's layouts are estimated with."""
+    calibration = calibration or own_calibration(device)
+    if job.memory.budget_gib:
+        memory_gib = min(memory_gib, job.memory.budget_gib / calibration.usable)
+    cluster = cluster_facts(job, world, device, memory_gib)
+    return Scene(facts_of(job), cluster, calibration, job.train.global_batch)
+
+
+def space_for(job: Job, plan: Plan, world: int, trainable: bool) -> Space:
+    """Every layout the job leaves open; with `trainable`, only what this version can train. `plan` has the pins."""
+    space = space_of(job, world, plan.precision)
+    if trainable:
+        space = _trainable(space, job, plan)
+    if job.parallel != "auto":
+        return _pinned(space, job, plan)
+    return _on_cpus(space) if plan.device == "cpu" else space
+
+
+def _on_cpus(space: Space) -> Space:
+    """CPU ranks share one machine's memory and links, so cutting the model gains nothing: as many samples as divide."""
+    most = max(d for d in divisors(space.world) if space.batch % d == 0)
+    return space.restricted(pp=(1,), cp=(1,), dp=(most,))
+
+
+def _trainable(space: Space, job: Job, plan: Plan) -> Space:
+    def refused(**changed: Any) -> bool:
+        tried = replace(plan, **changed)
+        return any(rule(job, tried) and not rule(job, plan) for rule in RUNNABLE)
+
+    kinds = [kind for kind in space.recompute if kind in choices(Memory, "recompute")]
+    only: dict[str, Any] = {"recompute": tuple(kinds) or space.recompute[:1]}
+    for axis in ("cp", "ep"):
+        if refused(**{axis: 2}):
+            only[axis] = (1,)
+    if refused(placement="stages-near"):
+        only["placement"] = (0,)
+    return space.restricted(**only)
+
+
+def _types(section: Any, name: str) -> tuple[Any, ...]:
+    annotation = section.model_fields[name].annotation
+    return typing.get_args(annotation) or (annotation,)
+
+
+def choices(section: Any, name: str) -> set[str]:
+    """The words a field takes, wherever they stand in its type."""
+    words: set[str] = set()
+    for each in _types(section, name):
+        words |= {each} if isinstance(each, str) else set(typing.get_args(each))
+    return words
+
+
+def _pinned(space: Space, job: Job, plan: Plan) -> Space:
+    """The person's degrees exactly; what the section leaves open stays open."""
+    assert job.parallel != "auto"
+    given = job.parallel
+    name = plan.schedule
+    if name == "zero-bubble":
+        name = "zbv" if plan.virtual_stages == 2 else "zb-h1"
+    accumulation = space.accumulation if given.microbatches == "auto" else given.microbatches
+    return space.restricted(
+        tp=(plan.tp,), cp=(plan.cp,), pp=(plan.pp,), ep=(plan.ep,), dp_shard=(plan.dp_shard,), placement=(0,),
+        dp_replicate=(plan.dp_replicate,), zero=(plan.zero,), sequence=plan.sequence, accumulation=accumulation,
+        schedules=((name, (plan.virtual_stages,)),), experts=1 if plan.ep > 1 else 0,
+    )  # fmt: skip
+
+
+def choose(job: Job, plan: Plan, space: Space, scene: Scene) -> tuple[Plan, Found, list[str]] | None:
+    """The best layout as a plan, what was found, and why; None where the space is empty."""
+    bounds = Bounds(space, scene)
+    if bounds.size == 0:
+        return None
+    # on CPU ranks plain replicas are taken wherever they fit: sharding gains memory that one machine shares anyway
+    found = bounds.find(dp_shard=(1,)) if plan.device == "cpu" and job.parallel == "auto" else bounds.find()
+    if len(found) == 0:
+        found = bounds.find()
+    if len(found) == 0:
+        return settle(job, plan, found.frugal.plan(0, plan)), found, []
+    return settle(job, plan, found.layouts.plan(0, plan)), found, reasons(bounds, found, pinned=job.parallel != "auto")
+
+
+def settle(job: Job, plan: Plan, chosen: Plan) -> Plan:
+    """What was chosen, with the words of the person where they pinned it."""
+    if job.memory.recompute != "auto":
+        chosen = replace(chosen, recompute=plan.recompute)
+    if job.parallel == "auto":
+        return chosen
+    open_ = ("microbatch", "accumulation", "recompute")
+    return replace(plan, **{name: getattr(chosen, name) for name in open_})

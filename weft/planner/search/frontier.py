@@ -1,0 +1,96 @@
+"""What a search keeps of what it has estimated: the best of each set of degrees, and the front."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.search.candidates import Ints, Layouts
+from weft.planner.time.step import Estimates
+
+NEAR = 0.015
+"""Layouts whose times differ by less than this are as good as equal, for no estimate tells them apart: the simplest of
+them is taken."""
+
+
+def degrees(layouts: Layouts) -> Ints:
+    key = np.zeros(len(layouts), np.int64)
+    for axis in (layouts.pp, layouts.tp, layouts.cp, layouts.dp_shard, layouts.ep):
+        key = key * 65_537 + axis  # degrees are far smaller; wrapping keeps keys apart well enough for a list of a few
+    return key
+
+
+def plainness(layouts: Layouts) -> NDArray[np.float64]:
+    """How many things a layout needs to work; of equally fast ones the plainest is taken."""
+    several = [
+        3 * (layouts.pp > 1), 2 * (layouts.tp > 1), 2 * (layouts.cp > 1), layouts.ep > 1, layouts.dp_shard > 1,
+        (layouts.dp_replicate > 1) & (layouts.dp_shard > 1), 0.1 * layouts.zero, 0.5 * (layouts.schedule > 0),
+        0.05 * layouts.virtual_stages, 0.5 * layouts.placement, 0.5 * layouts.recompute,
+        0.2 * (layouts.recompute_blocks >= 0), layouts.offload > 0, layouts.compression > 0,
+    ]  # fmt: skip
+    return np.asarray(sum(np.asarray(part, float) for part in several))
+
+
+def ranked(layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> Ints:
+    """The best first: by time in steps of NEAR, then the plainer, then the faster, then what needs less memory."""
+    steps = np.floor(np.log(times / times.min()) / NEAR)
+    return np.lexsort((peaks, times, plainness(layouts), steps)).astype(np.int64)
+
+
+class Kept:
+    """What has been found so far, and what is not worth opening any more."""
+
+    def __init__(self, top: int, front: bool) -> None:
+        self.top, self.front = top, front
+        self.bound = np.inf
+        """Times above this are not among the best any more."""
+        self.parts: list[Layouts] = []
+        self.times, self.peaks = np.array([]), np.array([])
+        self.keys = np.array([], np.int64)
+        self.horizon = np.inf
+        """Bounds above this are not opened."""
+        self.stairs = (np.array([]), np.array([]))
+        """The front so far: times rising, memory falling."""
+
+    def open(self, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Which bounds may still give something: a place among the best, or a step of the front."""
+        wanted = times <= self.bound
+        if self.front and len(self.stairs[0]):
+            at = np.searchsorted(self.stairs[0], times, side="right") - 1
+            beaten = (at >= 0) & (self.stairs[1][np.maximum(at, 0)] <= peaks)
+            wanted |= (times <= self.horizon) & ~beaten
+        return wanted
+
+    def add(self, layouts: Layouts, made: list[Estimates]) -> None:
+        """Take in what was estimated, and let go of what is no longer among the best nor on the front."""
+        if len(layouts) == 0:
+            return
+        good = np.concatenate([np.asarray(m.fits, bool) for m in made])
+        self.parts.append(layouts.take(good))
+        self.times = np.concatenate([self.times, *(np.asarray(m.step_time_s) for m in made)])
+        self.times = np.delete(self.times, len(self.times) - len(good) + np.flatnonzero(~good))
+        self.peaks = np.concatenate([self.peaks, np.concatenate([np.asarray(m.peak_gib) for m in made])[good]])
+        self.keys = np.concatenate([self.keys, degrees(self.parts[-1])])
+        if len(self.times) == 0:
+            return
+        order = np.argsort(self.times, kind="stable")
+        _, first = np.unique(self.keys[order], return_index=True)
+        best = np.sort(self.times[order][first])
+        self.bound = best[self.top - 1] * (1 + 2 * NEAR) if len(best) >= self.top else np.inf
+        self.horizon = max(self.bound, 2 * best[0]) if self.front else self.bound
+        keep = self.times <= self.bound
+        if self.front:
+            low = np.minimum.accumulate(self.peaks[order])
+            step = np.concatenate([[True], low[1:] < low[:-1]])
+            self.stairs = (self.times[order][step], low[step])
+            keep[order[step]] = True
+        self.parts = [Layouts.join(self.parts).take(keep)]
+        self.times, self.peaks, self.keys = self.times[keep], self.peaks[keep], self.keys[keep]
+
+    def result(self, none: Layouts) -> tuple[Layouts, NDArray[np.float64], NDArray[np.float64]]:
+        """Layouts, times and peaks, the best first; `none` where nothing was kept."""
+        if len(self.times) == 0:
+            return none, self.times, self.peaks
+        layouts = Layouts.join(self.parts)
+        order = ranked(layouts, self.times, self.peaks)
+        return layouts.take(order), self.times[order], self.peaks[order]

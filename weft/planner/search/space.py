@@ -1,0 +1,275 @@
+"""The space: every layout that a job could have on a number of ranks, enumerated with exact divisibility."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from weft.job.schema import Job
+from weft.planner.rules.table import divisors
+from weft.planner.schedules.registry import SCHEDULES
+from weft.planner.search.candidates import (
+    COMPRESSIONS,
+    CP_STYLES,
+    OFFLOADS,
+    PLACEMENTS,
+    PRECISIONS,
+    RECOMPUTES,
+    SCHEDULE_NAMES,
+    Ints,
+    Layouts,
+)
+
+__all__ = [
+    "COMPRESSIONS", "CP_STYLES", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RECOMPUTES", "SCHEDULE_NAMES", "Layouts",
+    "Rows", "Space", "coarse", "count", "expand", "layouts_of", "make_space", "space_of",
+]  # fmt: skip
+
+MAX_TOKENS = 65_536
+"""Tokens in one microbatch of a rank beyond which a larger one gains nothing."""
+MIN_TOKENS = 4096
+"""Tokens of a sequence that a rank of cp is left with, at least: shorter blocks leave attention kernels half idle."""
+INTERLEAVES = (2, 3, 4, 5, 6, 7, 8)
+"""Stages a rank that interleaved-1f1b is tried with."""
+_PIPELINES = (
+    ("1f1b", (1,)), ("interleaved-1f1b", INTERLEAVES), ("zb-h1", (1,)), ("zbv", (2,)), ("dualpipe-v", (2,)),
+)  # fmt: skip
+"""gpipe and naive are never tried: 1f1b takes as long as gpipe and holds fewer activations, and naive is slower."""
+
+
+Rows = dict[str, Ints]
+"""Candidates on their way: an array for each choice made so far."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a search may choose among: the choices of each setting, and what divides what."""
+
+    world: int
+    batch: int
+    seq_len: int
+    parts: int
+    """Embedding, blocks and head: what stages are made of."""
+    tp: tuple[int, ...] = (1,)
+    cp: tuple[int, ...] = (1,)
+    pp: tuple[int, ...] = (1,)
+    ep: tuple[int, ...] = (1,)
+    dp_replicate: tuple[int, ...] | None = None
+    """None: any."""
+    dp_shard: tuple[int, ...] | None = None
+    dp: tuple[int, ...] | None = None
+    """Data-parallel ranks of both kinds."""
+    zero: tuple[int, ...] = (1, 2, 3)
+    sequence: bool = True
+    schedules: tuple[tuple[str, tuple[int, ...]], ...] = _PIPELINES
+    """Schedules by name, each with the stages a rank to try."""
+    microbatch: int | None = None
+    accumulation: int | None = None
+    recompute: tuple[str, ...] = RECOMPUTES
+    offload: tuple[str, ...] = ("none",)
+    precision: tuple[str, ...] = ("bf16",)
+    compression: tuple[str, ...] = ("none",)
+    placement: tuple[int, ...] = (0, 1)
+    cp_style: tuple[str, ...] = ("ring", "ulysses")
+    heads: int = 0
+    kv_heads: int = 0
+    experts: int = 0
+    blocks: int | None = None
+    """How many of all blocks are recomputed, where the job says a number."""
+    by_block: bool = True
+    """Recompute may also be for some of a stage's blocks."""
+
+    def restricted(self, **only: Any) -> Space:
+        """The same space with fewer choices."""
+        return replace(self, **only)
+
+
+def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RECOMPUTES) -> Space:
+    """Every layout of a resolved job on `world` ranks, as its rules allow."""
+    model, seq = job.model, job.data.seq_len
+    share: dict[str, Any] = {
+        "world": world,
+        "batch": job.train.global_batch,
+        "seq_len": 1 if model.family == "mlp" else seq,
+    }
+    fixed: dict[str, Any] = {
+        "precision": (precision,), "offload": (job.memory.offload,), 
+        "compression": (job.comm.compression.partition(":")[0],),
+        "microbatch": None if job.train.microbatch == "auto" else job.train.microbatch,
+        "accumulation": None if job.train.accumulation == "auto" else job.train.accumulation,
+        "recompute": _recomputes(job, recompute),
+        "blocks": job.memory.recompute if isinstance(job.memory.recompute, int) else None,
+        "dp_shard": None if job.comm.allreduce in ("auto", "native") else (1,),
+    }  # fmt: skip
+    if model.module:  # nothing of it can be cut but its states
+        return Space(**share, parts=1, **fixed)
+    options = divisors(world)
+    heads, kv = model.heads or 0, model.kv_heads or 0
+    width = (model.ffn if model.family != "mlp" else model.dim) or 1
+    layers = model.layers or 1
+    tp = [d for d in options if width % d == 0 and (not heads or (heads % d == 0 and kv % d == 0))]
+    cp = [d for d in options if d == 1 or (heads and seq % (2 * d) == 0 and seq // d >= MIN_TOKENS and model.causal)]
+    experts = model.experts.count if model.experts else 0
+    if experts:
+        expert_width = (model.experts.ffn if model.experts else 0) or width
+        tp = [d for d in tp if expert_width % d == 0]
+    if (
+        job.memory.offload == "activations"
+        or job.memory.chunk not in ("auto", 0)
+        or job.memory.recompute == "selective"
+    ):
+        # these pass once through a block's backward, so a schedule that splits it is no choice (planner/rules/table.py)
+        fixed["schedules"] = tuple((name, stages) for name, stages in _PIPELINES if not SCHEDULES[name].splits)
+    return Space(
+        **share, parts=layers + 2, tp=tuple(tp), cp=tuple(cp), pp=tuple(d for d in options if d <= layers + 2),
+        ep=tuple(d for d in options if experts % d == 0) if experts else (1,), heads=heads, kv_heads=kv,
+        experts=experts, **fixed,
+    )  # fmt: skip
+
+
+def _recomputes(job: Job, options: Iterable[str]) -> tuple[str, ...]:
+    """What may be tried; a number of blocks stands beside the others, as some of `full`."""
+    asked = job.memory.recompute
+    if asked == "auto":
+        return tuple(options)
+    return ("full" if asked else "none",) if isinstance(asked, int) else (asked,)
+
+
+def make_space(space: Space) -> Layouts:
+    """All of them, one array operation for each choice."""
+    return layouts_of(space, expand(space, coarse(space)))
+
+
+def coarse(space: Space) -> Rows:
+    """Degrees, ZeRO stage, experts, precision and microbatch: what bounds are worked out for."""
+    rows = _degrees(space)
+    rows = _spread(rows, "zero", [np.where(rows["dp_shard"] > 1, z, 0) for z in space.zero], unique=True)
+    if space.experts:
+        rows = _expert(space, rows)
+    for name, names in (("offload", OFFLOADS), ("precision", PRECISIONS), ("compression", COMPRESSIONS)):
+        codes = [names.index(word) for word in getattr(space, name)]
+        rows = _spread(rows, name, [np.full(len(rows["tp"]), code) for code in codes])
+    rows = _microbatches(space, rows)
+    if space.blocks is None:
+        return rows
+    return {**rows, "recompute_blocks": -(-space.blocks // rows["pp"])}
+
+
+def expand(space: Space, rows: Rows) -> Rows:
+    """Each coarse row with each schedule, style of cp, placement and recompute that it can have."""
+    rows = _styles(space, _schedules(space, rows))
+    far = (rows["pp"] > 1) & (rows["dp_shard"] * rows["dp_replicate"] > 1)
+    rows = _spread(rows, "placement", [np.where(far, p, 0) for p in space.placement], unique=True)
+    codes = [RECOMPUTES.index(word) for word in space.recompute]
+    return _spread(rows, "recompute", [np.full(len(rows["tp"]), code) for code in codes])
+
+
+def layouts_of(space: Space, rows: Rows) -> Layouts:
+    """Rows as layouts, with the sequence cut wherever tp can cut it."""
+    sequence = (rows["tp"] > 1) & (space.seq_len % rows["tp"] == 0) & space.sequence & (space.heads > 0)
+    return Layouts.of(**rows, sequence=sequence)
+
+
+def count(space: Space, rows: Rows) -> int:
+    """How many layouts `expand` would make of coarse rows, without making them."""
+    pipes = np.zeros(len(rows["pp"]), np.int64)
+    for _, stages in space.schedules:
+        for each in stages:
+            pipes += rows["pp"] * each <= space.parts
+    pipes = np.where(rows["pp"] > 1, pipes, 1)
+    swaps = ("ulysses" in space.cp_style) & (space.kv_heads % np.maximum(rows["tp"] * rows["cp"], 1) == 0)
+    styles = np.where(rows["cp"] > 1, ("ring" in space.cp_style) + 1 * swaps, 1)
+    far = (rows["pp"] > 1) & (rows["dp_shard"] * rows["dp_replicate"] > 1)
+    places = np.where(far, len(space.placement), 1)
+    return int((pipes * styles * places).sum()) * len(space.recompute)
+
+
+def _degrees(space: Space) -> Rows:
+    """Degrees whose product is the world, and data-parallel ranks among which the batch divides."""
+    shards = space.dp_shard or tuple(divisors(space.world))
+    grid = np.meshgrid(space.pp, space.tp, space.cp, shards, indexing="ij")
+    pp, tp, cp, shard = (axis.ravel() for axis in grid)
+    rest = space.world // (pp * tp * cp * shard)
+    whole = (pp * tp * cp * shard * rest == space.world) & (rest > 0)
+    whole &= space.batch % np.maximum(rest * shard, 1) == 0
+    if space.dp_replicate is not None:
+        whole &= np.isin(rest, space.dp_replicate)
+    if space.dp is not None:
+        whole &= np.isin(rest * shard, space.dp)
+    return {name: a[whole] for name, a in
+            {"pp": pp, "tp": tp, "cp": cp, "dp_shard": shard, "dp_replicate": rest}.items()}  # fmt: skip
+
+
+def _spread(rows: Rows, name: str, options: list[Ints], unique: bool = False) -> Rows:
+    """Each row once for each option; with `unique`, options that are the same for a row count once."""
+    parts = []
+    for i, option in enumerate(options):
+        new = np.ones(len(option), bool)
+        if unique:
+            for earlier in options[:i]:
+                new &= option != earlier
+        parts.append({**{key: array[new] for key, array in rows.items()}, name: option[new]})
+    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+
+
+def _expert(space: Space, rows: Rows) -> Rows:
+    """ep is laid over dp_shard × cp × tp, so it divides their product."""
+    rows = _spread(rows, "ep", [np.full(len(rows["tp"]), ep) for ep in space.ep])
+    return _keep(rows, rows["dp_shard"] * rows["cp"] * rows["tp"] % rows["ep"] == 0)
+
+
+def _keep(rows: Rows, mask: Any) -> Rows:
+    return {key: array[mask] for key, array in rows.items()}
+
+
+def _microbatches(space: Space, rows: Rows) -> Rows:
+    """Sizes that divide a rank's share of the batch; beyond MAX_TOKENS only where nothing smaller is left."""
+    share = space.batch // (rows["dp_shard"] * rows["dp_replicate"])
+    tokens = np.maximum(1, space.seq_len // rows["cp"])
+    kinds, index = np.unique(np.stack([share, tokens]), axis=1, return_inverse=True)
+    sizes = []
+    for whole, width in kinds.T:
+        fit = [d for d in divisors(int(whole)) if d * width <= MAX_TOKENS] or [1]
+        if space.microbatch is not None:
+            fit = [space.microbatch] if whole % space.microbatch == 0 else []
+        if space.accumulation is not None:
+            wanted = whole // space.accumulation if whole % space.accumulation == 0 else 0
+            fit = [wanted] if wanted and (space.microbatch in (None, wanted)) else []
+        sizes.append(np.array(fit, np.int64))
+    index = index.ravel()
+    counts = np.array([len(s) for s in sizes], np.int64)[index]
+    rows = {key: np.repeat(array, counts) for key, array in rows.items()}
+    chosen = np.concatenate([sizes[i] for i in index]) if len(index) else np.array([], np.int64)
+    rows["microbatch"] = chosen
+    rows["accumulation"] = np.repeat(share, counts) // np.maximum(chosen, 1)
+    return rows
+
+
+def _schedules(space: Space, rows: Rows) -> Rows:
+    """Each pipelined row once for each schedule that its stages allow."""
+    plain = rows["pp"] == 1
+    parts = []
+    for name, stages in space.schedules:
+        for count in stages:
+            fits = ~plain & (rows["pp"] * count <= space.parts)
+            part = _keep(rows, fits)
+            size = len(part["pp"])
+            code = SCHEDULE_NAMES.index(name)
+            parts.append({**part, "schedule": np.full(size, code), "virtual_stages": np.full(size, count)})
+    alone = _keep(rows, plain)
+    size = len(alone["pp"])
+    parts.append({**alone, "schedule": np.zeros(size, np.int64), "virtual_stages": np.ones(size, np.int64)})
+    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+
+
+def _styles(space: Space, rows: Rows) -> Rows:
+    """ring for any cp; ulysses where the heads divide by tp × cp."""
+    if len(space.cp) == 1 and space.cp[0] == 1:
+        return {**rows, "cp_style": np.zeros(len(rows["cp"]), np.int64)}
+    styles = [CP_STYLES.index(name) for name in space.cp_style]
+    rows = _spread(rows, "cp_style", [np.where(rows["cp"] > 1, style, 0) for style in styles], unique=True)
+    whole = space.kv_heads % np.maximum(rows["tp"] * rows["cp"], 1) == 0
+    return _keep(rows, (rows["cp_style"] != CP_STYLES.index("ulysses")) | whole)

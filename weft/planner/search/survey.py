@@ -1,0 +1,209 @@
+"""The survey of a job's layouts: the winner, the runner-ups and what each lacks, the front, money and energy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from weft.job.errors import JobError
+from weft.job.schema import Job
+from weft.planner.advice.beyond import Gain, beyond
+from weft.planner.advice.goodput import Goodput, goodput
+from weft.planner.advice.why import compare, reasons
+from weft.planner.calibration import Calibration
+from weft.planner.estimate import OVERHEAD, POWER_SHARE, estimate_job
+from weft.planner.make_plan import TRIES, Start, finish
+from weft.planner.own_calibration import own_calibration
+from weft.planner.plan import Plan
+from weft.planner.rules.table import RUNNABLE
+from weft.planner.search.choose import scene_for, settle, space_for
+from weft.planner.search.search import Bounds, Found
+
+FRACTIONS = (1, 2, 4, 8)
+"""The front also asks what the same run takes on so many times fewer nodes."""
+FRONT = 24
+"""Points of the front that are shown, spread over it."""
+CHOICES = (
+    "dp_replicate", "dp_shard", "zero", "tp", "sequence", "cp", "pp", "ep", "schedule", "virtual_stages", "microbatch",
+    "accumulation", "recompute", "offload", "precision", "compression", "placement",
+)  # fmt: skip
+"""What a search chooses."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One layout of the list or the front: what it takes, and what it lacks beside the winner."""
+
+    plan: Plan
+    nodes: int
+    step_time_s: float
+    """As the run sees it: failures and checkpoints counted in."""
+    peak_gib: float
+    usd: float | None
+    """Of the whole run."""
+    kwh: float
+    lacks: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        p = self.plan
+        return {
+            "layout": p.layout(), "nodes": self.nodes, "world": p.world, **{name: getattr(p, name) for name in CHOICES},
+            "effective_step_time_s": self.step_time_s, "peak_memory_gib": self.peak_gib, "cost_usd": self.usd,
+            "energy_kwh": self.kwh, "lacks": self.lacks,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything `weft plan` says of a job whose model is known."""
+
+    job: Job
+    plan: Plan
+    start: Start
+    bounds: Bounds
+    found: Found
+    told: dict[str, Any]
+    """The winner's estimate, as `weft estimate` gives it."""
+    kept: Goodput
+    others: tuple[Point, ...] = ()
+    front: tuple[Point, ...] = ()
+    untrainable: tuple[str, ...] = ()
+    """Why this version cannot train the winner yet."""
+    gains: tuple[Gain, ...] = ()
+    """What settings that the job does not ask for would gain."""
+
+    @property
+    def fits(self) -> bool:
+        return len(self.found) > 0
+
+    def to_json(self) -> dict[str, Any]:
+        found = self.found
+        return {
+            "job": self.job.model_dump(mode="json"), **self.plan.to_json(), "fits": self.fits,
+            "estimate": {k: v for k, v in self.told.items() if k != "sources"}, "goodput": self.kept.to_json(),
+            "search": {"candidates": found.size, "estimated": found.estimated, "seconds": found.seconds},
+            "candidates": [p.to_json() for p in self.others], "pareto": [p.to_json() for p in self.front],
+            "trains": not self.untrainable, "beyond": [g.to_json() for g in self.gains],
+        }  # fmt: skip
+
+
+def survey(
+    start: Start, top: int = 5, front: bool = True, trainable: bool = False, calibration: Calibration | None = None
+) -> Survey:
+    """Search a job's layouts and say what was found; a JobError where no layout divides its batch and ranks."""
+    job, plan = start.job, start.plan
+    calibration = calibration or own_calibration(start.device)
+    scene = scene_for(job, start.world, start.device, start.memory_gib, calibration)
+    space = space_for(job, plan, start.world, trainable)
+    bounds = Bounds(space, scene)
+    if bounds.size == 0:
+        raise JobError(
+            f"no layout shares train.global_batch={job.train.global_batch} among {start.world} ranks; "
+            f"a multiple of {start.world} would work"
+        )
+    for _ in range(TRIES):
+        found = bounds.find(top, front)
+        said = reasons(bounds, found, pinned=job.parallel != "auto") if len(found) else []
+        winner = found.layouts if len(found) else found.frugal
+        _, chosen = finish(start, settle(job, plan, winner.plan(0, plan)), said)
+        told = estimate_job(job, chosen, calibration)
+        more = found.outgrown(told["peak_memory_gib"])
+        if more == 1:
+            break
+        bounds = Bounds(space, replace(bounds.scene, heavier=bounds.scene.heavier * more))
+    if len(found) == 0 and told["fits"]:  # the engine's count of the most frugal layout is finer than the search's
+        found = found.taking(found.frugal, told["step_time_s"], told["peak_memory_gib"])
+    if len(found) == 0 or not told["fits"]:
+        found = replace(
+            found, layouts=found.layouts.take(slice(0, 0)), least_gib=max(found.least_gib, told["peak_memory_gib"])
+        )
+        return Survey(job, chosen, start, bounds, found, told, _kept(job, chosen, 1.0))
+    kept = _kept(job, chosen, told["step_time_s"])
+    others = tuple(_point(start, found, int(i), compare(found, found.layouts, int(i))) for i in found.best(top)[1:])
+    refused = tuple(text for rule in RUNNABLE if (text := rule(job, chosen)))
+    gains = () if trainable else tuple(beyond(bounds, found))
+    made = Survey(job, chosen, start, bounds, found, told, kept, others, (), refused, gains)
+    return replace(made, front=_front(made, trainable, calibration)) if front else made
+
+
+def _kept(job: Job, plan: Plan, step_time_s: float) -> Goodput:
+    from weft.planner.model.counts import count_parameters
+
+    counts = count_parameters(job.model)
+    parameters = counts.total if counts else 0
+    return goodput(job.cluster.failures, plan.world, plan.nodes, parameters, step_time_s, job.checkpoint.background)
+
+
+def bill(start: Start, found: Found, seconds: float, world: int) -> tuple[float | None, float]:
+    """USD and kWh of a whole run whose steps take so long."""
+    cluster = found.scene.cluster
+    hours = seconds * start.job.train.steps / 3600
+    price = start.job.cluster.price_usd_hour
+    price = cluster.price_usd_hour if price is None else price
+    kwh = world * float(cluster.watts) * POWER_SHARE * OVERHEAD * hours / 1000
+    return (None if price is None else price * world * hours), kwh
+
+
+def _point(start: Start, found: Found, i: int, lacks: str = "") -> Point:
+    plan = replace(found.layouts.plan(i, start.plan), nodes=start.job.cluster.nodes)
+    seconds = float(found.times[i])
+    seconds /= _kept(start.job, plan, seconds).share
+    usd, kwh = bill(start, found, seconds, plan.world)
+    return Point(plan, plan.nodes, seconds, float(found.peaks[i]), usd, kwh, lacks)
+
+
+def smaller(start: Start, times: int) -> Start | None:
+    """The same run on so many times fewer nodes, where they divide and the batch still does."""
+    nodes = start.job.cluster.nodes
+    if nodes % times or start.job.parallel != "auto":
+        return None
+    cluster = start.job.cluster.model_copy(update={"nodes": nodes // times})
+    plan = replace(start.plan, nodes=nodes // times)
+    return replace(start, job=start.job.model_copy(update={"cluster": cluster}), world=start.world // times, plan=plan)
+
+
+def _front(made: Survey, trainable: bool, calibration: Calibration) -> tuple[Point, ...]:
+    """What nothing beats in time, memory, money and energy at once, over all of the nodes and over fewer."""
+    points: list[Point] = []
+    for times in FRACTIONS:
+        start = made.start if times == 1 else smaller(made.start, times)
+        if start is None:
+            continue
+        if times == 1:
+            found = made.found
+        else:
+            scene = scene_for(start.job, start.world, start.device, start.memory_gib, calibration)
+            found = Bounds(space_for(start.job, start.plan, start.world, trainable), scene).find()
+        if len(found):
+            points += [_point(start, found, int(i)) for i in _stairs(found)]
+    return tuple(_thin(undominated(points)))
+
+
+def _stairs(found: Found) -> list[int]:
+    """Indices of a search's own front of time and memory."""
+    order = np.lexsort((found.peaks, found.times))
+    low = np.minimum.accumulate(found.peaks[order])
+    step = np.concatenate([[True], low[1:] < low[:-1]])
+    return [int(i) for i in order[step] if found.times[i] <= 2 * found.times[order[0]]]
+
+
+def undominated(points: Sequence[Point]) -> list[Point]:
+    """Those that no other beats or equals in all four at once, the fastest first."""
+    values = np.array([[p.step_time_s, p.peak_gib, p.usd or 0.0, p.kwh] for p in points]).reshape(-1, 4)
+    kept = []
+    for i, own in enumerate(values):
+        no_worse = (values <= own * (1 + 1e-9)).all(axis=1)
+        better = (values < own * (1 - 1e-9)).any(axis=1)
+        if not (no_worse & better).any():
+            kept.append(points[i])
+    return sorted(kept, key=lambda p: (p.step_time_s, p.peak_gib))
+
+
+def _thin(points: list[Point]) -> list[Point]:
+    if len(points) <= FRONT:
+        return points
+    chosen = np.unique(np.linspace(0, len(points) - 1, FRONT).round().astype(int))
+    return [points[i] for i in chosen]

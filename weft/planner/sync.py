@@ -1,0 +1,117 @@
+"""Plans whose parts come together less often than every step (train.sync): what they cost, what they cannot have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.job.schema import Job, Parallel
+from weft.planner.model.counts import count_parameters
+from weft.planner.plan import Plan
+
+GIB = 2**30
+BYTES = {"none": 4.0, "int8": 2 * (1 + 4 / 256), "int4": 2 * (0.5 + 4 / 256)}
+"""Bytes a parameter that a rank hands over at an exchange: once in a sum, twice where integers travel."""
+MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0}
+"""Numbers that an optimizer remembers of each parameter, or of most."""
+
+
+def inside(plan: Plan) -> Plan:
+    """What one replica does by itself between exchanges; the plan itself where gradients are summed in every step."""
+    return plan if plan.sync == "step" else replace(plan, dp_replicate=1, sync="step")
+
+
+def exchange_bytes(job: Job, plan: Plan) -> dict[str, float]:
+    """Bytes a rank hands over in a step for the exchanges between replicas, on average, by axis."""
+    counts = count_parameters(job.model)
+    if counts is None or plan.sync == "step":
+        return {}
+    here, sync = counts.total / (plan.tp * plan.pp * plan.dp_shard * plan.cp_cut), job.train.sync
+    if plan.sync == "server":
+        return {"server": 8.0 * here}  # gradients there, weights back
+    if plan.sync == "federated":
+        carries = plan.sync_every > 1 and not sync.clip  # what the optimizer remembers goes there and back too
+        each = 8.0 + (4 + 8 * MOMENTS[job.optim.name] if carries else 0)
+        return {"server": each * here / plan.sync_every}
+    return {"dp_replicate": here * BYTES[sync.quantize] / plan.sync_every}
+
+
+def outer_gib(job: Job, plan: Plan) -> float:
+    """What an outer step remembers on a rank: the last common weights, and DiLoCo's momentum."""
+    counts = count_parameters(job.model)
+    if counts is None or not plan.alone:
+        return 0.0
+    here = counts.total / (plan.tp * plan.pp * plan.dp_shard * plan.cp_cut)
+    copies = 2 if plan.sync == "diloco" else int(job.train.sync.quantize != "none")
+    return copies * 4 * here / GIB
+
+
+def own_layout(job: Job) -> Job:
+    """`parallel: auto` where replicas train alone: one replica a node, else one a rank."""
+    if job.train.sync.mode == "step" or job.parallel != "auto":
+        return job
+    nodes = job.cluster.nodes if job.train.sync.mode in ("local", "diloco") else 1
+    layout = Parallel(dp_replicate=nodes, dp_shard=-1) if nodes > 1 else Parallel(dp_replicate=-1, dp_shard=1)
+    return job.model_copy(update={"parallel": layout})
+
+
+def sync_rule(job: Job, plan: Plan) -> str | None:
+    """What replicas that train alone, workers and clients cannot have."""
+    sync = job.train.sync
+    if sync.mode == "step":
+        return None
+    name = f"train.sync={sync.mode}"
+    if plan.alone and plan.dp_replicate == 1:
+        ways = "parallel.dp_replicate=2" if plan.world > 1 else "2 ranks (--nproc 2) with parallel.dp_replicate=2"
+        return f"{name} is an exchange between replicas, and there is one; {ways} or train.sync=step would work"
+    if not plan.alone and plan.world > plan.dp_replicate:
+        return (
+            f"{name} trains with whole copies of the model, and the layout is {plan.layout()}; "
+            "parallel.dp_replicate=-1 would work"
+        )
+    if job.model.experts is not None:
+        return (
+            f"model.experts are balanced by the load that all ranks see, and under {name} they do not wait for each "
+            "other; train.sync=step would work"
+        )
+    if plan.precision == "fp16":
+        return (
+            f"precision=fp16 scales the loss by what every rank saw, and under {name} they do not wait for each other; "
+            "precision=bf16 would work"
+        )
+    if plan.precision == "fp8" and job.fp8.amax == "delayed":
+        return (
+            f"fp8.amax=delayed scales by what every rank saw, and under {name} they do not wait for each other; "
+            "amax=dynamic would work"
+        )
+    if plan.compression != "none" and plan.dp_shard == 1:
+        instead = "train.sync.quantize=int8" if plan.alone else "comm.compression=none"
+        return (
+            f"comm.compression={plan.compression} is for the gradients of every step, and {name} sends none between "
+            f"replicas; {instead} would work"
+        )
+    if not plan.alone and job.data.record_ids:
+        return f"data.record_ids is of ranks, and under {name} workers come and go; record_ids=false would work"
+    return _server(job, plan) if sync.mode == "server" else _federated(job) if sync.mode == "federated" else None
+
+
+def _server(job: Job, plan: Plan) -> str | None:
+    gather = job.train.sync.gather
+    if gather and plan.dp % gather:
+        fit = max(d for d in range(1, min(gather, plan.dp) + 1) if plan.dp % d == 0)
+        return (
+            f"train.sync.gather={gather} does not divide the {plan.dp} shares of a global batch; "
+            f"gather={fit} would work"
+        )
+    if job.train.ema:
+        return f"train.ema={job.train.ema:g} needs the weights of every step in one place; ema=0 would work"
+    return None
+
+
+def _federated(job: Job) -> str | None:
+    drawn, batch = job.train.sync.drawn, job.train.global_batch
+    if batch % drawn:
+        up = -(-batch // drawn) * drawn
+        return f"train.global_batch={batch} is not a multiple of the {drawn} clients of a round; {up} would work"
+    if job.train.ema:
+        return f"train.ema={job.train.ema:g} needs the weights of every step in one place; ema=0 would work"
+    return None

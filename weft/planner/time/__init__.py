@@ -1,0 +1,1 @@
+"""Step time: compute, collectives, pipeline schedule and compression."""

@@ -1,0 +1,98 @@
+"""How long collectives take: latency and bandwidth (α–β) over the levels of the topology, for groups of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.planner.calibration import Calibration
+from weft.planner.model.facts import ClusterFacts, Size
+from weft.planner.search.candidates import PLACEMENTS, Layouts
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one axis as they lie on the topology."""
+
+    ranks: Size
+    inside: Size
+    """How many of them share the innermost level."""
+    gb_s: Size
+    """Bus bandwidth of a ring through all of them."""
+    latency_s: Size
+    """Of one ring or tree through all of them, for a small message."""
+    across: Size
+    """1 where the ring leaves the innermost level."""
+    one_gb_s: Size
+    """Between two of them that lie on different groups of the innermost level."""
+
+
+def groups(cluster: ClusterFacts, layouts: Layouts, cal: Calibration) -> dict[str, Group]:
+    """The group of every axis; `dp` is dp_shard × dp_replicate together."""
+    degree = {axis: getattr(layouts, axis) for axis in PLACEMENTS[0]}
+    out = {}
+    for axis in degree:
+        stride = np.ones(len(layouts))
+        for code, order in enumerate(PLACEMENTS):
+            below = np.ones(len(layouts))
+            for other in order[: order.index(axis)]:
+                below = below * degree[other]
+            stride = np.where(layouts.placement == code, below, stride)
+        out[axis] = group(cluster, degree[axis], stride, cal)
+    out["dp"] = group(cluster, layouts.dp, layouts.tp * layouts.cp, cal)
+    out["shard_cp"] = group(cluster, layouts.dp_shard * layouts.cp, layouts.tp, cal)
+    out["ep"] = group(cluster, layouts.ep, np.ones(len(layouts)), cal)
+    return out
+
+
+def group(cluster: ClusterFacts, ranks: Size, stride: Size, cal: Calibration) -> Group:
+    """`ranks` ranks, each `stride` from the next."""
+    ranks, stride = np.asarray(ranks, float), np.asarray(stride, float)
+    gb_s = np.asarray(cluster.levels[0].gb_s * cal.link, float) + 0 * ranks
+    latency = np.zeros_like(gb_s)
+    one = gb_s
+    below = np.ones_like(gb_s)  # ranks of the group inside one unit of the level below
+    for depth, level in enumerate(cluster.levels):
+        within = np.clip(np.floor(level.size / stride), 1, ranks)
+        parts = within / below
+        speed = level.gb_s / level.oversubscription * (cal.link if depth == 0 else cal.network)
+        if depth:
+            gb_s = np.where(parts > 1, np.minimum(gb_s, speed * below), gb_s)
+            one = np.where(parts > 1, np.minimum(one, speed), one)
+        hops = np.minimum(parts - 1, 2 * np.log2(np.maximum(parts, 1)) + 1)
+        latency = latency + np.where(parts > 1, hops * level.latency_us * cal.latency * 1e-6, 0.0)
+        below = np.maximum(below, within)
+    inside = np.clip(np.floor(cluster.levels[0].size / stride), 1, ranks)
+    return Group(ranks, inside, gb_s, latency, (ranks > inside) * 1.0, one)
+
+
+def gather(g: Group, bytes_: Size) -> Size:
+    """All-gather or reduce-scatter of a buffer of so many bytes in whole."""
+    return np.where(g.ranks > 1, g.latency_s + bytes_ * (g.ranks - 1) / g.ranks / (g.gb_s * 1e9), 0.0)
+
+
+def reduce(g: Group, bytes_: Size) -> Size:
+    """All-reduce: a reduce-scatter and an all-gather."""
+    return 2 * gather(g, bytes_)
+
+
+def exchange(g: Group, bytes_: Size, copies: Size = 1) -> Size:
+    """All-to-all in which each rank sends so many bytes in whole, the same to each.
+
+    Of `copies` of one row that go to ranks of the same node only one crosses the network, as DeepEP and HybridEP do it.
+    """
+    nodes = np.maximum(g.ranks / g.inside, 1)
+    copies = np.maximum(copies, 1)
+    met = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+    out = bytes_ * (g.ranks - g.inside) / g.ranks * np.where(copies > 1, np.minimum(met, 1), 1)
+    near = bytes_ * np.maximum(g.inside - 1, 0) / g.ranks
+    link: Size = np.where(g.across > 0, np.maximum(g.gb_s, g.one_gb_s), g.gb_s)
+    time = np.maximum(near / (link * 1e9), out / (g.one_gb_s * 1e9))
+    return np.where(g.ranks > 1, g.latency_s + time, 0.0)
+
+
+def send(g: Group, bytes_: Size) -> Size:
+    """From one rank to the next of its group."""
+    hop = g.latency_s / np.maximum(g.ranks - 1, 1)
+    return np.where(g.ranks > 1, hop + bytes_ / (g.one_gb_s * 1e9), 0.0)

@@ -1,0 +1,84 @@
+"""How the sequence is cut among the ranks of cp, and what each style of bringing it together sends.
+
+parallel/context/attention.py cuts and sends by the same functions.
+"""
+
+from __future__ import annotations
+
+from weft.job.schema import Model
+from weft.planner.plan import Plan
+
+
+def chunks_of(group: int, ring: int, halves: int) -> list[int]:
+    """The chunks of the sequence that a group of the ring holds: one, or one from the front and one from the end."""
+    return [group] if halves == 1 else [group, 2 * ring - 1 - group]
+
+
+def sees(i: int, j: int, causal: bool) -> bool:
+    """Whether queries of chunk i see keys of chunk j."""
+    return j <= i or not causal
+
+
+def rings(style: str, cp: int, heads: int, kv_heads: int) -> tuple[int, int]:
+    """Groups in the ring, and ranks in each group: their product is cp."""
+    if style == "ring":
+        return cp, 1
+    if style == "ulysses":
+        return 1, cp
+    inside = [u for u in range(2, cp) if cp % u == 0 and ulysses_fits(u, heads, kv_heads)]
+    return (cp // max(inside), max(inside)) if inside else (cp, 1)
+
+
+def ulysses_fits(ranks: int, heads: int, kv_heads: int) -> bool:
+    """Whether heads can be dealt out to so many ranks: each gets as many, with the key and value heads they read."""
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+HIDES = 1.5
+"""Keys and values that a hop of a balanced causal ring brings, in units of a rank's tokens: 3 of 4 chunks, of each."""
+KERNEL = 0.4
+"""Share of the device's peak that attention reaches, where nothing was measured."""
+
+
+def choose_style(
+    cp: int, in_node: int, heads: int, kv_heads: int, tokens: float, width: int, flops: float, bytes_s: float
+) -> tuple[str, int, str]:
+    """A style, the ranks of its groups, and the reason. `tokens` are a rank's own, `bytes_s` the slowest link's."""
+    # a hop computes 2 · tokens² · heads · head_dim and receives 1.5 · tokens · kv_heads · head_dim values
+    shortest = HIDES * width * kv_heads / (2 * heads) * KERNEL * flops / bytes_s
+    if tokens >= shortest:
+        return "ring", 1, f"a rank's {tokens:.0f} tokens compute longer than {shortest:.0f} tokens' keys travel"
+    if cp <= in_node and ulysses_fits(cp, heads, kv_heads):
+        return "ulysses", cp, f"{tokens:.0f} tokens a rank are too few to hide a ring's messages ({shortest:.0f} would)"
+    inside = [u for u in range(2, cp) if cp % u == 0 and u <= in_node and ulysses_fits(u, heads, kv_heads)]
+    if inside:
+        u = max(inside)
+        return "hybrid", u, f"Ulysses among the {u} ranks whose heads and links allow it, a ring between"
+    return "ring", 1, f"{heads} heads and {kv_heads} key heads cannot be dealt out to {cp} ranks"
+
+
+def context_bytes(model: Model, plan: Plan, tokens: int, compute: int, group: int | None = None) -> dict[str, float]:
+    """Bytes one rank sends along cp in a step, by collective, for `tokens` sequences × padded tokens of the step.
+
+    The ring's depend on the group: the chunk at the end is needed by the groups before alone. Without one, the mean.
+    """
+    ring, ulysses = plan.rings
+    d, layers = model.head_dim or 0, (model.layers or 0) / plan.pp
+    heads, kv = (model.heads or 0) // plan.tp, (model.kv_heads or 0) // plan.tp
+    again: float = {"none": 0, "full": 1, "selective": 1}.get(str(plan.recompute), 0)
+    if isinstance(plan.recompute, int):
+        again = plan.recompute / max(1, model.layers or 1)
+    passes = 1 if plan.long else 1 + again  # the forward pass once more in the backward pass
+    out: dict[str, float] = {}
+    held = max(kv, ulysses)  # copies of key heads where there are fewer than ranks
+    if ring > 1:
+        chunk = 2 * tokens / ring / (2 if plan.zigzag else 1) * (held // ulysses) * d * compute
+        last = (ring - 1) / 2 if group is None else group
+        on = ring - 1 + (last if plan.zigzag else 0)
+        back = 3 * (ring - 1) if plan.zigzag else 2 * (ring - 1)
+        out["send"] = layers * chunk * (passes * on + back)
+    if ulysses > 1:
+        row = tokens / plan.cp * d * compute * (ulysses - 1) / ulysses
+        extra = 2 * heads + 2 * held if plan.long else 0  # q, k, v and the output once more
+        out["all_to_all"] = layers * row * ((passes + 1) * 2 * (heads + held) + extra)
+    return out

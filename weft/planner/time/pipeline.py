@@ -1,0 +1,51 @@
+"""A pipeline's step in closed form: how layers fall on stages, and how long all microbatches take to pass."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.planner.model.facts import Size
+from weft.planner.search.candidates import SCHEDULE_NAMES, Layouts
+
+
+def stage_layers(layers: Size, stages: Size) -> tuple[Size, Size]:
+    """Blocks of the fullest stage, and of the last. Embedding and head count as a block where that evens out."""
+    layers, stages = np.asarray(layers, float), np.asarray(stages, float)
+    even = np.mod(layers, stages) == 0
+    ends = (np.mod(layers + 2, stages) == 0) & ~even
+    one = (np.mod(layers + 1, stages) == 0) & ~even & ~ends
+    most = np.where(even, layers / stages, np.ceil((layers + 2 * ends + one) / stages))
+    last = np.where(even, most, np.where(ends | one, most - 1, np.floor(layers / stages)))
+    return most, np.where(stages > 1, last, layers)
+
+
+def step_time(
+    layouts: Layouts, layers: Size, forward: Size, backward: Size, head: Size, embedding: Size, send: Size
+) -> tuple[Size, Size]:
+    """Seconds from the first forward to the last backward, and how much of them the busiest rank waits.
+
+    `forward` and `backward` are one block's for one microbatch, `head` and `embedding` both passes, `send` one message
+    that is not hidden. A rank's own work, then what the schedule leaves it waiting while the pipeline fills and drains:
+    (pp − 1) of a stage's forward and backward for 1F1B, 1/v of that when interleaved (Narayanan et al. 2021), less the
+    weights' gradients under zero-bubble schedules (Qi et al. 2023).
+    """
+    pp, v, count = layouts.pp, layouts.virtual_stages, layouts.accumulation
+    most, last = stage_layers(layers, pp * v)
+    block = forward + backward
+    middle = most * v * block
+    first = middle + embedding
+    end = ((v - 1) * most + last) * block + head
+    busiest = np.maximum(np.maximum(middle, first), end)
+    alone = layers * block + head + embedding
+    busiest = np.where(pp > 1, busiest, alone)
+    once = (alone - busiest) / v  # the other stages' passes of one microbatch, while this one waits
+    weight = backward / np.maximum(block, 1e-30) / 2
+    kept = {
+        "1f1b": 1.0, "interleaved-1f1b": 1.0, "zb-h1": np.maximum(1 - 2 * weight, 0.34) * 1.0, "zbv": 0.05,
+        "dualpipe-v": 0.15, "gpipe": 1.0, "naive": 1.0,
+    }  # fmt: skip
+    share = np.choose(layouts.schedule, [np.asarray(kept[name], float) + 0 * pp for name in SCHEDULE_NAMES])
+    wait = np.where(layouts.schedule == SCHEDULE_NAMES.index("naive"), count, share)
+    bubble = np.where(pp > 1, np.maximum(once, 0) * wait, 0.0)
+    messages = np.where(pp > 1, 2 * send * (count * v + pp - 1), 0.0)
+    return count * busiest + bubble + messages, bubble

@@ -1,0 +1,114 @@
+"""A run through a server on this machine: servers and workers are started, watched, and started again when killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weft.job.errors import Exit
+from weft.job.run_folder import RunDir
+from weft.supervisor.local_ranks import AT_ONCE, KILLED, QUIET, WISHES, forwarding, say_why
+
+MODULE = "weft.server.main"
+RESTARTS = 100
+"""Processes that are started again in one run, at the most."""
+LEAVE_S = 15.0
+"""How long servers and workers may take to end after the chief has."""
+
+
+@dataclass
+class Place:
+    """One process of the run, and whoever fills it now."""
+
+    role: str
+    index: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def name(self) -> str:
+        return "server 0" if self.role == "chief" else f"{self.role} {self.index}"
+
+
+def launch_served(run: RunDir, servers: int, workers: int, lock: int, say: Callable[[str], None]) -> int:
+    """Start the processes of the run in this folder and wait for the chief. Returns the exit code."""
+    for old in run.logs.glob("failure-*.json"):
+        old.unlink()
+    run.logs.mkdir(parents=True, exist_ok=True)
+    # a process inherits the mask and lifts it when it can answer: no Ctrl-C is lost or shot at torch's import
+    signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
+    processes: list[subprocess.Popen[bytes]] = []
+    with forwarding(processes) as interrupts:
+        roles = ["chief", *["server"] * (servers - 1), *["worker"] * workers]
+        places = []
+        for index, role in enumerate(roles):
+            places.append(Place(role, index, _start(run, role, index, lock)))
+            if role == "chief":
+                processes.append(places[0].process)  # who alone is told to stop, and tells the others
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
+
+        try:
+            code = _watch(run, places, processes, lock, say, lambda: len(interrupts) >= AT_ONCE)
+        finally:
+            for place in places:
+                with contextlib.suppress(ProcessLookupError):
+                    place.process.kill()
+                place.process.wait()
+    return code
+
+
+def _start(run: RunDir, role: str, index: int, lock: int) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "WEFT_SERVED": "1", "PYTHONUNBUFFERED": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        env.pop(name, None)
+    env.setdefault("OMP_NUM_THREADS", "1")
+    command = [sys.executable, "-m", MODULE, str(run.path), role, str(index)]
+    # a session of its own: Ctrl-C reaches the launcher alone
+    return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(lock,))
+
+
+def _watch(
+    run: RunDir, places: list[Place], told: list[subprocess.Popen[bytes]], lock: int, say: Callable[[str], None],
+    at_once: Callable[[], bool],
+) -> int:  # fmt: skip
+    """Until the chief has ended; `at_once` says that someone wants it now. `told` are those whom signals reach."""
+    chief, restarts = places[0], 0
+    while not at_once():
+        for place in places:
+            code = place.process.poll()
+            if code is None or (code in QUIET and place is not chief):
+                continue
+            if place is chief and code in QUIET:
+                _let_go(places[1:])
+                return code
+            if code < 0 and not (run.logs / f"failure-{place.index}.json").exists() and restarts < RESTARTS:
+                restarts += 1
+                name = signal.Signals(-code).name
+                say(f"{place.name} was killed by {name}; another is started")
+                signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
+                place.process = _start(run, place.role, place.index, lock)
+                told[:] = [chief.process]
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
+                continue
+            codes = [p.process.poll() or 0 for p in places]
+            return say_why(run, codes, place.index, [], say)
+        if chief.process.poll() is None and all(p.process.poll() is not None for p in places if p.role == "worker"):
+            _let_go([chief])  # workers end when the run does; nobody is left to go on
+            if chief.process.poll() is None:
+                say("every worker has ended, and the run has not; see logs/")
+                return int(Exit.DIFFERS)
+        time.sleep(0.02)
+    return KILLED
+
+
+def _let_go(places: list[Place]) -> None:
+    deadline = time.monotonic() + LEAVE_S
+    for place in places:
+        if place.role != "server":  # which waits for another chief
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                place.process.wait(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,230 @@
+"""Some of a run's weights and their optimizer, on one parameter server: staged gradients, updates, snapshots."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from weft.optim import Optimizers
+from weft.server.connections import Peer
+from weft.wire.tensors import Answer, Link
+
+Tensors = dict[str, Tensor]
+KEPT = 2
+"""Snapshots kept: a kill may come while one is written."""
+
+
+def deal_out(sizes: dict[str, int], servers: int) -> list[list[str]]:
+    """Names by server, the largest first to whoever has least; whole weights, so that any optimizer works."""
+    loads = [0] * servers
+    dealt: list[list[str]] = [[] for _ in range(servers)]
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        lightest = loads.index(min(loads))
+        dealt[lightest].append(name)
+        loads[lightest] += sizes[name]
+    return dealt
+
+
+class Holder(Protocol):
+    """A shard here, or the link to one elsewhere."""
+
+    def gather(self, keys: list[str], keep: list[str]) -> float: ...
+
+    def apply(self, lr: float, factor: float, version: int) -> None: ...
+
+    def read(self, what: str) -> Tensors: ...
+
+    def load(self, tensors: Tensors, version: int) -> None: ...
+
+    def snapshot(self, meta: dict[str, Any]) -> None: ...
+
+    def snapshots(self) -> list[int]: ...
+
+    def restore(self, version: int) -> dict[str, Any]: ...
+
+
+class Shard:
+    """Weights by name, which one lock guards: pushes, pulls and updates come from many threads."""
+
+    def __init__(self, masters: Tensors, make: Callable[[Tensors], Optimizers], folder: Path, name: str):
+        """`make` gives the job's optimizer over some masters."""
+        self.masters, self.make, self.folder, self.name = masters, make, folder, name
+        self.optimizers = make(masters)
+        self.optimizers.allocate()
+        for tensor in self.optimizers.state().values():  # it counted a step that was none
+            tensor.zero_()
+        self.version = 0
+        self.extra: Tensors = {}
+        """What else is saved with them, by its name in a checkpoint."""
+        self.lock = threading.Lock()
+        self.staged: dict[str, Tensors] = {}
+
+    def stage(self, key: str, grads: Tensors) -> None:
+        """Keep a gradient until it is known whether it counts."""
+        wrong = [n for n, m in self.masters.items() if n not in grads or grads[n].shape != m.shape]
+        if wrong:
+            raise ValueError(f"the gradient of {wrong[0]} is missing or has another shape")
+        with self.lock:
+            self.staged[key] = grads
+
+    @torch.no_grad()
+    def gather(self, keys: list[str], keep: list[str]) -> float:
+        """Sum staged gradients, in this order; of the others only those to `keep` stay. Returns the square of the
+        sum's norm."""
+        with self.lock:
+            parts = [self.staged[key] for key in keys]
+            self.staged = {k: g for k, g in self.staged.items() if k in keep}
+            for name, master in self.masters.items():
+                total = parts[0][name].float()
+                for part in parts[1:]:
+                    total = total + part[name]
+                master.grad = total.to(master.device)
+            norms = torch.stack(torch._foreach_norm([m.grad for m in self.masters.values()], 2))  # type: ignore[misc]
+            return float(norms.double().square().sum())
+
+    def apply(self, lr: float, factor: float, version: int) -> None:
+        """One update by the gathered gradient · factor."""
+        with self.lock:
+            self.optimizers.step(lr, torch.tensor(factor))
+            self.version = version
+            for master in self.masters.values():
+                master.grad = None
+
+    def read(self, what: str) -> Tensors:
+        """Copies of the `weights`, or of them and the optimizer (`all`), under a checkpoint's names."""
+        with self.lock:
+            return {n: t.clone() for n, t in self._tensors(what).items()}
+
+    def _tensors(self, what: str) -> Tensors:
+        held = {f"model.{n}": m.detach() for n, m in self.masters.items()}
+        if what == "weights":
+            return held
+        return held | {f"optim.{n}": t for n, t in self.optimizers.state().items()} | self.extra
+
+    def load(self, tensors: Tensors, version: int) -> None:
+        """Begin from these tensors, of which some may be foreign; without any, from what is here. Older snapshots are
+        of something else."""
+        self._fill(tensors, version)
+        for old in self.snapshots():
+            self._path(old).unlink(missing_ok=True)
+
+    @torch.no_grad()
+    def _fill(self, tensors: Tensors, version: int) -> None:
+        with self.lock:
+            for name, tensor in self._tensors("all").items():
+                if name in tensors:
+                    tensor.copy_(tensors[name])
+            self.version, self.staged = version, {}
+
+    def snapshot(self, meta: dict[str, Any]) -> None:
+        """Write all that this shard is to disk; a kill leaves the one before."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.lock:
+            held = {n: t.contiguous() for n, t in self._tensors("all").items()}
+            path = self._path(self.version)
+            save_file(held, path.with_suffix(".tmp"), {"meta": json.dumps(meta)})
+        os.replace(path.with_suffix(".tmp"), path)
+        for old in self.snapshots()[:-KEPT]:
+            self._path(old).unlink(missing_ok=True)
+
+    def snapshots(self) -> list[int]:
+        """Versions that can be restored, oldest first."""
+        return sorted(int(p.stem.rpartition("-")[2]) for p in self.folder.glob(f"{self.name}-*.safetensors"))
+
+    def restore(self, version: int) -> dict[str, Any]:
+        """Go back, or on, to a snapshot; newer ones, which others do not have, are dropped. Returns its meta."""
+        with safe_open(self._path(version), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            meta: dict[str, Any] = json.loads(file.metadata()["meta"])
+        self._fill(tensors, version)
+        for newer in self.snapshots():
+            if newer > version:
+                self._path(newer).unlink(missing_ok=True)
+        return meta
+
+    def _path(self, version: int) -> Path:
+        return self.folder / f"{self.name}-{version}.safetensors"
+
+    def answer(self, head: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+        """What a request over a link gets."""
+        match head["do"]:
+            case "stage":
+                self.stage(head["key"], tensors)
+                return {}, {}
+            case "gather":
+                return {"square": self.gather(head["keys"], head["keep"])}, {}
+            case "apply":
+                self.apply(head["lr"], head["factor"], head["version"])
+                return {}, {}
+            case "read":
+                return {}, self.read(head["what"])
+            case "load":
+                self.load(tensors, head["version"])
+                return {}, {}
+            case "snapshot":
+                self.snapshot(head["meta"])
+                return {}, {}
+            case "snapshots":
+                return {"versions": self.snapshots()}, {}
+            case "restore":
+                return {"meta": self.restore(head["version"])}, {}
+        raise ValueError(f"nobody can {head['do']}")
+
+
+class Remote:
+    """A shard on another server, through the chief's link to it."""
+
+    def __init__(self, link: Link):
+        self.link = link
+
+    def _ask(self, do: str, tensors: Tensors | None = None, **fields: Any) -> tuple[dict[str, Any], Tensors]:
+        return self.link.request({"do": do, **fields}, tensors)
+
+    def gather(self, keys: list[str], keep: list[str]) -> float:
+        return float(self._ask("gather", keys=keys, keep=keep)[0]["square"])
+
+    def apply(self, lr: float, factor: float, version: int) -> None:
+        self._ask("apply", lr=lr, factor=factor, version=version)
+
+    def read(self, what: str) -> Tensors:
+        return self._ask("read", what=what)[1]
+
+    def load(self, tensors: Tensors, version: int) -> None:
+        self._ask("load", tensors, version=version)
+
+    def snapshot(self, meta: dict[str, Any]) -> None:
+        self._ask("snapshot", meta=meta)
+
+    def snapshots(self) -> list[int]:
+        return list(self._ask("snapshots")[0]["versions"])
+
+    def restore(self, version: int) -> dict[str, Any]:
+        meta: dict[str, Any] = self._ask("restore", version=version)[0]["meta"]
+        return meta
+
+
+class ShardDesk:
+    """The desk of a server that is not the chief: whoever asks gets what the shard answers."""
+
+    def __init__(self, shard: Shard):
+        self.shard = shard
+
+    def arrived(self, peer: Peer) -> None:
+        """Nobody is kept waiting."""
+
+    def gone(self, peer: Peer) -> None:
+        """Nobody is missed: what it staged is dropped at the next update."""
+
+    def answer(self, peer: Peer, head: dict[str, Any], tensors: Tensors) -> Answer:
+        if peer.role == "worker" and head["do"] not in ("stage", "read"):
+            raise ValueError(f"a worker may not {head['do']}")
+        return self.shard.answer(head, tensors)

@@ -1,0 +1,169 @@
+"""A worker of a run through a server: it asks the chief for work until there is none. It may come and go anytime."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm.shards import local_of
+from weft.data.dataset import Dataset, open_dataset
+from weft.data.loader import read_share, to_device
+from weft.job.errors import MachineError
+from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.mesh import Mesh, local_device
+from weft.planner.plan import Plan
+from weft.planner.sync import inside
+from weft.server.client_data import Ints
+from weft.server.rendezvous import chief_address
+from weft.server.shard import deal_out
+from weft.training.build import build_state
+from weft.training.step import Stepper
+from weft.wire.channel import WireError
+from weft.wire.secret import run_secret
+from weft.wire.tensors import Link, connect
+
+PATIENCE_S = 120.0
+"""How long a worker tries to reach a chief that is gone before it gives up."""
+
+
+@dataclass
+class Worker:
+    """A whole copy of the model, and the links it learns and delivers through."""
+
+    run: RunDir
+    job: Job
+    plan: Plan
+    stepper: Stepper
+    dataset: Dataset
+    name: str
+    about: dict[str, Any]
+    chief: Link | None = None
+    servers: dict[str, Link] = field(default_factory=dict)
+    version: str | None = None
+    """Of the weights it has, as the chief names it."""
+    told: int = 0
+    """Bytes that the chief was told of."""
+    shares: list[Ints] = field(default_factory=list)
+    """Of a federated run: the samples of each client."""
+
+    def ask(self, head: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> tuple[dict[str, Any], Any]:
+        assert self.chief is not None
+        return self.chief.request(head, tensors)
+
+    def reach(self) -> None:
+        """Connect to the chief, which may just be starting again."""
+        deadline = time.monotonic() + PATIENCE_S
+        self.drop()
+        while True:
+            try:
+                secret = run_secret(self.run.path)
+                self.chief = connect(chief_address(self.run), secret)
+                self.ask({"role": "worker", "name": self.name, **self.about})
+                return
+            except (OSError, KeyError, ValueError) as error:
+                if time.monotonic() > deadline:
+                    raise MachineError(f"{self.name} cannot reach the server of {self.run.path}: {error}") from None
+                time.sleep(0.05)
+
+    def moved(self) -> int:
+        """Bytes that were sent and received since this was last asked."""
+        links = [*self.servers.values(), *([self.chief] if self.chief else [])]
+        before, self.told = self.told, sum(link.sent + link.received for link in links)
+        return max(0, self.told - before)
+
+    def drop(self) -> None:
+        for link in self.servers.values():
+            link.close()
+        if self.chief is not None:
+            self.chief.close()
+        self.chief, self.servers, self.version, self.told = None, {}, None, 0
+
+    def server(self, address: str) -> Link:
+        """The link to a server; the chief, which holds the first shard, has no other address here."""
+        assert self.chief is not None
+        if not address:
+            return self.chief
+        if address not in self.servers:
+            link = connect(address, run_secret(self.run.path))
+            link.request({"role": "worker", "name": self.name})
+            self.servers[address] = link
+        return self.servers[address]
+
+    def pull(self, addresses: list[str], version: str) -> None:
+        """Take the servers' weights, unless they are those we have."""
+        if version == self.version:
+            return
+        for address in addresses:
+            _, tensors = self.server(address).request({"do": "read", "what": "weights"})
+            self.fill(tensors)
+        self.version = version
+
+    @torch.no_grad()
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """Weights under a checkpoint's names, into the model."""
+        masters = self.stepper.state.woven.masters
+        for name, tensor in tensors.items():
+            local_of(masters[name.removeprefix("model.")].detach()).copy_(tensor)
+        self.stepper.state.woven.refresh()
+
+    def deliver(self, addresses: list[str], key: str, grads: dict[str, Tensor]) -> None:
+        """Give each server the gradients of the weights that it holds."""
+        for address, names in zip(addresses, self.dealt(len(addresses)), strict=True):
+            self.server(address).request({"do": "stage", "key": key}, {n: grads[n] for n in names})
+
+    def dealt(self, servers: int) -> list[list[str]]:
+        return deal_out({n: m.numel() for n, m in self.stepper.state.woven.masters.items()}, servers)
+
+
+def gradient(worker: Worker, task: dict[str, Any]) -> None:
+    """One share of a step: pull, compute, deliver to every server, and only then say so."""
+    worker.pull(task["servers"], task["version"])
+    job, stepper = worker.job, worker.stepper
+    batches = [
+        to_device(b, stepper.mesh.device)
+        for b in read_share(
+            worker.dataset, seed=job.train.seed, step=task["step"], global_batch=job.train.global_batch,
+            microbatch=worker.plan.microbatch, dp_rank=task["share"], dp_size=worker.plan.dp, offset=task["offset"],
+        )
+    ]  # fmt: skip
+    grads = stepper.gradients(batches)
+    leaves = stepper.state.woven.leaves
+    sums = {
+        n: local_of(x.grad).float() * (grads.nominal / grads.scale) for n, x in leaves.items() if x.grad is not None
+    }
+    try:
+        worker.deliver(task["servers"], task["key"], sums)
+    except WireError:
+        worker.servers, worker.version = {}, None
+        worker.ask({"do": "back", "key": task["key"]})  # raises as well if it was the chief who went
+        return
+    figures = {"loss": float(grads.loss), "count": float(grads.count), "bytes": worker.moved()}
+    worker.ask({"do": "done", "key": task["key"], **figures})
+
+
+def make_worker(run: RunDir, job: Job, plan: Plan, name: str, about: dict[str, Any]) -> Worker:
+    """A whole copy of the model on this process alone."""
+    one = inside(plan)
+    mesh = Mesh(0, 1, local_device(plan, int(os.environ.get("LOCAL_RANK", 0))), None, {}, None, None, None)
+    state = build_state(job, one, mesh)
+    return Worker(run, job, plan, Stepper(job, one, mesh, state), open_dataset(job), name, about)
+
+
+def work(worker: Worker, does: Callable[[Worker, dict[str, Any]], None]) -> None:
+    """Until the chief says that there is nothing left to do."""
+    worker.reach()
+    while True:
+        try:
+            task, tensors = worker.ask({"do": "next"})
+            if task.get("stop"):
+                return
+            does(worker, {**task, "tensors": tensors})
+        except WireError:
+            worker.reach()

@@ -1,0 +1,1 @@
+"""Starts ranks, watches their heartbeats, and restarts the run after a fault."""

@@ -1,0 +1,1 @@
+"""The training loop, its state, and the entry point of a rank."""

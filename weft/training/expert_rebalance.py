@@ -1,0 +1,71 @@
+"""At a checkpoint: give experts other ranks, and hot ones several, where that makes the ranks' loads more even.
+
+Experts of a block are alike but for their weights. If the router's rows, the biases, the weights and all that the
+optimizer and the average hold of them are put into another order together, the model says what it said before. Which
+rank holds an expert follows from its number, so a hot one can be given a rank whose others are idle. One that is too
+hot for any rank is computed by several (parallel/expert/replication.py), and its tensors stay where they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.comm.shards import local_of, piece_of
+from weft.planner.advice.expert_placement import Placing, cost_of, fullest, place
+from weft.planner.plan import Plan
+from weft.training.state import State
+
+MOVED = ("router.", "experts.", "bias", "past")
+"""What of a mixture has a row for each expert."""
+
+
+def rebalance(state: State, plan: Plan) -> dict[str, float] | None:
+    """Place the experts of the blocks anew where the fullest rank would have less load by the share `ep_rebalance`.
+
+    Returns the worst block's fullest rank over the mean, before and after; None where nothing changed. All ranks know
+    the load of all blocks, and so decide alike.
+    """
+    load = state.woven.load
+    if load is None or not load.blocks or not load.steps:
+        return None
+    # what the ranks of one ep group compute in one pass
+    passes = load.steps * plan.accumulation * plan.world // (plan.pp * plan.ep)
+    table = (load.since[:, :-3] / passes).tolist()
+    load.since.zero_()
+    load.steps = 0
+    before, after, moves = [], [], dict[int, Placing]()
+    for index, counts in zip(load.blocks, table, strict=True):
+        there = load.copies.get(index, ())
+        found = place(counts, plan.ep, moves=plan.ep_moves, room=plan.ep_copies, price=plan.ep_copy_rows)
+        now = cost_of(counts, plan.ep, there, plan.ep_copy_rows)
+        if sum(counts) and found.rows + found.cost <= now * (1 - plan.ep_rebalance):
+            moves[index] = found
+            before.append(fullest(counts, plan.ep, there))
+            after.append(fullest([counts[e] for e in found.order], plan.ep, found.copies))
+    if not moves:
+        return None
+    for index in moves.keys() & load.parts.keys():
+        if moves[index].order != sorted(moves[index].order):
+            _reorder(state, index, moves[index].order)
+    load.place(load.copies | {index: found.copies for index, found in moves.items()})
+    state.woven.refresh()
+    copies = sum(len(pairs) for pairs in load.copies.values())
+    return {"blocks": len(moves), "before": max(before), "after": max(after), "copies": copies}
+
+
+@torch.no_grad()
+def _reorder(state: State, block: int, order: list[int]) -> None:
+    """Put all that a block has by expert into another order, one tensor after the other."""
+    prefix = f"blocks.{block}.mlp."
+    for name, tensor in sorted(state.tensors().items()):
+        kind, _, rest = name.partition(".")
+        ours = kind in ("model", "buffer", "optim", "ema") and rest.startswith(tuple(prefix + m for m in MOVED))
+        if ours and tensor.dim() and tensor.shape[0] == len(order):  # what Adafactor keeps by column has no experts
+            _permute(tensor, order)
+
+
+def _permute(tensor: Tensor, order: list[int]) -> None:
+    piece, local = piece_of(tensor), local_of(tensor)
+    whole = piece.whole(local.clone())
+    local.copy_(whole[torch.tensor(order, device=whole.device)][piece.box])

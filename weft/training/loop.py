@@ -1,0 +1,109 @@
+"""The training loop. It reads from top to bottom, and has no branch for a layout, a precision or an optimizer."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from typing import Any
+
+from weft.data.loader import to_device
+from weft.job.errors import DivergedError, Exit, MachineError
+from weft.training.garbage_collection import Collector
+from weft.training.metrics import Ledger, peak_memory_gib
+from weft.training.pipeline_timeline import recorded
+from weft.training.session import Session
+from weft.training.signals import Signals
+from weft.watch.progress import Progress
+
+
+def fit(session: Session, signals: Signals) -> Exit:
+    """Train from the session's step to the job's last, or until all ranks agree to stop."""
+    job, state, stepper = session.job, session.state, session.stepper
+    steps, device = job.train.steps, session.mesh.device
+    first_step = session.first_step
+    held_out = session.held_out() if job.train.eval_every else []
+    session.event(
+        "start", step=state.step, layout=session.plan.layout(), world=session.plan.world, attempt=session.pulse.attempt
+    )
+
+    with Progress(steps, state.step, job.watch.every, silent=session.mesh.rank != 0) as progress:
+
+        def write(record: dict[str, Any]) -> None:
+            session.commit(record)
+            progress.update(record)
+            if record.get("skipped"):
+                session.event("skipped", step=record["step"], loss_scale=record.get("loss_scale"))
+
+        def evaluate() -> dict[str, float]:
+            if not held_out:
+                return {}
+            session.now("eval")
+            state.agree()
+            val = stepper.evaluate(held_out)
+            session.event("eval", step=state.step, val_loss=val)
+            progress.note(f"step {state.step}: validation loss {val:.4f}")
+            return {"val_loss": val}
+
+        ledger = Ledger(job, session.plan, session.mesh, state, write, signals, session.guards)
+        ledger.agree()
+        if state.step == 0 and not ledger.stop:
+            evaluate()
+            ledger.agree()
+        ledger.start_clock()
+        with closing(session.loader()) as loader, Collector() as collector:
+            while state.step < steps and not ledger.stop:
+                session.now("data")
+                lr = stepper.learning_rate()
+                batches = [to_device(b, device) for b in next(loader)]
+                session.now("compute")
+                with recorded(session, state.step + 1):
+                    grads = stepper.gradients(batches)
+                session.now("update")
+                norm, _ = stepper.update(grads, lr)
+                ledger.post(grads, norm, lr)
+                collector.tick(state.step)
+                if _due(state.step, job.train.eval_every, steps):
+                    ledger.settle(**evaluate())
+                    ledger.agree()
+                    ledger.start_clock()
+                if _due(state.step, job.checkpoint.every, steps):
+                    ledger.settle()
+                    session.save(patient=state.step == steps)
+                session.keep()
+        ledger.settle()
+        if ledger.stop and state.step > first_step:
+            session.save(patient=True)
+        session.now("checkpoint")
+        session.checkpoints.wait()
+        if state.step > first_step and session.checkpoints.durable != state.step:
+            raise MachineError(
+                f"step {state.step} was reached, but its checkpoint could not be written to {session.run.checkpoints}; "
+                f"events.jsonl says why, and the last good one is of step {session.checkpoints.durable}"
+            )
+
+    stopped = ledger.stop if state.step < steps else None
+    done = state.step - first_step
+    summary = {
+        "step": state.step,
+        "steps_done": done,
+        "seconds": time.time() - session.began,
+        "loss": ledger.last.get("loss"),
+        "predicted": session.plan.predicted,
+        "measured": {"memory_gib": peak_memory_gib(device), "step_time_s": ledger.last.get("step_time_s")},
+    }
+    session.event("stop" if stopped else "done", **summary, **({"code": int(stopped)} if stopped else {}))
+    return stopped or Exit.DONE
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    """Every so many steps, and after the last one; `every` 0 leaves only the last."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def fit_or_explain(session: Session, signals: Signals) -> Exit:
+    """fit(), with divergence recorded in the run before it is raised."""
+    try:
+        return fit(session, signals)
+    except DivergedError as error:
+        session.event("diverged", step=session.state.step, why=str(error))
+        raise

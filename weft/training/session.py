@@ -1,0 +1,229 @@
+"""Everything a rank needs for a run, put together from the Job and the Plan in the order of the flow."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from weft.checkpoint.checkpointer import Checkpoints
+from weft.checkpoint.memory_snapshots import Snapshots
+from weft.checkpoint.merge_snapshots import places_of
+from weft.data.dataset import Dataset, open_dataset
+from weft.data.loader import Batch, Loader, to_device, val_batches
+from weft.guards.guards import Guards
+from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.mesh import Mesh, connect
+from weft.optim import peak_lr
+from weft.planner.plan import Plan
+from weft.supervisor.heartbeat import Pulse, Quiet
+from weft.training.build import build_state
+from weft.training.expert_rebalance import rebalance
+from weft.training.resume import newest_on_disk, put_together, recall, resume, told_before
+from weft.training.slice_map import write_slices
+from weft.training.state import State, meta_problem
+from weft.training.step import Stepper
+from weft.watch import logs
+from weft.watch.journal import Journal
+
+
+@dataclass
+class Session:
+    """A run on this rank, ready to train."""
+
+    job: Job
+    plan: Plan
+    run: RunDir
+    mesh: Mesh
+    state: State
+    stepper: Stepper
+    dataset: Dataset
+    checkpoints: Checkpoints
+    journal: Journal | None
+    """Only on rank 0: one file, one writer."""
+    log: logging.Logger
+    snapshots: Snapshots
+    pulse: Pulse
+    """Where the loop shows what it does, and hears that its attempt is over."""
+    guards: Guards
+    first_step: int = 0
+    """The step at which this start of the run began, whatever was recovered since."""
+    began: float = field(default_factory=time.time)
+    placed: int = 0
+    """Tensors of which it is written down, beside the snapshots, what they are pieces of."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """One line in events.jsonl, from rank 0."""
+        if self.journal is not None:
+            self.pulse.fence()
+            self.journal.event(kind, **fields)
+
+    def now(self, phase: str) -> None:
+        """Show what begins."""
+        self.pulse.now(phase, self.state.step)
+
+    def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
+        """Adaptive compression has changed its mind."""
+        if self.journal is not None:
+            self.event("compression", step=self.state.step, was=was, now=now, why=why, **fields)
+            self.log.info("%s", f"compression at step {self.state.step}: {now} (was {was}): {why}")
+
+    def loader(self) -> Loader:
+        """Batches from the next unread sample on."""
+        job, mesh = self.job, self.mesh
+        first = not any(mesh.coord(axis) for axis in ("tp", "cp", "pp"))  # the others read the same samples
+        record = self.run.samples / f"rank-{mesh.rank}.jsonl" if job.data.record_ids and first else None
+        loader = Loader(
+            self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
+            dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
+            start_step=self.state.step, start_sample=self.state.samples, record=record,
+            pin=mesh.device.type == "cuda",
+        )  # fmt: skip
+        return self.guards.attach(loader)
+
+    def held_out(self) -> list[list[Batch]]:
+        """The batches of one evaluation."""
+        job = self.job
+        return [
+            [to_device(b, self.mesh.device) for b in batches]
+            for batches in val_batches(
+                self.dataset, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
+                dp_rank=self.mesh.dp_rank(self.plan), dp_size=self.plan.dp, limit=job.train.eval_batches,
+            )
+        ]  # fmt: skip
+
+    def save(self, patient: bool = False) -> None:
+        """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
+        self.now("checkpoint")
+        self.state.agree()
+        if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan)):
+            self.event("rebalance", step=self.state.step, **moved)
+            self.guards.weights.begin(self.state.woven.masters)  # they have changed, and nobody is to blame
+        state, meta = self.state, self.state.meta(self.job, self.plan)
+        self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
+
+    def keep(self) -> None:
+        """Copy the step just done into memory that outlives this process, as often as that costs next to nothing."""
+        self.checkpoints.poll()
+        snapshots, state = self.snapshots, self.state
+        snapshots.trusted = self.guards.trusted
+        if snapshots.due(state.step):
+            pieces = state.pieces()
+            snapshots.take(state.step, pieces, state.counts() | {"agreed": self.guards.agreed})
+            if snapshots.refused:
+                self.log.warning("%s", snapshots.refused)
+            elif snapshots.folder is not None and self.placed != len(pieces):
+                self.placed = len(pieces)  # the optimizer's appear with its first step
+                places = places_of(self.mesh.rank, self.pulse.attempt, self.job, self.plan, state.tensors())
+                places.write(snapshots.folder)
+        if snapshots.tick(state.step):
+            snapshots.every = max(cast(list[int], self.mesh.all_gather_object(snapshots.wish())))
+            self.guards.weights.spacing = snapshots.every
+
+    def commit(self, record: dict[str, Any]) -> None:
+        """Write a step's record: from here on it is done, and need not be done again after a fault."""
+        self.pulse.fence()
+        if self.journal is not None:
+            self.journal.metrics(record)
+        self.snapshots.seal(record["step"], {"tokens": self.state.tokens})
+        self.pulse.committed(record["step"])
+
+    def make_good(self) -> None:
+        """Write the checkpoint that a broken attempt owed and did not finish."""
+        step, c = self.state.step, self.job.checkpoint
+        on_disk = newest_on_disk(self)
+        due = step if step == self.job.train.steps else step // c.every * c.every if c.every else 0
+        if on_disk == step:
+            self.checkpoints.durable = step
+        elif max(on_disk, self.first_step) < due:
+            self.save()
+
+    def rewind(self, to: int) -> None:
+        """Go back to the newest step at or before `to` that is known: in memory, else on disk, else step 0."""
+        self.checkpoints.wait()
+        self.snapshots.drop()
+        if not recall(self, to):
+            resume(self, at_most=to)
+
+    def close(self) -> None:
+        self.mesh.close()
+
+
+Hook = Callable[[Session], None]
+"""Called with a session before it trains; fault injection passes one in."""
+
+
+def open_session(
+    job: Job, plan: Plan, run: RunDir, *, pulse: Pulse | None = None, mesh: Mesh | None = None,
+    dataset: Dataset | None = None, snapshots: Snapshots | None = None, hook: Hook | None = None,
+) -> Session:  # fmt: skip
+    """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk."""
+    began = time.perf_counter()
+    pulse, mesh = pulse or Quiet(), mesh or connect(plan, job.comm.timeout_s)
+    log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
+    torch.manual_seed(job.train.seed + mesh.rank)  # for modules of a person's own; Weft's use no state
+    dataset = dataset or open_dataset(job)
+    state = build_state(job, plan, mesh)
+    journal = Journal(run) if mesh.rank == 0 else None
+
+    def on_event(kind: str, **fields: Any) -> None:
+        if kind in ("damaged", "checkpoint_failed"):
+            words = "is damaged and was skipped" if kind == "damaged" else "could not be written; training goes on"
+            log.warning("%s", f"checkpoint {fields['path']} {words}: {fields['why']}")
+            if journal is not None:
+                fault = "damaged" if kind == "damaged" else "disk_full"
+                journal.event("fault", fault=fault, rank=0, position=mesh.position, step=fields.get("step"),
+                              why=f"checkpoint {fields['path']} {words}: {fields['why']}")  # fmt: skip
+        if journal is not None:
+            journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
+
+    c = job.checkpoint
+    checkpoints = Checkpoints(
+        run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
+        on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
+        any_rank=lambda mine: any(mesh.all_gather_object(mine)), misfit=meta_problem, fence=pulse.fence,
+    )  # fmt: skip
+    memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
+    snapshots = snapshots or Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device)
+    stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
+
+    def warn(text: str) -> None:
+        if mesh.rank == 0:
+            log.warning("%s", text)
+
+    def event(kind: str, **fields: Any) -> None:
+        if journal is not None:
+            pulse.fence()
+            journal.event(kind, attempt=pulse.attempt, **fields)
+
+    guards = Guards(job, plan, mesh, state, event, warn)
+    guards.weights.spacing = snapshots.every
+
+    stepper.before_update = guards.weights.before_update  # after the copies: what flips earlier is in them, and told
+    session = Session(
+        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse, guards
+    )
+    for compressor in state.woven.compressors:
+        compressor.tell = session.compression
+    write_slices(run, plan, mesh, state.woven)
+    if not recall(session):
+        put_together(session)
+        resume(session)
+        guards.agreed = state.step
+    guards.recall(told_before(session))
+    session.first_step = state.step
+    log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
+    _, scaling = peak_lr(job)
+    if scaling:
+        log.info("%s", scaling)
+    if hook is not None:
+        hook(session)
+    return session

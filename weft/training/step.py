@@ -1,0 +1,137 @@
+"""One optimizer step: microbatches forward and backward, one norm, one update. Every layout takes this path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Waits
+from weft.job.schema import Job
+from weft.mesh import Mesh
+from weft.models import loss_sum
+from weft.optim import grad_norm, rate
+from weft.parallel.context.sequence_split import Cut
+from weft.parallel.spread_model import Batch, LossOf
+from weft.planner.plan import Plan
+from weft.precision import COMPUTE
+from weft.training.state import State
+
+
+@dataclass
+class Gradients:
+    """What the backward passes left behind: the gradients of loss_sum · `scale` / `nominal`, summed over all ranks."""
+
+    loss: Tensor
+    """Sum over this rank's valid targets."""
+    count: Tensor
+    """Valid targets of the samples whose gradients were summed: the global batch, or a replica's share of it."""
+    nominal: float
+    scale: float
+
+    @property
+    def factor(self) -> Tensor:
+        """What turns the gradients into those of the mean loss over all valid targets."""
+        return (self.nominal / (self.count.clamp(min=1) * self.scale)).float()
+
+
+@dataclass
+class Stepper:
+    """Carries a State through steps."""
+
+    job: Job
+    plan: Plan
+    mesh: Mesh
+    state: State
+    before_update: Callable[[], None] = lambda: None
+    """Called when the gradients are there and the weights are still as the last update left them."""
+    meanwhile: Callable[[], None] = lambda: None
+    """Called when this rank's gradients are made and the last of them travel: what is done then, nobody waits for."""
+    blind: bool = False
+    """There are no values to look at, as in a dry run: every step is taken."""
+
+    def gradients(self, batches: list[Batch]) -> Gradients:
+        """Forward and backward over this rank's microbatches of one step."""
+        state, woven, job = self.state, self.state.woven, self.job
+        woven.zero_grad()
+        count, counting = self._global_count(batches)
+        nominal = job.train.global_batch * batches[0]["valid"][0].numel() / self.apart
+        total = woven.backward(
+            self.local(batches), self.loss_of(job.train.label_smoothing), state.scale.value / nominal,
+            self.meanwhile,
+        )  # fmt: skip
+        if counting is not None:
+            counting.wait()
+        return Gradients(total, count, nominal, state.scale.value)
+
+    def update(self, grads: Gradients, lr: float) -> tuple[Tensor, bool]:
+        """Clip and apply. Returns the norm before clipping, and whether the step was taken.
+
+        It is not where the gradients are not finite, or where the state says that this step's batch is to be skipped.
+        Without fp16's scale a GPU knows this by itself: then True is returned, and the norm tells the rest.
+        """
+        state = self.state
+        self.before_update()
+        norm = grad_norm(state.woven.counted, self.mesh) * grads.factor
+        clip = self.job.optim.clip
+        clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
+        finite, wanted = torch.isfinite(norm), state.step + 1 not in state.skipped_steps
+        unseen = norm.is_cuda and not state.scale.dynamic
+        taken = wanted and (unseen or self.blind or bool(finite))
+        if taken:
+            flag = finite if unseen else None
+            state.optimizers.step(lr, clipped * grads.factor, flag)
+            state.ema.update(flag)
+        state.woven.follow(finite if taken and unseen else taken)
+        state.scale.update(taken or not wanted)
+        state.step += 1
+        state.samples += self.job.train.global_batch
+        state.rounds.after(state.step, grads.count, state.woven.refresh)
+        return norm, taken
+
+    def learning_rate(self) -> float:
+        return rate(self.job, self.state.step + 1)
+
+    @torch.no_grad()
+    def evaluate(self, steps: list[list[Batch]]) -> float:
+        """Mean loss over the valid targets of some batches, the same on every rank."""
+        batches = [b for step in steps for b in step]
+        loss = self.state.woven.evaluate(self.local(batches), self.loss_of(0.0)).double()
+        count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
+        sums = torch.stack([loss, count / (self.plan.pp * self.plan.cp)])
+        if self.mesh.everyone is not None:
+            self.mesh.everyone.all_reduce(sums)  # every rank of a tp group adds the same: the ratio stays
+        return float(sums[0] / sums[1].clamp(min=1))
+
+    def loss_of(self, smoothing: float) -> LossOf:
+        """The job's loss, as the woven model asks for it."""
+        seed, dtype = self.job.train.seed, COMPUTE[self.plan.precision]
+
+        def loss(module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+            return loss_sum(module, batch, self.job.model, seed=seed, smoothing=smoothing, dtype=dtype, hidden=hidden)
+
+        return loss
+
+    def local(self, batches: list[Batch]) -> list[Batch]:
+        """This rank's tokens of some batches."""
+        if self.plan.cp == 1:
+            return batches
+        cut = Cut.of(self.plan, self.mesh.coord("cp"))
+        return [cut.batch(b) for b in batches]
+
+    @property
+    def apart(self) -> int:
+        """Parts of the global batch whose gradients are not summed in a step."""
+        return self.plan.dp_replicate if self.plan.alone else 1
+
+    def _global_count(self, batches: list[Batch]) -> tuple[Tensor, Waits | None]:
+        """Valid targets of all ranks that sum their gradients; it travels while the first microbatch computes."""
+        count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
+        axis = self.mesh.axis("dp_shard") if self.plan.alone else self.mesh.everyone
+        if axis is None:
+            return count, None
+        same = axis.size // (self.plan.dp // self.apart)  # ranks of the axis that read the same samples
+        count = count / same
+        return count, axis.start_all_reduce(count)

@@ -1,0 +1,1 @@
+"""Checks of a layout: `weft prove` and `weft dryrun`."""

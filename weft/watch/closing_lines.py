@@ -1,0 +1,58 @@
+"""The last lines of a run: how it ended, and what the plan promised beside what happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.job.run_folder import RunDir
+from weft.watch.journal import read_jsonl, read_metrics
+from weft.watch.progress import duration, human
+
+EVENTS = ("done", "stop")
+
+
+def closing_words(run: RunDir) -> list[str]:
+    """A few plain sentences from the run's own files."""
+    events = read_jsonl(run.events)
+    ends = [e for e in events if e.get("event") in EVENTS]
+    if not ends:
+        return []
+    end = ends[-1]
+    if end["event"] == "done" and not end.get("steps_done"):
+        return [f"already done at step {end['step']}; raise train.steps to go on, or use --fresh to start again"]
+    records = read_metrics(run.metrics)
+    if end["event"] == "stop" and not end.get("steps_done"):
+        return [f"stopped at step {end['step']} before another was done; the same command goes on from here"]
+    words = "done" if end["event"] == "done" else "stopped and saved; the same command goes on from here"
+    lines = [f"{words}: step {end['step']}, {duration(end.get('seconds'))}{_losses(events, records)}"]
+    return lines + _promises(end, records)
+
+
+def _losses(events: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
+    losses = [e["val_loss"] for e in events if e.get("event") == "eval" and e.get("val_loss") is not None]
+    if len(losses) > 1:
+        return f", validation loss {losses[0]:.3f} → {losses[-1]:.3f}"
+    last = records[-1].get("loss") if records else None
+    return f", loss {last:.3f}" if last is not None else ""
+
+
+def _promises(end: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
+    predicted: dict[str, float] = end.get("predicted") or {}
+    pairs = []
+    peak = max((r["peak_memory_gib"] for r in records if r.get("peak_memory_gib")), default=None)
+    if peak is not None:
+        pairs.append(f"memory {_beside(predicted.get('memory_gib'), peak, '{:.2f} GiB')}")
+    times = sorted(r["step_time_s"] for r in records if r.get("step_time_s"))
+    if times:
+        pairs.append(f"step {_beside(predicted.get('step_time_s'), times[len(times) // 2], '{:.3g} s')}")
+    if "communication_mib" in predicted:
+        pairs.append(f"traffic {predicted['communication_mib']:.1f} MiB a rank and step predicted")
+    rates = sorted(r["tokens_per_s"] for r in records if r.get("tokens_per_s"))
+    if rates:
+        pairs.append(f"{human(rates[len(rates) // 2])} tokens/s")
+    return [" · ".join(pairs)] if pairs else []
+
+
+def _beside(predicted: float | None, measured: float, form: str) -> str:
+    shown = form.format(measured)
+    return f"{form.format(predicted)} predicted, {shown} measured" if predicted else f"{shown} measured"
