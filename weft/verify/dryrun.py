@@ -106,7 +106,7 @@ def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()
         state = build_state(job, plan, mesh)
         state.scale.dynamic = False  # whether a step overflowed is a value, and there are none
         if isinstance(state.woven, Pipelined):
-            state.woven.wire.nobody = plan.backend == "nccl"
+            state.woven.links.keep_sent = plan.backend != "nccl"
         state.optimizers.allocate()
         state.woven.zero_grad()
         for name, piece in state.optimizers.params.items():
