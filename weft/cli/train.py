@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, JobArg, Nproc, Overrides, say
+from weft.cli.common import AsJson, Device, JobArg, Nproc, Overrides, on_device, say
 
 
 def train(
@@ -55,13 +55,16 @@ def prove(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     shrink: Annotated[bool, typer.Option(help="Prove a small model of the same kind instead.")] = False,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove on local CPU ranks that every layout is the same run as one process."""
+    """Prove on local ranks that every layout is the same run as one process: on the CPU, or with --device cuda on GPUs,
+    which ranks share where there are fewer GPUs than ranks."""
     from weft.cli.views.prove import run_and_show
     from weft.job.load import load_job
 
-    raise typer.Exit(run_and_show(load_job(job, overrides or ()), layouts or [], steps, shrink, as_json))
+    described = load_job(job, on_device(overrides, device))
+    raise typer.Exit(run_and_show(described, layouts or [], steps, shrink, as_json))
 
 
 def chaos(
@@ -79,6 +82,7 @@ def chaos(
     compare: Annotated[bool, typer.Option(help="Run undisturbed first, and compare every bit of the weights.")] = True,
     restart: Annotated[bool, typer.Option("--restart", help="Start the run again however it ended.")] = False,
     patience: Annotated[float, typer.Option(min=1, help="Seconds without a step until the run is given up.")] = 300.0,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Rehearse: put faults into a real local run, and account for what they cost. Exit code 1 if anything was lost."""
@@ -86,7 +90,7 @@ def chaos(
     from weft.cli.views.chaos import run_and_show
     from weft.job.load import load_job
 
-    described = load_job(job, overrides or ())
+    described = load_job(job, on_device(overrides, device))
     asked = Rehearsal(
         described, nproc, faults, seed, nodes, every_s=every, compare=compare, restart=restart, patience_s=patience
     )

@@ -1,4 +1,4 @@
-"""What ranks of a pool need and takes seconds to import: imported once, by the process that they are forks of."""
+"""Imported once by the fork server of a pool of ranks, since it takes seconds."""
 
 from weft.training.imports import importing
 

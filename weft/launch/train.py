@@ -18,6 +18,7 @@ from weft.job.load import dump_yaml
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
+from weft.planner.ranks import shares_devices
 from weft.server.launcher import launch_served
 from weft.server.rendezvous import open_meeting
 from weft.supervisor.local_ranks import KILLED, QUIET, launch, locked
@@ -48,6 +49,8 @@ def start(
     `resilient` puts a supervisor beside the ranks, which replaces those that are lost; left out, with several ranks.
     """
     run = RunDir(Path(job.runs_dir) / job.name)
+    if plan.device == "cuda" and shares_devices(job, probe(), plan.world):
+        say(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for rehearsal, not for speed")
     with locked(run) as lock:
         if fresh:
             _set_aside(run, say)
