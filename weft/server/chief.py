@@ -23,7 +23,7 @@ from weft.models import build_model
 from weft.optim import Optimizers, build_optimizers
 from weft.parallel.apply import find_units
 from weft.planner.plan import Plan
-from weft.planner.sync import inside
+from weft.planner.sync import one_replica
 from weft.server.connections import Desk, Hub
 from weft.server.federated_client import client_shares
 from weft.server.federated_rounds import Averaging
@@ -75,7 +75,7 @@ class Lead(Desk, Protocol):
 def whole_masters(job: Job, plan: Plan) -> tuple[State, Mesh]:
     """A whole copy of the model in this process."""
     mesh = Mesh(0, 1, local_device(plan, 0), None, {}, None, None, None)
-    state = build_state(job, inside(plan), mesh)
+    state = build_state(job, one_replica(plan), mesh)
     if learned := [n for n, b in state.woven.buffers().items() if b.is_floating_point()]:
         raise JobError(
             f"train.sync={plan.sync} carries weights, and the model also learns the buffer {learned[0]}; "
@@ -134,7 +134,7 @@ class Chief:
         state.step, state.tokens = copy.step, copy.tokens
         state.samples = copy.sync.get("offset", 0) + copy.step * self.job.train.global_batch
         rest = {n: t for n, t in state.tensors().items() if not n.startswith("optim.") and n not in copy.weights}
-        meta = {**state.meta(self.job, inside(self.plan)), "sync": copy.sync}
+        meta = {**state.meta(self.job, one_replica(self.plan)), "sync": copy.sync}
         self.checkpoints.save(copy.step, {**rest, **copy.weights}, meta)
 
     def handle(self, copy: Copy) -> None:
@@ -186,7 +186,9 @@ def lead(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
     ] if job.train.eval_every else []  # fmt: skip
     with Progress(job.train.steps, 0, job.watch.every) as progress:
         book = Book(job, plan, journal, progress, log)
-        chief = Chief(run, job, plan, state, Stepper(job, inside(plan), mesh, state), checkpoints, book, held_out, log)
+        chief = Chief(
+            run, job, plan, state, Stepper(job, one_replica(plan), mesh, state), checkpoints, book, held_out, log
+        )
         tensors, sync = chief.load()
         secret = run_secret(run.path)
         shard = make_shard(run, job, state, 0)

@@ -19,7 +19,7 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, local_device
 from weft.planner.plan import Plan
-from weft.planner.sync import inside
+from weft.planner.sync import one_replica
 from weft.server.client_data import Ints
 from weft.server.rendezvous import chief_address
 from weft.server.shard import deal_out
@@ -150,7 +150,7 @@ def gradient(worker: Worker, task: dict[str, Any]) -> None:
 
 def make_worker(run: RunDir, job: Job, plan: Plan, name: str, about: dict[str, Any]) -> Worker:
     """A whole copy of the model on this process alone."""
-    one = inside(plan)
+    one = one_replica(plan)
     mesh = Mesh(0, 1, local_device(plan, int(os.environ.get("LOCAL_RANK", 0))), None, {}, None, None, None)
     state = build_state(job, one, mesh)
     return Worker(run, job, plan, Stepper(job, one, mesh, state), open_dataset(job), name, about)

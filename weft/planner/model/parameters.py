@@ -40,7 +40,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """What one rank holds of a weight."""
 
     weight: Weight
@@ -89,26 +89,26 @@ def stage_weights(model: Model, plan: Plan, stage: int) -> list[Weight]:
     return list(make(model, plan.sequence, first, end, begins, ends))
 
 
-def shards_of(plan: Plan) -> int:
+def shard_count(plan: Plan) -> int:
     """Ranks among which weights are cut: those of dp_shard, and of cp with them, which see other tokens."""
     return plan.dp_shard * plan.cp if plan.dp_shard > 1 else 1
 
 
-def pieces_of(model: Model, plan: Plan, stage: int, coords: dict[str, int]) -> list[Piece]:
+def stage_shards(model: Model, plan: Plan, stage: int, coords: dict[str, int]) -> list[Shard]:
     """What a rank holds of each weight of one of its stages."""
     out = []
-    ways, place = shards_of(plan), coords["dp_shard"] * plan.cp + coords["cp"]
+    ways, place = shard_count(plan), coords["dp_shard"] * plan.cp + coords["cp"]
     for weight in stage_weights(model, plan, stage):
         if weight.experts and plan.ep > 1:
             own = prod(weight.shape) // plan.ep
             rest = plan.dp_shard * plan.cp * plan.tp // plan.ep if plan.dp_shard > 1 else 1
-            out.append(Piece(weight, own, -(-own // rest), -(-own // rest), rest))
+            out.append(Shard(weight, own, -(-own // rest), -(-own // rest), rest))
             continue
         shape = weight.on_tp(plan.tp, coords["tp"])
         rows, row = shape[0], prod(shape[1:])
         chunk = -(-rows // ways)
         held = max(0, min(chunk, rows - place * chunk)) if ways > 1 else rows
-        out.append(Piece(weight, rows * row, chunk * row, held * row, ways))
+        out.append(Shard(weight, rows * row, chunk * row, held * row, ways))
     return out
 
 
