@@ -15,7 +15,7 @@ from weft.planner.memory.rank_bytes import (
     states_of,
 )
 from weft.planner.memory.step_trace import Step, Walk
-from weft.planner.model.parameters import coords_of, stage_shards, stages_of
+from weft.planner.model.parameters import coords_of, param_shards, stages_of
 from weft.planner.plan import Plan
 from weft.planner.time.compression import residual_of
 
@@ -53,7 +53,7 @@ def _gathered(job: Job, plan: Plan, rank: int) -> float:
     coords = coords_of(plan, rank)
     units: dict[tuple[int, str], float] = {}
     for stage in stages_of(plan, coords["pp"]):
-        for p in stage_shards(job.model, plan, stage, coords):
+        for p in param_shards(job.model, plan, stage, coords):
             key = (stage, p.weight.unit)
             units[key] = units.get(key, 0.0) + p.gathered * compute_bytes(plan)
     if plan.zero < 3:
@@ -82,8 +82,8 @@ def _partial_flash(job: Job, plan: Plan, rank: int) -> float:
     if plan.tp == 1:
         return 0.0
     wide = compute_bytes(plan) if gradients_stay_low_precision(plan) else FP32_BYTES
-    pieces = [p for stage in rank_shards(job, plan, rank) for p in stage]
-    return wide * sum(p.held for p in pieces if p.weight.partial and not (p.weight.experts and plan.ep > 1))
+    shards = [p for stage in rank_shards(job, plan, rank) for p in stage]
+    return wide * sum(p.held for p in shards if p.weight.partial and not (p.weight.experts and plan.ep > 1))
 
 
 def _optimizer_flash(job: Job, plan: Plan, rank: int) -> float:
@@ -91,8 +91,8 @@ def _optimizer_flash(job: Job, plan: Plan, rank: int) -> float:
     if job.optim.name in ("adamw", "sgd"):
         return 0.0
     coords = coords_of(plan, rank)
-    pieces = [p for s in stages_of(plan, coords["pp"]) for p in stage_shards(job.model, plan, s, coords)]
+    shards = [p for s in stages_of(plan, coords["pp"]) for p in param_shards(job.model, plan, s, coords)]
     if job.optim.name == "adafactor":
-        return 3 * FP32_BYTES * max(p.held for p in pieces)
-    whole = [p.weight.shape[0] * p.weight.shape[1] for p in pieces if len(p.weight.shape) == 2 and p.weight.unit]
+        return 3 * FP32_BYTES * max(p.held for p in shards)
+    whole = [p.weight.shape[0] * p.weight.shape[1] for p in shards if len(p.weight.shape) == 2 and p.weight.unit]
     return 5 * FP32_BYTES * max(whole, default=0)
