@@ -41,7 +41,7 @@ def test_every_bucket_goes_once_and_none_waits_for_a_later_one(times: list[tuple
 
 def orders(job: Job) -> tuple[list[int], list[int], int]:
     job, _, _, stepper, loader = begin(job)
-    data = stepper.state.woven.data  # type: ignore[union-attr]
+    data = stepper.state.model.data  # type: ignore[union-attr]
     assert isinstance(data, Replicas)
     first = list(data.queue.order)
     for _, batches in zip(range(LEARN_AT + 2), loader, strict=False):

@@ -55,7 +55,7 @@ def activation_bytes(model: Model, compute: int, plan: Plan, at_once: float = 1.
     dim = model.dim or 0
     if model.family == "mlp":
         return at_once * layers * 2 * dim * compute / plan.tp
-    if plan.long:  # what every block keeps, and one block's pieces whole
+    if plan.long:  # what every block keeps, and one block's shards whole
         heads, kv = ((n or 0) * (model.head_dim or 0) for n in (model.heads, model.kv_heads))
         return at_once * kept_bytes(model, compute, plan) + (6 * dim + 4 * heads + 4 * kv) * compute / plan.tp
     one = kept_elements(model, plan.recompute, layers)

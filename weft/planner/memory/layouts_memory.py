@@ -65,7 +65,7 @@ def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) ->
     def cut(bytes_each: Size, when: Size) -> Size:
         return shared * bytes_each / np.where(when, shard, 1) + experts * bytes_each / np.where(when, expert_shard, 1)
 
-    # under zero 3 the shards are the masters; whole weights exist only while they are gathered
+    # under zero 3 the shards are the master weights; whole weights exist only while they are gathered
     frozen = np.asarray(model.frozen) > 0
     compute = np.where(frozen, model.frozen_bytes, compute)
     parameters = np.where(z3, cut(np.where((master > 0) & ~frozen, 0.0, compute), True), cut(compute, False))
@@ -136,5 +136,5 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
         return usual
     least = size * tokens * (model.dim + q) / tp * layers * waiting(layouts, index)
     least = np.where(parked, np.maximum(0.0, least - HOST_SHARE * HOST_GIB * GIB), least)
-    pieces = size * tokens * (6 * model.dim + 4 * q + 4 * kv) / tp
-    return np.where(model.seq_len / layouts.cp > cal.chunk_tokens, least + pieces, usual)
+    shards = size * tokens * (6 * model.dim + 4 * q + 4 * kv) / tp
+    return np.where(model.seq_len / layouts.cp > cal.chunk_tokens, least + shards, usual)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
-from weft.planner.memory.rank_bytes import FLOAT, bare_gradients, rank_pieces, states_of, width
+from weft.planner.memory.rank_bytes import FLOAT, bare_gradients, rank_shards, states_of, width
 from weft.planner.memory.step_trace import Step, Walk
-from weft.planner.model.parameters import coords_of, pieces_of, stages_of
+from weft.planner.model.parameters import coords_of, param_shards, stages_of
 from weft.planner.plan import Plan
 from weft.planner.time.compression import owed_of
 
@@ -20,7 +20,7 @@ def peak_parts(job: Job, plan: Plan, rank: int = 0) -> dict[str, float]:
     if states is None:
         return {}
     lasting: float = states.parameters + states.copies + states.optimizer + states.average
-    lasting += owed_of(plan, [p for stage in rank_pieces(job, plan, rank) for p in stage])
+    lasting += owed_of(plan, [p for stage in rank_shards(job, plan, rank) for p in stage])
     buckets = plan.dp_shard == 1 and (plan.dp_replicate > 1 or plan.precision != "fp32") and not bare_gradients(plan)
     walk = Walk(lasting + (states.gradients if buckets else 0) + plan.accumulation * batch_bytes(job, plan))
     Step(job, plan, rank, walk, buckets).run()
@@ -43,7 +43,7 @@ def _gathered(job: Job, plan: Plan, rank: int) -> float:
     coords = coords_of(plan, rank)
     units: dict[tuple[int, str], float] = {}
     for stage in stages_of(plan, coords["pp"]):
-        for p in pieces_of(job.model, plan, stage, coords):
+        for p in param_shards(job.model, plan, stage, coords):
             key = (stage, p.weight.unit)
             units[key] = units.get(key, 0.0) + p.gathered * width(plan)
     if plan.zero < 3:
@@ -72,8 +72,8 @@ def _partial_flash(job: Job, plan: Plan, rank: int) -> float:
     if plan.tp == 1:
         return 0.0
     wide = width(plan) if bare_gradients(plan) else FLOAT
-    pieces = [p for stage in rank_pieces(job, plan, rank) for p in stage]
-    return wide * sum(p.held for p in pieces if p.weight.partial and not (p.weight.experts and plan.ep > 1))
+    shards = [p for stage in rank_shards(job, plan, rank) for p in stage]
+    return wide * sum(p.held for p in shards if p.weight.partial and not (p.weight.experts and plan.ep > 1))
 
 
 def _optimizer_flash(job: Job, plan: Plan, rank: int) -> float:
@@ -81,8 +81,8 @@ def _optimizer_flash(job: Job, plan: Plan, rank: int) -> float:
     if job.optim.name in ("adamw", "sgd"):
         return 0.0
     coords = coords_of(plan, rank)
-    pieces = [p for s in stages_of(plan, coords["pp"]) for p in pieces_of(job.model, plan, s, coords)]
+    shards = [p for s in stages_of(plan, coords["pp"]) for p in param_shards(job.model, plan, s, coords)]
     if job.optim.name == "adafactor":
-        return 3 * FLOAT * max(p.held for p in pieces)
-    whole = [p.weight.shape[0] * p.weight.shape[1] for p in pieces if len(p.weight.shape) == 2 and p.weight.unit]
+        return 3 * FLOAT * max(p.held for p in shards)
+    whole = [p.weight.shape[0] * p.weight.shape[1] for p in shards if len(p.weight.shape) == 2 and p.weight.unit]
     return 5 * FLOAT * max(whole, default=0)

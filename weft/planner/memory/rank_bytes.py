@@ -12,7 +12,7 @@ from math import prod
 
 from weft.job.schema import Job
 from weft.planner.memory.expert_bytes import EXPERT_AXES, expert_bytes, load_bytes
-from weft.planner.model.parameters import Piece, Weight, coords_of, pieces_of, shards_of, stage_range, stages_of
+from weft.planner.model.parameters import ParamShard, Weight, coords_of, param_shards, shards_of, stage_range, stages_of
 from weft.planner.plan import Plan
 from weft.planner.schedules.registry import Schedule, make_schedule
 from weft.planner.time.compression import replica_bytes, shard_bytes
@@ -34,9 +34,9 @@ class States:
     """Bytes of what a rank keeps between steps."""
 
     parameters: int
-    """fp32 masters, with the padding of shards."""
+    """fp32 master weights, with the padding of shards."""
     copies: int
-    """Weights in the compute dtype that stay beside the masters; shards gather theirs when they need them."""
+    """Weights in the compute dtype that stay beside the master weights; shards gather theirs when they need them."""
     gradients: int
     """fp32, after the backward pass."""
     optimizer: int
@@ -66,45 +66,45 @@ def joint_axis(plan: Plan) -> str:
     return "cp" if plan.dp == 1 else f"{data}_cp"
 
 
-def rank_pieces(job: Job, plan: Plan, rank: int) -> list[list[Piece]]:
+def rank_shards(job: Job, plan: Plan, rank: int) -> list[list[ParamShard]]:
     """What a rank holds of every weight, stage by stage."""
     coords = coords_of(plan, rank)
-    return [pieces_of(job.model, plan, s, coords) for s in stages_of(plan, coords["pp"])]
+    return [param_shards(job.model, plan, s, coords) for s in stages_of(plan, coords["pp"])]
 
 
 def states_of(job: Job, plan: Plan, rank: int = 0) -> States | None:
     """What a rank keeps; None for a module of a person's own, which is not described here."""
     if job.model.module:
         return None
-    pieces = [p for stage in rank_pieces(job, plan, rank) for p in stage]
-    held = sum(p.held for p in pieces)
+    shards = [p for stage in rank_shards(job, plan, rank) for p in stage]
+    held = sum(p.held for p in shards)
     if plan.dp_shard > 1:
-        padded = sum(p.padded for p in pieces)
+        padded = sum(p.padded for p in shards)
         parameters = gradients = FLOAT * padded
         copies = 0
     else:
-        whole = sum(p.whole for p in pieces)
+        whole = sum(p.whole for p in shards)
         buckets = plan.dp_replicate > 1 or plan.precision != "fp32"
         parameters = FLOAT * whole
-        gradients = FLOAT * (sum(-(-p.whole // ALIGN) * ALIGN for p in pieces) if buckets else whole)
+        gradients = FLOAT * (sum(-(-p.whole // ALIGN) * ALIGN for p in shards) if buckets else whole)
         if bare_gradients(plan):
             gradients = 2 * whole
         copies = 0 if plan.precision == "fp32" else 2 * whole
-    optimizer = sum(_optimizer_bytes(job, p) for p in pieces)
+    optimizer = sum(_optimizer_bytes(job, p) for p in shards)
     return States(parameters, copies, gradients, optimizer, FLOAT * held if job.train.ema else 0)
 
 
-def _optimizer_bytes(job: Job, piece: Piece) -> int:
-    name, weight = job.optim.name, piece.weight
+def _optimizer_bytes(job: Job, shard: ParamShard) -> int:
+    name, weight = job.optim.name, shard.weight
     matrix = len(weight.shape) > 1
     if name == "adafactor":
-        moments = prod(weight.shape[:-2]) * sum(weight.shape[-2:]) if matrix else piece.held
+        moments = prod(weight.shape[:-2]) * sum(weight.shape[-2:]) if matrix else shard.held
         return FLOAT * (moments + 1)
     if name == "sgd":
-        return FLOAT * piece.held if job.optim.momentum else 0
+        return FLOAT * shard.held if job.optim.momentum else 0
     if name == "muon" and matrix and weight.unit:
-        return FLOAT * piece.held
-    return FLOAT * (2 * piece.held + 1)  # two moments, and the count of steps
+        return FLOAT * shard.held
+    return FLOAT * (2 * shard.held + 1)  # two moments, and the count of steps
 
 
 def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> Traffic:
@@ -121,9 +121,9 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
     axes = (*plan.axes, joint, *EXPERT_AXES, "everyone")
     out: dict[str, Counter[str]] = {axis: Counter() for axis in axes}
     for stage in stages:
-        pieces = pieces_of(job.model, plan, stage, coords)
-        routed = [p for p in pieces if _on_ep(p, plan)]
-        others = [p for p in pieces if not _on_ep(p, plan)]
+        shards = param_shards(job.model, plan, stage, coords)
+        routed = [p for p in shards if _on_ep(p, plan)]
+        others = [p for p in shards if not _on_ep(p, plan)]
         rest = plan.dp_shard * plan.cp * plan.tp // plan.ep
         if plan.dp_shard > 1:
             _shards(plan, others, held, out[joint], shards_of(plan), out["dp_replicate"], at)
@@ -138,7 +138,7 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
         if plan.tp > 1:
             add = _mlp_tp if job.model.family == "mlp" else _transformer_tp
             add(job, plan, stage, out["tp"])
-            out["tp"]["all_reduce"] += FLOAT * sum(p.held for p in pieces if p.weight.partial and not _on_ep(p, plan))
+            out["tp"]["all_reduce"] += FLOAT * sum(p.held for p in shards if p.weight.partial and not _on_ep(p, plan))
         expert_bytes(job, plan, stage, out)
         if schedule is not None:
             _messages(job, plan, schedule, stage, coords["pp"], out["pp"])
@@ -159,17 +159,17 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
     return {axis: dict(kinds) for axis, kinds in out.items() if kinds.total()}
 
 
-def _on_ep(piece: Piece, plan: Plan) -> bool:
-    return piece.weight.experts and plan.ep > 1
+def _on_ep(shard: ParamShard, plan: Plan) -> bool:
+    return shard.weight.experts and plan.ep > 1
 
 
 def _shards(
-    plan: Plan, pieces: list[Piece], held: bool, out: Counter[str], ways: int, replicas: Counter[str], at: float
+    plan: Plan, shards: list[ParamShard], held: bool, out: Counter[str], ways: int, replicas: Counter[str], at: float
 ) -> None:  # fmt: skip
     """FSDP2's: weights are gathered in the compute dtype, gradients summed and cut in fp32, copies' once a step."""
     gathers = 2 * plan.accumulation if plan.zero == 3 and not held else 1
     scatters = 1 if plan.zero == 1 or held else plan.accumulation
-    cut, across = shard_bytes(plan, pieces, ways, (gathers, scatters), width(plan), at)
+    cut, across = shard_bytes(plan, shards, ways, (gathers, scatters), width(plan), at)
     out.update(cut)
     replicas.update(across)
 
@@ -224,21 +224,21 @@ def _tied(job: Job, plan: Plan, schedule: Schedule, coords: dict[str, int], pp: 
         return
     for stage, name in ends.items():
         if schedule.rank_of[stage] == coords["pp"]:
-            held = next(p.held for p in pieces_of(job.model, plan, stage, coords) if p.weight.name == name)
+            held = next(p.held for p in param_shards(job.model, plan, stage, coords) if p.weight.name == name)
             pp["send"] += FLOAT * held
             pp["recv"] += FLOAT * held
 
 
 def _norms(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[str]]) -> None:
     """The gradients' norm: one number for each way in which weights are cut, over the axes that cut them."""
-    pieces = [p for s in stages_of(plan, coords["pp"]) for p in pieces_of(job.model, plan, s, coords)]
-    cuts = {p.weight.cut is not None and plan.tp > 1 for p in pieces}
+    shards = [p for s in stages_of(plan, coords["pp"]) for p in param_shards(job.model, plan, s, coords)]
+    cuts = {p.weight.cut is not None and plan.tp > 1 for p in shards}
     for cut in cuts:
         if plan.dp_shard > 1:
             out[joint_axis(plan)]["all_reduce"] += COUNT
         if cut:
             out["tp"]["all_reduce"] += COUNT
-    if any(_on_ep(p, plan) for p in pieces):
+    if any(_on_ep(p, plan) for p in shards):
         out["ep"]["all_reduce"] += COUNT
         if plan.dp_shard > 1 and plan.dp_shard * plan.cp * plan.tp > plan.ep:
             out["ep_shard"]["all_reduce"] += COUNT
@@ -251,8 +251,8 @@ def _optimizer_traffic(job: Job, plan: Plan, coords: dict[str, int], out: dict[s
     if job.optim.name not in ("muon", "adafactor"):
         return
     for stage in stages_of(plan, coords["pp"]):
-        for piece in pieces_of(job.model, plan, stage, coords):
-            weight = piece.weight
+        for shard in param_shards(job.model, plan, stage, coords):
+            weight = shard.weight
             matrix = len(weight.shape) > 1
             if job.optim.name == "muon":
                 sums = prod(weight.shape) if matrix and weight.unit else 0
@@ -272,20 +272,20 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
     total = 0.0
     for stage in stages_of(plan, coords["pp"]):
         first, end, begins, ends = stage_range(model, plan, stage)
-        for piece in pieces_of(model, plan, stage, coords):
-            name, size = piece.weight.name, prod(piece.weight.on_tp(plan.tp, coords["tp"]))
-            if piece.weight.experts and model.experts is not None:  # each token meets a few; load is taken as even
-                each = prod(piece.weight.shape[1:]) * model.experts.top_k
+        for shard in param_shards(model, plan, stage, coords):
+            name, size = shard.weight.name, prod(shard.weight.on_tp(plan.tp, coords["tp"]))
+            if shard.weight.experts and model.experts is not None:  # each token meets a few; load is taken as even
+                each = prod(shard.weight.shape[1:]) * model.experts.top_k
                 total += (8.0 if plan.recompute == "full" else 6.0) * samples * seq * each / plan.cp / plan.tp
                 continue
-            if len(piece.weight.shape) != 2 or name == "positions.weight":
+            if len(shard.weight.shape) != 2 or name == "positions.weight":
                 continue
             if name == "embed.weight" and model.family != "vit":
                 if model.tied and ends:
                     total += 6.0 * samples * seq * size
                 continue
             passes = 3.0
-            if not piece.weight.unit:
+            if not shard.weight.unit:
                 tokens = samples * (1 if name == "head.weight" and model.family == "vit" else seq)
                 passes = 2.0 if name == "embed.weight" else 3.0  # nobody wants the gradient of patches
             else:
@@ -294,14 +294,14 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 if name.endswith("router.weight"):  # each rank routes its own tokens
                     tokens //= plan.tp
                 if model.family == "mlp":
-                    passes = 2.0 if begins and piece.weight.unit == "layers.0" else 3.0
+                    passes = 2.0 if begins and shard.weight.unit == "layers.0" else 3.0
             total += 2.0 * passes * tokens * size / plan.cp
         if model.family != "mlp":
             scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
             passes = 4.0 if plan.recompute == "full" else 3.0
             total += passes * (end - first) * scores / (2.0 if model.causal else 1.0)
         if job.optim.name == "muon":
-            total += sum(_newton_schulz(p.weight) for p in pieces_of(model, plan, stage, coords))
+            total += sum(_newton_schulz(p.weight) for p in param_shards(model, plan, stage, coords))
     return total
 
 

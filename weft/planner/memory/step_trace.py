@@ -95,7 +95,7 @@ class Step:
         for unit in s.blocks:
             for part in _parts(unit) if self.sharded and index not in self.ready else ():
                 w.flash(_copies(unit, part) * part.gathered)
-                w.add(2 * part.gathered)  # the pieces of the unit before are let go only now
+                w.add(2 * part.gathered)  # the shards of the unit before are let go only now
                 w.add(-before)
                 before = part.gathered
             w.flash(unit.passing.forward)

@@ -123,12 +123,12 @@ def norm_backward(t: Tape, m: Model, z: Sizes, out: str, grad: str, rows: float,
 
 
 def enter(t: Tape, z: Sizes, name: str) -> None:
-    """Into a region of cut matrices; the piece that was gathered stays with its caller for a while."""
+    """Into a region of cut matrices; the shard that was gathered stays with its caller for a while."""
     if z.tp > 1 and z.sequence:
-        piece = t.held[name]
+        shard = t.held[name]
         t.drop(name)
         whole = z.tokens * z.dim * z.c
-        t.take(**{f"{name}0": piece})
+        t.take(**{f"{name}0": shard})
         t.flash(2 * whole)
         t.take(**{name: whole})
 
@@ -154,9 +154,9 @@ def into_region_backward(t: Tape, z: Sizes, grad: str) -> None:
 
 
 def out_of_region_backward(t: Tape, z: Sizes, grad: str) -> None:
-    whole, piece = z.tokens * z.dim * z.c, z.rows * z.dim * z.c
+    whole, shard = z.tokens * z.dim * z.c, z.rows * z.dim * z.c
     if z.tp > 1:
-        t.flash(whole + (piece if z.sequence else 0))
+        t.flash(whole + (shard if z.sequence else 0))
     if z.tp > 1 and z.sequence:
         t.drop(grad)
-        t.take(**{grad: piece})
+        t.take(**{grad: shard})

@@ -12,7 +12,7 @@ import numpy as np
 from weft.job.compression import Compression, parse_compression
 from weft.planner.calibration import Calibration
 from weft.planner.model.facts import ModelFacts, Size
-from weft.planner.model.parameters import Piece, Weight
+from weft.planner.model.parameters import ParamShard, Weight
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import COMPRESSIONS, Layouts
 from weft.planner.time.compression_warmup import WARM, pays_low_rank, rank_at, setting_at, share_of, thin_pays
@@ -93,27 +93,27 @@ def is_packed(plan: Plan, weight: Weight) -> bool:
     return plan.tp == 1 or weight.cut is not None or weight.partial
 
 
-def replica_bytes(plan: Plan, pieces: Iterable[Piece], ranks: int, at: float) -> Counter[str]:
+def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, at: float) -> Counter[str]:
     """What a rank hands over to sum the gradients of some whole weights over replicas, at an age of the run; adaptive
     sends them as they are until it knows better."""
     out: Counter[str] = Counter()
     wanted = parse_compression(plan.compression)
     setting = setting_at(wanted, at, ranks)
-    for piece in pieces:
-        if not is_packed(plan, piece.weight):
-            out["all_reduce"] += 4 * (-(-piece.whole // ALIGN) * ALIGN)
-        elif thin := _thin(plan, wanted, piece, at):
+    for shard in shards:
+        if not is_packed(plan, shard.weight):
+            out["all_reduce"] += 4 * (-(-shard.whole // ALIGN) * ALIGN)
+        elif thin := _thin(plan, wanted, shard, at):
             out["all_reduce"] += thin
         else:
-            _halves(out, _coded(setting), piece.whole, ranks)
+            _halves(out, _coded(setting), shard.whole, ranks)
     return out
 
 
-def _thin(plan: Plan, wanted: Compression, piece: Piece, at: float) -> int:
+def _thin(plan: Plan, wanted: Compression, shard: ParamShard, at: float) -> int:
     """Bytes of PowerSGD's two thin matrices; 0 where a weight does not travel as such."""
     if wanted.kind != "powersgd":
         return 0
-    shape = piece.weight.on_tp(plan.tp, 0)
+    shape = shard.weight.on_tp(plan.tp, 0)
     rows, columns, rank = shape[0], math.prod(shape[1:]), int(wanted.number)
     return 4 * rank_at(rank, rows, columns, at) * (rows + columns) if thin_pays(rank, [(rows, columns)], at) else 0
 
@@ -132,7 +132,7 @@ def _halves(out: Counter[str], setting: Compression, numbers: int, ranks: int) -
 
 
 def shard_bytes(
-    plan: Plan, pieces: Iterable[Piece], ways: int, times: tuple[int, int], width: int, at: float
+    plan: Plan, shards: Iterable[ParamShard], ways: int, times: tuple[int, int], width: int, at: float
 ) -> tuple[Counter[str], Counter[str]]:
     """The same under shards: over the ranks that cut, and over their replicas. `times` is how often weights are
     gathered and gradients summed in a step, `width` the bytes of a weight that computes."""
@@ -141,24 +141,24 @@ def shard_bytes(
     wanted = parse_compression(plan.compression)
     here, there = setting_at(wanted, at), setting_at(wanted, at, plan.dp_replicate)
     gathers, scatters = times
-    for piece in pieces:
-        whole = piece.padded * ways
-        if not is_packed(plan, piece.weight):
+    for shard in shards:
+        whole = shard.padded * ways
+        if not is_packed(plan, shard.weight):
             cut["all_gather"] += gathers * whole * width
             cut["reduce_scatter"] += scatters * whole * 4
-            across["all_reduce"] += piece.padded * 4
+            across["all_reduce"] += shard.padded * 4
             continue
         cut["all_gather"] += round(gathers * whole * min(width, TRAVEL[wanted.kind].weight))
-        if thin := _thin(plan, wanted, piece, at):
+        if thin := _thin(plan, wanted, shard, at):
             cut["all_reduce"] += scatters * thin
             across["all_reduce"] += scatters * thin
         else:
             cut["all_to_all"] += round(scatters * whole * per_number(_coded(here)))
-            _halves(across, _coded(there), piece.padded, plan.dp_replicate)
+            _halves(across, _coded(there), shard.padded, plan.dp_replicate)
     return cut, across if plan.dp_replicate > 1 else Counter()
 
 
-def owed_of(plan: Plan, pieces: Iterable[Piece]) -> float:
+def owed_of(plan: Plan, shards: Iterable[ParamShard]) -> float:
     """Bytes that a rank keeps of what it owes: of each compressed weight as much as tp leaves of it."""
     owed = TRAVEL[plan.compression.partition(":")[0]].owed
-    return owed * sum(p.whole for p in pieces if is_packed(plan, p.weight)) if plan.dp * plan.cp > 1 else 0.0
+    return owed * sum(p.whole for p in shards if is_packed(plan, p.weight)) if plan.dp * plan.cp > 1 else 0.0
