@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.planner.schedules.registry import Action, Schedule
+from weft.planner.schedules.actions import Action, Schedule
 
 AHEAD = 2
 """Messages from one rank that may be on their way before they are needed."""

@@ -14,7 +14,8 @@ from weft.job.schema import Job
 from weft.planner.memory.expert_bytes import EXPERT_AXES, expert_bytes, load_bytes
 from weft.planner.model.parameters import Piece, Weight, coords_of, pieces_of, shards_of, stage_range, stages_of
 from weft.planner.plan import Plan
-from weft.planner.schedules.registry import Schedule, make_schedule
+from weft.planner.schedules.actions import Schedule
+from weft.planner.schedules.registry import make_schedule
 from weft.planner.time.compression import replica_bytes, shard_bytes
 from weft.planner.time.compression_warmup import age
 from weft.planner.time.context import context_bytes

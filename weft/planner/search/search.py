@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from weft.planner.calibration import Calibration
 from weft.planner.memory.layouts_memory import GIB, hold
 from weft.planner.model.facts import ClusterFacts, ModelFacts
-from weft.planner.search.candidates import RECOMPUTES, SCHEDULE_NAMES, Ints, Layouts
+from weft.planner.schedules.registry import SCHEDULE_NAMES
+from weft.planner.search.candidates import RECOMPUTES, Ints, Layouts
 from weft.planner.search.frontier import Kept, degrees
 from weft.planner.search.space import Rows, Space, coarse, count, expand, layouts_of
 from weft.planner.time.step import Estimates, estimate
