@@ -22,8 +22,8 @@ AROUND = (
 )
 BOX, GAP, LEFT, TOP = 112, 18, 14, 14
 STYLE = """text{font:14px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#1f2328}
-.b{font-weight:600}.s{font-size:12px;fill:#59636e}.p{font:12px ui-monospace,Menlo,Consolas,monospace}.m{text-anchor:middle}
-.box{fill:none;stroke:#8c959f;stroke-width:1.2}.line{stroke:#8c959f;stroke-width:1.4;fill:none}
+.b{font-weight:600}.s{font-size:12px;fill:#59636e}.p{font:12px ui-monospace,Menlo,Consolas,monospace}
+.m{text-anchor:middle}.box{fill:none;stroke:#8c959f;stroke-width:1.2}.line{stroke:#8c959f;stroke-width:1.4;fill:none}
 @media (prefers-color-scheme:dark){text{fill:#e6edf3}.s{fill:#9198a1}}"""
 
 
