@@ -29,7 +29,7 @@ from weft.server.update_checks import flaw, norm, outliers
 from weft.server.updates import Updates
 from weft.watch.journal import Journal, read_jsonl
 from weft.watch.progress import Progress
-from weft.wire.tensors import Link, connect
+from weft.wire.tensors import TensorChannel, open_tensor_channel
 
 
 def nobody(address: str) -> Holder:
@@ -56,7 +56,7 @@ def desk_of(
 
 
 def peer(number: int) -> Peer:
-    return Peer(f"worker {number}", "worker", cast(Link, None))  # a desk never speaks by itself
+    return Peer(f"worker {number}", "worker", cast(TensorChannel, None))  # a desk never speaks by itself
 
 
 @given(
@@ -136,14 +136,14 @@ def test_a_second_server_is_reached_lost_and_taken_back(tmp_path: Path) -> None:
     one = peer(0)
 
     def join(hub: Hub) -> Peer:
-        server = Peer("server 1", "server", cast(Link, None), {"index": 1, "address": hub.address})
+        server = Peer("server 1", "server", cast(TensorChannel, None), {"index": 1, "address": hub.address})
         desk.arrived(server)
         return server
 
     def step() -> None:
         task = desk.answer(one, {"do": "next"}, {})[0]
         desk.answer(one, {"do": "stage", "key": task["key"]}, {"w": torch.ones(2)})
-        link = connect(task["servers"][1], secret)
+        link = open_tensor_channel(task["servers"][1], secret)
         link.request({"role": "worker", "name": one.name})
         link.request({"do": "stage", "key": task["key"]}, {"v": torch.ones(3)})
         link.close()

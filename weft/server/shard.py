@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.optim import Optimizers
 from weft.server.connections import Peer
-from weft.wire.tensors import Answer, Link
+from weft.wire.tensors import Answer, TensorChannel
 
 Tensors = dict[str, Tensor]
 KEPT = 2
@@ -183,7 +183,7 @@ class Shard:
 class Remote:
     """A shard on another server, through the chief's link to it."""
 
-    def __init__(self, link: Link):
+    def __init__(self, link: TensorChannel):
         self.link = link
 
     def _ask(self, do: str, tensors: Tensors | None = None, **fields: Any) -> tuple[dict[str, Any], Tensors]:

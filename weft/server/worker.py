@@ -27,7 +27,7 @@ from weft.training.build import build_state
 from weft.training.step import Stepper
 from weft.wire.channel import WireError
 from weft.wire.secret import run_secret
-from weft.wire.tensors import Link, connect
+from weft.wire.tensors import TensorChannel, open_tensor_channel
 
 PATIENCE_S = 120.0
 """How long a worker tries to reach a chief that is gone before it gives up."""
@@ -44,8 +44,8 @@ class Worker:
     dataset: Dataset
     name: str
     about: dict[str, Any]
-    chief: Link | None = None
-    servers: dict[str, Link] = field(default_factory=dict)
+    chief: TensorChannel | None = None
+    servers: dict[str, TensorChannel] = field(default_factory=dict)
     version: str | None = None
     """Of the weights it has, as the chief names it."""
     told: int = 0
@@ -64,7 +64,7 @@ class Worker:
         while True:
             try:
                 secret = run_secret(self.run.path)
-                self.chief = connect(chief_address(self.run), secret)
+                self.chief = open_tensor_channel(chief_address(self.run), secret)
                 self.ask({"role": "worker", "name": self.name, **self.about})
                 return
             except (OSError, KeyError, ValueError) as error:
@@ -85,13 +85,13 @@ class Worker:
             self.chief.close()
         self.chief, self.servers, self.version, self.told = None, {}, None, 0
 
-    def server(self, address: str) -> Link:
+    def server(self, address: str) -> TensorChannel:
         """The link to a server; the chief, which holds the first shard, has no other address here."""
         assert self.chief is not None
         if not address:
             return self.chief
         if address not in self.servers:
-            link = connect(address, run_secret(self.run.path))
+            link = open_tensor_channel(address, run_secret(self.run.path))
             link.request({"role": "worker", "name": self.name})
             self.servers[address] = link
         return self.servers[address]
