@@ -1,4 +1,4 @@
-"""Layouts: many candidate layouts at once, as one array for each choice."""
+"""Layouts: many candidate layouts, as one array per setting."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from weft.planner.plan import Plan
 IntArray = NDArray[np.int64]
 
 SCHEDULE_NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v", "gpipe", "naive")
-"""What the codes of `schedule` stand for. zero-bubble is zb-h1 or zbv, by its stages a rank."""
+"""Meaning of the codes of `schedule`. zero-bubble is zb-h1 or zbv, by its stages per rank."""
 RECOMPUTES = ("none", "selective", "full")
 """Keep every activation, all but attention's inner ones, or only each block's input."""
 OFFLOADS = ("none", "optimizer", "activations")
-"""What waits in host memory."""
+"""What is kept in host memory."""
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "topk", "threshold", "powersgd", "onebit", "adaptive")
-"""What gradients travel as between replicas."""
+"""Gradient compression between replicas."""
 CP_STYLES = ("ring", "ulysses", "hybrid")
 PLACEMENTS = (
     ("tp", "cp", "dp_shard", "dp_replicate", "pp"),
     ("tp", "cp", "pp", "dp_shard", "dp_replicate"),
 )
-"""Axes from neighbouring ranks outwards. The first is the mesh's own order: stages far apart, shards close; the second
-keeps a pipeline's stages close and lets the shards be far apart."""
+"""Axes from neighbouring ranks outwards. The first is the mesh order: shards near, stages far apart; the second has
+stages near and shards far apart."""
 PLACEMENT_NAMES = ("shards-near", "stages-near")
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Equal-length arrays, one entry a candidate. Codes point into the tuples above."""
+    """Equal-length arrays, one entry per candidate. Codes index the tuples above."""
 
     dp_replicate: IntArray
     dp_shard: IntArray
     zero: IntArray
-    """0 plain replicas (dp_shard is 1), else what dp_shard cuts, as in parallel.zero."""
+    """0: plain replicas (dp_shard is 1), else the ZeRO stage, as in parallel.zero."""
     tp: IntArray
     sequence: NDArray[np.bool_]
     cp: IntArray
@@ -52,7 +52,7 @@ class Layouts:
     accumulation: IntArray
     recompute: IntArray
     recompute_blocks: IntArray
-    """How many of each stage's blocks `recompute` is for; -1 all of them."""
+    """How many blocks of each stage are recomputed; -1: all of them."""
     offload: IntArray
     precision: IntArray
     compression: IntArray
@@ -71,7 +71,7 @@ class Layouts:
         return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.pp
 
     def take(self, chosen: Any) -> Layouts:
-        """Those under a mask, a slice or an array of indices."""
+        """The layouts selected by a mask, a slice or indices."""
         return Layouts(**{name: array[chosen] for name, array in self.arrays()})
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -80,7 +80,7 @@ class Layouts:
 
     @classmethod
     def of(cls, **given: Any) -> Layouts:
-        """From arrays or numbers; a number stands for all, and what is left out is the plain choice."""
+        """From arrays or numbers; a number applies to all, and what is left out takes its default."""
         filled = {**_DEFAULTS, **given}
         size = np.broadcast(*filled.values()).shape or (1,)
         return cls(
@@ -97,7 +97,7 @@ class Layouts:
 
     @classmethod
     def join(cls, parts: Iterable[Layouts]) -> Layouts:
-        """One after the other."""
+        """Several layouts concatenated."""
         parts = list(parts)
         return cls(**{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)})
 

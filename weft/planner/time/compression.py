@@ -1,4 +1,4 @@
-"""What compression changes in an estimate: bytes that travel, bytes that encoding moves, bytes that are owed."""
+"""Effect of compression on an estimate: bytes sent, bytes moved to encode, and residual memory."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ SPARSE_KINDS = ("topk", "threshold")
 
 @dataclass(frozen=True)
 class WireFormat:
-    """Bytes for one number. Numbers in the setting (topk:0.01) are taken for their defaults."""
+    """Bytes per value of a compression kind with its default parameter."""
 
     gradient: float
     weight: float
-    """A gathered weight; never more than without compression."""
+    """Of a gathered weight; at most as many as without compression."""
     encoding: float
-    """Moved through memory to encode and decode a gradient."""
+    """Memory traffic to encode and decode a gradient."""
     owed: float = 0.0
-    """Kept between steps, whole over the data-parallel ranks."""
+    """Residual kept between steps (error feedback), not sharded over data-parallel ranks."""
 
 
 WIRE_FORMATS: dict[str, WireFormat] = {
@@ -61,30 +61,30 @@ def _chosen(layouts: Layouts, values: list[Size]) -> Size:
 
 
 def gradient_bytes(layouts: Layouts, model: ModelFacts, cal: Calibration) -> Size:
-    """What a gradient's number travels as."""
+    """Bytes per gradient value in collectives."""
     told: dict[str, Size] = {name: travel.gradient for name, travel in WIRE_FORMATS.items()}
     told |= {"none": cal.reduce_bytes, "powersgd": 8.0 * DEFAULT_POWERSGD_RANK / np.asarray(model.dim)}
     return _chosen(layouts, [told[name] for name in COMPRESSIONS])
 
 
 def weight_bytes(layouts: Layouts, size: Size) -> Size:
-    """What a gathered weight travels as, of `size` bytes where it computes."""
+    """Bytes per gathered weight value; `size` without compression."""
     return np.minimum(size, _chosen(layouts, [WIRE_FORMATS[name].weight for name in COMPRESSIONS]))
 
 
 def encoding_bytes(layouts: Layouts) -> Size:
-    """Moved through memory for each gradient that is encoded."""
+    """Memory traffic per encoded gradient value."""
     return _chosen(layouts, [WIRE_FORMATS[name].encoding for name in COMPRESSIONS])
 
 
 def residual_bytes(layouts: Layouts) -> Size:
-    """Kept for each gradient between steps, where more than one rank sums."""
+    """Residual bytes per gradient value, where more than one rank sums."""
     owed = _chosen(layouts, [WIRE_FORMATS[name].owed for name in COMPRESSIONS])
     return np.where(layouts.dp * layouts.cp > 1, owed, 0.0)
 
 
 def per_number(setting: Compression) -> float:
-    """Bytes of a gradient's number under a setting."""
+    """Bytes per gradient value under a setting."""
     return 6 * share_of(setting) if setting.kind in SPARSE_KINDS else WIRE_FORMATS[setting.kind].gradient
 
 
@@ -100,8 +100,8 @@ def is_compressed(plan: Plan, weight: Weight) -> bool:
 
 
 def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, at: float) -> Counter[str]:
-    """What a rank hands over to sum the gradients of some whole weights over replicas, at an age of the run; adaptive
-    sends them as they are until it knows better."""
+    """Bytes a rank sends to sum gradients of unsharded weights over replicas, at an age of the run; adaptive
+    counts as uncompressed."""
     out: Counter[str] = Counter()
     wanted = parse_compression(plan.compression)
     setting = setting_at(wanted, at, ranks)
@@ -116,7 +116,7 @@ def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, at: floa
 
 
 def _thin(plan: Plan, wanted: Compression, shard: ParamShard, at: float) -> int:
-    """Bytes of PowerSGD's two thin matrices; 0 where a weight does not travel as such."""
+    """Bytes of PowerSGD's two low-rank matrices; 0 where a weight is not sent that way."""
     if wanted.kind != "powersgd":
         return 0
     shape = shard.weight.on_tp(plan.tp, 0)
@@ -165,6 +165,6 @@ def shard_bytes(
 
 
 def residual_of(plan: Plan, shards: Iterable[ParamShard]) -> float:
-    """Bytes that a rank keeps of what it owes: of each compressed weight as much as tp leaves of it."""
+    """Bytes of a rank's residual: one value for each element of its compressed weights."""
     owed = WIRE_FORMATS[plan.compression.partition(":")[0]].owed
     return owed * sum(p.whole for p in shards if is_compressed(plan, p.weight)) if plan.dp * plan.cp > 1 else 0.0
