@@ -33,9 +33,9 @@ from weft.supervisor.local_ranks import launch, locked
 from weft.training.metrics import Ledger, peak_memory_gib
 from weft.training.session import Session
 from weft.training.signals import Signals
-from weft.watch.profile import Facts, from_json, summarise, table, to_json
+from weft.watch.kernel_profile import StepFacts, from_json, summarise, table, to_json
+from weft.watch.profiler_trace import Trace, read_trace
 from weft.watch.report import write_report
-from weft.watch.trace import Trace, read_trace
 
 WARM, TIMED = 4, {"cpu": 4, "cuda": 12}
 """Steps before anything is measured, and steps timed without the profiler: on a GPU the first waits for the host."""
@@ -203,7 +203,7 @@ def _tokens(job: Job) -> int:
     return job.train.global_batch * (1 if job.model.family == "mlp" else job.data.seq_len)
 
 
-def facts_of(session: Session) -> Facts:
+def facts_of(session: Session) -> StepFacts:
     """What the job and the plan say of one step of this rank."""
     job, plan = session.job, session.plan
     model, width = job.model, COMPUTE[plan.precision].itemsize
@@ -220,7 +220,7 @@ def facts_of(session: Session) -> Facts:
         full = 12.0 * (model.layers or 0) * (model.heads or 0) * (model.head_dim or 0) * job.data.seq_len
         attention = full / 2 if model.causal else full
     share = tokens / plan.tp / plan.pp
-    return Facts(
+    return StepFacts(
         bool(model.causal), (total - attention) * share if total else None,
         attention * share * 7 / 6 or None,  # backward computes the scores again: seven products where six are counted
         update, loss, sum(communication_bytes(job, plan).values()),

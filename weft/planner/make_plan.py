@@ -23,9 +23,11 @@ from weft.planner.model.facts import cluster_facts
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import AXES, Plan
 from weft.planner.ranks import backend_of, device_for, device_memory, world_of
-from weft.planner.rules.table import attends, check, divisors
-from weft.planner.schedules.registry import SCHEDULES, check_schedule, splits
-from weft.planner.schedules.split import split_layers, split_stages
+from weft.planner.rules.arithmetic import divisors
+from weft.planner.rules.context_parallel import attends
+from weft.planner.rules.table import check
+from weft.planner.schedules.registry import SCHEDULES, check_schedule, splits_backward
+from weft.planner.schedules.stage_split import split_layers, split_stages
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.choose import estimator_for, plan_space, search_layout
 from weft.planner.search.search import SearchResult
@@ -136,7 +138,7 @@ def complete_plan(start: PlanStart, plan: Plan, said: Sequence[str]) -> tuple[Jo
     if job.parallel == "auto":
         plan = _choose_context_parallel(job, plan, start.device, reasons)
     plan = _chunking(job, plan, probe(), reasons)
-    if job.memory.recompute == "auto" and plan.recompute == "selective" and splits(plan):
+    if job.memory.recompute == "auto" and plan.recompute == "selective" and splits_backward(plan):
         plan = replace(plan, recompute="full")  # a split backward passes through a block twice
     check(job, plan)
     plan = _split_stages(job, replace(plan, compile=_compile(job, plan)), reasons)
@@ -236,7 +238,7 @@ def _pin(given: Parallel, plan: Plan, world: int, experts: Experts | None = None
         raise JobError(problem)
     if plan.pp == 1:
         return plan
-    return replace(plan, virtual_stages=given.virtual_stages or SCHEDULES[given.schedule].usual)
+    return replace(plan, virtual_stages=given.virtual_stages or SCHEDULES[given.schedule].default_stages)
 
 
 def _compile(job: Job, plan: Plan) -> bool:
@@ -281,7 +283,7 @@ def _chunking(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Pla
     chunk = job.memory.chunk
     if chunk == "auto":
         most = job.data.seq_len / plan.cp
-        plain = not attends(job) or splits(plan) or job.model.experts is not None
+        plain = not attends(job) or splits_backward(plan) or job.model.experts is not None
         chunk = LONG_SEQUENCE_CHUNK if most > MAX_MICROBATCH_TOKENS and not plain else 0
         if chunk:
             reasons.append(f"blocks in chunks of {chunk} tokens: {most:.0f} on a rank make large activations")

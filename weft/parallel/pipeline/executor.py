@@ -21,7 +21,7 @@ from weft.parallel.data.data_parallel import nothing
 from weft.parallel.expert.load import ExpertLoad
 from weft.parallel.pipeline.messages import Message, Wire, sent_by
 from weft.parallel.spread_model import Batch, LossOf, SpreadModel
-from weft.planner.schedules.registry import Action, Schedule
+from weft.planner.schedules.actions import Action, Schedule
 
 
 class Spans:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.planner.engine_constants import PREFETCHED_MESSAGES
-from weft.planner.schedules.registry import Action, Schedule
+from weft.planner.schedules.actions import Action, Schedule
 
 
 class Message(NamedTuple):

@@ -23,7 +23,8 @@ from weft.planner.model.parameters import (
     stages_of,
 )
 from weft.planner.plan import Plan
-from weft.planner.schedules.registry import Schedule, make_schedule
+from weft.planner.schedules.actions import Schedule
+from weft.planner.schedules.registry import make_schedule
 from weft.planner.time.compression import replica_bytes, shard_bytes
 from weft.planner.time.compression_warmup import age
 from weft.planner.time.context import context_bytes

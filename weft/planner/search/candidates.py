@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.plan import Plan
+from weft.planner.schedules.registry import SCHEDULE_NAMES, resolve_name
 
 IntArray = NDArray[np.int64]
 
-SCHEDULE_NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v", "gpipe", "naive")
-"""Meaning of the codes of `schedule`. zero-bubble is zb-h1 or zbv, by its stages per rank."""
 RECOMPUTES = ("none", "selective", "full")
 """Keep every activation, all but attention's inner ones, or only each block's input."""
 OFFLOADS = ("none", "optimizer", "activations")
@@ -139,8 +138,7 @@ def _codes(plan: Plan) -> dict[str, Any]:
     }
     codes["zero"] = plan.zero if plan.dp_shard > 1 else 0
     said = {name: getattr(plan, name) for name in _CODED if hasattr(plan, name)}
-    if said["schedule"] == "zero-bubble":
-        said["schedule"] = "zbv" if plan.virtual_stages == 2 else "zb-h1"
+    said["schedule"] = resolve_name(plan.schedule, plan.virtual_stages)
     if str(said["recompute"]).isdigit():  # a count of blocks
         per_stage = -(-int(said["recompute"]) // plan.pp)
         codes["recompute_blocks"], said["recompute"] = per_stage, "full"

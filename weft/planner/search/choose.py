@@ -13,7 +13,9 @@ from weft.planner.calibration import Calibration
 from weft.planner.model.facts import cluster_facts, model_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
-from weft.planner.rules.table import RUNNABLE, divisors
+from weft.planner.rules.arithmetic import divisors
+from weft.planner.rules.table import RUNNABLE
+from weft.planner.schedules.registry import resolve_name
 from weft.planner.search.search import Estimator, LayoutSearch, SearchResult
 from weft.planner.search.space import Space, job_space
 
@@ -77,9 +79,7 @@ def _pinned(space: Space, job: Job, plan: Plan) -> Space:
     """The space with the pinned degrees; what the section leaves open stays open."""
     assert job.parallel != "auto"
     given = job.parallel
-    name = plan.schedule
-    if name == "zero-bubble":
-        name = "zbv" if plan.virtual_stages == 2 else "zb-h1"
+    name = resolve_name(plan.schedule, plan.virtual_stages)
     accumulation = space.accumulation if given.microbatches == "auto" else given.microbatches
     return space.restricted(
         tp=(plan.tp,), cp=(plan.cp,), pp=(plan.pp,), ep=(plan.ep,), dp_shard=(plan.dp_shard,), placement=(0,),

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from weft.planner.calibration import Calibration
 from weft.planner.memory.layouts_memory import GIB, memory_by_part
 from weft.planner.model.facts import ClusterFacts, ModelFacts
-from weft.planner.search.candidates import RECOMPUTES, SCHEDULE_NAMES, IntArray, Layouts
+from weft.planner.schedules.registry import SCHEDULE_NAMES
+from weft.planner.search.candidates import RECOMPUTES, IntArray, Layouts
 from weft.planner.search.frontier import BestLayouts, degrees
 from weft.planner.search.space import Columns, Space, coarse, count, expand, layouts_of
 from weft.planner.time.step import Estimates, estimate

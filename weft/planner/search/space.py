@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from weft.job.schema import Job
-from weft.planner.rules.table import divisors
-from weft.planner.schedules.registry import SCHEDULES
+from weft.planner.rules.arithmetic import divisors
+from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import (
     COMPRESSIONS,
     CP_STYLES,
@@ -18,7 +18,6 @@ from weft.planner.search.candidates import (
     PLACEMENTS,
     PRECISIONS,
     RECOMPUTES,
-    SCHEDULE_NAMES,
     IntArray,
     Layouts,
 )
@@ -30,7 +29,6 @@ __all__ = [
     "PLACEMENTS",
     "PRECISIONS",
     "RECOMPUTES",
-    "SCHEDULE_NAMES",
     "Columns",
     "Layouts",
     "Space",
@@ -46,12 +44,8 @@ MAX_MICROBATCH_TOKENS = 65_536
 """Tokens in one microbatch of a rank beyond which a larger one gains nothing."""
 MIN_CP_TOKENS = 4096
 """Least tokens of a sequence per rank of cp: shorter blocks leave attention kernels partly idle."""
-INTERLEAVED_STAGES = (2, 3, 4, 5, 6, 7, 8)
-"""Stages per rank that interleaved-1f1b is tried with."""
-_PIPELINES = (
-    ("1f1b", (1,)), ("interleaved-1f1b", INTERLEAVED_STAGES), ("zb-h1", (1,)), ("zbv", (2,)), ("dualpipe-v", (2,)),
-)  # fmt: skip
-"""gpipe and naive are never tried: 1f1b takes as long as gpipe and holds fewer activations, and naive is slower."""
+_PIPELINES = tuple((name, entry.searched_stages) for name, entry in SCHEDULES.items() if entry.searched_stages)
+"""Schedules that the search tries, each with its stages per rank."""
 
 
 Columns = dict[str, IntArray]
@@ -136,7 +130,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
         or job.memory.recompute == "selective"
     ):
         # these pass once through a block's backward, so a schedule that splits it is no choice (planner/rules/table.py)
-        fixed["schedules"] = tuple((name, stages) for name, stages in _PIPELINES if not SCHEDULES[name].splits)
+        fixed["schedules"] = tuple((name, stages) for name, stages in _PIPELINES if not SCHEDULES[name].splits_backward)
     return Space(
         **share, parts=layers + 2, tp=tuple(tp), cp=tuple(cp), pp=tuple(d for d in options if d <= layers + 2),
         ep=tuple(d for d in options if experts % d == 0) if experts else (1,), heads=heads, kv_heads=kv,
