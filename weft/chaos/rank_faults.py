@@ -107,7 +107,7 @@ class FaultyStepper(Stepper):
             nan = [o for o in orders if o["kind"] == "nan" and self.orders and self.orders.first_time(o, step)]
             return gradient * float("nan") if nan else gradient
 
-        with in_backward(modules_of(self.state.woven), strike):
+        with in_backward(modules_of(self.state.model), strike):
             return super().gradients(batches)
 
     def update(self, grads: Gradients, lr: float) -> Any:
@@ -116,8 +116,8 @@ class FaultyStepper(Stepper):
         done = super().update(grads, lr)
         for order in self.orders.due(self.state.step, "update", ("bitflip",)):
             if self.orders.first_time(order, self.state.step):
-                flip_bit(self.state.woven.masters, order["moment"])
-                self.state.woven.refresh()
+                flip_bit(self.state.model.master_params, order["moment"])
+                self.state.model.refresh()
         return done
 
     def _inject(self, phase: str) -> None:
@@ -179,9 +179,9 @@ def flip_bit(weights: dict[str, Tensor], moment: float) -> None:
         at -= size
 
 
-def modules_of(woven: Any) -> list[nn.Module]:
+def modules_of(model: Any) -> list[nn.Module]:
     """The modules of this rank: one model, or its pipeline stages."""
-    return [stage.module for stage in woven.stages.values()] if hasattr(woven, "stages") else [woven.module]
+    return [stage.module for stage in model.stages.values()] if hasattr(model, "stages") else [model.module]
 
 
 @contextmanager

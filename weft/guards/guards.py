@@ -45,9 +45,9 @@ class GuardedState(Protocol):
     skipped_steps: set[int]
 
     @property
-    def woven(self) -> Any: ...
+    def model(self) -> Any: ...
 
-    def pieces(self) -> dict[str, Tensor]: ...
+    def shards(self) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Guards:
         self.job, self.plan, self.mesh, self.state = job, plan, mesh, state
         self.settings = job.resilience
         self.coords = cast(list[dict[str, int]], mesh.all_gather_object(mesh.coords))
-        self.weights = WeightChecks(state.woven.masters, mesh, self.coords, plan.alone, self.settings.check_every)
+        self.weights = WeightChecks(state.model.master_params, mesh, self.coords, plan.alone, self.settings.check_every)
         self.faults = FaultLog(event, warn, self.coords)
         self.table = FigureLayout(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))
         # buffers of a custom module are averaged over ranks, which assumes equal shares
-        self.stragglers = StragglerResponse(job, plan, mesh, self.faults, fixed=lambda: bool(state.woven.buffers()))
+        self.stragglers = StragglerResponse(job, plan, mesh, self.faults, fixed=lambda: bool(state.model.buffers()))
         self.spikes, self.contention = SpikeDetector(), CpuContention()
         self.loader: Loader | None = None
         self.bad: list[StepFigures] = []
@@ -93,7 +93,7 @@ class Guards:
 
     def begin(self) -> None:
         """Reset before training starts or restarts from an earlier step."""
-        self.weights.begin(self.state.woven.masters)
+        self.weights.begin(self.state.model.master_params)
         self.agreed = min(self.agreed, self.state.step)
         self.stragglers.times.forget()
         self.start_clock()
@@ -132,7 +132,7 @@ class Guards:
             out[self.table.field(rank, at, "changed")] = changed.double()
         out[self.table.field(rank, at, "norm")] = norm.double()
         if self.mismatch and step == self.mismatch.read_at and rank == self.mismatch.group[0]:
-            self.right = values_at(self.state.woven.masters, self.mismatch.places)
+            self.right = values_at(self.state.model.master_params, self.mismatch.places)
         if (sums := self.weights.look(step, seconds)) is not None:
             out[self.table.place(rank, at)] = sums
         self.start_clock()
@@ -239,7 +239,7 @@ class Guards:
                 f"ranks {group} should hold the same weights, and {tries} times did not after step {step.number}: they "
                 "do not compute alike, or the memory of one is bad; resilience.check_every=0 trains without looking"
             )
-        places, held = find_differences(self.state.woven.masters, found.kind, ranks, self.mesh)
+        places, held = find_differences(self.state.model.master_params, found.kind, ranks, self.mesh)
         self.mismatch, self.right = ReplicaMismatch(step.number, self.state.step, ranks, tries, places, held), []
         why = (
             f"ranks {group} should hold the same weights and do not, and it cannot be told which is right: all ranks "
@@ -264,9 +264,9 @@ class Guards:
         for rank in wrong:
             why = f"rank {rank} holds other weights than rank {source} and its peers: it takes theirs"
             self.faults.fault("divergence", step.number, why, rank)
-        copy_shards(self.state.pieces(), self.state.woven.masters, kind, source, wrong, self.mesh)
-        self.state.woven.refresh()
-        self.weights.begin(self.state.woven.masters)
+        copy_shards(self.state.shards(), self.state.model.master_params, kind, source, wrong, self.mesh)
+        self.state.model.refresh()
+        self.weights.begin(self.state.model.master_params)
         seconds = time.perf_counter() - began
         self.faults.recovered("divergence", "replica", self.state.step + 1, seconds=seconds)
 

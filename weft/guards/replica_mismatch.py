@@ -40,7 +40,7 @@ class ReplicaMismatch:
 
 @torch.no_grad()
 def find_differences(
-    masters: Mapping[str, Tensor], kind: Kind, group: tuple[int, ...], mesh: Mesh
+    master_params: Mapping[str, Tensor], kind: Kind, group: tuple[int, ...], mesh: Mesh
 ) -> tuple[list[Element], dict[int, list[float]]]:
     """The elements in which these ranks' weights differ, and each rank's values. Collective; all ranks get the result.
 
@@ -48,8 +48,8 @@ def find_differences(
     """
     places: list[Element] = []
     held: dict[int, list[float]] = {rank: [] for rank in group}
-    for name in sorted(n for n, m in masters.items() if kind_of(m) == kind) if mesh.rank in group else ():
-        mine = local_of(masters[name]).cpu().contiguous().view(-1)
+    for name in sorted(n for n, m in master_params.items() if kind_of(m) == kind) if mesh.rank in group else ():
+        mine = local_of(master_params[name]).cpu().contiguous().view(-1)
         if mesh.rank != group[0]:
             dist.send(mine, group[0], group=mesh.host_group)
             continue
@@ -67,9 +67,9 @@ def find_differences(
 
 
 @torch.no_grad()
-def values_at(masters: Mapping[str, Tensor], places: list[Element]) -> list[float]:
+def values_at(master_params: Mapping[str, Tensor], places: list[Element]) -> list[float]:
     """This rank's current values of these elements."""
-    return [float(local_of(masters[name]).reshape(-1)[at]) for name, at in places]
+    return [float(local_of(master_params[name]).reshape(-1)[at]) for name, at in places]
 
 
 def wrong_ranks(mismatch: ReplicaMismatch, right: list[float]) -> list[int]:

@@ -41,13 +41,13 @@ class WeightChecks:
     """
 
     def __init__(
-        self, masters: Mapping[str, Tensor], mesh: Mesh, coords: list[dict[str, int]], alone: bool, every: int
+        self, master_params: Mapping[str, Tensor], mesh: Mesh, coords: list[dict[str, int]], alone: bool, every: int
     ):
         """`alone`: replicas have their own weights between synchronizations. `every` 0 disables the checks."""
         self.mesh, self.every, self.spacing = mesh, every, 1
         self.compared: set[int] = set()
         """Steps whose comparison is not read yet."""
-        self.digests = Checksums(masters)
+        self.digests = Checksums(master_params)
         everyone = cast(
             list[tuple[dict[Kind, str], list[str]]], mesh.all_gather_object((self.digests.held, self.digests.names))
         )
@@ -56,11 +56,11 @@ class WeightChecks:
         held = [held for held, _ in everyone]
         self.kinds = sorted({kind for mine in held for kind in mine})
         self.same_shards = {kind: _ranks_with_same_shards(kind, held, coords, alone) for kind in self.kinds}
-        self.begin(masters)
+        self.begin(master_params)
 
-    def begin(self, masters: Mapping[str, Tensor]) -> None:
+    def begin(self, master_params: Mapping[str, Tensor]) -> None:
         """Reset with these tensors."""
-        self.digests = Checksums(masters)
+        self.digests = Checksums(master_params)
         self.sums: Tensor | None = None
         self.changed: Tensor | int = 0
         """1 + the index of the weight that changed since the last update."""
@@ -76,7 +76,7 @@ class WeightChecks:
         where, some = differs.int().argmax() + 1, differs.any()
         if differs.is_cuda:
             self.changed = torch.where(some, where, 0)
-            held = sum(local_of(m).numel() * m.element_size() for m in self.digests.masters.values())
+            held = sum(local_of(m).numel() * m.element_size() for m in self.digests.master_params.values())
             self.looked_s = held / BYTES_PER_S
         else:
             self.changed = int(where) if some else 0

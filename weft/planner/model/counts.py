@@ -10,17 +10,17 @@ from weft.job.shapes import PATCH_DIM
 
 @dataclass(frozen=True)
 class Counts:
-    """What one model is made of. `block` is one of `blocks`; the rest is embedding and head."""
+    """Parameters of a model: embedding, `blocks` blocks of `block` parameters each, and head."""
 
     embedding: int
     block: int
     blocks: int
     head: int
     first: int = 0
-    """One of the `firsts` blocks before the others, where those have experts and these have none."""
+    """Parameters of one of the `firsts` dense blocks before the blocks with experts."""
     firsts: int = 0
     idle: int = 0
-    """Of a block's parameters, those of experts that a token does not use."""
+    """Parameters of a block's experts that a token does not use."""
 
     @property
     def total(self) -> int:
@@ -33,7 +33,7 @@ class Counts:
 
 
 def count_parameters(model: Model) -> Counts | None:
-    """Parameters by part; None for a person's own module, which is not described here."""
+    """Parameters by part; None for a custom module."""
     if model.module:
         return None
     dim, layers = _int(model.dim), _int(model.layers)
@@ -77,9 +77,9 @@ def flops_per_token(model: Model, seq_len: int) -> float | None:
 
 
 def part_costs(model: Model, seq_len: int) -> list[float]:
-    """FLOPs a token of the embedding, each block and the head: what a pipeline's stages are split by."""
+    """FLOPs per token of the embedding, each block and the head, by which pipeline stages are balanced."""
     counts = count_parameters(model)
-    assert counts is not None, "a model of a person's own has no parts to split"
+    assert counts is not None, "a custom module has no parts to split"
     if model.family == "mlp":
         return [0.0, *[6.0 * counts.block] * counts.blocks, 0.0]
     dim = _int(model.dim)
