@@ -175,7 +175,7 @@ def same_weights(run: RunDir, reference: RunDir) -> bool | None:
     """Whether the last checkpoints of two runs hold the same step and the same bits; None where one has none."""
     import torch
 
-    from weft.checkpoint.checkpointer import load_full
+    from weft.checkpoint.reader import load_full
 
     ours, theirs = newest_good(run.checkpoints), newest_good(reference.checkpoints)
     if ours is None or theirs is None:
