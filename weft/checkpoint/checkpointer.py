@@ -206,8 +206,8 @@ class Checkpointer:
                 contents, self.folder, manifest, self.everyone, replaces_damaged=damaged, fence=self._fence
             )
         except Exception as error:
-            why = str(error) if isinstance(error, SaveFailed) else in_words(error)
-            self._note("checkpoint_failed", step=manifest.step, path=final, why=why)
+            text = str(error) if isinstance(error, SaveFailed) else in_words(error)
+            self._note("checkpoint_failed", step=manifest.step, path=final, why=text)
             return
         seconds = round(time.monotonic() - began, 3)
         if (why := self._read_back(final)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -34,7 +35,7 @@ class Chunk:
         return f"{self.dtype}{list(self.shape)}"
 
     @classmethod
-    def of_json(cls, row: list[Any]) -> Chunk:
+    def of_json(cls, row: Sequence[Any]) -> Chunk:
         name, dtype, shape, offset, size = row
         return cls(name, dtype, tuple(shape), tuple(offset), tuple(size))
 
