@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from weft.hardware.catalog import DEVICES, NETWORKS
 from weft.job.schema import Data, Experts, Failures, Group, Job, Level, Model, RopeScaling, Sync
 from weft.job.shapes import ALIASES, SHAPES, resolve
-from weft.planner.describe import human
+from weft.planner.describe import human_count
 from weft.planner.model.counts import count_parameters
 
 INTRO = """\
@@ -130,7 +130,7 @@ def shapes() -> str:
     for name, fields in SHAPES.items():
         data = Data(source="synthetic", seq_len=128)
         counts = count_parameters(resolve(Job(model=Model(shape=name), data=data)).model)
-        size = human(counts.total) if counts else "–"
+        size = human_count(counts.total) if counts else "–"
         rows.append(f"| `{name}` | {f'`{short[name]}`' if name in short else ''} | {fields['family']} | {size} |")
     note = "A shape without a vocabulary of its own takes the tokenizer's; here it is counted with 256 tokens."
     return "\n".join([*rows, f"\n{note}\n"])

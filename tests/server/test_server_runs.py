@@ -108,7 +108,7 @@ def poisoned(kind: str) -> Any:
 
     def do(worker: Worker, task: dict[str, Any]) -> None:
         worker.pull(task["servers"], task["version"])
-        change = {n: torch.full_like(m.detach(), 1e-3) for n, m in worker.stepper.state.woven.masters.items()}
+        change = {n: torch.full_like(m.detach(), 1e-3) for n, m in worker.stepper.state.model.master_params.items()}
         name = next(iter(change))
         if kind == "nan":
             change[name].view(-1)[0] = float("nan")

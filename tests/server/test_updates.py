@@ -46,8 +46,10 @@ def desk_of(
         "checkpoint": {"every": 0},
     }
     job, plan = make_plan(Job.model_validate(raw), shares)
-    masters: dict[str, Tensor] = {"w": nn.Parameter(torch.zeros(2))}
-    shard = Shard(masters, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1")
+    master_params: dict[str, Tensor] = {"w": nn.Parameter(torch.zeros(2))}
+    shard = Shard(
+        master_params, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1"
+    )
     book = Book(job, plan, Journal(RunDir(folder)), Progress(steps, 0, 10, silent=True), logging.getLogger("weft"))
     desk = Updates(job, shares, shard, book, connect)
     if begin:
@@ -173,14 +175,14 @@ def test_a_second_server_is_reached_lost_and_taken_back(tmp_path: Path) -> None:
 
 def test_every_optimizer_steps_on_a_server(tmp_path: Path) -> None:
     for name in ("adamw", "sgd", "adafactor", "muon"):
-        masters: dict[str, Tensor] = {n: nn.Parameter(torch.ones(4, 4)) for n in ("blocks.0.w", "head")}
+        master_params: dict[str, Tensor] = {n: nn.Parameter(torch.ones(4, 4)) for n in ("blocks.0.w", "head")}
         optim = Optim.model_validate({"name": name})
         make = partial(build_optimizers, optim, is_block=lambda path: path.startswith("blocks"))
-        shard = Shard(masters, make, tmp_path, name)
-        shard.stage("k", {n: torch.randn(4, 4) for n in masters})
+        shard = Shard(master_params, make, tmp_path, name)
+        shard.stage("k", {n: torch.randn(4, 4) for n in master_params})
         shard.gather(["k"], [])
         shard.apply(0.1, 1.0, 1)
-        assert all(not torch.equal(m.detach(), torch.ones(4, 4)) for m in masters.values())
+        assert all(not torch.equal(m.detach(), torch.ones(4, 4)) for m in master_params.values())
 
 
 def test_weights_are_dealt_out_evenly_and_whole() -> None:
@@ -240,8 +242,10 @@ def rounds_of(folder: Path, name: str, examples: list[int], **sync: Any) -> tupl
         "checkpoint": {"every": 0}, "parallel": {"dp_replicate": 1},
     }  # fmt: skip
     job, plan = make_plan(Job.model_validate(raw), 1)
-    masters: dict[str, Tensor] = {"w": nn.Parameter(torch.ones(2, 2))}
-    shard = Shard(masters, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1")
+    master_params: dict[str, Tensor] = {"w": nn.Parameter(torch.ones(2, 2))}
+    shard = Shard(
+        master_params, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1"
+    )
     book = Book(job, plan, Journal(RunDir(folder)), Progress(20, 0, 10, silent=True), logging.getLogger("weft"))
     desk = Averaging(job, examples, shard, book)
     desk.begin({}, {"step": 0, "tokens": 0, "offset": 0})
@@ -270,7 +274,7 @@ def test_a_round_of_one_step_is_a_step_of_ordinary_training(tmp_path: Path, name
         play(desk, lambda client, grads=grads: {"w": grads[client]})
         plain["w"].grad = (grads[0] + 3 * grads[1]) / 4
         optimizers.step(0.1)
-        assert torch.allclose(shard.masters["w"], plain["w"], atol=1e-6)
+        assert torch.allclose(shard.master_params["w"], plain["w"], atol=1e-6)
     assert desk.step == 3
 
 
@@ -279,8 +283,8 @@ def test_longer_rounds_carry_the_optimizer_on_and_trust_nobody_with_it(tmp_path:
     moments = {"optim.w.exp_avg": torch.ones(2, 2), "optim.w.exp_avg_sq": torch.full((2, 2), -1.0)}
     task = play(desk, lambda client: {"w": torch.full((2, 2), float(client)), **moments})
     assert task["carries"] and task["parts"] == pytest.approx(16 / 6)
-    state = shard.optimizers.pieces()
-    assert torch.allclose(shard.masters["w"].detach(), torch.full((2, 2), 1 + 5 / 4))
+    state = shard.optimizers.shards()
+    assert torch.allclose(shard.master_params["w"].detach(), torch.full((2, 2), 1 + 5 / 4))
     assert torch.equal(state["w.exp_avg"], torch.ones(2, 2)) and state["w.step"] == 5
     assert torch.equal(state["w.exp_avg_sq"], torch.zeros(2, 2)), "no square is below zero, whatever a client says"
     good = {"w": torch.ones(2, 2), **moments}
@@ -295,5 +299,5 @@ def test_longer_rounds_carry_the_optimizer_on_and_trust_nobody_with_it(tmp_path:
 def test_with_a_clip_what_optimizers_remember_stays_with_the_clients(tmp_path: Path) -> None:
     desk, shard = rounds_of(tmp_path, "adamw", [1, 1, 1], every=5, clip=1.0)
     task = play(desk, lambda client: {"w": torch.full((2, 2), 50.0)})
-    assert not task["carries"] and not any(t.any() for t in shard.optimizers.pieces().values())
-    assert float((shard.masters["w"].detach() - 1).norm()) == pytest.approx(1.0)
+    assert not task["carries"] and not any(t.any() for t in shard.optimizers.shards().values())
+    assert float((shard.master_params["w"].detach() - 1).norm()) == pytest.approx(1.0)

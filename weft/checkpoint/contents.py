@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.comm.shards import local_of, piece_of
+from weft.comm.shards import local_of, shard_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CheckpointContents:
         try:
             for name, tensor in tensors.items():
                 self._check(name, tensor)
-                shard = piece_of(tensor)
+                shard = shard_of(tensor)
                 self._add(name, local_of(tensor.detach()), tuple(shard.shape), shard.offset)
             self.tensors = _on_host(self.tensors, copy=copy)
         except Exception as error:
@@ -77,7 +77,7 @@ class CheckpointContents:
         if isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
                 raise ValueError(f"{name!r} is a partial sum, {tensor.placements}; reduce it before it is saved")
-            size, local = piece_of(tensor).size, tensor.to_local()
+            size, local = shard_of(tensor).size, tensor.to_local()
             if size != tuple(local.shape):
                 raise ValueError(f"{name!r} should hold {list(size)} on this rank and holds {list(local.shape)}")
 

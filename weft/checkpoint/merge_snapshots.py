@@ -18,7 +18,7 @@ from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.contents import CheckpointContents
 from weft.checkpoint.snapshot_file import Places, find_sealed, read_table
 from weft.checkpoint.snapshot_replication import held_files, newest_whole
-from weft.comm.shards import piece_of
+from weft.comm.shards import shard_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.plan import Plan
@@ -42,8 +42,8 @@ class Shard:
 
 
 def places_of(rank: int, attempt: int, job: Job, plan: Plan, tensors: Mapping[str, Tensor]) -> Places:
-    """What this rank's pieces are pieces of."""
-    boxes = {name: (list((p := piece_of(t)).shape), list(p.offset)) for name, t in tensors.items()}
+    """What this rank's shards are shards of."""
+    boxes = {name: (list((p := shard_of(t)).shape), list(p.offset)) for name, t in tensors.items()}
     return Places(rank, attempt, job.model_dump(mode="json"), plan.to_json(), boxes)
 
 
@@ -71,7 +71,7 @@ def save_shards(memory: Path, checkpoints: Checkpointer, mesh: Mesh, local_ranks
     everyone = [entry for entries in cast(list[list[Told]], told) for entry in entries]
     if not everyone:
         return None
-    axes = max(everyone, key=lambda entry: entry[0])[1]  # of the last layout: another's pieces are no part of it
+    axes = max(everyone, key=lambda entry: entry[0])[1]  # of the last layout: another's shards are no part of it
     held = [(step, rank) for _, layout, step, rank in everyone if layout == axes]
     chosen = newest_whole(held, axes)
     if chosen is None or chosen <= newer_than:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from weft.checkpoint.dcp_internals import INDEX_FILE, StorageInfo, read_index
 from weft.checkpoint.format import Damaged, check_file, read_manifest
 from weft.comm.agreement import in_words
-from weft.comm.shards import local_of, piece_of
+from weft.comm.shards import local_of, shard_of
 
 
 class Read(NamedTuple):
@@ -94,7 +94,7 @@ class Index:
 
     def _reads(self, name: str, tensor: Tensor) -> list[Read]:
         """The parts of stored chunks that overlap this rank's shard of a tensor."""
-        shard, local = piece_of(tensor), local_of(tensor.detach())
+        shard, local = shard_of(tensor), local_of(tensor.detach())
         reads = []
         for chunk in self.tensors[name].chunks:
             begin = [max(a, b) for a, b in zip(shard.offset, chunk.offsets, strict=True)]

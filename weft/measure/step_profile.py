@@ -173,8 +173,12 @@ def _read(profiler: profile) -> Trace:
 @contextmanager
 def _marked_loss(session: Session) -> Iterator[None]:
     """Mark what the heads compute, so that the trace can tell the loss from the rest of the forward pass."""
-    woven = session.state.woven
-    modules = [s.module for s in woven.stages.values()] if isinstance(woven, Pipelined) else [woven.module]
+    spread_model = session.state.model
+    modules = (
+        [s.module for s in spread_model.stages.values()]
+        if isinstance(spread_model, Pipelined)
+        else [spread_model.module]
+    )
     open_ranges: list[record_function] = []
 
     def begin(module: nn.Module, args: Any) -> None:
@@ -203,8 +207,8 @@ def facts_of(session: Session) -> Facts:
     """What the job and the plan say of one step of this rank."""
     job, plan = session.job, session.plan
     model, width = job.model, COMPUTE[plan.precision].itemsize
-    masters = session.state.woven.masters.values()
-    held = sum(local_of(m).numel() for m in masters)
+    master_params = session.state.model.master_params.values()
+    held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0
     update = held * (width + 2 * optimizer_bytes(job.optim.name) + 8 + copies)
     tokens = _tokens(job) / plan.dp / plan.cp
@@ -224,8 +228,10 @@ def facts_of(session: Session) -> Facts:
 
 
 def _has_head(session: Session) -> bool:
-    woven = session.state.woven
-    return isinstance(woven, Pipelined) and any(getattr(s.module, "head", None) for s in woven.stages.values())
+    spread_model = session.state.model
+    return isinstance(spread_model, Pipelined) and any(
+        getattr(s.module, "head", None) for s in spread_model.stages.values()
+    )
 
 
 if __name__ == "__main__":

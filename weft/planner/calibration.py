@@ -15,7 +15,7 @@ from typing import Any
 import weft.hardware
 from weft.job.errors import JobError
 
-FOLDER = Path(weft.hardware.__file__).parent / "calibrations"
+CALIBRATION_FOLDER = Path(weft.hardware.__file__).parent / "calibrations"
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,18 @@ class Calibration:
         return Calibration(**{**asdict(self), **changed})
 
 
-def stacks() -> list[str]:
+def calibration_names() -> list[str]:
     """Names of the calibrations that come with Weft."""
-    return sorted(path.stem for path in FOLDER.glob("*.json"))
+    return sorted(path.stem for path in CALIBRATION_FOLDER.glob("*.json"))
 
 
-def read(name: str) -> dict[str, Any]:
+def read_calibration(name: str) -> dict[str, Any]:
     """What the JSON of a calibration says, by its name or its path; a JobError where that is no calibration."""
-    path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
+    path = Path(name) if name.endswith(".json") else CALIBRATION_FOLDER / f"{name}.json"
     if not path.is_file():
-        raise JobError(f"no calibration is named {name!r}; known: {', '.join(stacks())}, or the path of a .json")
+        raise JobError(
+            f"no calibration is named {name!r}; known: {', '.join(calibration_names())}, or the path of a .json"
+        )
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -133,9 +135,9 @@ def read(name: str) -> dict[str, Any]:
 
 
 @cache
-def load(name: str) -> Calibration:
+def load_calibration(name: str) -> Calibration:
     """A calibration by its name, or from a JSON file."""
-    told = read(name)
+    told = read_calibration(name)
     known = {f.name for f in fields(Calibration)}
     told["profile"] = tuple(tuple(point) for point in told.get("profile", ()))
     return Calibration(**{k: v for k, v in told.items() if k in known})

@@ -5,19 +5,19 @@ from __future__ import annotations
 from weft.hardware.catalog import Device
 from weft.hardware.efficiency import reach_of
 from weft.hardware.measured import Attention, Measured, load_measured
-from weft.planner.calibration import Calibration, load
+from weft.planner.calibration import Calibration, load_calibration
 
-LARGE = 1 << 22
+LARGE_MESSAGE_BYTES = 1 << 22
 """Bytes from which a message's time is bandwidth rather than latency."""
 
 
 def own_calibration(device: Device) -> Calibration:
     """What Weft reaches on a device: as shipped, or as measured here."""
-    shipped, measured = load("weft"), load_measured(device.name)
-    return shipped if measured is None else corrected(shipped, measured, device)
+    shipped, measured = load_calibration("weft"), load_measured(device.name)
+    return shipped if measured is None else with_measurements(shipped, measured, device)
 
 
-def corrected(shipped: Calibration, measured: Measured, device: Device) -> Calibration:
+def with_measurements(shipped: Calibration, measured: Measured, device: Device) -> Calibration:
     """The shipped numbers, with those that were measured in their place."""
     changed: dict[str, float] = {}
     peak = device.peak_tflops.get("bf16") or device.peak_tflops.get("fp32")
@@ -34,7 +34,7 @@ def corrected(shipped: Calibration, measured: Measured, device: Device) -> Calib
     speeds = [
         2 * (m.ranks - 1) / m.ranks * m.bytes / m.seconds / 1e9
         for m in measured.collectives
-        if m.kind == "all_reduce" and m.bytes >= LARGE and m.seconds > 0
+        if m.kind == "all_reduce" and m.bytes >= LARGE_MESSAGE_BYTES and m.seconds > 0
     ]
     if speeds:
         changed["link"] = min(1.0, max(speeds) / device.link_gb_s)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.job.schema import Job, Parallel
+from weft.planner.engine_constants import QUANTIZATION_BLOCK, QUANTIZATION_SCALE_BYTES
 from weft.planner.model.counts import count_parameters
 from weft.planner.plan import Plan
 
 GIB = 2**30
-BYTES = {"none": 4.0, "int8": 2 * (1 + 4 / 256), "int4": 2 * (0.5 + 4 / 256)}
-"""Bytes a parameter that a rank hands over at an exchange: once in a sum, twice where integers travel."""
+_SCALE = QUANTIZATION_SCALE_BYTES / QUANTIZATION_BLOCK
+EXCHANGE_BYTES = {"none": 4.0, "int8": 2 * (1 + _SCALE), "int4": 2 * (0.5 + _SCALE)}
+"""Bytes a rank sends per parameter in an exchange; quantized values are sent twice (reduce-scatter, all-gather)."""
 MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0}
 """Numbers that an optimizer remembers of each parameter, or of most."""
 
 
-def inside(plan: Plan) -> Plan:
+def one_replica(plan: Plan) -> Plan:
     """What one replica does by itself between exchanges; the plan itself where gradients are summed in every step."""
     return plan if plan.sync == "step" else replace(plan, dp_replicate=1, sync="step")
 
@@ -32,10 +34,10 @@ def exchange_bytes(job: Job, plan: Plan) -> dict[str, float]:
         carries = plan.sync_every > 1 and not sync.clip  # what the optimizer remembers goes there and back too
         each = 8.0 + (4 + 8 * MOMENTS[job.optim.name] if carries else 0)
         return {"server": each * here / plan.sync_every}
-    return {"dp_replicate": here * BYTES[sync.quantize] / plan.sync_every}
+    return {"dp_replicate": here * EXCHANGE_BYTES[sync.quantize] / plan.sync_every}
 
 
-def outer_gib(job: Job, plan: Plan) -> float:
+def outer_state_gib(job: Job, plan: Plan) -> float:
     """What an outer step remembers on a rank: the last common weights, and DiLoCo's momentum."""
     counts = count_parameters(job.model)
     if counts is None or not plan.alone:
@@ -45,7 +47,7 @@ def outer_gib(job: Job, plan: Plan) -> float:
     return copies * 4 * here / GIB
 
 
-def own_layout(job: Job) -> Job:
+def default_layout(job: Job) -> Job:
     """`parallel: auto` where replicas train alone: one replica a node, else one a rank."""
     if job.train.sync.mode == "step" or job.parallel != "auto":
         return job

@@ -23,7 +23,7 @@ from weft.models import build_model
 from weft.optim import Optimizers, build_optimizers
 from weft.parallel.apply import find_units
 from weft.planner.plan import Plan
-from weft.planner.sync import inside
+from weft.planner.sync import one_replica
 from weft.server.connections import Desk, Hub
 from weft.server.federated_client import client_shares
 from weft.server.federated_rounds import Averaging
@@ -72,11 +72,11 @@ class Lead(Desk, Protocol):
     def copy(self, evaluates: bool, saves: bool) -> Copy: ...
 
 
-def whole_masters(job: Job, plan: Plan) -> tuple[State, Mesh]:
+def whole_master_params(job: Job, plan: Plan) -> tuple[State, Mesh]:
     """A whole copy of the model in this process."""
     mesh = Mesh(0, 1, local_device(plan, 0), None, {}, None, None, None)
-    state = build_state(job, inside(plan), mesh)
-    if learned := [n for n, b in state.woven.buffers().items() if b.is_floating_point()]:
+    state = build_state(job, one_replica(plan), mesh)
+    if learned := [n for n, b in state.model.buffers().items() if b.is_floating_point()]:
         raise JobError(
             f"train.sync={plan.sync} carries weights, and the model also learns the buffer {learned[0]}; "
             "train.sync=step would work"
@@ -86,14 +86,14 @@ def whole_masters(job: Job, plan: Plan) -> tuple[State, Mesh]:
 
 def make_shard(run: RunDir, job: Job, state: State, index: int) -> Shard:
     """The weights that server `index` holds."""
-    masters, servers = state.woven.masters, job.train.sync.servers
-    names = deal_out({n: m.numel() for n, m in masters.items()}, servers)[index]
+    master_params, servers = state.model.master_params, job.train.sync.servers
+    names = deal_out({n: m.numel() for n, m in master_params.items()}, servers)[index]
     units = tuple(find_units(build_model(job.model)))
 
     def make(held: dict[str, Tensor]) -> Optimizers:
         return build_optimizers(job.optim, held, lambda name: name.startswith(units))
 
-    held: dict[str, Tensor] = {n: nn.Parameter(masters[n].detach().cpu().clone()) for n in names}
+    held: dict[str, Tensor] = {n: nn.Parameter(master_params[n].detach().cpu().clone()) for n in names}
     return Shard(held, make, folder(run), f"shard-{index}-of-{servers}")
 
 
@@ -120,11 +120,11 @@ class Chief:
 
     @torch.no_grad()
     def evaluate(self, copy: Copy) -> None:
-        masters = self.state.woven.masters
+        master_params = self.state.model.master_params
         for name, tensor in copy.weights.items():
             if name.startswith("model."):
-                masters[name.removeprefix("model.")].detach().copy_(tensor)
-        self.state.woven.refresh()
+                master_params[name.removeprefix("model.")].detach().copy_(tensor)
+        self.state.model.refresh()
         val = self.stepper.evaluate(self.held_out)
         self.book.event("eval", f"step {copy.step}: validation loss {val:.4f}", step=copy.step, val_loss=val)
 
@@ -134,7 +134,7 @@ class Chief:
         state.step, state.tokens = copy.step, copy.tokens
         state.samples = copy.sync.get("offset", 0) + copy.step * self.job.train.global_batch
         rest = {n: t for n, t in state.tensors().items() if not n.startswith("optim.") and n not in copy.weights}
-        meta = {**state.meta(self.job, inside(self.plan)), "sync": copy.sync}
+        meta = {**state.meta(self.job, one_replica(self.plan)), "sync": copy.sync}
         self.checkpoints.save(copy.step, {**rest, **copy.weights}, meta)
 
     def handle(self, copy: Copy) -> None:
@@ -153,8 +153,8 @@ class Chief:
             return {}, {}
         self.state.adopt(tensors, found.meta)
         if found.meta.get("sync", {}).get("velocity"):
-            masters = self.state.woven.masters
-            outer = {f"outer.velocity.{n}": torch.empty_like(m.detach()) for n, m in masters.items()}
+            master_params = self.state.model.master_params
+            outer = {f"outer.velocity.{n}": torch.empty_like(m.detach()) for n, m in master_params.items()}
             self.checkpoints.load(found, outer)
             tensors |= outer
         before = Plan.from_json(found.meta["plan"])
@@ -168,7 +168,7 @@ def lead(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
     """Be the chief until the run is over."""
     began = time.perf_counter()
     log = logs.setup(run, 0, "server 0", plan.world)
-    state, mesh = whole_masters(job, plan)
+    state, mesh = whole_master_params(job, plan)
     journal = Journal(run)
     c, dataset = job.checkpoint, open_dataset(job)
 
@@ -186,7 +186,9 @@ def lead(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
     ] if job.train.eval_every else []  # fmt: skip
     with Progress(job.train.steps, 0, job.watch.every) as progress:
         book = Book(job, plan, journal, progress, log)
-        chief = Chief(run, job, plan, state, Stepper(job, inside(plan), mesh, state), checkpoints, book, held_out, log)
+        chief = Chief(
+            run, job, plan, state, Stepper(job, one_replica(plan), mesh, state), checkpoints, book, held_out, log
+        )
         tensors, sync = chief.load()
         secret = run_secret(run.path)
         shard = make_shard(run, job, state, 0)

@@ -76,8 +76,8 @@ def _gradients(worker: Worker, task: dict[str, Any], step: int, told: dict[str, 
 def _one_step(worker: Worker, task: dict[str, Any], told: dict[str, list[float]]) -> dict[str, Tensor]:
     """The gradient of the mean loss."""
     grads = _gradients(worker, task, task["step"], told)
-    leaves = worker.stepper.state.woven.leaves
-    mean = {n: local_of(x.grad).float() * grads.factor for n, x in leaves.items() if x.grad is not None}
+    grad_params = worker.stepper.state.model.grad_params
+    mean = {n: local_of(x.grad).float() * grads.factor for n, x in grad_params.items() if x.grad is not None}
     told["norms"].append(float(torch.stack([g.norm() for g in mean.values()]).norm()))
     return mean
 
@@ -85,10 +85,10 @@ def _one_step(worker: Worker, task: dict[str, Any], told: dict[str, list[float]]
 def _several(worker: Worker, task: dict[str, Any], told: dict[str, list[float]]) -> dict[str, Tensor]:
     """The way of the weights and, where the round carries it on, the state of the optimizer."""
     job, stepper, carries, parts = worker.job, worker.stepper, task["carries"], task["parts"]
-    woven, optim = stepper.state.woven, job.optim
+    spread_model, optim = stepper.state.model, job.optim
     worker.version = None  # the weights are about to change
-    before = {n: local_of(m.detach()).clone() for n, m in woven.masters.items()}
-    optimizers = stepper.state.optimizers = make_optimizers(job, woven)
+    before = {n: local_of(m.detach()).clone() for n, m in spread_model.master_params.items()}
+    optimizers = stepper.state.optimizers = make_optimizers(job, spread_model)
     if carries:
         _begin_from(optimizers, worker.server("").request({"do": "read", "what": "all"})[1])
     # the noise of a mean over so many clients is smaller by the root of their number: a clip was meant for that
@@ -100,21 +100,21 @@ def _several(worker: Worker, task: dict[str, Any], told: dict[str, list[float]])
         _as_of_all(optimizers, old, optim.betas, parts)
         told["norms"].append(float(norm))
     stepper.job = job
-    sent = {n: local_of(m.detach()) - before[n] for n, m in woven.masters.items()}
-    state = optimizers.pieces() if carries else {}
+    sent = {n: local_of(m.detach()) - before[n] for n, m in spread_model.master_params.items()}
+    state = optimizers.shards() if carries else {}
     return sent | {f"optim.{n}": t.float() for n, t in state.items() if t.dim()}
 
 
 @torch.no_grad()
 def _begin_from(optimizers: Optimizers, tensors: dict[str, Tensor]) -> None:
     optimizers.allocate()
-    for name, held in optimizers.pieces().items():
+    for name, held in optimizers.shards().items():
         held.copy_(tensors[f"optim.{name}"])
 
 
 def _moments(optimizers: Optimizers, kind: str) -> dict[str, Tensor]:
     """Copies of what an optimizer keeps of one kind, by weight."""
-    held = optimizers.pieces().items()
+    held = optimizers.shards().items()
     return {n.removesuffix(f".{kind}"): t.clone() for n, t in held if n.endswith(f".{kind}")}
 
 
@@ -123,7 +123,7 @@ def _as_of_all(optimizers: Optimizers, old: dict[str, Tensor], betas: tuple[floa
     """Let Adam's second moment take in what the square of the mean over all clients would be, instead of that of one
     client's gradient, which is mostly noise: with `parts` clients the noise of the mean has a square so many times
     smaller. Divided by the one client's, all would go too short a way."""
-    held = optimizers.pieces()
+    held = optimizers.shards()
     for name, before in old.items():
         first, second = held[f"{name}.exp_avg"], held[f"{name}.exp_avg_sq"]
         gradient = (first - betas[0] * before) / (1 - betas[0])

@@ -59,7 +59,7 @@ class Averaging:
         self.sync = job.train.sync
         self.rate, self.momentum = self.sync.outer
         if self.momentum:
-            shard.extra = {f"outer.velocity.{n}": torch.zeros_like(m.detach()) for n, m in shard.masters.items()}
+            shard.extra = {f"outer.velocity.{n}": torch.zeros_like(m.detach()) for n, m in shard.master_params.items()}
         self.changed = threading.Condition()
         self.workers: set[Peer] = set()
         self.step = self.round = self.tokens = self.issued = self.offset = 0
@@ -96,8 +96,8 @@ class Averaging:
 
     def expected(self) -> dict[str, Tensor]:
         """What a client sends in the round under way, by name and shape."""
-        state = self.shard.optimizers.pieces() if self.carries else {}
-        return {**self.shard.masters, **{f"optim.{n}": t for n, t in state.items() if t.dim()}}
+        state = self.shard.optimizers.shards() if self.carries else {}
+        return {**self.shard.master_params, **{f"optim.{n}": t for n, t in state.items() if t.dim()}}
 
     # who comes and goes
 
@@ -280,10 +280,10 @@ class Averaging:
             random = draw(self.job.train.seed, f"noise {self.round}")
             for name, tensor in mean.items():
                 mean[name] = tensor + torch.from_numpy(random.normal(0, spread, tuple(tensor.shape))).float()
-        before = {n: m.detach().clone() for n, m in self.shard.masters.items()}
+        before = {n: m.detach().clone() for n, m in self.shard.master_params.items()}
         self._step_or_take(mean)
         with self.shard.lock:
-            for name, master in self.shard.masters.items():
+            for name, master in self.shard.master_params.items():
                 way = before[name] - master.detach()
                 if self.shard.extra:
                     velocity = self.shard.extra[f"outer.velocity.{name}"].mul_(self.momentum).add_(way)
@@ -294,18 +294,18 @@ class Averaging:
 
     def _step_or_take(self, mean: dict[str, Tensor]) -> None:
         """Bring the weights, and what the optimizer remembers, to where the clients' mean says."""
-        masters, optim, version = self.shard.masters, self.job.optim, self.round + 1
+        master_params, optim, version = self.shard.master_params, self.job.optim, self.round + 1
         if self.steps == 1:
             size = norm(mean)
             factor = min(1.0, optim.clip / (size + 1e-6)) if optim.clip else 1.0
-            for name, master in masters.items():
+            for name, master in master_params.items():
                 master.grad = mean[name].to(master.dtype)
             self.shard.apply(rate(self.job, self.step + 1), factor, version)
             return
         with self.shard.lock:
-            for name, master in masters.items():
+            for name, master in master_params.items():
                 master.detach().add_(mean[name])
-            for name, held in self.shard.optimizers.pieces().items() if self.carries else ():
+            for name, held in self.shard.optimizers.shards().items() if self.carries else ():
                 if not held.dim():
                     held.add_(self.steps)  # it counts steps
                 else:

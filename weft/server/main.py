@@ -26,7 +26,7 @@ from weft.training.signals import Signals
 
 def serve(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
     """Hold a shard for whoever knows the secret, and tell every chief that comes where it is."""
-    from weft.server.chief import make_shard, whole_masters
+    from weft.server.chief import make_shard, whole_master_params
     from weft.server.connections import Hub
     from weft.server.rendezvous import chief_address
     from weft.server.shard import ShardDesk
@@ -37,7 +37,7 @@ def serve(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
     from weft.wire.tensors import connect
 
     log = logs.setup(run, index, f"server {index}", plan.world)
-    shard = make_shard(run, job, whole_masters(job, plan)[0], index)
+    shard = make_shard(run, job, whole_master_params(job, plan)[0], index)
     hub = Hub(job.train.sync.host, run_secret(run.path), ShardDesk(shard), log)
     seen = time.monotonic()
     while time.monotonic() - seen < PATIENCE_S:

@@ -55,10 +55,10 @@ class Holder(Protocol):
 class Shard:
     """Weights by name, which one lock guards: pushes, pulls and updates come from many threads."""
 
-    def __init__(self, masters: Tensors, make: Callable[[Tensors], Optimizers], folder: Path, name: str):
-        """`make` gives the job's optimizer over some masters."""
-        self.masters, self.make, self.folder, self.name = masters, make, folder, name
-        self.optimizers = make(masters)
+    def __init__(self, master_params: Tensors, make: Callable[[Tensors], Optimizers], folder: Path, name: str):
+        """`make` gives the job's optimizer over some master weights."""
+        self.master_params, self.make, self.folder, self.name = master_params, make, folder, name
+        self.optimizers = make(master_params)
         self.optimizers.allocate()
         for tensor in self.optimizers.state().values():  # it counted a step that was none
             tensor.zero_()
@@ -70,7 +70,7 @@ class Shard:
 
     def stage(self, key: str, grads: Tensors) -> None:
         """Keep a gradient until it is known whether it counts."""
-        wrong = [n for n, m in self.masters.items() if n not in grads or grads[n].shape != m.shape]
+        wrong = [n for n, m in self.master_params.items() if n not in grads or grads[n].shape != m.shape]
         if wrong:
             raise ValueError(f"the gradient of {wrong[0]} is missing or has another shape")
         with self.lock:
@@ -83,12 +83,12 @@ class Shard:
         with self.lock:
             parts = [self.staged[key] for key in keys]
             self.staged = {k: g for k, g in self.staged.items() if k in keep}
-            for name, master in self.masters.items():
+            for name, master in self.master_params.items():
                 total = parts[0][name].float()
                 for part in parts[1:]:
                     total = total + part[name]
                 master.grad = total.to(master.device)
-            norms = torch.stack(torch._foreach_norm([m.grad for m in self.masters.values()], 2))  # type: ignore[misc]
+            norms = torch.stack(torch._foreach_norm([m.grad for m in self.master_params.values()], 2))  # type: ignore[misc]
             return float(norms.double().square().sum())
 
     def apply(self, lr: float, factor: float, version: int) -> None:
@@ -96,7 +96,7 @@ class Shard:
         with self.lock:
             self.optimizers.step(lr, torch.tensor(factor))
             self.version = version
-            for master in self.masters.values():
+            for master in self.master_params.values():
                 master.grad = None
 
     def read(self, what: str) -> Tensors:
@@ -105,7 +105,7 @@ class Shard:
             return {n: t.clone() for n, t in self._tensors(what).items()}
 
     def _tensors(self, what: str) -> Tensors:
-        held = {f"model.{n}": m.detach() for n, m in self.masters.items()}
+        held = {f"model.{n}": m.detach() for n, m in self.master_params.items()}
         if what == "weights":
             return held
         return held | {f"optim.{n}": t for n, t in self.optimizers.state().items()} | self.extra

@@ -19,7 +19,7 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, local_device
 from weft.planner.plan import Plan
-from weft.planner.sync import inside
+from weft.planner.sync import one_replica
 from weft.server.client_data import Ints
 from weft.server.rendezvous import chief_address
 from weft.server.shard import deal_out
@@ -108,10 +108,10 @@ class Worker:
     @torch.no_grad()
     def fill(self, tensors: dict[str, Tensor]) -> None:
         """Weights under a checkpoint's names, into the model."""
-        masters = self.stepper.state.woven.masters
+        master_params = self.stepper.state.model.master_params
         for name, tensor in tensors.items():
-            local_of(masters[name.removeprefix("model.")].detach()).copy_(tensor)
-        self.stepper.state.woven.refresh()
+            local_of(master_params[name.removeprefix("model.")].detach()).copy_(tensor)
+        self.stepper.state.model.refresh()
 
     def deliver(self, addresses: list[str], key: str, grads: dict[str, Tensor]) -> None:
         """Give each server the gradients of the weights that it holds."""
@@ -119,7 +119,7 @@ class Worker:
             self.server(address).request({"do": "stage", "key": key}, {n: grads[n] for n in names})
 
     def dealt(self, servers: int) -> list[list[str]]:
-        return deal_out({n: m.numel() for n, m in self.stepper.state.woven.masters.items()}, servers)
+        return deal_out({n: m.numel() for n, m in self.stepper.state.model.master_params.items()}, servers)
 
 
 def gradient(worker: Worker, task: dict[str, Any]) -> None:
@@ -134,9 +134,11 @@ def gradient(worker: Worker, task: dict[str, Any]) -> None:
         )
     ]  # fmt: skip
     grads = stepper.gradients(batches)
-    leaves = stepper.state.woven.leaves
+    grad_params = stepper.state.model.grad_params
     sums = {
-        n: local_of(x.grad).float() * (grads.nominal / grads.scale) for n, x in leaves.items() if x.grad is not None
+        n: local_of(x.grad).float() * (grads.nominal / grads.scale)
+        for n, x in grad_params.items()
+        if x.grad is not None
     }
     try:
         worker.deliver(task["servers"], task["key"], sums)
@@ -150,7 +152,7 @@ def gradient(worker: Worker, task: dict[str, Any]) -> None:
 
 def make_worker(run: RunDir, job: Job, plan: Plan, name: str, about: dict[str, Any]) -> Worker:
     """A whole copy of the model on this process alone."""
-    one = inside(plan)
+    one = one_replica(plan)
     mesh = Mesh(0, 1, local_device(plan, int(os.environ.get("LOCAL_RANK", 0))), None, {}, None, None, None)
     state = build_state(job, one, mesh)
     return Worker(run, job, plan, Stepper(job, one, mesh, state), open_dataset(job), name, about)

@@ -45,7 +45,7 @@ class Facts:
     """By the model's shape; used where the trace shows no shapes (CUDA graphs)."""
     attention_flops: float | None
     optimizer_bytes: float
-    """One pass over gradients, states, masters and weights: what no optimizer can do without."""
+    """One pass over gradients, states, master weights and weights: what no optimizer can do without."""
     loss_bytes: float
     """The logits read once and their gradient written once."""
     communication_bytes: float

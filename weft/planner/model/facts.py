@@ -159,12 +159,12 @@ class ModelFacts:
         )
 
 
-def stack(rows: Sequence[ModelFacts]) -> ModelFacts:
+def stack_models(rows: Sequence[ModelFacts]) -> ModelFacts:
     """Many models as one whose every number is an array."""
     return ModelFacts(**{f.name: np.array([getattr(r, f.name) for r in rows], float) for f in fields(ModelFacts)})
 
 
-def facts_of(job: Job) -> ModelFacts:
+def model_facts(job: Job) -> ModelFacts:
     """The facts of a job's model; a person's own module has none and is a ValueError."""
     model = resolve(job).model
     if model.module:
@@ -239,26 +239,26 @@ class ClusterFacts:
 
 NODE_LATENCY_US = 4.0
 """A collective's step between two devices of a node (NCCL's small messages, ../nccl tests of A100 and H100 nodes)."""
-_USUAL_NETWORK = {
+_DEFAULT_NETWORK = {
     "v100": "ib-edr", "a100": "ib-hdr", "h100": "ib-ndr", "h200": "ib-ndr", "h800": "ib-ndr", "h20": "ib-ndr",
     "gh200": "ib-ndr", "b200": "ib-ndr", "b300": "ib-xdr", "gb200": "ib-ndr", "gb300": "ib-xdr",
     "mi250x": "slingshot-11", "mi300x": "roce-400", "mi325x": "roce-400", "mi350x": "roce-400", "mi355x": "roce-400",
     "cpu": "ethernet-10",
 }  # fmt: skip
-RACK = {"gb200": 72, "gb300": 72}
+NVLINK_RACK_SIZE = {"gb200": 72, "gb300": 72}
 """Devices that NVLink joins beyond one node."""
 
 
-def usual_network(device: Device) -> str:
+def default_network(device: Device) -> str:
     """The network one finds behind such devices."""
-    return next((n for key, n in _USUAL_NETWORK.items() if device.name.startswith(key)), "ethernet-100")
+    return next((n for key, n in _DEFAULT_NETWORK.items() if device.name.startswith(key)), "ethernet-100")
 
 
-def cluster_of(
+def make_cluster(
     device: Device, world: int, per_node: int, network_gb_s: float, latency_us: float, memory_gib: float | None = None
 ) -> ClusterFacts:
     """A cluster of equal nodes; `network_gb_s` is what one device has to other nodes."""
-    inside = RACK.get(device.name, per_node)
+    inside = NVLINK_RACK_SIZE.get(device.name, per_node)
     reach = reach_of(device.name)
     return ClusterFacts(
         world=world,
@@ -289,12 +289,12 @@ def cluster_facts(job: Job, world: int, device: Device | None = None, memory_gib
     own = job.cluster.catalog
     device = device or find_device("cpu" if job.cluster.device == "auto" else job.cluster.device, own)
     nodes = job.cluster.nodes
-    network = find_network(usual_network(device) if job.cluster.network == "auto" else job.cluster.network, own)
+    network = find_network(default_network(device) if job.cluster.network == "auto" else job.cluster.network, own)
     per_node = max(1, world // nodes)
     # one NIC a device is usual behind GPUs that NVLink joins; elsewhere the ranks of a node share one
     share = 1 if device.kind != "cpu" and device.link_gb_s > 100 else per_node
     memory = memory_gib or job.cluster.memory_gib
-    made = cluster_of(device, world, per_node, network.gb_s / share, network.latency_us, memory)
+    made = make_cluster(device, world, per_node, network.gb_s / share, network.latency_us, memory)
     price = job.cluster.price_usd_hour
     return replace(made, levels=_levels(job, made), price_usd_hour=made.price_usd_hour if price is None else price)
 

@@ -6,20 +6,19 @@ from fnmatch import fnmatchcase
 
 from weft.hardware.catalog import DEVICES
 from weft.job.schema import Job
+from weft.planner.engine_constants import FP8_ALIGNMENT
 from weft.planner.model.counts import flops_per_token
 from weft.planner.plan import Plan
 
-ALIGN = 16
-"""An fp8 product wants every size to be a multiple of this; what is not stays in bf16."""
-OF_PEAK = 0.925
+FP8_EFFICIENCY = 0.925
 """What fp8 products reach of their peak, over what bf16 products do: on an H200 (bench/gpu.py, weft bench step)."""
 CAST_BYTES = {"dynamic": 10, "delayed": 4}
 """Bytes a number: read for its maximum, made again, and read and written each way round; or all that in one pass."""
 
 
-def left_out(name: str, rows: int, columns: int, skip: tuple[str, ...]) -> bool:
+def stays_bf16(name: str, rows: int, columns: int, skip: tuple[str, ...]) -> bool:
     """Whether a linear layer of a block stays in bf16: the person named it, or its sizes do not fit."""
-    return bool(rows % ALIGN or columns % ALIGN) or any(fnmatchcase(name, pattern) for pattern in skip)
+    return bool(rows % FP8_ALIGNMENT or columns % FP8_ALIGNMENT) or any(fnmatchcase(name, pattern) for pattern in skip)
 
 
 def fp8_share(job: Job, plan: Plan) -> float | None:
@@ -28,20 +27,20 @@ def fp8_share(job: Job, plan: Plan) -> float | None:
     flops = flops_per_token(model, job.data.seq_len)
     if plan.precision != "fp8" or flops is None:
         return None if flops is None else 0.0
-    weights, _ = low_weights(job, plan.tp)
+    weights, _ = fp8_weights(job, plan.tp)
     if job.fp8.head and model.family not in ("mlp", "vit"):
         weights += (model.vocab or 0) * (model.dim or 0)
     return 6.0 * weights / flops
 
 
-def low_weights(job: Job, tp: int) -> tuple[int, int]:
+def fp8_weights(job: Job, tp: int) -> tuple[int, int]:
     """Weights of the blocks that are multiplied in fp8, and all of them."""
     skip, low, every = tuple(job.fp8.skip), 0, 0
     for i in range(job.model.layers or 0):
         for path, rows, columns, cut in _linears(job, i):
             cut_rows, cut_columns = (rows // tp, columns) if cut == "column" else (rows, columns // tp)
             sizes = (rows, columns) if cut == "whole" else (cut_rows, cut_columns)
-            low += 0 if left_out(path, *sizes, skip) else rows * columns
+            low += 0 if stays_bf16(path, *sizes, skip) else rows * columns
             every += rows * columns
     return low, every
 
@@ -56,11 +55,11 @@ def cast_bytes(job: Job, tokens: float) -> float:
     return CAST_BYTES[job.fp8.amax] * (tokens * (inputs + gradients) + weights)
 
 
-def gain(plan: Plan) -> float:
+def fp8_speedup(plan: Plan) -> float:
     """How many times as fast as in bf16 a device multiplies in fp8."""
     peaks = DEVICES[plan.device_name].peak_tflops if plan.device_name in DEVICES else {}
     low, wide = peaks.get("fp8"), peaks.get("bf16")
-    return max(1.0, OF_PEAK * low / wide) if low and wide else 1.0
+    return max(1.0, FP8_EFFICIENCY * low / wide) if low and wide else 1.0
 
 
 def _linears(job: Job, i: int) -> list[tuple[str, int, int, str]]:

@@ -9,7 +9,8 @@ from weft.hardware.catalog import DEVICES
 from weft.hardware.rank_environment import under_mpi
 from weft.job.errors import JobError
 from weft.job.schema import Job
-from weft.planner.model.fp8 import ALIGN, fp8_share
+from weft.planner.engine_constants import FP8_ALIGNMENT
+from weft.planner.model.fp8 import fp8_share
 from weft.planner.plan import Plan
 from weft.planner.schedules.registry import splits
 from weft.planner.sync import sync_rule
@@ -168,16 +169,16 @@ def _long(job: Job, plan: Plan) -> str | None:
 
 
 def _fp8_head(job: Job, plan: Plan) -> str | None:
-    vocab, dim, each = job.model.vocab or 0, job.model.dim or 0, ALIGN * plan.tp
+    vocab, dim, each = job.model.vocab or 0, job.model.dim or 0, FP8_ALIGNMENT * plan.tp
     if not vocab:
         return "fp8.head=true and a model without a vocabulary; fp8.head=false would work"
-    if not vocab % each and not dim % ALIGN:
+    if not vocab % each and not dim % FP8_ALIGNMENT:
         return None
     over = f" over tp={plan.tp}" if plan.tp > 1 else ""
-    other = "" if dim % ALIGN else f"model.vocab={-(-vocab // each) * each} or "
+    other = "" if dim % FP8_ALIGNMENT else f"model.vocab={-(-vocab // each) * each} or "
     return (
-        f"fp8.head=true and model.vocab={vocab}{over}, model.dim={dim}: the head's sizes must be multiples of {ALIGN}; "
-        f"{other}fp8.head=false would work"
+        f"fp8.head=true and model.vocab={vocab}{over}, model.dim={dim}: the head's sizes must be multiples of "
+        f"{FP8_ALIGNMENT}; {other}fp8.head=false would work"
     )
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from weft.planner.plan import Plan
 
-Ints = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
 SCHEDULE_NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v", "gpipe", "naive")
 """What the codes of `schedule` stand for. zero-bubble is zb-h1 or zbv, by its stages a rank."""
@@ -36,38 +36,38 @@ PLACEMENT_NAMES = ("shards-near", "stages-near")
 class Layouts:
     """Equal-length arrays, one entry a candidate. Codes point into the tuples above."""
 
-    dp_replicate: Ints
-    dp_shard: Ints
-    zero: Ints
+    dp_replicate: IntArray
+    dp_shard: IntArray
+    zero: IntArray
     """0 plain replicas (dp_shard is 1), else what dp_shard cuts, as in parallel.zero."""
-    tp: Ints
+    tp: IntArray
     sequence: NDArray[np.bool_]
-    cp: Ints
-    cp_style: Ints
-    pp: Ints
-    virtual_stages: Ints
-    schedule: Ints
-    ep: Ints
-    microbatch: Ints
-    accumulation: Ints
-    recompute: Ints
-    recompute_blocks: Ints
+    cp: IntArray
+    cp_style: IntArray
+    pp: IntArray
+    virtual_stages: IntArray
+    schedule: IntArray
+    ep: IntArray
+    microbatch: IntArray
+    accumulation: IntArray
+    recompute: IntArray
+    recompute_blocks: IntArray
     """How many of each stage's blocks `recompute` is for; -1 all of them."""
-    offload: Ints
-    precision: Ints
-    compression: Ints
-    placement: Ints
+    offload: IntArray
+    precision: IntArray
+    compression: IntArray
+    placement: IntArray
 
     def __len__(self) -> int:
         return len(self.tp)
 
     @property
-    def dp(self) -> Ints:
+    def dp(self) -> IntArray:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
-    def world(self) -> Ints:
+    def world(self) -> IntArray:
         return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.pp
 
     def take(self, chosen: Any) -> Layouts:
@@ -81,7 +81,7 @@ class Layouts:
     @classmethod
     def of(cls, **given: Any) -> Layouts:
         """From arrays or numbers; a number stands for all, and what is left out is the plain choice."""
-        filled = {**_PLAIN, **given}
+        filled = {**_DEFAULTS, **given}
         size = np.broadcast(*filled.values()).shape or (1,)
         return cls(
             **{
@@ -106,7 +106,7 @@ class Layouts:
         known = like or Plan(device="cuda", device_name="h100-sxm", backend="nccl")
         numbers = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "microbatch", "accumulation")
         values: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in numbers}
-        for name, words in _WORDS.items():
+        for name, words in _CODED.items():
             if name in Plan.__dataclass_fields__:
                 values[name] = words[int(getattr(self, name)[i])]
         if values["compression"] == known.compression.partition(":")[0]:
@@ -116,7 +116,7 @@ class Layouts:
         return replace(known, **values, zero=int(self.zero[i]) or 3, sequence=bool(self.sequence[i]), split=())
 
 
-_WORDS: dict[str, tuple[str, ...]] = {
+_CODED: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULE_NAMES,
     "recompute": RECOMPUTES,
     "offload": OFFLOADS,
@@ -126,21 +126,23 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "placement": PLACEMENT_NAMES,
 }
 
-_PLAIN: dict[str, Any] = {
+_DEFAULTS: dict[str, Any] = {
     **{f.name: 1 for f in fields(Layouts)},
-    **{name: 0 for name in _WORDS},
+    **{name: 0 for name in _CODED},
     "zero": 0, "sequence": False, "recompute_blocks": -1, "precision": PRECISIONS.index("bf16"),
 }  # fmt: skip
 
 
 def _codes(plan: Plan) -> dict[str, Any]:
-    codes: dict[str, Any] = {name: getattr(plan, name) for name in _PLAIN if hasattr(plan, name) and name not in _WORDS}
+    codes: dict[str, Any] = {
+        name: getattr(plan, name) for name in _DEFAULTS if hasattr(plan, name) and name not in _CODED
+    }
     codes["zero"] = plan.zero if plan.dp_shard > 1 else 0
-    said = {name: getattr(plan, name) for name in _WORDS if hasattr(plan, name)}
+    said = {name: getattr(plan, name) for name in _CODED if hasattr(plan, name)}
     if said["schedule"] == "zero-bubble":
         said["schedule"] = "zbv" if plan.virtual_stages == 2 else "zb-h1"
     if str(said["recompute"]).isdigit():  # a count of blocks
         per_stage = -(-int(said["recompute"]) // plan.pp)
         codes["recompute_blocks"], said["recompute"] = per_stage, "full"
     said["compression"] = said["compression"].partition(":")[0]
-    return codes | {name: _WORDS[name].index(word) for name, word in said.items()}
+    return codes | {name: _CODED[name].index(word) for name, word in said.items()}

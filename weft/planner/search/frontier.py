@@ -5,22 +5,22 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.search.candidates import Ints, Layouts
+from weft.planner.search.candidates import IntArray, Layouts
 from weft.planner.time.step import Estimates
 
-NEAR = 0.015
+TIME_TOLERANCE = 0.015
 """Layouts whose times differ by less than this are as good as equal, for no estimate tells them apart: the simplest of
 them is taken."""
 
 
-def degrees(layouts: Layouts) -> Ints:
+def degrees(layouts: Layouts) -> IntArray:
     key = np.zeros(len(layouts), np.int64)
     for axis in (layouts.pp, layouts.tp, layouts.cp, layouts.dp_shard, layouts.ep):
         key = key * 65_537 + axis  # degrees are far smaller; wrapping keeps keys apart well enough for a list of a few
     return key
 
 
-def plainness(layouts: Layouts) -> NDArray[np.float64]:
+def complexity(layouts: Layouts) -> NDArray[np.float64]:
     """How many things a layout needs to work; of equally fast ones the plainest is taken."""
     several = [
         3 * (layouts.pp > 1), 2 * (layouts.tp > 1), 2 * (layouts.cp > 1), layouts.ep > 1, layouts.dp_shard > 1,
@@ -31,13 +31,13 @@ def plainness(layouts: Layouts) -> NDArray[np.float64]:
     return np.asarray(sum(np.asarray(part, float) for part in several))
 
 
-def ranked(layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> Ints:
+def ranked(layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> IntArray:
     """The best first: by time in steps of NEAR, then the plainer, then the faster, then what needs less memory."""
-    steps = np.floor(np.log(times / times.min()) / NEAR)
-    return np.lexsort((peaks, times, plainness(layouts), steps)).astype(np.int64)
+    steps = np.floor(np.log(times / times.min()) / TIME_TOLERANCE)
+    return np.lexsort((peaks, times, complexity(layouts), steps)).astype(np.int64)
 
 
-class Kept:
+class BestLayouts:
     """What has been found so far, and what is not worth opening any more."""
 
     def __init__(self, top: int, front: bool) -> None:
@@ -76,7 +76,7 @@ class Kept:
         order = np.argsort(self.times, kind="stable")
         _, first = np.unique(self.keys[order], return_index=True)
         best = np.sort(self.times[order][first])
-        self.bound = best[self.top - 1] * (1 + 2 * NEAR) if len(best) >= self.top else np.inf
+        self.bound = best[self.top - 1] * (1 + 2 * TIME_TOLERANCE) if len(best) >= self.top else np.inf
         self.horizon = max(self.bound, 2 * best[0]) if self.front else self.bound
         keep = self.times <= self.bound
         if self.front:

@@ -19,28 +19,42 @@ from weft.planner.search.candidates import (
     PRECISIONS,
     RECOMPUTES,
     SCHEDULE_NAMES,
-    Ints,
+    IntArray,
     Layouts,
 )
 
 __all__ = [
-    "COMPRESSIONS", "CP_STYLES", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RECOMPUTES", "SCHEDULE_NAMES", "Layouts",
-    "Rows", "Space", "coarse", "count", "expand", "layouts_of", "make_space", "space_of",
+    "COMPRESSIONS",
+    "CP_STYLES",
+    "OFFLOADS",
+    "PLACEMENTS",
+    "PRECISIONS",
+    "RECOMPUTES",
+    "SCHEDULE_NAMES",
+    "Columns",
+    "Layouts",
+    "Space",
+    "all_layouts",
+    "coarse",
+    "count",
+    "expand",
+    "job_space",
+    "layouts_of",
 ]  # fmt: skip
 
-MAX_TOKENS = 65_536
+MAX_MICROBATCH_TOKENS = 65_536
 """Tokens in one microbatch of a rank beyond which a larger one gains nothing."""
-MIN_TOKENS = 4096
+MIN_CP_TOKENS = 4096
 """Tokens of a sequence that a rank of cp is left with, at least: shorter blocks leave attention kernels half idle."""
-INTERLEAVES = (2, 3, 4, 5, 6, 7, 8)
+INTERLEAVED_STAGES = (2, 3, 4, 5, 6, 7, 8)
 """Stages a rank that interleaved-1f1b is tried with."""
 _PIPELINES = (
-    ("1f1b", (1,)), ("interleaved-1f1b", INTERLEAVES), ("zb-h1", (1,)), ("zbv", (2,)), ("dualpipe-v", (2,)),
+    ("1f1b", (1,)), ("interleaved-1f1b", INTERLEAVED_STAGES), ("zb-h1", (1,)), ("zbv", (2,)), ("dualpipe-v", (2,)),
 )  # fmt: skip
 """gpipe and naive are never tried: 1f1b takes as long as gpipe and holds fewer activations, and naive is slower."""
 
 
-Rows = dict[str, Ints]
+Columns = dict[str, IntArray]
 """Candidates on their way: an array for each choice made so far."""
 
 
@@ -87,7 +101,7 @@ class Space:
         return replace(self, **only)
 
 
-def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RECOMPUTES) -> Space:
+def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = RECOMPUTES) -> Space:
     """Every layout of a resolved job on `world` ranks, as its rules allow."""
     model, seq = job.model, job.data.seq_len
     share: dict[str, Any] = {
@@ -111,7 +125,7 @@ def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RE
     width = (model.ffn if model.family != "mlp" else model.dim) or 1
     layers = model.layers or 1
     tp = [d for d in options if width % d == 0 and (not heads or (heads % d == 0 and kv % d == 0))]
-    cp = [d for d in options if d == 1 or (heads and seq % (2 * d) == 0 and seq // d >= MIN_TOKENS and model.causal)]
+    cp = [d for d in options if d == 1 or (heads and seq % (2 * d) == 0 and seq // d >= MIN_CP_TOKENS and model.causal)]
     experts = model.experts.count if model.experts else 0
     if experts:
         expert_width = (model.experts.ffn if model.experts else 0) or width
@@ -138,12 +152,12 @@ def _recomputes(job: Job, options: Iterable[str]) -> tuple[str, ...]:
     return ("full" if asked else "none",) if isinstance(asked, int) else (asked,)
 
 
-def make_space(space: Space) -> Layouts:
+def all_layouts(space: Space) -> Layouts:
     """All of them, one array operation for each choice."""
     return layouts_of(space, expand(space, coarse(space)))
 
 
-def coarse(space: Space) -> Rows:
+def coarse(space: Space) -> Columns:
     """Degrees, ZeRO stage, experts, precision and microbatch: what bounds are worked out for."""
     rows = _degrees(space)
     rows = _spread(rows, "zero", [np.where(rows["dp_shard"] > 1, z, 0) for z in space.zero], unique=True)
@@ -158,7 +172,7 @@ def coarse(space: Space) -> Rows:
     return {**rows, "recompute_blocks": -(-space.blocks // rows["pp"])}
 
 
-def expand(space: Space, rows: Rows) -> Rows:
+def expand(space: Space, rows: Columns) -> Columns:
     """Each coarse row with each schedule, style of cp, placement and recompute that it can have."""
     rows = _styles(space, _schedules(space, rows))
     far = (rows["pp"] > 1) & (rows["dp_shard"] * rows["dp_replicate"] > 1)
@@ -167,13 +181,13 @@ def expand(space: Space, rows: Rows) -> Rows:
     return _spread(rows, "recompute", [np.full(len(rows["tp"]), code) for code in codes])
 
 
-def layouts_of(space: Space, rows: Rows) -> Layouts:
+def layouts_of(space: Space, rows: Columns) -> Layouts:
     """Rows as layouts, with the sequence cut wherever tp can cut it."""
     sequence = (rows["tp"] > 1) & (space.seq_len % rows["tp"] == 0) & space.sequence & (space.heads > 0)
     return Layouts.of(**rows, sequence=sequence)
 
 
-def count(space: Space, rows: Rows) -> int:
+def count(space: Space, rows: Columns) -> int:
     """How many layouts `expand` would make of coarse rows, without making them."""
     pipes = np.zeros(len(rows["pp"]), np.int64)
     for _, stages in space.schedules:
@@ -187,7 +201,7 @@ def count(space: Space, rows: Rows) -> int:
     return int((pipes * styles * places).sum()) * len(space.recompute)
 
 
-def _degrees(space: Space) -> Rows:
+def _degrees(space: Space) -> Columns:
     """Degrees whose product is the world, and data-parallel ranks among which the batch divides."""
     shards = space.dp_shard or tuple(divisors(space.world))
     grid = np.meshgrid(space.pp, space.tp, space.cp, shards, indexing="ij")
@@ -203,7 +217,7 @@ def _degrees(space: Space) -> Rows:
             {"pp": pp, "tp": tp, "cp": cp, "dp_shard": shard, "dp_replicate": rest}.items()}  # fmt: skip
 
 
-def _spread(rows: Rows, name: str, options: list[Ints], unique: bool = False) -> Rows:
+def _spread(rows: Columns, name: str, options: list[IntArray], unique: bool = False) -> Columns:
     """Each row once for each option; with `unique`, options that are the same for a row count once."""
     parts = []
     for i, option in enumerate(options):
@@ -215,24 +229,24 @@ def _spread(rows: Rows, name: str, options: list[Ints], unique: bool = False) ->
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
-def _expert(space: Space, rows: Rows) -> Rows:
+def _expert(space: Space, rows: Columns) -> Columns:
     """ep is laid over dp_shard × cp × tp, so it divides their product."""
     rows = _spread(rows, "ep", [np.full(len(rows["tp"]), ep) for ep in space.ep])
     return _keep(rows, rows["dp_shard"] * rows["cp"] * rows["tp"] % rows["ep"] == 0)
 
 
-def _keep(rows: Rows, mask: Any) -> Rows:
+def _keep(rows: Columns, mask: Any) -> Columns:
     return {key: array[mask] for key, array in rows.items()}
 
 
-def _microbatches(space: Space, rows: Rows) -> Rows:
+def _microbatches(space: Space, rows: Columns) -> Columns:
     """Sizes that divide a rank's share of the batch; beyond MAX_TOKENS only where nothing smaller is left."""
     share = space.batch // (rows["dp_shard"] * rows["dp_replicate"])
     tokens = np.maximum(1, space.seq_len // rows["cp"])
     kinds, index = np.unique(np.stack([share, tokens]), axis=1, return_inverse=True)
     sizes = []
     for whole, width in kinds.T:
-        fit = [d for d in divisors(int(whole)) if d * width <= MAX_TOKENS] or [1]
+        fit = [d for d in divisors(int(whole)) if d * width <= MAX_MICROBATCH_TOKENS] or [1]
         if space.microbatch is not None:
             fit = [space.microbatch] if whole % space.microbatch == 0 else []
         if space.accumulation is not None:
@@ -248,7 +262,7 @@ def _microbatches(space: Space, rows: Rows) -> Rows:
     return rows
 
 
-def _schedules(space: Space, rows: Rows) -> Rows:
+def _schedules(space: Space, rows: Columns) -> Columns:
     """Each pipelined row once for each schedule that its stages allow."""
     plain = rows["pp"] == 1
     parts = []
@@ -265,7 +279,7 @@ def _schedules(space: Space, rows: Rows) -> Rows:
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
-def _styles(space: Space, rows: Rows) -> Rows:
+def _styles(space: Space, rows: Columns) -> Columns:
     """ring for any cp; ulysses where the heads divide by tp × cp."""
     if len(space.cp) == 1 and space.cp[0] == 1:
         return {**rows, "cp_style": np.zeros(len(rows["cp"]), np.int64)}

@@ -12,15 +12,15 @@ from weft.planner.model.counts import count_parameters
 from weft.planner.model.facts import cluster_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
-from weft.planner.time.collectives import group
+from weft.planner.time.collectives import rank_group
 
-LEAST_MB, MOST_MB = 1.0, 200.0
-HOST_ALPHA_S = 2e-3
+MIN_BUCKET_MB, MAX_BUCKET_MB = 1.0, 200.0
+CPU_ALL_REDUCE_LATENCY_S = 2e-3
 """Of an all-reduce of CPU ranks over Gloo or MPI, where it was not measured. They often outnumber the cores, and
 wait for each other's turn: `weft bench collectives` gave 4.3 ms with four ranks on two cores."""
 
 
-def cost_of_a_sum(job: Job, plan: Plan, device: Device) -> tuple[float, float]:
+def all_reduce_cost(job: Job, plan: Plan, device: Device) -> tuple[float, float]:
     """α and β of an all-reduce over the replicas: as `weft calibrate` measured them here, else as the plan counts."""
     n = plan.dp_replicate * plan.cp
     measured = load_measured(device.name)
@@ -30,8 +30,8 @@ def cost_of_a_sum(job: Job, plan: Plan, device: Device) -> tuple[float, float]:
         alpha, beta = fit_line([m.bytes for m in seen], [m.seconds for m in seen])
         if alpha > 0 and beta > 0:
             return alpha, beta
-    found = group(cluster_facts(job, plan.world, device), n, plan.tp, own_calibration(device))
-    alpha = 2 * float(found.latency_s) + (HOST_ALPHA_S if plan.device == "cpu" else 0.0)
+    found = rank_group(cluster_facts(job, plan.world, device), n, plan.tp, own_calibration(device))
+    alpha = 2 * float(found.latency_s) + (CPU_ALL_REDUCE_LATENCY_S if plan.device == "cpu" else 0.0)
     return alpha, 2 * (n - 1) / n / (float(found.gb_s) * 1e9)
 
 
@@ -42,7 +42,7 @@ def bucket_mb(job: Job, plan: Plan, device: Device) -> tuple[float, str]:
     if parameters is None:
         return Plan.bucket_mb, ""
     size = 4 * parameters.total / (plan.tp * plan.pp)
-    alpha, beta = cost_of_a_sum(job, plan, device)
-    best = min(MOST_MB, max(LEAST_MB, sqrt(size * alpha / beta) / 2**20))
+    alpha, beta = all_reduce_cost(job, plan, device)
+    best = min(MAX_BUCKET_MB, max(MIN_BUCKET_MB, sqrt(size * alpha / beta) / 2**20))
     rounded = float(f"{best:.2g}")
     return rounded, f"buckets of {rounded:g} MiB: a sum costs {alpha * 1e6:.0f} µs and {beta * 1e9:.2g} ns a byte"

@@ -15,14 +15,14 @@ from itertools import pairwise
 
 from weft.job.compression import Compression
 
-AS_INT8 = 1 / 6
+SPARSE_SHARE_OF_INT8 = 1 / 6
 """The share of numbers that, with their places, are as many bytes as all of them in int8."""
-MORE = 4
+RAMP_FACTOR = 4
 """How much is sent at the end of the warm-up, against what is wanted, where it falls by halves."""
-LATE = ("topk", "threshold", "powersgd", "onebit")
+KINDS_WITH_WARMUP = ("topk", "threshold", "powersgd", "onebit")
 """What has a warm-up."""
 
-WARM, MIDDLE = Compression("int8"), Compression("int4")
+WARMUP_COMPRESSION, INTERMEDIATE_COMPRESSION = Compression("int8"), Compression("int4")
 
 
 def age(step: float, warmup: int) -> float:
@@ -32,7 +32,7 @@ def age(step: float, warmup: int) -> float:
 
 def share_at(at: float) -> float:
     """The share of the largest numbers that an age asks for at the least."""
-    return AS_INT8 / at
+    return SPARSE_SHARE_OF_INT8 / at
 
 
 def share_of(compression: Compression) -> float:
@@ -41,21 +41,21 @@ def share_of(compression: Compression) -> float:
     return number if compression.kind == "topk" else math.erfc(number / math.sqrt(2))
 
 
-def lists_wait(at: float, gathering: int) -> bool:
+def sparse_waits(at: float, gathering: int) -> bool:
     """Whether lists of the largest, which so many ranks gather from each other, are more than int8 in two halves."""
     return at < gathering / 2
 
 
 def setting_at(wanted: Compression, at: float, gathering: int = 1) -> Compression:
     """What gradients travel as at an age, instead of what is wanted in the end."""
-    if wanted.kind not in LATE:
+    if wanted.kind not in KINDS_WITH_WARMUP:
         return wanted
     lists = wanted.kind in ("topk", "threshold")
-    if at < 1 or (lists and lists_wait(at, gathering)):
-        return WARM
+    if at < 1 or (lists and sparse_waits(at, gathering)):
+        return WARMUP_COMPRESSION
     if lists and share_at(at) > share_of(wanted):
         return Compression("topk", share_at(at))
-    return MIDDLE if wanted.kind == "onebit" and at < MORE else wanted
+    return INTERMEDIATE_COMPRESSION if wanted.kind == "onebit" and at < RAMP_FACTOR else wanted
 
 
 def pays_low_rank(rows: int, columns: int, rank: int) -> bool:
@@ -65,7 +65,7 @@ def pays_low_rank(rows: int, columns: int, rank: int) -> bool:
 
 def rank_at(rank: int, rows: int, columns: int, at: float) -> int:
     """The rank of a matrix's two thin ones at an age: never one that does not pay."""
-    more = 1 if at >= MORE else 2 if at >= MORE / 2 else MORE
+    more = 1 if at >= RAMP_FACTOR else 2 if at >= RAMP_FACTOR / 2 else RAMP_FACTOR
     while more > 1 and not pays_low_rank(rows, columns, rank * more):
         more //= 2
     return rank * more
@@ -75,17 +75,17 @@ def thin_pays(rank: int, shapes: list[tuple[int, int]], at: float) -> bool:
     """Whether matrices, of so many rows and columns, travel as thin ones at an age: always in the end, and before that
     where they are fewer bytes than int8."""
     thin = sum(4 * rank_at(rank, rows, columns, at) * (rows + columns) for rows, columns in shapes)
-    return at >= MORE or (at >= 1 and thin < sum(rows * columns for rows, columns in shapes))
+    return at >= RAMP_FACTOR or (at >= 1 and thin < sum(rows * columns for rows, columns in shapes))
 
 
-def ages(wanted: Compression, steps: int, warmup: int, gathering: int) -> list[tuple[float, float]]:
+def age_ranges(wanted: Compression, steps: int, warmup: int, gathering: int) -> list[tuple[float, float]]:
     """A run in stretches in which what is sent does not change, or falls as 1/age: for each its share of the steps and
     an age at which as much is sent as in its mean."""
-    if not warmup or not steps or wanted.kind not in LATE:
+    if not warmup or not steps or wanted.kind not in KINDS_WITH_WARMUP:
         return [(1.0, math.inf)]
     end = steps / warmup
-    turns = [1.0, MORE / 2, float(MORE), gathering / 2]
+    turns = [1.0, RAMP_FACTOR / 2, float(RAMP_FACTOR), gathering / 2]
     if wanted.kind in ("topk", "threshold"):
-        turns.append(AS_INT8 / share_of(wanted))
+        turns.append(SPARSE_SHARE_OF_INT8 / share_of(wanted))
     marks = [0.0, *sorted({t for t in turns if 0 < t < end}), end]
     return [((b - a) / end, (b - a) / math.log(b / a) if a else b / 2) for a, b in pairwise(marks)]

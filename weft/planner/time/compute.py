@@ -10,9 +10,9 @@ from weft.planner.calibration import Calibration
 from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
 from weft.planner.search.candidates import PRECISIONS, Layouts
 
-TILE = 128 * 128
+TILE_ELEMENTS = 128 * 128
 """Results of a matrix product that one core of the device makes at once."""
-ALIGNED = 64
+TILE_ALIGNMENT = 64
 MEMORY_SHARE = 0.85
 """Share of the memory's peak bandwidth that a long copy gets."""
 SCORE_BYTES = 12
@@ -20,7 +20,7 @@ SCORE_BYTES = 12
 
 
 @dataclass(frozen=True)
-class Work:
+class ComputeTime:
     """Seconds of one microbatch on one rank, without communication and without waiting for the host."""
 
     forward: Size
@@ -35,7 +35,7 @@ class Work:
     embedding: Size
 
 
-def peaks(cluster: ClusterFacts, layouts: Layouts) -> tuple[Size, Size]:
+def peak_flops_by_precision(cluster: ClusterFacts, layouts: Layouts) -> tuple[Size, Size]:
     """FLOP/s of the layouts' precision, and of what stays in 16 bits beside fp8."""
     table = [np.asarray(cluster.peak_tflops[name], float) + 0.0 * layouts.tp for name in PRECISIONS]
     own = np.choose(layouts.precision, table) * 1e12
@@ -43,19 +43,19 @@ def peaks(cluster: ClusterFacts, layouts: Layouts) -> tuple[Size, Size]:
     return own, wide
 
 
-def work(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibration) -> Work:
+def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibration) -> ComputeTime:
     tokens = layouts.microbatch * model.seq_len / layouts.cp
     tp = layouts.tp
-    own, wide = peaks(cluster, layouts)
+    own, wide = peak_flops_by_precision(cluster, layouts)
     low = np.where(own > wide, cal.low_precision, 1.0)
     fast, plain = own * cluster.reach * cal.matmul * low, wide * cluster.reach * cal.matmul
     memory = cluster.memory_gb_s * 1e9 * MEMORY_SHARE
     size = np.where(layouts.precision == 0, 4.0, 2.0)
-    tiles = cluster.units * TILE
+    tiles = cluster.units * TILE_ELEMENTS
 
     def product(rows: Size, out: Size, inner: Size, speed: Size) -> Size:
         rows, out, inner = np.maximum(rows, 1e-9), np.maximum(out, 1e-9), np.maximum(inner, 1e-9)
-        uneven = (np.mod(out, ALIGNED) > 0) | (np.mod(inner, ALIGNED) > 0)
+        uneven = (np.mod(out, TILE_ALIGNMENT) > 0) | (np.mod(inner, TILE_ALIGNMENT) > 0)
         loss = 1 + cal.odd * uneven + cal.wave * tiles / (rows * out) + cal.depth / inner
         moved = size * (rows * out + rows * inner + out * inner)
         return np.maximum(2 * rows * out * inner / speed * loss, moved / memory)
@@ -118,7 +118,7 @@ def work(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibr
     head_f, head_b = both(rows, model.vocab / tp, model.dim, head_speed)
     logits = rows * model.vocab / tp * 6 / memory * cal.traffic
     has_head = np.asarray(model.vocab) > 0
-    return Work(
+    return ComputeTime(
         forward=forward,
         backward=backward,
         attention=attention_f,
