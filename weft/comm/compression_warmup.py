@@ -7,10 +7,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from weft.comm.codecs import Codec, Largest, Signs, way_of
-from weft.planner.time.compression_warmup import MIDDLE, MORE, WARM, lists_wait, share_at
+from weft.job.compression import Compression
+from weft.planner.time.compression_warmup import MORE, WARM, lists_wait, share_at
 
 INT8 = way_of(WARM).gradients
-_MIDDLE = way_of(MIDDLE).gradients
+_MIDDLE = way_of(Compression("int4")).gradients
 
 
 def codec_at(codec: Codec | None, at: float, gathering: int = 1) -> Codec | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 
 BLOCK = 256
 """Numbers that share a scale."""

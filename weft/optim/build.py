@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.comm.shards import like, local_of
+from weft.job.optim import OPTIMIZERS, WeightShard
+from weft.job.registry import find_object
 from weft.job.schema import Optim
 from weft.optim.adafactor import Adafactor
 from weft.optim.adamw import AdamW
@@ -17,6 +19,8 @@ from weft.optim.clip import scale_grads
 from weft.optim.muon import Muon
 
 Params = dict[str, Tensor]
+Groups = list[dict[str, Any]]
+"""Parameter groups as torch takes them."""
 
 
 class Optimizers:
@@ -130,46 +134,41 @@ def build_optimizers(
 ) -> Optimizers:  # fmt: skip
     """The job's optimizer. Matrices decay, vectors do not."""
     leaves, copies = leaves or masters, copies or {}
-    if optim.name != "muon":
-        make, elementwise = _SINGLE[optim.name]
-        params = {n: _piece(m) for n, m in masters.items()} if elementwise else masters
-        return Optimizers([make(optim, params)], masters, params, leaves, copies)
-    inner = {n: p for n, p in masters.items() if is_block(n) and (p.dim() == 2 or _is_stack(n, p))}
-    outer = {n: _piece(p) for n, p in masters.items() if n not in inner}
-    parts: list[torch.optim.Optimizer] = []
-    if inner:
-        parts.append(Muon(_groups(inner, optim.weight_decay), optim.lr, optim.momentum, optim.weight_decay))
-    if outer:
-        parts.append(_adamw(optim, outer))
-    return Optimizers(parts, masters, inner | outer, leaves, copies)
+    chosen: dict[str, Params] = {}
+    for name, master in masters.items():
+        block = is_block(name) and (master.dim() == 2 or _is_stack(name, master))
+        entry = OPTIMIZERS[optim.name].of(WeightShard(tuple(master.shape), master.numel(), block))
+        chosen.setdefault(entry.name, {})[name] = _shard(master) if entry.elementwise else master
+    parts = []
+    for name, params in chosen.items():
+        make = find_object(OPTIMIZERS[name].build, "optim.name")
+        parts.append(make(optim, _groups(params, optim.weight_decay)))
+    params = {name: param for some in chosen.values() for name, param in some.items()}
+    return Optimizers(parts, masters, params, leaves, copies)
 
 
-def _piece(master: Tensor) -> Tensor:
-    """What an element-wise optimizer works on: a plain tensor over the master's piece on this rank."""
+def _shard(master: Tensor) -> Tensor:
+    """What an element-wise optimizer works on: a plain tensor over this rank's shard of the master weight."""
     return nn.Parameter(local_of(master.detach())) if isinstance(master, DTensor) else master
 
 
-def _adamw(optim: Optim, params: Params) -> torch.optim.Optimizer:
-    return AdamW(_groups(params, optim.weight_decay), optim.lr, optim.betas, optim.eps)
+def adamw(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return AdamW(groups, optim.lr, optim.betas, optim.eps)
 
 
-def _sgd(optim: Optim, params: Params) -> torch.optim.Optimizer:
-    return torch.optim.SGD(_groups(params, optim.weight_decay), lr=optim.lr, momentum=optim.momentum, fused=True)
+def sgd(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
 
 
-def _adafactor(optim: Optim, masters: Params) -> torch.optim.Optimizer:
-    return Adafactor(_groups(masters, optim.weight_decay), optim.lr)
+def adafactor(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return Adafactor(groups, optim.lr)
 
 
-_SINGLE: dict[str, tuple[Callable[[Optim, Params], torch.optim.Optimizer], bool]] = {
-    "adamw": (_adamw, True),
-    "sgd": (_sgd, True),
-    "adafactor": (_adafactor, False),
-}
-"""Each optimizer, and whether it treats every element by itself."""
+def muon(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return Muon(groups, optim.lr, optim.momentum, optim.weight_decay)
 
 
-def _groups(params: Params, weight_decay: float) -> list[dict[str, Any]]:
+def _groups(params: Params, weight_decay: float) -> Groups:
     matrices = [p for p in params.values() if p.dim() >= 2]
     vectors = [p for p in params.values() if p.dim() < 2]
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job, Parallel
 from weft.planner.model.counts import count_parameters
 from weft.planner.plan import Plan
@@ -11,8 +12,6 @@ from weft.planner.plan import Plan
 GIB = 2**30
 BYTES = {"none": 4.0, "int8": 2 * (1 + 4 / 256), "int4": 2 * (0.5 + 4 / 256)}
 """Bytes a parameter that a rank hands over at an exchange: once in a sum, twice where integers travel."""
-MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0}
-"""Numbers that an optimizer remembers of each parameter, or of most."""
 
 
 def inside(plan: Plan) -> Plan:
@@ -30,7 +29,7 @@ def exchange_bytes(job: Job, plan: Plan) -> dict[str, float]:
         return {"server": 8.0 * here}  # gradients there, weights back
     if plan.sync == "federated":
         carries = plan.sync_every > 1 and not sync.clip  # what the optimizer remembers goes there and back too
-        each = 8.0 + (4 + 8 * MOMENTS[job.optim.name] if carries else 0)
+        each = 8.0 + (4 + 8 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim) if carries else 0)
         return {"server": each * here / plan.sync_every}
     return {"dp_replicate": here * BYTES[sync.quantize] / plan.sync_every}
 

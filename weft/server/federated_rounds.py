@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.job.schema import Job
-from weft.optim import rate
+from weft.optim.schedule import rate
 from weft.server.client_data import draw, drawn
 from weft.server.connections import Peer
 from weft.server.records import Book, Copy

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 from weft.planner.schedules.registry import Action, Schedule
 
 AHEAD = 2

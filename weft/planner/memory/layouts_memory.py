@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.job.compression import COMPRESSORS
 from weft.planner.calibration import Calibration
 from weft.planner.model.facts import ModelFacts, Size
-from weft.planner.search.candidates import COMPRESSIONS, OFFLOADS, RECOMPUTES, SCHEDULE_NAMES, Layouts
+from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, SCHEDULE_NAMES, Layouts
 from weft.planner.time.compression import owed_bytes
 from weft.planner.time.pipeline import stage_layers
 
@@ -76,7 +77,7 @@ def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) ->
     unit = np.maximum(model.block_shared + model.block_experts / layouts.ep, ends) / layouts.tp
     gathered = np.where(z3 & (shard > 1), 2 * unit * (compute + cal.gradient_bytes / 2), 0.0)
     bucket = np.where(layouts.dp > 1, np.minimum(shared, BUCKET) * cal.gradient_bytes, 0.0)
-    bucket = bucket * np.where(layouts.compression == COMPRESSIONS.index("none"), 1.0, 1.25)
+    bucket = bucket * np.where(layouts.compression == COMPRESSORS.names().index("none"), 1.0, 1.25)
     bucket = bucket + (shared + experts) * trained * owed_bytes(layouts)
     activations = activation_bytes(model, layouts, cal, _layers(model, layouts, index), index)
     tokens = layouts.microbatch * model.seq_len / layouts.cp * model.head_share

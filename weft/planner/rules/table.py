@@ -49,10 +49,10 @@ def _tp_heads(job: Job, plan: Plan) -> str | None:
 
 
 def _tp_ffn(job: Job, plan: Plan) -> str | None:
-    ffn = job.model.ffn if job.model.family != "mlp" else job.model.dim
+    ffn = job.model.ffn if not job.model.is_stack else job.model.dim
     if plan.tp == 1 or not ffn or ffn % plan.tp == 0:
         return None
-    name = "model.ffn" if job.model.family != "mlp" else "model.dim"
+    name = "model.ffn" if not job.model.is_stack else "model.dim"
     up = -(-ffn // plan.tp) * plan.tp
     return f"{name}={ffn} is not a multiple of parallel.tp={plan.tp}; {name}={up} would work"
 
@@ -117,7 +117,7 @@ def _own(job: Job, plan: Plan) -> str | None:
 
 def attends(job: Job) -> bool:
     """Whether the model is one of Weft's transformers; an mlp may carry a shape's heads and has no use for them."""
-    return not job.model.module and job.model.family != "mlp"
+    return not job.model.module and not job.model.is_stack
 
 
 def _cp_family(job: Job, plan: Plan) -> str | None:
@@ -203,13 +203,13 @@ def _fp8(job: Job, plan: Plan) -> str | None:
 
 
 def _experts(job: Job, plan: Plan) -> str | None:
-    experts, family = job.model.experts, job.model.family
+    experts = job.model.experts
     if experts is None:
         if plan.ep > 1:
             return f"parallel.ep={plan.ep} cuts experts, and the model has none; ep=1 would work, or a model.experts"
         return None
-    if job.model.module or family in ("vit", "mlp"):
-        what = job.model.module or f"model.family={family}"
+    if job.model.module or not job.model.is_decoder:
+        what = job.model.module or f"model.family={job.model.family}"
         return f"model.experts needs a decoder, and {what} is none; family=llama or gpt2 would work"
     if plan.long:
         setting = "memory.offload=activations" if plan.offload == "activations" else f"memory.chunk={plan.chunk}"

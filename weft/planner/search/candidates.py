@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.job.compression import COMPRESSORS
 from weft.planner.plan import Plan
 
 Ints = NDArray[np.int64]
@@ -20,8 +21,6 @@ RECOMPUTES = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "activations")
 """What waits in host memory."""
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "topk", "threshold", "powersgd", "onebit", "adaptive")
-"""What gradients travel as between replicas."""
 CP_STYLES = ("ring", "ulysses", "hybrid")
 PLACEMENTS = (
     ("tp", "cp", "dp_shard", "dp_replicate", "pp"),
@@ -106,9 +105,9 @@ class Layouts:
         known = like or Plan(device="cuda", device_name="h100-sxm", backend="nccl")
         numbers = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "microbatch", "accumulation")
         values: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in numbers}
-        for name, words in _WORDS.items():
+        for name, words in _NAMES.items():
             if name in Plan.__dataclass_fields__:
-                values[name] = words[int(getattr(self, name)[i])]
+                values[name] = words()[int(getattr(self, name)[i])]
         if values["compression"] == known.compression.partition(":")[0]:
             values["compression"] = known.compression  # with its number
         if self.recompute_blocks[i] >= 0:
@@ -116,31 +115,31 @@ class Layouts:
         return replace(known, **values, zero=int(self.zero[i]) or 3, sequence=bool(self.sequence[i]), split=())
 
 
-_WORDS: dict[str, tuple[str, ...]] = {
-    "schedule": SCHEDULE_NAMES,
-    "recompute": RECOMPUTES,
-    "offload": OFFLOADS,
-    "precision": PRECISIONS,
-    "compression": COMPRESSIONS,
-    "cp_style": CP_STYLES,
-    "placement": PLACEMENT_NAMES,
+_NAMES: dict[str, Callable[[], tuple[str, ...]]] = {
+    "schedule": lambda: SCHEDULE_NAMES,
+    "recompute": lambda: RECOMPUTES,
+    "offload": lambda: OFFLOADS,
+    "precision": lambda: PRECISIONS,
+    "compression": COMPRESSORS.names,
+    "cp_style": lambda: CP_STYLES,
+    "placement": lambda: PLACEMENT_NAMES,
 }
 
 _PLAIN: dict[str, Any] = {
     **{f.name: 1 for f in fields(Layouts)},
-    **{name: 0 for name in _WORDS},
+    **{name: 0 for name in _NAMES},
     "zero": 0, "sequence": False, "recompute_blocks": -1, "precision": PRECISIONS.index("bf16"),
 }  # fmt: skip
 
 
 def _codes(plan: Plan) -> dict[str, Any]:
-    codes: dict[str, Any] = {name: getattr(plan, name) for name in _PLAIN if hasattr(plan, name) and name not in _WORDS}
+    codes: dict[str, Any] = {name: getattr(plan, name) for name in _PLAIN if hasattr(plan, name) and name not in _NAMES}
     codes["zero"] = plan.zero if plan.dp_shard > 1 else 0
-    said = {name: getattr(plan, name) for name in _WORDS if hasattr(plan, name)}
+    said = {name: getattr(plan, name) for name in _NAMES if hasattr(plan, name)}
     if said["schedule"] == "zero-bubble":
         said["schedule"] = "zbv" if plan.virtual_stages == 2 else "zb-h1"
     if str(said["recompute"]).isdigit():  # a count of blocks
         per_stage = -(-int(said["recompute"]) // plan.pp)
         codes["recompute_blocks"], said["recompute"] = per_stage, "full"
     said["compression"] = said["compression"].partition(":")[0]
-    return codes | {name: _WORDS[name].index(word) for name, word in said.items()}
+    return codes | {name: _NAMES[name]().index(word) for name, word in said.items()}

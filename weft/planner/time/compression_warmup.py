@@ -13,16 +13,13 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from weft.job.compression import Compression
+from weft.job.compression import Compression, share_of
 
 AS_INT8 = 1 / 6
 """The share of numbers that, with their places, are as many bytes as all of them in int8."""
 MORE = 4
 """How much is sent at the end of the warm-up, against what is wanted, where it falls by halves."""
-LATE = ("topk", "threshold", "powersgd", "onebit")
-"""What has a warm-up."""
-
-WARM, MIDDLE = Compression("int8"), Compression("int4")
+WARM = Compression("int8")
 
 
 def age(step: float, warmup: int) -> float:
@@ -35,12 +32,6 @@ def share_at(at: float) -> float:
     return AS_INT8 / at
 
 
-def share_of(compression: Compression) -> float:
-    """What topk or threshold sends in the end, were gradients normal."""
-    number = compression.number
-    return number if compression.kind == "topk" else math.erfc(number / math.sqrt(2))
-
-
 def lists_wait(at: float, gathering: int) -> bool:
     """Whether lists of the largest, which so many ranks gather from each other, are more than int8 in two halves."""
     return at < gathering / 2
@@ -48,14 +39,15 @@ def lists_wait(at: float, gathering: int) -> bool:
 
 def setting_at(wanted: Compression, at: float, gathering: int = 1) -> Compression:
     """What gradients travel as at an age, instead of what is wanted in the end."""
-    if wanted.kind not in LATE:
+    if not wanted.entry.ramped:
         return wanted
-    lists = wanted.kind in ("topk", "threshold")
+    lists = wanted.entry.share is not None
     if at < 1 or (lists and lists_wait(at, gathering)):
         return WARM
     if lists and share_at(at) > share_of(wanted):
         return Compression("topk", share_at(at))
-    return MIDDLE if wanted.kind == "onebit" and at < MORE else wanted
+    through = wanted.entry.ramped_through
+    return Compression(through) if through and at < MORE else wanted
 
 
 def pays_low_rank(rows: int, columns: int, rank: int) -> bool:
@@ -81,11 +73,11 @@ def thin_pays(rank: int, shapes: list[tuple[int, int]], at: float) -> bool:
 def ages(wanted: Compression, steps: int, warmup: int, gathering: int) -> list[tuple[float, float]]:
     """A run in stretches in which what is sent does not change, or falls as 1/age: for each its share of the steps and
     an age at which as much is sent as in its mean."""
-    if not warmup or not steps or wanted.kind not in LATE:
+    if not warmup or not steps or not wanted.entry.ramped:
         return [(1.0, math.inf)]
     end = steps / warmup
     turns = [1.0, MORE / 2, float(MORE), gathering / 2]
-    if wanted.kind in ("topk", "threshold"):
+    if wanted.entry.share is not None:
         turns.append(AS_INT8 / share_of(wanted))
     marks = [0.0, *sorted({t for t in turns if 0 < t < end}), end]
     return [((b - a) / end, (b - a) / math.log(b / a) if a else b / 2) for a, b in pairwise(marks)]
