@@ -19,7 +19,7 @@ from weft.job.optim import LR_SCHEDULES, OPTIMIZERS
 from weft.job.registry import NameIn
 from weft.job.schema import Data, Experts, Failures, Group, Job, Level, Model, RopeScaling, Sync
 from weft.job.shapes import ALIASES, SHAPES, resolve
-from weft.planner.describe import human
+from weft.planner.describe import human_count
 from weft.planner.model.counts import count_parameters
 
 INTRO = """\
@@ -52,8 +52,8 @@ In the tables, – as a default means that the shape, the family or another fiel
 KINDS = """\
 ## Kinds, and kinds of your own
 
-Optimizers, learning-rate schedules, compressors and model families are entries of a registry. The schema, the planner and
-training read the entry, so a module of a few lines adds one:
+Optimizers, learning-rate schedules, compressors and model families are entries of a registry. The schema, the planner
+and training read the entry, so a module of a few lines adds one:
 
 ```python
 # my_package/lion.py
@@ -66,9 +66,9 @@ OPTIMIZERS.register(Optimizer("lion", "Lion.", "my_package.lion:build", state=la
 ```
 
 with `extensions: [my_package.lion]` and `optim: {name: lion}` in the job. `weft/job/optim.py`, `compression.py` and
-`model.py` describe the fields of an entry; `tests/helpers/extensions/` has an optimizer, a compressor and a model family.
-Modules are imported from the installed packages and the current folder, for job files only: names in a checkpoint are never
-imported.
+`model.py` describe the fields of an entry; `tests/helpers/extensions/` has an optimizer, a compressor and a model
+family. Modules are imported from the installed packages and the current folder, for job files only: names in a
+checkpoint are never imported.
 """
 
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -166,7 +166,7 @@ def shapes() -> str:
     for name, fields in SHAPES.items():
         data = Data(source="synthetic", seq_len=128)
         counts = count_parameters(resolve(Job(model=Model(shape=name), data=data)).model)
-        size = human(counts.total) if counts else "–"
+        size = human_count(counts.total) if counts else "–"
         rows.append(f"| `{name}` | {f'`{short[name]}`' if name in short else ''} | {fields['family']} | {size} |")
     note = "A shape without a vocabulary of its own takes the tokenizer's; here it is counted with 256 tokens."
     return "\n".join([*rows, f"\n{note}\n"])

@@ -19,7 +19,7 @@ from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.planner.plan import Plan
 from weft.training.traffic import Traffic
-from weft.watch.figures import figures
+from weft.watch.figures.steps import figures
 from weft.watch.journal import Journal
 from weft.watch.report import write_report
 

@@ -113,15 +113,15 @@ def test_the_minority_is_named_and_a_tie_is_not_decided(sizes: list[int], data: 
 @settings(deadline=None)
 @given(size=st.integers(1, 40), bit=st.integers(0, 31), data=st.data())
 def test_any_flipped_bit_changes_the_sum_of_its_weight_alone(size: int, bit: int, data: st.DataObject) -> None:
-    masters = {"a": torch.randn(size), "b": torch.randn(3, 5), "half": torch.randn(7).bfloat16()}
-    digests = Digests(masters)
+    master_params = {"a": torch.randn(size), "b": torch.randn(3, 5), "half": torch.randn(7).bfloat16()}
+    digests = Digests(master_params)
     before, whole = digests.each(), digests.by_kind(digests.each())
     place = data.draw(st.integers(0, size - 1))
     flip = torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
-    masters["a"].view(torch.int32)[place] ^= flip
+    master_params["a"].view(torch.int32)[place] ^= flip
     assert (digests.each() != before).tolist() == [True, False, False]
     assert not torch.equal(digests.by_kind(digests.each()), whole)
-    masters["a"].view(torch.int32)[place] ^= flip
+    master_params["a"].view(torch.int32)[place] ^= flip
     assert torch.equal(digests.by_kind(digests.each()), whole)
 
 

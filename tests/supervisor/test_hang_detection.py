@@ -207,21 +207,21 @@ def test_a_large_ring_grows_by_a_file_a_copy(tmp_path: Path, monkeypatch: pytest
 
 def test_what_only_an_update_changes_is_copied_before_the_next_one(tmp_path: Path) -> None:
     weight, seen = torch.zeros(4), torch.zeros(4)
-    pieces = {"model.w": weight, "buffer.seen": seen}
+    shards = {"model.w": weight, "buffer.seen": seen}
     ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
-    into = {name: torch.empty(4) for name in pieces}
+    into = {name: torch.empty(4) for name in shards}
     for step in (1, 2, 3):
         weight.fill_(step)
         seen.fill_(step)
-        ring.take(step, pieces, {})
+        ring.take(step, shards, {})
         seen.fill_(-1)  # the next forward pass
         if step == 2:  # else it is committed before the next update: an evaluation is due
             ring.settle()
             weight.fill_(-1)
         ring.seal(step, {})
         ring.load(step, into)
-        assert [into[name].tolist() for name in pieces] == [[step] * 4] * 2
-    ring.take(4, pieces, {})
+        assert [into[name].tolist() for name in shards] == [[step] * 4] * 2
+    ring.take(4, shards, {})
     ring.drop()
     ring.seal(4, {})
     assert ring.held() == [2, 3]

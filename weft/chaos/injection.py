@@ -107,7 +107,7 @@ class Armed(Stepper):
             nan = [o for o in orders if o["kind"] == "nan" and self.orders and self.orders.first_time(o, step)]
             return gradient * float("nan") if nan else gradient
 
-        with in_backward(modules_of(self.state.woven), strike):
+        with in_backward(modules_of(self.state.model), strike):
             return super().gradients(batches)
 
     def update(self, grads: Gradients, lr: float) -> Any:
@@ -116,8 +116,8 @@ class Armed(Stepper):
         done = super().update(grads, lr)
         for order in self.orders.due(self.state.step, "update", ("bitflip",)):
             if self.orders.first_time(order, self.state.step):
-                flip(self.state.woven.masters, order["moment"])
-                self.state.woven.refresh()
+                flip(self.state.model.master_params, order["moment"])
+                self.state.model.refresh()
         return done
 
     def _suffer(self, phase: str) -> None:
@@ -179,9 +179,13 @@ def flip(weights: dict[str, Tensor], moment: float) -> None:
         at -= size
 
 
-def modules_of(woven: Any) -> list[nn.Module]:
+def modules_of(spread_model: Any) -> list[nn.Module]:
     """The modules of this rank, of one model or of its stages."""
-    return [stage.module for stage in woven.stages.values()] if hasattr(woven, "stages") else [woven.module]
+    return (
+        [stage.module for stage in spread_model.stages.values()]
+        if hasattr(spread_model, "stages")
+        else [spread_model.module]
+    )
 
 
 @contextmanager

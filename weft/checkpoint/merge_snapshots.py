@@ -20,7 +20,7 @@ from weft.checkpoint.checkpointer import Checkpoints
 from weft.checkpoint.contents import Snapshot
 from weft.checkpoint.snapshot_file import Places, find_sealed, read_table
 from weft.checkpoint.snapshot_replication import held_files, newest_whole
-from weft.comm.shards import piece_of
+from weft.comm.shards import shard_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.plan import Plan
@@ -44,8 +44,8 @@ class Shard:
 
 
 def places_of(rank: int, attempt: int, job: Job, plan: Plan, tensors: Mapping[str, Tensor]) -> Places:
-    """What this rank's pieces are pieces of."""
-    boxes = {name: (list((p := piece_of(t)).shape), list(p.offset)) for name, t in tensors.items()}
+    """What this rank's shards are shards of."""
+    boxes = {name: (list((p := shard_of(t)).shape), list(p.offset)) for name, t in tensors.items()}
     return Places(rank, attempt, job.model_dump(mode="json"), plan.to_json(), boxes)
 
 
@@ -73,7 +73,7 @@ def save_shards(memory: Path, checkpoints: Checkpoints, mesh: Mesh, local_ranks:
     everyone = [entry for entries in cast(list[list[Told]], told) for entry in entries]
     if not everyone:
         return None
-    axes = max(everyone, key=lambda entry: entry[0])[1]  # of the last layout: another's pieces are no part of it
+    axes = max(everyone, key=lambda entry: entry[0])[1]  # of the last layout: another's shards are no part of it
     held = [(step, rank) for _, layout, step, rank in everyone if layout == axes]
     chosen = newest_whole(held, axes)
     if chosen is None or chosen <= newer_than:
@@ -98,11 +98,11 @@ def _absent(there: set[int], axes: Mapping[str, int], bring: list[Shard]) -> dic
 
 
 class ShardSnapshot(Snapshot):
-    """A Snapshot of tensors that lie in files, pieces of a layout that is gone."""
+    """A Snapshot of tensors that lie in files, shards of a layout that is gone."""
 
     def __init__(self, shards: list[Shard], more: Mapping[str, Tensor]) -> None:
         super().__init__({}, copy=False)
-        self._pieces: dict[MetadataIndex, Tensor] = {}
+        self._shards: dict[MetadataIndex, Tensor] = {}
         self.meta: dict[str, Any] | None = None
         items: list[WriteItem] = []
         try:
@@ -127,17 +127,17 @@ class ShardSnapshot(Snapshot):
             count = int(torch.Size(shape).numel())
             tensor = memory[at : at + count * kind.itemsize].view(kind).view(shape)
             whole, offset = shard.places.boxes[name]
-            new = MetadataIndex(name, torch.Size(offset)) not in self._pieces  # replicas hold the same
+            new = MetadataIndex(name, torch.Size(offset)) not in self._shards  # replicas hold the same
             if new and (count or not torch.Size(whole).numel()):  # who holds no row has nothing to write
                 items.append(self._item(name, tensor, torch.Size(whole), offset))
         return items
 
     def _item(self, name: str, tensor: Tensor, whole: torch.Size, offset: list[int]) -> WriteItem:
         index = MetadataIndex(name, torch.Size(offset))
-        self._pieces[index] = tensor
+        self._shards[index] = tensor
         chunk = ChunkStorageMetadata(torch.Size(offset), tensor.shape)
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), whole)
         return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[MetadataIndex(index.fqn, index.offset)]
+        return self._shards[MetadataIndex(index.fqn, index.offset)]

@@ -76,7 +76,7 @@ def held_files(folder: Path) -> list[tuple[int, int, int, Path]]:
 
 
 def newest_whole(held: Iterable[tuple[int, int]], axes: Mapping[str, int]) -> int | None:
-    """Of steps and ranks: the newest step all of whose pieces are held. Ranks that differ only in dp_replicate hold the
+    """Of steps and ranks: the newest step all of whose shards are held. Ranks that differ only in dp_replicate hold the
     same."""
     ranks_at: dict[int, set[int]] = {}
     for step, rank in held:

@@ -24,7 +24,7 @@ from weft.guards.rollback import RollBack
 from weft.guards.silent_corruption import Disagreement, Weights
 from weft.guards.step_report import Row, Table
 from weft.guards.straggler_response import Tempo
-from weft.guards.weight_repair import copy_pieces
+from weft.guards.weight_repair import copy_shards
 from weft.job.errors import DivergedError
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -45,9 +45,9 @@ class Guarded(Protocol):
     skipped_steps: set[int]
 
     @property
-    def woven(self) -> Any: ...
+    def model(self) -> Any: ...
 
-    def pieces(self) -> dict[str, Tensor]: ...
+    def shards(self) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Guards:
         self.job, self.plan, self.mesh, self.state = job, plan, mesh, state
         self.settings = job.resilience
         self.coords = cast(list[dict[str, int]], mesh.all_gather_object(mesh.coords))
-        self.weights = Weights(state.woven.masters, mesh, self.coords, plan.alone, self.settings.check_every)
+        self.weights = Weights(state.model.master_params, mesh, self.coords, plan.alone, self.settings.check_every)
         self.notes = Notes(event, warn, self.coords)
         self.table = Table(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))
         # statistics of a person's own module are averaged over ranks as if their shares were equal
-        self.tempo = Tempo(job, plan, mesh, self.notes, fixed=lambda: bool(state.woven.buffers()))
+        self.tempo = Tempo(job, plan, mesh, self.notes, fixed=lambda: bool(state.model.buffers()))
         self.spikes, self.crowd = Spikes(), Crowd()
         self.loader: Loader | None = None
         self.bad: list[Step] = []
@@ -87,7 +87,7 @@ class Guards:
 
     def begin(self) -> None:
         """Training is about to start, or to start again from an earlier step."""
-        self.weights.begin(self.state.woven.masters)
+        self.weights.begin(self.state.model.master_params)
         self.agreed = min(self.agreed, self.state.step)
         self.tempo.pace.forget()
         self.start_clock()
@@ -124,7 +124,7 @@ class Guards:
             out[self.table.field(rank, at, "changed")] = changed.double()
         out[self.table.field(rank, at, "norm")] = norm.double()
         if self.doubt and step == self.doubt.read_at and rank == self.doubt.group[0]:
-            self.right = values_at(self.state.woven.masters, self.doubt.places)
+            self.right = values_at(self.state.model.master_params, self.doubt.places)
         if (sums := self.weights.look(step, seconds)) is not None:
             out[self.table.place(rank, at)] = sums
         self.start_clock()
@@ -231,7 +231,7 @@ class Guards:
                 f"ranks {group} should hold the same weights, and {tries} times did not after step {step.number}: they "
                 "do not compute alike, or the memory of one is bad; resilience.check_every=0 trains without looking"
             )
-        places, held = differing(self.state.woven.masters, found.kind, ranks, self.mesh)
+        places, held = differing(self.state.model.master_params, found.kind, ranks, self.mesh)
         self.doubt, self.right = Doubt(step.number, self.state.step, ranks, tries, places, held), []
         why = (
             f"ranks {group} should hold the same weights and do not, and it cannot be told which is right: all ranks "
@@ -256,9 +256,9 @@ class Guards:
         for rank in wrong:
             why = f"rank {rank} holds other weights than rank {source} and its peers: it takes theirs"
             self.notes.fault("divergence", step.number, why, rank)
-        copy_pieces(self.state.pieces(), self.state.woven.masters, kind, source, wrong, self.mesh)
-        self.state.woven.refresh()
-        self.weights.begin(self.state.woven.masters)
+        copy_shards(self.state.shards(), self.state.model.master_params, kind, source, wrong, self.mesh)
+        self.state.model.refresh()
+        self.weights.begin(self.state.model.master_params)
         seconds = time.perf_counter() - began
         self.notes.recovered("divergence", "replica", self.state.step + 1, seconds=seconds)
 

@@ -23,7 +23,7 @@ CLEAR = 4.0
 """Times as far off as the others must be who is named: a wrong copy leads the others a little astray, too."""
 
 Place = tuple[str, int]
-"""A weight, and where in this rank's piece of it."""
+"""A weight, and where in this rank's shard of it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Doubt:
 
 @torch.no_grad()
 def differing(
-    masters: Mapping[str, Tensor], kind: Kind, group: tuple[int, ...], mesh: Mesh
+    master_params: Mapping[str, Tensor], kind: Kind, group: tuple[int, ...], mesh: Mesh
 ) -> tuple[list[Place], dict[int, list[float]]]:
     """Where the weights of these ranks differ, and what each holds there. Every rank calls it, and all hear of it.
 
@@ -49,8 +49,8 @@ def differing(
     """
     places: list[Place] = []
     held: dict[int, list[float]] = {rank: [] for rank in group}
-    for name in sorted(n for n, m in masters.items() if kind_of(m) == kind) if mesh.rank in group else ():
-        mine = local_of(masters[name]).cpu().contiguous().view(-1)
+    for name in sorted(n for n, m in master_params.items() if kind_of(m) == kind) if mesh.rank in group else ():
+        mine = local_of(master_params[name]).cpu().contiguous().view(-1)
         if mesh.rank != group[0]:
             dist.send(mine, group[0], group=mesh.host_group)
             continue
@@ -68,9 +68,9 @@ def differing(
 
 
 @torch.no_grad()
-def values_at(masters: Mapping[str, Tensor], places: list[Place]) -> list[float]:
+def values_at(master_params: Mapping[str, Tensor], places: list[Place]) -> list[float]:
     """What this rank holds there now."""
-    return [float(local_of(masters[name]).reshape(-1)[at]) for name, at in places]
+    return [float(local_of(master_params[name]).reshape(-1)[at]) for name, at in places]
 
 
 def wrong_ones(doubt: Doubt, right: list[float]) -> list[int]:

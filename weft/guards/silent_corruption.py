@@ -41,13 +41,13 @@ class Weights:
     """
 
     def __init__(
-        self, masters: Mapping[str, Tensor], mesh: Mesh, coords: list[dict[str, int]], alone: bool, every: int
+        self, master_params: Mapping[str, Tensor], mesh: Mesh, coords: list[dict[str, int]], alone: bool, every: int
     ):
         """`alone`: replicas have weights of their own between rounds. `every` 0 looks never."""
         self.mesh, self.every, self.spacing = mesh, every, 1
         self.compared: set[int] = set()
         """Steps whose comparison is under way."""
-        self.digests = Digests(masters)
+        self.digests = Digests(master_params)
         everyone = cast(
             list[tuple[dict[Kind, str], list[str]]], mesh.all_gather_object((self.digests.held, self.digests.names))
         )
@@ -56,11 +56,11 @@ class Weights:
         held = [held for held, _ in everyone]
         self.kinds = sorted({kind for mine in held for kind in mine})
         self.alike = {kind: _alike(kind, held, coords, alone) for kind in self.kinds}
-        self.begin(masters)
+        self.begin(master_params)
 
-    def begin(self, masters: Mapping[str, Tensor]) -> None:
+    def begin(self, master_params: Mapping[str, Tensor]) -> None:
         """Start afresh, with these tensors: a run that began anew has others."""
-        self.digests = Digests(masters)
+        self.digests = Digests(master_params)
         self.sums: Tensor | None = None
         self.changed: Tensor | int = 0
         """1 + the number of the weight that changed since the last update."""
@@ -76,7 +76,7 @@ class Weights:
         where, some = differs.int().argmax() + 1, differs.any()
         if differs.is_cuda:
             self.changed = torch.where(some, where, 0)
-            held = sum(local_of(m).numel() * m.element_size() for m in self.digests.masters.values())
+            held = sum(local_of(m).numel() * m.element_size() for m in self.digests.master_params.values())
             self.looked_s = held / BYTES_PER_S
         else:
             self.changed = int(where) if some else 0
@@ -121,7 +121,7 @@ def period(every: int, spacing: int) -> int:
 
 
 def _alike(kind: Kind, held: list[dict[Kind, str]], coords: list[dict[str, int]], alone: bool) -> list[tuple[int, ...]]:
-    """The ranks that hold the same pieces of a kind's weights, unless they train alone and so have their own."""
+    """The ranks that hold the same shards of a kind's weights, unless they train alone and so have their own."""
     groups: dict[tuple[str, int], list[int]] = {}
     for rank, mine in enumerate(held):
         if kind in mine:

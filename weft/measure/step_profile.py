@@ -33,9 +33,9 @@ from weft.supervisor.local_ranks import launch, locked
 from weft.training.metrics import Ledger, peak_memory_gib
 from weft.training.session import Session
 from weft.training.signals import Signals
-from weft.watch.profile import Facts, from_json, summarise, table, to_json
+from weft.watch.kernel_profile import StepFacts, from_json, summarise, table, to_json
+from weft.watch.profiler_trace import Trace, read_trace
 from weft.watch.report import write_report
-from weft.watch.trace import Trace, read_trace
 
 WARM, TIMED = 4, {"cpu": 4, "cuda": 12}
 """Steps before anything is measured, and steps timed without the profiler: on a GPU the first waits for the host."""
@@ -173,8 +173,12 @@ def _read(profiler: profile) -> Trace:
 @contextmanager
 def _marked_loss(session: Session) -> Iterator[None]:
     """Mark what the heads compute, so that the trace can tell the loss from the rest of the forward pass."""
-    woven = session.state.woven
-    modules = [s.module for s in woven.stages.values()] if isinstance(woven, Pipelined) else [woven.module]
+    spread_model = session.state.model
+    modules = (
+        [s.module for s in spread_model.stages.values()]
+        if isinstance(spread_model, Pipelined)
+        else [spread_model.module]
+    )
     open_ranges: list[record_function] = []
 
     def begin(module: nn.Module, args: Any) -> None:
@@ -199,12 +203,12 @@ def _tokens(job: Job) -> int:
     return job.train.global_batch * (1 if job.model.is_stack else job.data.seq_len)
 
 
-def facts_of(session: Session) -> Facts:
+def facts_of(session: Session) -> StepFacts:
     """What the job and the plan say of one step of this rank."""
     job, plan = session.job, session.plan
     model, width = job.model, COMPUTE[plan.precision].itemsize
-    masters = session.state.woven.masters.values()
-    held = sum(local_of(m).numel() for m in masters)
+    master_params = session.state.model.master_params.values()
+    held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0
     update = held * (width + 2 * optimizer_bytes(job.optim) + 8 + copies)
     tokens = _tokens(job) / plan.dp / plan.cp
@@ -216,7 +220,7 @@ def facts_of(session: Session) -> Facts:
         full = 12.0 * (model.layers or 0) * (model.heads or 0) * (model.head_dim or 0) * job.data.seq_len
         attention = full / 2 if model.causal else full
     share = tokens / plan.tp / plan.pp
-    return Facts(
+    return StepFacts(
         bool(model.causal), (total - attention) * share if total else None,
         attention * share * 7 / 6 or None,  # backward computes the scores again: seven products where six are counted
         update, loss, sum(communication_bytes(job, plan).values()),
@@ -224,8 +228,10 @@ def facts_of(session: Session) -> Facts:
 
 
 def _has_head(session: Session) -> bool:
-    woven = session.state.woven
-    return isinstance(woven, Pipelined) and any(getattr(s.module, "head", None) for s in woven.stages.values())
+    spread_model = session.state.model
+    return isinstance(spread_model, Pipelined) and any(
+        getattr(s.module, "head", None) for s in spread_model.stages.values()
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from weft.job.optim import OPTIMIZERS, Optim, Optimizer, WeightShard
+from weft.planner.engine_constants import MUON_ITERATIONS
 
 
 def _row_and_column_sums(weight: WeightShard) -> float:
@@ -17,9 +18,9 @@ def _adafactor_state(optim: Optim, weight: WeightShard) -> float:
 
 
 def _newton_schulz(weight: WeightShard) -> float:
-    """Muon's five iterations on the whole matrix."""
+    """FLOPs of Muon's Newton–Schulz iterations on the whole matrix."""
     short, long = sorted(weight.shape[-2:])
-    return prod(weight.shape[:-2]) * 5 * (4.0 * short * short * long + 2.0 * short**3)
+    return prod(weight.shape[:-2]) * MUON_ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
 
 
 OPTIMIZERS.register(

@@ -118,7 +118,7 @@ class Ledger:
         sums = self.guards.tell(self.state.step, seconds, norm, [0.0] * len(mine) + self.signals.flags())
         sums[: len(mine)] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
-        figures = Figures(sums, work, self.state.woven.figures())
+        figures = Figures(sums, work, self.state.model.figures())
         more = self.state.rounds.figures()
         opened = _Open(self.state.step, lr, grads.scale, figures, seconds, spans, more)
         self.settle()
@@ -155,7 +155,7 @@ class Ledger:
             **({"loss_scale": entry.loss_scale} if self.state.scale.dynamic else {}),
             **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),
             **entry.more,
-            **self.state.woven.words(more, count),
+            **self.state.model.words(more, count),
             **self.traffic.figures(entry.spans, entry.seconds),
             **extra,
         }

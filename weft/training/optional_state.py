@@ -25,7 +25,7 @@ def load_owed(checkpoints: Checkpoints, found: Found, state: State) -> str | Non
         if name.startswith("residual."):
             _, holder, weight = name.split(".", 2)
             holders[weight].add(int(holder))
-    if not state.woven.compressors or not holders:
+    if not state.model.compressors or not holders:
         return "what compression still owed is dropped: gradients are not compressed now" if holders else None
     mine = {n: t for n, t in state.tensors().items() if n.startswith(OWED)}
     now: dict[str, set[int]] = defaultdict(set)
@@ -52,14 +52,14 @@ def load_owed(checkpoints: Checkpoints, found: Found, state: State) -> str | Non
 
 def load_maxima(checkpoints: Checkpoints, found: Found, state: State) -> None:
     """Take in fp8's maxima, where a checkpoint has them of every layer and over as many steps. Collective."""
-    mine, index = state.woven.maxima(), Index(found.path)
+    mine, index = state.model.maxima(), Index(found.path)
     alike = all(n in index.tensors and index.tensors[n].size == t.shape for n, t in mine.items())
     for tensor in mine.values():
         tensor.zero_()
     said = state.mesh.all_gather_object(alike if mine else None)
     if any(said) and False not in said:
         checkpoints.load(found, mine)
-    state.woven.recall_maxima()
+    state.model.recall_maxima()
 
 
 def _weight(name: str) -> str:

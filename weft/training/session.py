@@ -57,7 +57,7 @@ class Session:
     """The step at which this start of the run began, whatever was recovered since."""
     began: float = field(default_factory=time.time)
     placed: int = 0
-    """Tensors of which it is written down, beside the snapshots, what they are pieces of."""
+    """Tensors of which it is written down, beside the snapshots, what they are shards of."""
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line in events.jsonl, from rank 0."""
@@ -105,7 +105,7 @@ class Session:
         self.state.agree()
         if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan)):
             self.event("rebalance", step=self.state.step, **moved)
-            self.guards.weights.begin(self.state.woven.masters)  # they have changed, and nobody is to blame
+            self.guards.weights.begin(self.state.model.master_params)  # they have changed, and nobody is to blame
         state, meta = self.state, self.state.meta(self.job, self.plan)
         self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
 
@@ -115,12 +115,12 @@ class Session:
         snapshots, state = self.snapshots, self.state
         snapshots.trusted = self.guards.trusted
         if snapshots.due(state.step):
-            pieces = state.pieces()
-            snapshots.take(state.step, pieces, state.counts() | {"agreed": self.guards.agreed})
+            shards = state.shards()
+            snapshots.take(state.step, shards, state.counts() | {"agreed": self.guards.agreed})
             if snapshots.refused:
                 self.log.warning("%s", snapshots.refused)
-            elif snapshots.folder is not None and self.placed != len(pieces):
-                self.placed = len(pieces)  # the optimizer's appear with its first step
+            elif snapshots.folder is not None and self.placed != len(shards):
+                self.placed = len(shards)  # the optimizer's appear with its first step
                 places = places_of(self.mesh.rank, self.pulse.attempt, self.job, self.plan, state.tensors())
                 places.write(snapshots.folder)
         if snapshots.tick(state.step):
@@ -211,9 +211,9 @@ def open_session(
     session = Session(
         job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse, guards
     )
-    for compressor in state.woven.compressors:
+    for compressor in state.model.compressors:
         compressor.tell = session.compression
-    write_slices(run, plan, mesh, state.woven)
+    write_slices(run, plan, mesh, state.model)
     if not recall(session):
         put_together(session)
         resume(session)

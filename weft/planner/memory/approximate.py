@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.job.optim import OPTIMIZERS, Optim
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import LOGITS_BYTES
-from weft.planner.memory.layouts_memory import waiting
+from weft.planner.memory.layouts_memory import microbatches_in_flight
 from weft.planner.memory.recompute import block_elements, kept_elements, recomputed_share
 from weft.planner.model.counts import count_parameters
 from weft.planner.plan import Plan
@@ -33,7 +33,7 @@ def rough_memory(job: Job, plan: Plan) -> dict[str, float]:
         gathered = parameters * compute
     whole_gradients = parameters * 4 if shard > 1 and plan.zero == 1 else 0
     tokens = plan.microbatch * (1 if job.model.is_stack else job.data.seq_len) / plan.cp
-    at_once = float(waiting(Layouts.one(plan), 0)[0])
+    at_once = float(microbatches_in_flight(Layouts.one(plan), 0)[0])
     kept = activation_bytes(job.model, compute, plan, at_once) * tokens
     kept -= min(plan.host_gib * GIB, at_once * kept_bytes(job.model, compute, plan) * tokens)
     held = 3 * 4 * tokens * (job.model.vocab or 0) / plan.tp  # logits, their exponentials, their gradient
@@ -56,7 +56,7 @@ def activation_bytes(model: Model, compute: int, plan: Plan, at_once: float = 1.
     dim = model.dim or 0
     if model.is_stack:
         return at_once * layers * 2 * dim * compute / plan.tp
-    if plan.long:  # what every block keeps, and one block's pieces whole
+    if plan.long:  # what every block keeps, and one block's shards whole
         heads, kv = ((n or 0) * (model.head_dim or 0) for n in (model.heads, model.kv_heads))
         return at_once * kept_bytes(model, compute, plan) + (6 * dim + 4 * heads + 4 * kv) * compute / plan.tp
     one = kept_elements(model, plan.recompute, layers)

@@ -12,17 +12,17 @@ from weft.planner.model.weight_table import weights_of
 
 @dataclass(frozen=True)
 class Counts:
-    """What one model is made of. `block` is one of `blocks`; the rest is embedding and head."""
+    """Parameters of a model: embedding, `blocks` blocks of `block` parameters each, and head."""
 
     embedding: int
     block: int
     blocks: int
     head: int
     first: int = 0
-    """One of the `firsts` blocks before the others, where those have experts and these have none."""
+    """Parameters of one of the `firsts` dense blocks before the blocks with experts."""
     firsts: int = 0
     idle: int = 0
-    """Of a block's parameters, those of experts that a token does not use."""
+    """Parameters of a block's experts that a token does not use."""
 
     @property
     def total(self) -> int:
@@ -35,7 +35,7 @@ class Counts:
 
 
 def count_parameters(model: Model) -> Counts | None:
-    """Parameters by part; None for a person's own module, which is not described here."""
+    """Parameters by part; None for a custom module."""
     if model.module:
         return None
     layers = model.layers or 0
@@ -74,9 +74,9 @@ def _attention(model: Model, seq_len: int) -> float:
 
 
 def part_costs(model: Model, seq_len: int) -> list[float]:
-    """FLOPs a token of the embedding, each block and the head: what a pipeline's stages are split by."""
+    """FLOPs per token of the embedding, each block and the head, by which pipeline stages are balanced."""
     counts = count_parameters(model)
-    assert counts is not None, "the parts of a user's own module are not known"
+    assert counts is not None, "a custom module has no parts to split"
     attention = _attention(model, seq_len)
     first, block = 6.0 * counts.first + attention, 6.0 * (counts.block - counts.idle) + attention
     blocks = [first] * counts.firsts + [block] * counts.blocks

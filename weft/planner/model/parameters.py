@@ -1,4 +1,4 @@
-"""What each rank holds of every weight of a model."""
+"""What each rank holds of every weight of a model, without torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from weft.planner.schedules.registry import make_schedule
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamShard:
     """What one rank holds of a weight."""
 
     weight: Weight
     whole: int
     """Elements on this rank of tp before dp_shard cuts them."""
     padded: int
-    """Elements of the piece with the padding that makes all ranks' pieces equal."""
+    """Elements of the shard with the padding that makes all ranks' shards equal."""
     held: int
-    """Elements of the piece."""
+    """Elements of the shard."""
     ways: int = 1
     """Ranks among which it is cut."""
 
@@ -32,7 +32,7 @@ class Piece:
 
     @property
     def gathered(self) -> int:
-        """Elements where all pieces are brought together, with their padding."""
+        """Elements where all shards are brought together, with their padding."""
         return self.padded * self.ways if self.ways > 1 else self.whole
 
 
@@ -65,24 +65,24 @@ def stage_weights(model: Model, plan: Plan, stage: int) -> list[Weight]:
     return list(weights_of(model, plan.sequence, first, end, begins, ends))
 
 
-def shards_of(plan: Plan) -> int:
+def shard_count(plan: Plan) -> int:
     """Ranks among which weights are cut: those of dp_shard, and of cp with them, which see other tokens."""
     return plan.dp_shard * plan.cp if plan.dp_shard > 1 else 1
 
 
-def pieces_of(model: Model, plan: Plan, stage: int, coords: dict[str, int]) -> list[Piece]:
+def param_shards(model: Model, plan: Plan, stage: int, coords: dict[str, int]) -> list[ParamShard]:
     """What a rank holds of each weight of one of its stages."""
     out = []
-    ways, place = shards_of(plan), coords["dp_shard"] * plan.cp + coords["cp"]
+    ways, place = shard_count(plan), coords["dp_shard"] * plan.cp + coords["cp"]
     for weight in stage_weights(model, plan, stage):
         if weight.experts and plan.ep > 1:
             own = prod(weight.shape) // plan.ep
             rest = plan.dp_shard * plan.cp * plan.tp // plan.ep if plan.dp_shard > 1 else 1
-            out.append(Piece(weight, own, -(-own // rest), -(-own // rest), rest))
+            out.append(ParamShard(weight, own, -(-own // rest), -(-own // rest), rest))
             continue
         shape = weight.on_tp(plan.tp, coords["tp"])
         rows, row = shape[0], prod(shape[1:])
         chunk = -(-rows // ways)
         held = max(0, min(chunk, rows - place * chunk)) if ways > 1 else rows
-        out.append(Piece(weight, rows * row, chunk * row, held * row, ways))
+        out.append(ParamShard(weight, rows * row, chunk * row, held * row, ways))
     return out

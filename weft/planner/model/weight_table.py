@@ -28,7 +28,7 @@ class Weight:
     """One matrix of every expert: [experts, out, in], of which each rank of ep has some."""
 
     def on_tp(self, tp: int, rank: int) -> Shape:
-        """Its shape on one rank of tp; the last pieces may be shorter."""
+        """Its shape on one rank of tp; the last shards may be shorter."""
         if self.cut is None or tp == 1:
             return self.shape
         size = self.shape[self.cut]
