@@ -21,9 +21,9 @@ from weft.planner.memory.layouts_memory import GIB, memory_by_part
 from weft.planner.model.counts import count_parameters, flops_per_sample
 from weft.planner.model.facts import ClusterFacts, Level, ModelFacts, cluster_facts, model_facts
 from weft.planner.model.parameters import stage_weights
-from weft.planner.schedules.registry import make_schedule
+from weft.planner.schedules.registry import SCHEDULE_NAMES, make_schedule
 from weft.planner.schedules.simulate import Costs, simulate
-from weft.planner.search.candidates import SCHEDULE_NAMES, Layouts
+from weft.planner.search.candidates import Layouts
 from weft.planner.time.pipeline import stage_layers, step_time
 from weft.planner.time.step import estimate
 

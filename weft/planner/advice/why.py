@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.planner.search.candidates import RECOMPUTES, SCHEDULE_NAMES, Layouts
+from weft.planner.schedules.registry import SCHEDULE_NAMES
+from weft.planner.search.candidates import RECOMPUTES, Layouts
 from weft.planner.search.frontier import TIME_TOLERANCE
 from weft.planner.search.search import LayoutSearch, SearchResult
 

@@ -12,10 +12,11 @@ import numpy as np
 from weft.job.errors import JobError
 from weft.planner.advice.why import TIME_WORDS, gib, percent, seconds
 from weft.planner.plan import AXES
+from weft.planner.rules.arithmetic import divisors
 from weft.planner.rules.layout_syntax import parse_layout
-from weft.planner.rules.table import RULES, divisors
-from weft.planner.schedules.registry import SCHEDULES
-from weft.planner.search.candidates import SCHEDULE_NAMES, Layouts
+from weft.planner.rules.table import TP_RULES
+from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.search.candidates import Layouts
 from weft.planner.search.search import LayoutSearch
 from weft.planner.search.space import job_space
 from weft.planner.search.survey import Survey
@@ -106,9 +107,9 @@ def _named(text: str) -> dict[str, Any]:
 def _schedules(named: dict[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The schedules a person may have meant, each with the stages a rank that it can have."""
     said = named.get("schedule")
-    names = {None: SCHEDULE_NAMES, "zero-bubble": ("zb-h1", "zbv")}.get(said, (str(said),))
+    names = SCHEDULE_NAMES if said is None else tuple(SCHEDULES[said].stands_for.values()) or (said,)
     stages = (named["virtual_stages"],) if "virtual_stages" in named else tuple(range(1, 9))
-    return tuple((n, tuple(s for s in stages if s in (SCHEDULES[n].allowed or stages))) for n in names)
+    return tuple((n, tuple(s for s in stages if s in (SCHEDULES[n].allowed_stages or stages))) for n in names)
 
 
 def _open(made: Survey, named: dict[str, Any]) -> LayoutSearch:
@@ -129,9 +130,9 @@ def _broken(made: Survey, named: dict[str, Any]) -> str | None:
         if named.get(name, 1) < 1:
             return f"{name}={named[name]} is less than 1"
     if named.get("ep", 1) > 1 and made.job.model.experts is None:
-        return f"ep={named['ep']} cuts experts, and the model has none"
+        return f"ep={named['ep']} distributes experts, and the model has none"
     tried = replace(made.plan, dp_replicate=1, dp_shard=1, **{"tp": 1, "cp": 1, "pp": 1, **degrees})
-    said = [text for rule in RULES if rule.__name__.startswith("_tp") and (text := rule(made.job, tried))]
+    said = [text for rule in TP_RULES if (text := rule(made.job, tried))]
     return said[0] if said else None
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.job.compression import COMPRESSORS
 from weft.planner.calibration import Calibration
 from weft.planner.model.facts import ModelFacts, Size
-from weft.planner.search.candidates import COMPRESSIONS, OFFLOADS, RECOMPUTES, SCHEDULE_NAMES, Layouts
+from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts
 from weft.planner.time.compression import residual_bytes
 from weft.planner.time.pipeline import stage_layers
 
@@ -36,7 +38,8 @@ def weights(model: ModelFacts, layouts: Layouts, index: Size) -> tuple[Size, Siz
     """Weights of the pipeline's rank `index`, one tensor-parallel slice: those all ranks share, and its experts."""
     layers = _layers(model, layouts, index)
     first, last = index == 0, index == layouts.pp - 1
-    back = layouts.schedule == SCHEDULE_NAMES.index("zbv")  # its last stage comes back to the first rank
+    last_on_first = np.array([SCHEDULES[name].last_stage_on_first_rank for name in SCHEDULE_NAMES])
+    back = last_on_first[layouts.schedule]
     has_head = np.where(back & (layouts.pp > 1), first, last)
     ends = np.where(first, model.embedding, 0) + np.where(has_head, model.head, 0)
     # tied weights stand on both ends of a pipeline
@@ -76,7 +79,7 @@ def stage_memory(model: ModelFacts, layouts: Layouts, cal: Calibration, index: S
     unit = np.maximum(model.block_shared + model.block_experts / layouts.ep, ends) / layouts.tp
     gathered = np.where(z3 & (shard > 1), 2 * unit * (compute + cal.gradient_bytes / 2), 0.0)
     bucket = np.where(layouts.dp > 1, np.minimum(shared, MAX_BUCKET_ELEMENTS) * cal.gradient_bytes, 0.0)
-    bucket = bucket * np.where(layouts.compression == COMPRESSIONS.index("none"), 1.0, 1.25)
+    bucket = bucket * np.where(layouts.compression == COMPRESSORS.names().index("none"), 1.0, 1.25)
     bucket = bucket + (shared + experts) * trained * residual_bytes(layouts)
     activations = activation_bytes(model, layouts, cal, _layers(model, layouts, index), index)
     tokens = layouts.microbatch * model.seq_len / layouts.cp * model.head_share
@@ -94,12 +97,8 @@ def stage_memory(model: ModelFacts, layouts: Layouts, cal: Calibration, index: S
 def microbatches_in_flight(layouts: Layouts, index: Size) -> Size:
     """Microbatches whose activations the pipeline's rank `index` holds at once, each over all of its blocks."""
     pp, count, v = layouts.pp, layouts.accumulation, layouts.virtual_stages
-    deep = pp - index
-    table = {
-        "1f1b": deep, "interleaved-1f1b": (pp * (v - 1) + 1 + 2 * (deep - 1)) / v, "zb-h1": np.minimum(pp, deep + 1),
-        "zbv": pp, "dualpipe-v": pp + 1, "gpipe": count, "naive": np.ones(len(layouts)),
-    }  # fmt: skip
-    held = np.choose(layouts.schedule, [np.asarray(table[name], float) + 0 * pp for name in SCHEDULE_NAMES])
+    each = [np.asarray(SCHEDULES[name].in_flight(pp, v, index, count), float) + 0 * pp for name in SCHEDULE_NAMES]
+    held = np.choose(layouts.schedule, each)
     return np.where(pp > 1, np.minimum(held, count), 1.0)
 
 

@@ -14,7 +14,8 @@ from weft.hardware.catalog import Device, device_by_product, find_device, find_n
 from weft.job.errors import JobError
 from weft.planner.model.facts import ClusterFacts, ModelFacts, default_network, make_cluster
 from weft.planner.published.known_models import known_model
-from weft.planner.search.candidates import PRECISIONS, RECOMPUTES, SCHEDULE_NAMES
+from weft.planner.schedules.registry import SCHEDULE_NAMES
+from weft.planner.search.candidates import PRECISIONS, RECOMPUTES
 
 NEEDED = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
 """Columns without which no row says what was run; any other may be missing, or empty in a row."""
