@@ -13,7 +13,8 @@ import torch
 from helpers import command
 from helpers.command import Started, ids_by_step, losses, run_of, step_of, strays, weft, write_job
 
-from weft.checkpoint.checkpointer import list_checkpoints, load_full
+from weft.checkpoint.format import list_checkpoints
+from weft.checkpoint.reader import load_full
 from weft.job.run_folder import RunDir
 from weft.supervisor.process_manager import pointer_path
 from weft.supervisor.status_board import Record, StatusBoard

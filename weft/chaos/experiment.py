@@ -178,7 +178,7 @@ def same_weights(run: RunDir, reference: RunDir) -> bool | None:
     """Whether the last checkpoints of two runs hold the same step and bits; None if one has no checkpoint."""
     import torch
 
-    from weft.checkpoint.checkpointer import load_full
+    from weft.checkpoint.reader import load_full
 
     ours, theirs = newest_good(run.checkpoints), newest_good(reference.checkpoints)
     if ours is None or theirs is None:

@@ -9,6 +9,7 @@ from math import gcd
 from weft.hardware.catalog import Device, Network, find_network
 from weft.hardware.measured import load_measured
 from weft.hardware.probe import Machine, probe
+from weft.job.compression import parse_compression
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Experts, Job, Parallel
 from weft.job.shapes import resolve
@@ -34,7 +35,6 @@ from weft.planner.search.search import SearchResult
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.sync import default_layout, one_replica
 from weft.planner.time.buckets import bucket_mb
-from weft.planner.time.compression_warmup import KINDS_WITH_WARMUP
 from weft.planner.time.context import choose_style, rings
 from weft.planner.time.measured_device import step_seconds
 
@@ -78,8 +78,8 @@ class PlanStart:
 
 def _warmup(job: Job) -> int:
     asked, steps = job.comm.compression_warmup, job.train.steps
-    kind = job.comm.compression.partition(":")[0]
-    if kind not in (*KINDS_WITH_WARMUP, "adaptive"):
+    compressor = parse_compression(job.comm.compression).entry
+    if not (compressor.ramped or compressor.adaptive):
         return 0
     if asked != "auto":
         return asked
@@ -245,13 +245,13 @@ def _compile(job: Job, plan: Plan) -> bool:
     """By default on GPUs, for Weft's models and layouts without collectives inside a block."""
     if job.train.compile != "auto":
         return job.train.compile
-    return plan.device == "cuda" and not job.model.module and job.model.family != "mlp" and plan.tp == plan.cp == 1
+    return plan.device == "cuda" and not job.model.module and not job.model.is_stack and plan.tp == plan.cp == 1
 
 
 def _choose_sequence_parallel(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     if plan.tp == 1:
         return replace(plan, sequence=False)
-    if plan.sequence and plan.cp == 1 and job.model.family != "mlp" and job.data.seq_len % plan.tp:
+    if plan.sequence and plan.cp == 1 and not job.model.is_stack and job.data.seq_len % plan.tp:
         reasons.append(
             f"norms keep the whole sequence: data.seq_len {job.data.seq_len} does not divide by tp {plan.tp}"
         )
@@ -300,7 +300,7 @@ def _split_stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     pinned = job.parallel.split if job.parallel != "auto" else None
     parts = part_costs(job.model, job.data.seq_len)
     layers, stages = len(parts) - 2, plan.pp * plan.virtual_stages
-    if job.model.family == "mlp":
+    if job.model.is_stack:
         return replace(plan, split=tuple(split_layers(parts[1:-1], stages, pinned, pairs=plan.tp > 1)))
     split = tuple((max(0, a - 1), min(layers, b - 1)) for a, b in split_stages(parts, stages, pinned))
     if len({b - a for a, b in split}) > 1 and not pinned:

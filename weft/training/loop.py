@@ -72,11 +72,11 @@ def fit(session: Session, signals: Signals) -> Exit:
                     ledger.start_clock()
                 if _due(state.step, job.checkpoint.every, steps):
                     ledger.settle()
-                    session.save(patient=state.step == steps)
+                    session.save(required=state.step == steps)
                 session.keep()
         ledger.settle()
         if ledger.stop and state.step > first_step:
-            session.save(patient=True)
+            session.save(required=True)
         session.now("checkpoint")
         session.checkpoints.wait()
         if state.step > first_step and session.checkpoints.durable != state.step:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from weft.checkpoint.checkpointer import Checkpoints
+from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.memory_snapshots import Snapshots
 from weft.checkpoint.merge_snapshots import places_of
 from weft.data.dataset import Dataset, open_dataset
@@ -21,7 +21,7 @@ from weft.guards.guards import Guards
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
-from weft.optim import peak_lr
+from weft.optim.schedule import peak_lr
 from weft.planner.plan import Plan
 from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
 from weft.training.build import build_state
@@ -45,7 +45,7 @@ class Session:
     state: State
     stepper: Stepper
     dataset: Dataset
-    checkpoints: Checkpoints
+    checkpoints: Checkpointer
     journal: Journal | None
     """Only on rank 0: one file, one writer."""
     log: logging.Logger
@@ -99,15 +99,15 @@ class Session:
             )
         ]  # fmt: skip
 
-    def save(self, patient: bool = False) -> None:
-        """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
+    def save(self, required: bool = False) -> None:
+        """Write a checkpoint while training goes on; a required one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
         if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan)):
             self.event("rebalance", step=self.state.step, **moved)
             self.guards.weights.begin(self.state.model.master_params)  # they have changed, and nobody is to blame
         state, meta = self.state, self.state.meta(self.job, self.plan)
-        self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
+        self.checkpoints.save(state.step, state.saved(), meta, required=required)
 
     def keep(self) -> None:
         """Copy the step just done into memory that outlives this process, as often as that costs next to nothing."""
@@ -185,10 +185,10 @@ def open_session(
             journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
 
     c = job.checkpoint
-    checkpoints = Checkpoints(
+    checkpoints = Checkpointer(
         run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
-        any_rank=lambda mine: any(mesh.all_gather_object(mine)), misfit=meta_problem, fence=heartbeat.fence,
+        any_rank=lambda mine: any(mesh.all_gather_object(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))

@@ -169,12 +169,12 @@ def model_facts(job: Job) -> ModelFacts:
     model = resolve(job).model
     if model.module:
         raise ValueError("the size of a custom module is not known before it is built")
-    if model.family == "mlp":
+    if model.is_stack:
         return ModelFacts(
             layers=model.layers, dim=model.dim, ffn=model.dim, heads=0, kv_heads=0, head_dim=0, vocab=0, seq_len=1,
             gates=0, causal=0, bias=int(bool(model.bias)), norm_rows=0, head_share=0.0,
         )  # fmt: skip
-    vit = model.family == "vit"
+    vit = model.is_classifier
     extra: dict[str, Any] = {}
     experts = getattr(model, "experts", None)
     if experts is not None:

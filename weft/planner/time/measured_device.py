@@ -16,7 +16,7 @@ from weft.planner.plan import Plan
 def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
     """Seconds of one step on one device; None where the measurements do not cover the layout."""
     m = job.model
-    if plan.world > 1 or m.family not in ("llama", "gpt2") or not measured.blocks or not measured.heads:
+    if plan.world > 1 or not m.is_decoder or not measured.blocks or not measured.heads:
         return None
     tokens = plan.microbatch * job.data.seq_len
     scale = _matched(job, plan, measured)
