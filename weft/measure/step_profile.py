@@ -29,7 +29,8 @@ from weft.planner.memory.prediction import communication_bytes
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.planner.model.reference_rate import peak_flops
 from weft.precision import COMPUTE
-from weft.supervisor.local_ranks import launch, locked
+from weft.supervisor.local_ranks import launch
+from weft.supervisor.run_lock import run_lock
 from weft.training.metrics import Ledger, peak_memory_gib
 from weft.training.session import Session
 from weft.training.signals import Signals
@@ -48,7 +49,7 @@ def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], Non
     job = job.model_copy(update={"name": job.name + SUFFIX, "train": job.train.model_copy(update=train)})
     job, plan = prepare(job, nproc)
     run = RunDir(Path(job.runs_dir) / job.name)
-    with locked(run) as lock:
+    with run_lock(run) as lock:
         _clear(run)
         write_description(run, job, plan)
         code = launch(run, plan.world, lock, say, worker=("weft.measure.step_profile", str(steps)))
@@ -134,7 +135,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
         found = {
             "job": job.name, "layout": plan.layout(), "device": plan.device_name, "precision": plan.precision,
             "step_ms": seconds * 1e3, "profiled_steps": steps,
-            "tokens_per_s": _tokens(job) / seconds if job.model.family != "mlp" else None,
+            "tokens_per_s": _tokens(job) / seconds if not job.model.is_stack else None,
             "mfu": flops / (seconds * peak * plan.world) if flops and peak else None,
             "catalog_tflops": peak / 1e12 if peak else None,
             "roofs": vars(roofs), "ranks": everyone,
@@ -200,7 +201,7 @@ def _marked_loss(session: Session) -> Iterator[None]:
 
 
 def _tokens(job: Job) -> int:
-    return job.train.global_batch * (1 if job.model.family == "mlp" else job.data.seq_len)
+    return job.train.global_batch * (1 if job.model.is_stack else job.data.seq_len)
 
 
 def facts_of(session: Session) -> StepFacts:
@@ -210,13 +211,13 @@ def facts_of(session: Session) -> StepFacts:
     master_params = session.state.model.master_params.values()
     held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0
-    update = held * (width + 2 * optimizer_bytes(job.optim.name) + 8 + copies)
+    update = held * (width + 2 * optimizer_bytes(job.optim) + 8 + copies)
     tokens = _tokens(job) / plan.dp / plan.cp
-    targets = tokens / job.data.seq_len if model.family == "vit" else tokens
+    targets = tokens / job.data.seq_len if model.is_classifier else tokens
     ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or _has_head(session)
     loss = 2 * targets * (model.vocab or 0) / plan.tp * width if ends and count_parameters(model) else 0.0
     total, attention = flops_per_token(model, job.data.seq_len), 0.0
-    if total and model.family != "mlp":
+    if total and not model.is_stack:
         full = 12.0 * (model.layers or 0) * (model.heads or 0) * (model.head_dim or 0) * job.data.seq_len
         attention = full / 2 if model.causal else full
     share = tokens / plan.tp / plan.pp
@@ -235,7 +236,7 @@ def _has_head(session: Session) -> bool:
 
 
 if __name__ == "__main__":
-    from weft.training.rank import end, run_here
+    from weft.training.rank import end, run_launched_rank
 
     count = int(sys.argv[2])
-    end(run_here(lambda session, signals: measure(session, signals, count)))
+    end(run_launched_rank(lambda session, signals: measure(session, signals, count)))

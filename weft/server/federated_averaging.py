@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.job.schema import Job
-from weft.optim import rate
+from weft.optim.schedule import rate
 from weft.server.client_samples import random_generator, sample_clients
 from weft.server.connections import Peer
 from weft.server.records import RunRecords, StateCopy

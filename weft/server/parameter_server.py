@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.job.schema import Job
-from weft.optim import rate
+from weft.optim.schedule import rate
 from weft.server.connections import Peer
 from weft.server.records import RunRecords, StateCopy
 from weft.server.server_group import ServerGroup
