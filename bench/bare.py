@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def bare(s: Shape, steps: int) -> None:
-    """What a careful person writes by hand: bf16 weights and fp32 masters, compiled blocks, a chunked loss."""
+    """What a careful person writes by hand: bf16 weights and fp32 master weights, compiled blocks, a chunked loss."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = s.dim // s.heads
 
@@ -41,10 +41,10 @@ def bare(s: Shape, steps: int) -> None:
         angles = torch.outer(torch.arange(s.seq), 500000.0 ** (-torch.arange(0, head, 2) / head))
         cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     params = [*embed.parameters(), *blocks.parameters(), *norm.parameters(), out]
-    masters = [p.detach().clone().requires_grad_() for p in params]
+    master_params = [p.detach().clone().requires_grad_() for p in params]
     for p in params:
         p.data = p.data.bfloat16()
-    optimizer = torch.optim.AdamW(masters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(master_params, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     if device == "cuda":
         for block in blocks:
             block.compile()
@@ -87,14 +87,14 @@ def bare(s: Shape, steps: int) -> None:
         for block in blocks:
             x = block(x, cos, sin)
         Loss.apply(norm(x).reshape(-1, s.dim), out, ids[:, 1:].reshape(-1)).backward()
-        for m, p in zip(masters, params, strict=True):
+        for m, p in zip(master_params, params, strict=True):
             m.grad = p.grad.float()  # type: ignore[union-attr]
             p.grad = None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        torch.nn.utils.clip_grad_norm_(master_params, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            torch._foreach_copy_(params, masters)
+            torch._foreach_copy_(params, master_params)
 
     clock = Clock()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]

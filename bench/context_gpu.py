@@ -76,7 +76,7 @@ def gradients(precision: str, memory: dict[str, Any]) -> tuple[float, dict[str, 
             torch.cuda.reset_peak_memory_stats()
         grads = stepper.gradients(batches)
         peak = torch.cuda.max_memory_allocated() / 2**20 if DEVICE == "cuda" else 0.0
-        found = {n: m.grad.detach().clone() for n, m in stepper.state.woven.masters.items() if m.grad is not None}
+        found = {n: m.grad.detach().clone() for n, m in stepper.state.model.master_params.items() if m.grad is not None}
         stepper.update(grads, stepper.learning_rate())
     return float(grads.loss), found, peak
 

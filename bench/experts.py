@@ -78,7 +78,7 @@ def measure(v: Variant, seed: int) -> dict[str, Any]:
     job, plan = make_plan(parse_job(raw), 1)
     mesh = connect(plan)
     stepper, dataset = Stepper(job, plan, mesh, build_state(job, plan, mesh)), open_dataset(job)
-    load = stepper.state.woven.load
+    load = stepper.state.model.load
     assert load is not None
     by_step = []
     share: dict[str, Any] = {"global_batch": v.batch, "microbatch": plan.microbatch, "dp_rank": 0, "dp_size": 1}

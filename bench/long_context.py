@@ -6,7 +6,7 @@
     python bench/long_context.py --lengths 1048576 --skip hf --layers 2     # the rate of a shallower model
 
 The model is Llama 3.2 1B's shape (16 layers, dim 2048, 32 heads, 8 key heads, ffn 8192, vocabulary 128,256, tied). A
-step is forward, backward, clipping and AdamW, in bf16 with fp32 masters. Every case runs in a process of its own.
+step is forward, backward, clipping and AdamW, in bf16 with fp32 master weights. Each case runs in its own process.
 Useful FLOPs count causal attention once and nothing that is computed again. The kernel alone is one layer's attention,
 forward and backward, counted the same way; `of kernel` is Weft's rate as a share of it.
 
@@ -72,7 +72,7 @@ def run_weft(length: int, layers: int, stop_after: int, device: str) -> dict[str
     count = [0]
 
     def stop_early() -> None:
-        blocks = list(stepper.state.woven.module.blocks)  # type: ignore[union-attr,arg-type]
+        blocks = list(stepper.state.model.module.blocks)  # type: ignore[union-attr,arg-type]
         blocks[-stop_after - 1].register_forward_hook(lambda _, __, out: _stop_at(out))
 
     def step(tokens: int) -> float:

@@ -24,14 +24,15 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from weft.comm import Axis  # noqa: E402
+from weft.comm.axis import Axis  # noqa: E402
 from weft.launch.rank_pool import RankPool  # noqa: E402
 from weft.mesh import connect  # noqa: E402
 from weft.parallel.data.data_parallel import Replicas  # noqa: E402
 from weft.parallel.pipeline.executor import Pipelined  # noqa: E402
-from weft.parallel.spread_model import Batch, Woven  # noqa: E402
+from weft.parallel.spread_model import Batch, SpreadModel  # noqa: E402
 from weft.planner.plan import Plan  # noqa: E402
-from weft.planner.schedules.registry import Schedule, make_schedule  # noqa: E402
+from weft.planner.schedules.actions import Schedule  # noqa: E402
+from weft.planner.schedules.registry import make_schedule  # noqa: E402
 from weft.planner.schedules.simulate import Costs, simulate  # noqa: E402
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v")
@@ -126,7 +127,7 @@ def make_pipeline(schedule: Schedule, costs: Costs, axis: Axis, device: torch.de
     stages = {}
     for index in schedule.stages_of(axis.rank):
         module = SleepyStage(index == 0, index == schedule.stages - 1, costs, index)
-        stages[index] = Woven(module, Replicas(module, None, torch.float32, 25.0, summed=True), None, ())
+        stages[index] = SpreadModel(module, Replicas(module, None, torch.float32, 25.0, summed=True), None, ())
     pipeline = Pipelined(stages, schedule, axis, device, torch.float32, 1)
     pipeline.spans.wanted = True
     return pipeline
@@ -134,7 +135,7 @@ def make_pipeline(schedule: Schedule, costs: Costs, axis: Axis, device: torch.de
 
 def check_gradients(pipeline: Pipelined) -> None:
     """A step that was not really done would be quick."""
-    for name, master in pipeline.masters.items():
+    for name, master in pipeline.master_params.items():
         expected = torch.full_like(master, pipeline.schedule.microbatches)
         if master.grad is None or not torch.equal(master.grad, expected):
             raise RuntimeError(f"the gradient of {name} is {master.grad}, not {expected}")

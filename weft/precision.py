@@ -12,8 +12,8 @@ COMPUTE: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-"""Dtype of weights and activations in the forward and backward pass; masters and gradients' sums stay fp32. In fp8 the
-blocks' products alone are smaller (models/fp8.py)."""
+"""Dtype of weights and activations in the forward and backward pass; master weights and gradient sums stay fp32. In fp8
+only the products inside the blocks are smaller (models/fp8.py)."""
 
 EXPORT: dict[str, torch.dtype] = {name: COMPUTE[name] for name in ("fp32", "bf16", "fp16")}
 """What weights can be written in."""

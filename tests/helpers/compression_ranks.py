@@ -11,7 +11,7 @@ from torch import Tensor
 
 from helpers.comm_axis import everyone
 from helpers.on_ranks import begin, wholes
-from weft.checkpoint.checkpointer import Checkpoints
+from weft.checkpoint.checkpointer import Checkpointer
 from weft.comm.codecs import Dice, Way, way_of
 from weft.comm.compressed_sum import hand_out, scatter_sum, sum_all
 from weft.comm.shards import local_of
@@ -54,15 +54,15 @@ def journey(
     """Continue from a folder's newest checkpoint, if there is one; train; save. `bare` leaves gathered weights alone,
     so that gradients are those of an uncompressed run; `scales` are the loss scales of the steps."""
     job, plan, mesh, stepper, _ = begin(job)
-    state, woven = stepper.state, stepper.state.woven
-    checkpoints = Checkpoints(Path(folder or "."), group=mesh.host_group, keep=9, keep_every=0, background=False)
+    state, spread_model = stepper.state, stepper.state.model
+    checkpoints = Checkpointer(Path(folder or "."), group=mesh.host_group, keep=9, keep_every=0, background=False)
     if folder and checkpoints.newest() is not None:
         found = checkpoints.load_newest(tensors := state.empty_like(saved_world=0))
         assert found is not None
         state.adopt(tensors, found.meta)
         load_owed(checkpoints, found, state)
         load_maxima(checkpoints, found, state)
-    for compressor in woven.compressors if bare else []:
+    for compressor in spread_model.compressors if bare else []:
         for channel in compressor.channels:
             channel.way = Way(channel.way.gradients, None)
     opened = _owed(stepper)
@@ -76,24 +76,27 @@ def journey(
         if scales:
             state.scale.value = scales[i]
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
-        found_now = wholes({n: x.grad for n, x in woven.leaves.items() if x.grad is not None})
+        found_now = wholes({n: x.grad for n, x in spread_model.grad_params.items() if x.grad is not None})
         gradients = {n: g / (grads.scale / grads.nominal) for n, g in found_now.items()}
         taken.append(stepper.update(grads, stepper.learning_rate())[1])
         owed_after.append(_owed(stepper))
     if folder:
         checkpoints.save(state.step, state.tensors(), state.meta(job, plan), wait=True)
-    bits = {n: hashlib.sha256(local_of(m).detach().contiguous().numpy()).hexdigest() for n, m in woven.masters.items()}
+    bits = {
+        n: hashlib.sha256(local_of(m).detach().contiguous().numpy()).hexdigest()
+        for n, m in spread_model.master_params.items()
+    }
     if steps:
         join_stages(gradients, mesh)
     return {
         "opened": opened, "gradients": gradients, "owed_after": owed_after,
-        "taken": taken, "bits": bits, "ways": [c.way for k in woven.compressors for c in k.channels],
+        "taken": taken, "bits": bits, "ways": [c.way for k in spread_model.compressors for c in k.channels],
     }  # fmt: skip
 
 
 def _owed(stepper: Any) -> dict[str, Tensor]:
     """What all ranks together owe of each weight, in the units of the summed loss."""
-    mesh, residuals = stepper.mesh, stepper.state.woven.owed()
+    mesh, residuals = stepper.mesh, stepper.state.model.owed()
     mine = wholes({n: t for n, t in residuals.items() if n.startswith("residual.")})
     found: dict[str, Tensor] = {}
     for each in mesh.all_gather_object(mine):

@@ -34,8 +34,8 @@ class Loads:
 def loads(job: Job, steps: int, favourite: int | None = None) -> Loads:
     """Train a few steps; with a favourite, every token wants that expert first."""
     job, plan, mesh, stepper, loader = on_ranks.begin(job)
-    woven = stepper.state.woven
-    load = woven.load
+    spread_model = stepper.state.model
+    load = spread_model.load
     assert load is not None
     if favourite is not None:
         for part in load.parts.values():
@@ -52,12 +52,13 @@ def loads(job: Job, steps: int, favourite: int | None = None) -> Loads:
         losses.append(float(total / grads.count))
         norms.append(float(norm))
         assert all(
-            x.grad is None or bool(torch.isfinite(on_ranks.local_of(x.grad)).all()) for x in woven.leaves.values()
+            x.grad is None or bool(torch.isfinite(on_ranks.local_of(x.grad)).all())
+            for x in spread_model.grad_params.values()
         )
     axis = mesh.axis("ep")
     moved, calls = (axis.bytes, axis.calls) if axis else (Counter[str](), Counter[str]())
-    held = sum(on_ranks.local_of(m).numel() for n, m in woven.masters.items() if ".experts." in n)
-    return Loads(tables, losses, norms, moved, calls, held, {n: b.clone() for n, b in woven.buffers().items()})
+    held = sum(on_ranks.local_of(m).numel() for n, m in spread_model.master_params.items() if ".experts." in n)
+    return Loads(tables, losses, norms, moved, calls, held, {n: b.clone() for n, b in spread_model.buffers().items()})
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Moved:
     counts: list[float]
     """Tokens of the first block's experts in the last step."""
     weights: dict[str, Tensor]
-    """This rank's pieces of the experts, after the last step."""
+    """This rank's shards of the experts, after the last step."""
     copies: int
 
 
@@ -83,7 +84,7 @@ def move_experts(job: Job, how: str) -> Moved:
     """
     job, plan, mesh, stepper, loader = on_ranks.begin(job)
     state = stepper.state
-    load = state.woven.load
+    load = state.model.load
     assert load is not None and job.model.experts is not None
     count, order = job.model.experts.count, list[int]()
     losses, norms = [], []
@@ -106,5 +107,7 @@ def move_experts(job: Job, how: str) -> Moved:
         elif i == 0 and how != "still":
             room = 2 if how == "both" else 0
             rebalance(state, replace(plan, ep_rebalance=-1.0, ep_copies=room, ep_copy_rows=0.0))
-    weights = {n: on_ranks.local_of(m).detach().clone() for n, m in state.woven.masters.items() if ".experts." in n}
+    weights = {
+        n: on_ranks.local_of(m).detach().clone() for n, m in state.model.master_params.items() if ".experts." in n
+    }
     return Moved(losses, norms, order, counts, weights, sum(map(len, load.copies.values())))

@@ -25,14 +25,14 @@ Fault = tuple[int, str, int]
 
 
 def _grads_times(session: Session, factor: float) -> None:
-    for leaf in session.state.woven.leaves.values():
+    for leaf in session.state.model.grad_params.values():
         local_of(leaf.grad).mul_(factor)
 
 
 @torch.no_grad()
 def _flip(session: Session) -> None:
     """One bit of one weight."""
-    master = local_of(next(iter(session.state.woven.masters.values())))
+    master = local_of(next(iter(session.state.model.master_params.values())))
     master.view(torch.int32).view(-1)[3] ^= 1 << 20
 
 
@@ -87,7 +87,7 @@ def train(job: Job, folder: str, faults: list[Fault], skipped: list[int]) -> tup
     finally:
         signals.restore()
     digest = hashlib.sha256()
-    for name, master in sorted(session.state.woven.masters.items()):
+    for name, master in sorted(session.state.model.master_params.items()):
         digest.update(name.encode() + local_of(master.detach()).contiguous().numpy().tobytes())
     session.mesh.barrier()
     session.close()

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from weft.checkpoint.checkpointer import Checkpoints
-from weft.comm.shards import local_of, piece_of
+from weft.checkpoint.checkpointer import Checkpointer
+from weft.comm.shards import local_of, shard_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
 from weft.guards.work_shares import limits, shares_of
@@ -41,8 +41,8 @@ def ready() -> str:
 class Seen:
     """What one rank saw of a run."""
 
-    pieces: dict[str, tuple[tuple[tuple[str, int], ...], str]]
-    """For each weight, which piece of it this rank holds and a digest of its bits."""
+    shards: dict[str, tuple[tuple[tuple[str, int], ...], str]]
+    """For each weight, which shard of it this rank holds and a digest of its bits."""
     collectives: list[Counter[str]]
     """What the forward and backward passes of each step asked the process groups for."""
     scales: list[float]
@@ -85,8 +85,8 @@ def observe(
     if counts is not None:
         loader.shares = shares_of(counts, limits(plan, job.train.global_batch))
     state = stepper.state
-    masters = state.woven.masters
-    start = wholes(masters)
+    master_params = state.model.master_params
+    start = wholes(master_params)
     if scale is not None:
         state.scale.value, state.scale.patience = scale, 2
     losses, norms, gradients, collectives, scales, taken = [], [], [], [], [], []
@@ -96,7 +96,7 @@ def observe(
         with counted if count else nullcontext():
             grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
         collectives.append(counted.seen)
-        found = wholes({n: x.grad for n, x in state.woven.leaves.items() if x.grad is not None})
+        found = wholes({n: x.grad for n, x in state.model.grad_params.items() if x.grad is not None})
         gradients.append({n: g * grads.factor for n, g in found.items()})
         norm, was_taken = stepper.update(grads, stepper.learning_rate())
         taken.append(was_taken)
@@ -105,14 +105,14 @@ def observe(
             mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
-    end, ema = wholes(masters), wholes(state.ema.averages)
+    end, ema = wholes(master_params), wholes(state.ema.averages)
     for held in (start, end, ema, *gradients):
         join_stages(held, mesh)
     trace = Trace(losses, norms, gradients, end, 0.0)
     if mesh.rank == 0:
         torch.save(Result(trace, start, ema), Path(file))
     mesh.barrier()
-    return Seen({n: _piece(m, mesh) for n, m in masters.items()}, collectives, scales, taken)
+    return Seen({n: _shard(m, mesh) for n, m in master_params.items()}, collectives, scales, taken)
 
 
 def waited(job: Job, steps: int) -> tuple[int, dict[str, float]]:
@@ -128,7 +128,7 @@ def move(job: Job | Planned, folder: str, train: int, file: str) -> int | None:
     """Open the newest checkpoint of a folder, if it has one; train; save. Leaves (state as opened, state as saved)."""
     job, plan, mesh, stepper, _ = begin(job)
     state = stepper.state
-    checkpoints = Checkpoints(Path(folder), group=mesh.host_group, keep=9, keep_every=0, background=False)
+    checkpoints = Checkpointer(Path(folder), group=mesh.host_group, keep=9, keep_every=0, background=False)
     tensors = state.empty_like(saved_world=0)
     found = checkpoints.load_newest(tensors)
     if found is not None:
@@ -154,9 +154,9 @@ def buffers_after(job: Job, train: int) -> tuple[dict[str, Tensor], dict[str, Te
     _, _, _, stepper, loader = begin(job)
     for _, batches in zip(range(train), loader, strict=False):
         stepper.update(stepper.gradients(batches), stepper.learning_rate())
-    before = {n: b.clone() for n, b in stepper.state.woven.buffers().items()}
+    before = {n: b.clone() for n, b in stepper.state.model.buffers().items()}
     stepper.state.agree()
-    return before, {n: b.clone() for n, b in stepper.state.woven.buffers().items()}
+    return before, {n: b.clone() for n, b in stepper.state.model.buffers().items()}
 
 
 def _whole_state(stepper: Stepper) -> dict[str, Tensor]:
@@ -167,13 +167,13 @@ def _whole_state(stepper: Stepper) -> dict[str, Tensor]:
 
 def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of whole tensors on every rank, gathered in few messages."""
-    pieces = {n: piece_of(t) for n, t in tensors.items()}
+    shards = {n: shard_of(t) for n, t in tensors.items()}
     out = {n: local_of(t.detach()).new_zeros(t.shape) for n, t in tensors.items()}
     for n, whole in out.items():
-        whole[pieces[n].box] = local_of(tensors[n].detach())
+        whole[shards[n].box] = local_of(tensors[n].detach())
     for kind in {t.dtype for t in out.values()}:
         names = [n for n in out if out[n].dtype == kind]
-        add_up([[out[n]] for n in names], [pieces[n] for n in names])
+        add_up([[out[n]] for n in names], [shards[n] for n in names])
     return out
 
 
@@ -202,7 +202,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _piece(master: Tensor, mesh: Mesh) -> tuple[tuple[tuple[str, int], ...], str]:
+def _shard(master: Tensor, mesh: Mesh) -> tuple[tuple[tuple[str, int], ...], str]:
     local = master.to_local() if isinstance(master, DTensor) else master
     where = tuple((axis, mesh.coord(axis)) for axis in cut_axes(master))
     return where, hashlib.sha256(local.detach().contiguous().numpy().tobytes()).hexdigest()
@@ -216,18 +216,18 @@ def own_loop(folder: str, steps: int) -> tuple[int, list[float]]:
     mesh = weft.connect(plan)
     torch.manual_seed(mesh.rank)  # every rank keeps rank 0's values
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-    woven = weft.parallelize(model, mesh, plan)
-    optimizer = torch.optim.SGD(woven.masters.values(), lr=0.01, foreach=False)
-    done = weft.load(folder, woven.masters, mesh) or {"step": 0}
+    spread_model = weft.parallelize(model, mesh, plan)
+    optimizer = torch.optim.SGD(spread_model.master_params.values(), lr=0.01, foreach=False)
+    done = weft.load(folder, spread_model.master_params, mesh) or {"step": 0}
     data = torch.arange(8 * 6.0).view(8, 6).sin()
     mine = data.chunk(world)[mesh.rank]
     for _ in range(steps):
-        woven.zero_grad()
-        woven.microbatch(last=True)
-        (woven.module(mine) - mine.sum(1, keepdim=True)).square().sum().backward()
-        woven.finish()
+        spread_model.zero_grad()
+        spread_model.microbatch(last=True)
+        (spread_model.module(mine) - mine.sum(1, keepdim=True)).square().sum().backward()
+        spread_model.finish()
         optimizer.step()
-        woven.refresh()
-    weft.save(folder, woven.masters, mesh, step=done["step"] + steps)
-    flat = torch.cat([t.reshape(-1) for t in wholes(woven.masters).values()])
+        spread_model.refresh()
+    weft.save(folder, spread_model.master_params, mesh, step=done["step"] + steps)
+    flat = torch.cat([t.reshape(-1) for t in wholes(spread_model.master_params).values()])
     return done["step"], flat.tolist()

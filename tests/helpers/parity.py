@@ -103,11 +103,11 @@ def check(pool: RankPool, job: Job, layouts: Iterable[str]) -> None:
 
 
 def disagreements(run: Run) -> list[str]:
-    """Weights of which two ranks hold the same piece with different bits."""
+    """Weights of which two ranks hold the same shard with different bits."""
     held: dict[tuple[str, Any], str] = {}
     found = []
     for rank, seen in enumerate(run.seen):
-        for name, (where, digest) in seen.pieces.items():
+        for name, (where, digest) in seen.shards.items():
             if held.setdefault((name, where), digest) != digest:
                 found.append(f"rank {rank} holds another {name} than the ranks before it")
     return found

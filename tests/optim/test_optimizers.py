@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from weft.job import Job, Optim, Train
-from weft.optim import Ema, build_optimizers, peak_lr, rate
+from weft.optim.build import build_optimizers
+from weft.optim.ema import Ema
+from weft.optim.schedule import peak_lr, rate
 
 SHAPES = {"blocks.0.tall": (24, 6), "blocks.0.wide": (5, 17), "blocks.0.vector": (7,), "embed": (9, 4)}
 
@@ -19,16 +21,16 @@ def weights() -> dict[str, Tensor]:
     return {n: torch.nn.Parameter(torch.randn(s, generator=random) * 0.1) for n, s in SHAPES.items()}
 
 
-def torch_adafactor(masters: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(masters, lr=0.01, weight_decay=0.1)
+def torch_adafactor(master_params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(master_params, lr=0.01, weight_decay=0.1)
 
 
-def torch_muon(masters: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Muon(masters, lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+def torch_muon(master_params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(master_params, lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
 
 
-def torch_sgd(masters: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(masters, lr=0.01, weight_decay=0.1, momentum=0.9)
+def torch_sgd(master_params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(master_params, lr=0.01, weight_decay=0.1, momentum=0.9)
 
 
 # torch's Muon multiplies in bf16 on every device, ours only on GPUs
@@ -59,18 +61,18 @@ def test_steps_are_those_of_torch(name: str, make: Any, tolerance: float) -> Non
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 def test_vectors_are_never_decayed_and_allocating_changes_nothing(name: str) -> None:
-    masters = weights()
-    before = {n: m.detach().clone() for n, m in masters.items()}
-    optimizer = build_optimizers(Optim(name=name, lr=0.5), masters, lambda n: n.startswith("blocks"))
+    master_params = weights()
+    before = {n: m.detach().clone() for n, m in master_params.items()}
+    optimizer = build_optimizers(Optim(name=name, lr=0.5), master_params, lambda n: n.startswith("blocks"))
     optimizer.allocate()
-    assert all(torch.equal(masters[n], before[n]) for n in masters)
-    assert {key.rsplit(".", 1)[0] for key in optimizer.state()} == set(masters)
-    for master in masters.values():
+    assert all(torch.equal(master_params[n], before[n]) for n in master_params)
+    assert {key.rsplit(".", 1)[0] for key in optimizer.state()} == set(master_params)
+    for master in master_params.values():
         master.grad = torch.zeros_like(master)
     optimizer.step(0.5)
-    for n in masters:
+    for n in master_params:
         expected = before[n] * (0.95 if len(SHAPES[n]) == 2 else 1.0)
-        torch.testing.assert_close(masters[n].detach(), expected, msg=n)
+        torch.testing.assert_close(master_params[n].detach(), expected, msg=n)
 
 
 def test_schedules() -> None:
@@ -97,28 +99,30 @@ def test_rates_that_follow_the_batch_say_so() -> None:
 
 
 def test_the_average_follows_slowly() -> None:
-    masters = {"w": torch.zeros(3)}
-    ema = Ema(masters, 0.75)
-    masters["w"] += 1
+    master_params = {"w": torch.zeros(3)}
+    ema = Ema(master_params, 0.75)
+    master_params["w"] += 1
     ema.update()
     ema.update()
     torch.testing.assert_close(ema.averages["w"], torch.full((3,), 0.4375))
-    assert Ema(masters, 0.0).averages == {}
+    assert Ema(master_params, 0.0).averages == {}
 
 
 def test_gradients_in_another_dtype_reach_the_masters_and_the_copies_follow() -> None:
-    masters = {"blocks.w": torch.randn(8, 4), "norm": torch.randn(4)}
-    theirs = {n: m.clone().requires_grad_() for n, m in masters.items()}
-    copies = {n: m.bfloat16().requires_grad_() for n, m in masters.items()}
-    ours = build_optimizers(Optim(lr=0.1), masters, lambda n: True, leaves=copies, copies=copies)
+    master_params = {"blocks.w": torch.randn(8, 4), "norm": torch.randn(4)}
+    theirs = {n: m.clone().requires_grad_() for n, m in master_params.items()}
+    compute_params = {n: m.bfloat16().requires_grad_() for n, m in master_params.items()}
+    ours = build_optimizers(
+        Optim(lr=0.1), master_params, lambda n: True, grad_params=compute_params, compute_params=compute_params
+    )
     right = build_optimizers(Optim(lr=0.1), theirs, lambda n: True)
     for _ in range(3):
-        for name, copy in copies.items():
+        for name, copy in compute_params.items():
             copy.grad = torch.randn_like(copy)
             theirs[name].grad = copy.grad.float() * 0.5
         ours.step(0.1, torch.tensor(0.5))
         right.step(0.1)
-    for name, master in masters.items():
+    for name, master in master_params.items():
         torch.testing.assert_close(master, theirs[name].detach(), rtol=1e-6, atol=1e-7)
-        assert torch.equal(copies[name], master.bfloat16())
+        assert torch.equal(compute_params[name], master.bfloat16())
         assert master.grad is None

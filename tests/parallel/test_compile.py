@@ -9,7 +9,7 @@ from torch import Tensor
 from weft.job import parse_job
 from weft.job.schema import Job
 from weft.mesh import connect
-from weft.models import build_model, loss_sum
+from weft.models.build import build_model, loss_sum
 from weft.parallel.apply import compile_parts, find_units, members, parallelize
 from weft.parallel.expert.expert_parallel import compile_around
 from weft.planner import make_plan
@@ -30,13 +30,13 @@ def job_of(**sections: object) -> Job:
 
 def gradients(job: Job, compiled: bool) -> tuple[float, dict[str, Tensor]]:
     job, plan = make_plan(job)
-    woven = parallelize(build_model(job.model), connect(plan), plan)
+    spread_model = parallelize(build_model(job.model), connect(plan), plan)
     if compiled:
-        for name, unit in find_units(woven.module).items():
-            compile_around(members(woven.module, name, skip=()), backend="aot_eager")
+        for name, unit in find_units(spread_model.module).items():
+            compile_around(members(spread_model.module, name, skip=()), backend="aot_eager")
             compile_parts(unit, ("forward",), backend="aot_eager")
-    total = woven.backward([BATCH], lambda m, b, hidden=None: loss_sum(m, b, job.model), 1.0)
-    return float(total), {n: x.grad.clone() for n, x in woven.leaves.items()}
+    total = spread_model.backward([BATCH], lambda m, b, hidden=None: loss_sum(m, b, job.model), 1.0)
+    return float(total), {n: x.grad.clone() for n, x in spread_model.grad_params.items()}
 
 
 @pytest.mark.parametrize(("sections", "graphs"), [

@@ -99,19 +99,19 @@ class Snapshots:
     def due(self, step: int) -> bool:
         return not self.refused and step % self.every == 0
 
-    def take(self, step: int, pieces: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
-        """Copy this rank's pieces as they are now; what only an update changes, by settle(). It counts once it is
+    def take(self, step: int, shards: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
+        """Copy this rank's shards as they are now; what only an update changes, by settle(). It counts once it is
         sealed."""
         kinds = {slot.table.text: slot for slot in self._slots}  # most often all are alike, and one stands for them
-        if not all(slot.fits(pieces) for slot in kinds.values()):
+        if not all(slot.fits(shards) for slot in kinds.values()):
             self._slots, self._complete = [], False
         if not self._complete:
-            self._fill_up(pieces)
+            self._fill_up(shards)
         pinned = self._pinned()
         slot = min((s for s in self._slots if s.sealed not in pinned), key=lambda s: s.sealed, default=None)
         if slot is None:  # refused, or still being made
             return
-        slot.write(pieces)
+        slot.write(shards)
         self._open = (slot, step, meta)
         if step <= self._committed:
             self.seal(step, {})
@@ -149,20 +149,20 @@ class Snapshots:
         """The steps that are whole here."""
         return sorted(slot.sealed for slot in self._slots if slot.sealed >= 0)
 
-    def load(self, step: int, pieces: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Fill the pieces in place; returns what was known of the step. The newer steps are forgotten."""
+    def load(self, step: int, shards: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Fill the shards in place; returns what was known of the step. The newer steps are forgotten."""
         self.settle()
         slot = next(s for s in self._slots if s.sealed == step)
-        slot.read(pieces)
+        slot.read(shards)
         for newer in self._slots:
             if newer.sealed > step:
                 newer.unseal()
         self._open, self._committed = None, step
         return slot.meta
 
-    def holds(self, pieces: Mapping[str, Tensor]) -> bool:
+    def holds(self, shards: Mapping[str, Tensor]) -> bool:
         """Whether what is held are these tensors, not those of another layout."""
-        return all(slot.fits(pieces) for slot in self._slots if slot.sealed >= 0)
+        return all(slot.fits(shards) for slot in self._slots if slot.sealed >= 0)
 
     def tick(self, step: int) -> bool:
         """Measure the steps; true when it is time for all ranks to agree on `every`, the largest of their wishes."""
@@ -184,10 +184,10 @@ class Snapshots:
     def _copying_s(self) -> float:
         return min(self._copies) if self._copies else self._size / BYTES_PER_S[self.device.type]
 
-    def _fill_up(self, pieces: Mapping[str, Tensor]) -> None:
+    def _fill_up(self, shards: Mapping[str, Tensor]) -> None:
         """Make the files that are missing in the ring, or take those that were made meanwhile."""
         if self._making is None:
-            table = Table.of(pieces)
+            table = Table.of(shards)
             room = psutil.virtual_memory().available * SHARE / self.local_ranks + len(self._slots) * table.size
             keep = min(self.keep, int(room // table.size))
             if keep < FEWEST:
@@ -211,5 +211,5 @@ class Snapshots:
         if making.error is not None:  # a small /dev/shm, as containers have
             self._slots, why = [], getattr(making.error, "strerror", None) or making.error
             self.refused = f"{why} in {self.folder}: faults are recovered from checkpoints on disk"
-        elif all(slot.fits(pieces) for slot in making.made):
+        elif all(slot.fits(shards) for slot in making.made):
             self._slots, self._complete = [*self._slots, *making.made], making.last

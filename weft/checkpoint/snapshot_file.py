@@ -72,14 +72,14 @@ def read_table(path: Path) -> tuple[list[tuple[str, str, list[int], int]], dict[
 
 @dataclass(frozen=True)
 class Places:
-    """What the snapshots of a rank are pieces of: enough to put them together under another layout."""
+    """What the snapshots of a rank are shards of: enough to put them together under another layout."""
 
     rank: int
     attempt: int
     job: dict[str, Any]
     plan: dict[str, Any]
     boxes: dict[str, tuple[list[int], list[int]]]
-    """By tensor: the shape of the whole, and where the piece begins."""
+    """By tensor: the shape of the whole, and where the shard begins."""
 
     def dumps(self) -> str:
         return json.dumps(vars(self))

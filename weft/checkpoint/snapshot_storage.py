@@ -40,11 +40,11 @@ class Table:
         self.text = json.dumps(entries)
 
     @classmethod
-    def of(cls, pieces: Mapping[str, Tensor]) -> Table:
-        rows = [(n, str(t.dtype).removeprefix("torch."), list(t.shape), 0) for n, t in pieces.items()]
+    def of(cls, shards: Mapping[str, Tensor]) -> Table:
+        rows = [(n, str(t.dtype).removeprefix("torch."), list(t.shape), 0) for n, t in shards.items()]
         head = -(-(HEAD.size + 2 * len(json.dumps(rows)) + 16 * len(rows) + 4096) // 4096) * 4096
         entries, offset = [], head
-        for (name, dtype, shape, _), tensor in zip(rows, pieces.values(), strict=True):
+        for (name, dtype, shape, _), tensor in zip(rows, shards.values(), strict=True):
             entries.append((name, dtype, shape, offset))
             offset += -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
         return cls(entries, head, max(offset, head + ALIGN))
@@ -79,9 +79,9 @@ class Slot:
         except (OSError, TypeError, AttributeError, RuntimeError):
             return None
 
-    def fits(self, pieces: Mapping[str, Tensor]) -> bool:
-        return self.views.keys() == pieces.keys() and all(
-            self.views[n].shape == t.shape and self.views[n].dtype == t.dtype for n, t in pieces.items()
+    def fits(self, shards: Mapping[str, Tensor]) -> bool:
+        return self.views.keys() == shards.keys() and all(
+            self.views[n].shape == t.shape and self.views[n].dtype == t.dtype for n, t in shards.items()
         )
 
     def unseal(self) -> None:
@@ -89,31 +89,31 @@ class Slot:
         self.sealed = -1
 
     @torch.no_grad()
-    def write(self, pieces: Mapping[str, Tensor]) -> None:
+    def write(self, shards: Mapping[str, Tensor]) -> None:
         self.unseal()
         if self.pinned:
-            return self._write_beside(pieces)
-        self._uncopied, self.copy_s = {n: t for n, t in pieces.items() if n.startswith(STEADY)}, 0.0
-        self._copy({n: t for n, t in pieces.items() if n not in self._uncopied})
+            return self._write_beside(shards)
+        self._uncopied, self.copy_s = {n: t for n, t in shards.items() if n.startswith(STEADY)}, 0.0
+        self._copy({n: t for n, t in shards.items() if n not in self._uncopied})
 
     @torch.no_grad()
-    def _copy(self, pieces: Mapping[str, Tensor]) -> None:
-        if pieces:
+    def _copy(self, shards: Mapping[str, Tensor]) -> None:
+        if shards:
             began = time.thread_time()  # what it costs: on a busy machine others may run in between
-            torch._foreach_copy_([self.views[n] for n in pieces], list(pieces.values()))
+            torch._foreach_copy_([self.views[n] for n in shards], list(shards.values()))
             self.copy_s += time.thread_time() - began
 
-    def _write_beside(self, pieces: Mapping[str, Tensor]) -> None:
+    def _write_beside(self, shards: Mapping[str, Tensor]) -> None:
         stream = _beside()
         stream.wait_stream(torch.cuda.current_stream())
         self.copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
             self.copied[0].record()
-            torch._foreach_copy_(list(self.views.values()), list(pieces.values()), non_blocking=True)
+            torch._foreach_copy_(list(self.views.values()), list(shards.values()), non_blocking=True)
             self.copied[1].record()
-        for piece in pieces.values():
-            if piece.is_cuda:
-                piece.record_stream(stream)
+        for shard in shards.values():
+            if shard.is_cuda:
+                shard.record_stream(stream)
 
     def settle(self) -> None:
         """The next update is near: copy what waited for it. Let what a GPU does from here on wait until all is copied:
@@ -141,8 +141,8 @@ class Slot:
         self.meta, self.sealed = json.loads(json.dumps(meta)), step
 
     @torch.no_grad()
-    def read(self, pieces: Mapping[str, Tensor]) -> None:
-        torch._foreach_copy_(list(pieces.values()), [self.views[n] for n in pieces])
+    def read(self, shards: Mapping[str, Tensor]) -> None:
+        torch._foreach_copy_(list(shards.values()), [self.views[n] for n in shards])
 
 
 @cache

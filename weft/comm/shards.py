@@ -1,4 +1,4 @@
-"""Which piece of a whole tensor this rank holds, and sums over the ranks that hold the others."""
+"""Which shard of a whole tensor this rank holds, and sums over the ranks that hold the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalShard:
     """A box of a whole tensor, and the groups of ranks whose boxes make up the rest of it."""
 
     shape: torch.Size
@@ -27,13 +27,13 @@ class Piece:
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.size, strict=True))
 
     def sum(self, x: Tensor) -> Tensor:
-        """Add up in place what each piece contributes."""
+        """Add up in place what each shard contributes."""
         for group in self.groups:
             dist.all_reduce(x, group=group)
         return x
 
     def whole(self, local: Tensor) -> Tensor:
-        """The whole tensor on every rank: each adds its piece to zeros."""
+        """The whole tensor on every rank: each adds its shard to zeros."""
         if not self.groups:
             return local
         out = local.new_zeros(self.shape)
@@ -41,18 +41,18 @@ class Piece:
         return self.sum(out)
 
 
-def piece_of(tensor: Tensor) -> Piece:
-    """Where this rank's piece lies; a plain tensor is all of itself."""
+def shard_of(tensor: Tensor) -> LocalShard:
+    """Where this rank's shard lies; a plain tensor is all of itself."""
     if not isinstance(tensor, DTensor):
-        return Piece(tensor.shape, (0,) * tensor.dim(), tuple(tensor.shape), ())
+        return LocalShard(tensor.shape, (0,) * tensor.dim(), tuple(tensor.shape), ())
     mesh, placements = tensor.device_mesh, tensor.placements
     size, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     groups = tuple(mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate())
-    return Piece(tensor.shape, tuple(offset), tuple(size), groups)
+    return LocalShard(tensor.shape, tuple(offset), tuple(size), groups)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """A tensor's piece on this rank."""
+    """A tensor's shard on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

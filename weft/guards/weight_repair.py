@@ -1,4 +1,4 @@
-"""Giving a rank back what it should hold, from another that holds the same."""
+"""Repair a rank's weights from a replica."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from weft.mesh import Mesh
 
 
 @torch.no_grad()
-def copy_pieces(
-    pieces: Mapping[str, Tensor], masters: Mapping[str, Tensor], kind: Kind, source: int, wrong: tuple[int, ...],
+def copy_shards(
+    shards: Mapping[str, Tensor], master_params: Mapping[str, Tensor], kind: Kind, source: int, wrong: tuple[int, ...],
     mesh: Mesh,
 ) -> None:  # fmt: skip
-    """Copy all that belongs to the weights of one kind, their optimizer's state included, from `source` to `wrong`.
+    """Copy the weights of one kind and their optimizer state from `source` to the `wrong` ranks.
 
-    Every rank calls it; the others have nothing to do. It goes by the host, which reaches any pair of ranks.
+    Every rank calls it. Data goes through the host group, which connects any pair of ranks.
     """
     if mesh.rank != source and mesh.rank not in wrong:
         return
-    names = {name for name, master in masters.items() if kind_of(master) == kind}
-    for key in sorted(pieces):
+    names = {name for name, master in master_params.items() if kind_of(master) == kind}
+    for key in sorted(shards):
         if _owner(key, names) is None:
             continue
-        piece = pieces[key]
+        shard = shards[key]
         if mesh.rank == source:
-            held = piece.cpu().contiguous()
+            held = shard.cpu().contiguous()
             for rank in wrong:
                 dist.send(held, rank, group=mesh.host_group)
         else:
-            into = torch.empty(piece.shape, dtype=piece.dtype)
+            into = torch.empty(shard.shape, dtype=shard.dtype)
             dist.recv(into, source, group=mesh.host_group)
-            piece.copy_(into)
+            shard.copy_(into)
 
 
 def _owner(key: str, names: set[str]) -> str | None:
-    """The weight that a piece of the state belongs to."""
+    """The weight that a state tensor belongs to."""
     section, _, rest = key.partition(".")
     if section not in ("model", "optim", "ema"):
         return None

@@ -1,4 +1,4 @@
-"""Imported once by the fork server of a pool of ranks, since it takes seconds."""
+"""Slow imports of the rank pool, done once in the fork server of the pool."""
 
 from weft.training.imports import importing
 

@@ -1,4 +1,4 @@
-"""A pool of local ranks that is started once and given functions to run: for `weft prove` and the tests."""
+"""A pool of local ranks that run functions, used by `weft prove` and the tests."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class RankFailed(RuntimeError):
 
 
 class RankPool:
-    """Processes that wait for work. `run(fn, world, *args)` returns fn's result on each of the first `world` ranks.
+    """Ranks that wait for work. `run(fn, world, *args)` returns fn's result on each of the first `world` ranks.
 
-    Each call is a world of its own: RANK, WORLD_SIZE and a new store file are set before fn runs, and process groups
-    are destroyed after it. After a failure the ranks of the call are replaced, since their peers may hang.
+    Each call sets RANK, WORLD_SIZE and a new rendezvous file, and destroys the process groups afterwards. After a
+    failure all ranks are replaced, since peers may hang.
     """
 
     def __init__(self, timeout_s: float = 300.0, environment: Mapping[str, str] | None = None):
@@ -133,7 +133,7 @@ def _answer_calls(pipe: Connection) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), WEFT_STORE=store)
         try:
             answer = (True, fn(*args), "")
-            if dist.is_initialized():  # ranks leave together: one that ends sooner would disconnect the others
+            if dist.is_initialized():  # ranks exit together, so that none disconnects while others connect
                 dist.barrier()
         except BaseException as error:
             answer = (False, _portable(error), traceback.format_exc())

@@ -28,7 +28,7 @@ from weft.models.attention import Where, attention
 from weft.models.build import build_model
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import frequencies, rotation
-from weft.optim import build_optimizers
+from weft.optim.build import build_optimizers
 from weft.parallel.apply import compile_parts, find_units
 from weft.planner.plan import Plan
 from weft.precision import COMPUTE
@@ -212,11 +212,17 @@ def _launch(device: torch.device, budget: float) -> float:
 def _optimizer(kind: str, device: torch.device, budget: float) -> float:
     """In nanoseconds a parameter: AdamW as the engine steps, on a GPU with bf16 gradients and copies."""
     count, size = (32, 2**22) if kind == "cuda" else (16, 2**16)
-    masters: dict[str, Tensor] = {str(i): torch.zeros(size, device=device, requires_grad=True) for i in range(count)}
-    copies = {n: m.detach().bfloat16().requires_grad_() for n, m in masters.items()} if kind == "cuda" else {}
-    for leaf in (copies or masters).values():
+    master_params: dict[str, Tensor] = {
+        str(i): torch.zeros(size, device=device, requires_grad=True) for i in range(count)
+    }
+    compute_params = (
+        {n: m.detach().bfloat16().requires_grad_() for n, m in master_params.items()} if kind == "cuda" else {}
+    )
+    for leaf in (compute_params or master_params).values():
         leaf.grad = torch.ones_like(leaf)
-    optimizer = build_optimizers(Optim(lr=1e-4), masters, lambda name: True, copies or masters, copies)
+    optimizer = build_optimizers(
+        Optim(lr=1e-4), master_params, lambda name: True, compute_params or master_params, compute_params
+    )
     factor = torch.ones((), device=device)
     return timed(lambda: optimizer.step(1e-4, factor), device, budget) / (count * size) * 1e9
 

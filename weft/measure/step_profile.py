@@ -29,13 +29,14 @@ from weft.planner.memory.prediction import communication_bytes
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.planner.model.reference_rate import peak_flops
 from weft.precision import COMPUTE
-from weft.supervisor.local_ranks import launch, locked
+from weft.supervisor.local_ranks import launch
+from weft.supervisor.run_lock import run_lock
 from weft.training.metrics import Ledger, peak_memory_gib
 from weft.training.session import Session
 from weft.training.signals import Signals
-from weft.watch.profile import Facts, from_json, summarise, table, to_json
+from weft.watch.kernel_profile import StepFacts, from_json, summarise, table, to_json
+from weft.watch.profiler_trace import Trace, read_trace
 from weft.watch.report import write_report
-from weft.watch.trace import Trace, read_trace
 
 WARM, TIMED = 4, {"cpu": 4, "cuda": 12}
 """Steps before anything is measured, and steps timed without the profiler: on a GPU the first waits for the host."""
@@ -48,7 +49,7 @@ def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], Non
     job = job.model_copy(update={"name": job.name + SUFFIX, "train": job.train.model_copy(update=train)})
     job, plan = prepare(job, nproc)
     run = RunDir(Path(job.runs_dir) / job.name)
-    with locked(run) as lock:
+    with run_lock(run) as lock:
         _clear(run)
         write_description(run, job, plan)
         code = launch(run, plan.world, lock, say, worker=("weft.measure.step_profile", str(steps)))
@@ -134,7 +135,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
         found = {
             "job": job.name, "layout": plan.layout(), "device": plan.device_name, "precision": plan.precision,
             "step_ms": seconds * 1e3, "profiled_steps": steps,
-            "tokens_per_s": _tokens(job) / seconds if job.model.family != "mlp" else None,
+            "tokens_per_s": _tokens(job) / seconds if not job.model.is_stack else None,
             "mfu": flops / (seconds * peak * plan.world) if flops and peak else None,
             "catalog_tflops": peak / 1e12 if peak else None,
             "roofs": vars(roofs), "ranks": everyone,
@@ -173,8 +174,12 @@ def _read(profiler: profile) -> Trace:
 @contextmanager
 def _marked_loss(session: Session) -> Iterator[None]:
     """Mark what the heads compute, so that the trace can tell the loss from the rest of the forward pass."""
-    woven = session.state.woven
-    modules = [s.module for s in woven.stages.values()] if isinstance(woven, Pipelined) else [woven.module]
+    spread_model = session.state.model
+    modules = (
+        [s.module for s in spread_model.stages.values()]
+        if isinstance(spread_model, Pipelined)
+        else [spread_model.module]
+    )
     open_ranges: list[record_function] = []
 
     def begin(module: nn.Module, args: Any) -> None:
@@ -196,27 +201,27 @@ def _marked_loss(session: Session) -> Iterator[None]:
 
 
 def _tokens(job: Job) -> int:
-    return job.train.global_batch * (1 if job.model.family == "mlp" else job.data.seq_len)
+    return job.train.global_batch * (1 if job.model.is_stack else job.data.seq_len)
 
 
-def facts_of(session: Session) -> Facts:
+def facts_of(session: Session) -> StepFacts:
     """What the job and the plan say of one step of this rank."""
     job, plan = session.job, session.plan
     model, width = job.model, COMPUTE[plan.precision].itemsize
-    masters = session.state.woven.masters.values()
-    held = sum(local_of(m).numel() for m in masters)
+    master_params = session.state.model.master_params.values()
+    held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0
-    update = held * (width + 2 * optimizer_bytes(job.optim.name) + 8 + copies)
+    update = held * (width + 2 * optimizer_bytes(job.optim) + 8 + copies)
     tokens = _tokens(job) / plan.dp / plan.cp
-    targets = tokens / job.data.seq_len if model.family == "vit" else tokens
+    targets = tokens / job.data.seq_len if model.is_classifier else tokens
     ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or _has_head(session)
     loss = 2 * targets * (model.vocab or 0) / plan.tp * width if ends and count_parameters(model) else 0.0
     total, attention = flops_per_token(model, job.data.seq_len), 0.0
-    if total and model.family != "mlp":
+    if total and not model.is_stack:
         full = 12.0 * (model.layers or 0) * (model.heads or 0) * (model.head_dim or 0) * job.data.seq_len
         attention = full / 2 if model.causal else full
     share = tokens / plan.tp / plan.pp
-    return Facts(
+    return StepFacts(
         bool(model.causal), (total - attention) * share if total else None,
         attention * share * 7 / 6 or None,  # backward computes the scores again: seven products where six are counted
         update, loss, sum(communication_bytes(job, plan).values()),
@@ -224,12 +229,14 @@ def facts_of(session: Session) -> Facts:
 
 
 def _has_head(session: Session) -> bool:
-    woven = session.state.woven
-    return isinstance(woven, Pipelined) and any(getattr(s.module, "head", None) for s in woven.stages.values())
+    spread_model = session.state.model
+    return isinstance(spread_model, Pipelined) and any(
+        getattr(s.module, "head", None) for s in spread_model.stages.values()
+    )
 
 
 if __name__ == "__main__":
-    from weft.training.rank import end, run_here
+    from weft.training.rank import end, run_launched_rank
 
     count = int(sys.argv[2])
-    end(run_here(lambda session, signals: measure(session, signals, count)))
+    end(run_launched_rank(lambda session, signals: measure(session, signals, count)))

@@ -1,4 +1,4 @@
-"""A meter of a piece of work: live bytes of tensors and their peak, FLOPs, and every collective with its bytes.
+"""A meter of a shard of work: live bytes of tensors and their peak, FLOPs, and every collective with its bytes.
 
 It counts tensors, not pages: what the kernels and the process need besides is not in it. Fake tensors count as real.
 """
@@ -102,7 +102,7 @@ class Meter(TorchDispatchMode):
         propagate = self._propagate
 
         def unseen(*args: Any, **kwargs: Any) -> Any:
-            """DTensor tries an operator on whole tensors without data before it runs it on pieces: none is real."""
+            """DTensor tries an operator on whole tensors without data before it runs it on shards: none is real."""
             before, self.blind = self.blind, True
             try:
                 return propagate(*args, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.shards import Piece, local_of, piece_of
+from weft.comm.shards import LocalShard, local_of, shard_of
 from weft.optim.clip import passed
 
 BETA2_DECAY = -0.8
@@ -35,32 +35,32 @@ class Adafactor(torch.optim.Optimizer):
         for group in self.param_groups:
             lr = group["lr"]
             params = [p for p in group["params"] if p.grad is not None]
-            pieces = [piece_of(p) for p in params]
-            sums = [self._sums(p, piece) for p, piece in zip(params, pieces, strict=True)]
-            add_up(sums, pieces)
-            squares = [self._learn(p, piece, found) for p, piece, found in zip(params, pieces, sums, strict=True)]
-            add_up([[s] for s in squares], pieces)
-            for param, piece, found, square in zip(params, pieces, sums, squares, strict=True):
-                count = math.prod(piece.shape)
+            shards = [shard_of(p) for p in params]
+            sums = [self._sums(p, shard) for p, shard in zip(params, shards, strict=True)]
+            add_up(sums, shards)
+            squares = [self._learn(p, shard, found) for p, shard, found in zip(params, shards, sums, strict=True)]
+            add_up([[s] for s in squares], shards)
+            for param, shard, found, square in zip(params, shards, sums, squares, strict=True):
+                count = math.prod(shard.shape)
                 young = self.state[param]["step"].double() ** -0.5
                 scale = (found[0] / count).sqrt().clamp(min=LEAST_SCALE) * young.clamp(max=lr).float() * taken
                 clipped = (square / count).sqrt().clamp(min=1.0)
                 weight = local_of(param)
                 weight.mul_(1 - lr * group["weight_decay"] * taken)
-                weight.sub_(self._direction(param, piece) * (scale / clipped))
+                weight.sub_(self._direction(param, shard) * (scale / clipped))
 
-    def _sums(self, param: Tensor, piece: Piece) -> list[Tensor]:
+    def _sums(self, param: Tensor, shard: LocalShard) -> list[Tensor]:
         """This rank's part of the sums of squares: of the weight, and of the gradient's rows and columns."""
         out = [local_of(param).square().sum()]
         if param.dim() > 1:
             square = self._grad(param).square()
             for dim in (-1, -2):
-                whole = square.new_zeros(_without(piece.shape, dim))
-                whole[_without_box(piece.box, dim)] = square.sum(dim, keepdim=True)
+                whole = square.new_zeros(_without(shard.shape, dim))
+                whole[_without_box(shard.box, dim)] = square.sum(dim, keepdim=True)
                 out.append(whole)
         return out
 
-    def _learn(self, param: Tensor, piece: Piece, sums: list[Tensor]) -> Tensor:
+    def _learn(self, param: Tensor, shard: LocalShard, sums: list[Tensor]) -> Tensor:
         """Take the gradient into the second moments; returns this rank's part of the direction's square."""
         state = self.state[param]
         if not state:
@@ -73,37 +73,37 @@ class Adafactor(torch.optim.Optimizer):
         state["step"] += taken
         share = (state["step"].double().clamp(min=1) ** BETA2_DECAY * taken).float()
         if param.dim() > 1:
-            state["row_var"].lerp_(sums[1] / piece.shape[-1], share)
-            state["col_var"].lerp_(sums[2] / piece.shape[-2], share)
+            state["row_var"].lerp_(sums[1] / shard.shape[-1], share)
+            state["col_var"].lerp_(sums[2] / shard.shape[-2], share)
         else:
             local_of(state["variance"]).lerp_(self._grad(param).square(), share)
-        return self._direction(param, piece).square().sum()
+        return self._direction(param, shard).square().sum()
 
     def _grad(self, param: Tensor) -> Tensor:
-        """This rank's piece of the gradient."""
+        """This rank's shard of the gradient."""
         assert param.grad is not None
         return passed(local_of(param.grad), self.found_inf)
 
-    def _direction(self, param: Tensor, piece: Piece) -> Tensor:
+    def _direction(self, param: Tensor, shard: LocalShard) -> Tensor:
         """The gradient over its expected size, here; made twice a step rather than kept."""
         state, eps = self.state[param], torch.finfo(param.dtype).eps
         if param.dim() > 1:
             mean = state["row_var"].mean(-2, keepdim=True).clamp(min=eps)
-            row = (state["row_var"] / mean)[_without_box(piece.box, -1)]
-            variance = row * state["col_var"][_without_box(piece.box, -2)]
+            row = (state["row_var"] / mean)[_without_box(shard.box, -1)]
+            variance = row * state["col_var"][_without_box(shard.box, -2)]
         else:
             variance = local_of(state["variance"])
         return self._grad(param) * variance.clamp(min=eps * eps).rsqrt()
 
 
-def add_up(parts: list[list[Tensor]], pieces: list[Piece]) -> None:
-    """Sum each list in place over the ranks that hold its tensor's other pieces: one message a kind of cut."""
-    kinds: dict[tuple[int, ...], tuple[Piece, list[Tensor]]] = {}
-    for tensors, piece in zip(parts, pieces, strict=True):
-        if piece.groups:
-            kinds.setdefault(tuple(map(id, piece.groups)), (piece, []))[1].extend(tensors)
-    for piece, tensors in kinds.values():
-        flat = piece.sum(torch.cat([t.reshape(-1) for t in tensors]))
+def add_up(parts: list[list[Tensor]], shards: list[LocalShard]) -> None:
+    """Sum each list in place over the ranks that hold its tensor's other shards: one message a kind of cut."""
+    kinds: dict[tuple[int, ...], tuple[LocalShard, list[Tensor]]] = {}
+    for tensors, shard in zip(parts, shards, strict=True):
+        if shard.groups:
+            kinds.setdefault(tuple(map(id, shard.groups)), (shard, []))[1].extend(tensors)
+    for shard, tensors in kinds.values():
+        flat = shard.sum(torch.cat([t.reshape(-1) for t in tensors]))
         for tensor, summed in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(summed.view_as(tensor))
 

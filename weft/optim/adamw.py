@@ -20,7 +20,9 @@ class AdamW(torch.optim.AdamW):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
     @torch.no_grad()
-    def fused_step(self, grads: dict[int, Tensor], copies: dict[int, Tensor], factor: Tensor, taken: Tensor) -> None:
+    def fused_step(
+        self, grads: dict[int, Tensor], compute_params: dict[int, Tensor], factor: Tensor, taken: Tensor
+    ) -> None:
         """Step on CUDA with gradients · factor, unless `taken` is 0. Both tables go by the id of the parameter."""
         from weft.optim.adamw_kernels import adamw_, corrections_of
 
@@ -39,6 +41,6 @@ class AdamW(torch.optim.AdamW):
             for param in params:
                 state = self.state[param]
                 adamw_(
-                    param, copies.get(id(param)), grads[id(param)], state["exp_avg"], state["exp_avg_sq"], factor,
-                    flag, corrections, group["lr"], group["betas"], group["eps"], group["weight_decay"],
+                    param, compute_params.get(id(param)), grads[id(param)], state["exp_avg"], state["exp_avg_sq"],
+                    factor, flag, corrections, group["lr"], group["betas"], group["eps"], group["weight_decay"],
                 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The job's optimizer over the masters, grouped so that each group is one fused call."""
+"""The job's optimizer over the master weights, grouped so that each group is one fused call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.comm.shards import like, local_of
+from weft.job.optim import OPTIMIZERS, WeightShard
+from weft.job.registry import find_object
 from weft.job.schema import Optim
 from weft.optim.adafactor import Adafactor
 from weft.optim.adamw import AdamW
@@ -17,30 +19,44 @@ from weft.optim.clip import scale_grads
 from weft.optim.muon import Muon
 
 Params = dict[str, Tensor]
+Groups = list[dict[str, Any]]
+"""Parameter groups as torch takes them."""
 
 
 class Optimizers:
     """One or two torch optimizers that step as one. `state()` names every tensor by its parameter.
 
-    Each works on `params`: the masters, or this rank's pieces of them where an element's update needs no other element.
-    `leaves` hold the gradients: the masters, or weights of another dtype; `copies` compute and follow the masters.
+    Each works on `params`: the master weights, or this rank's shards of them where an element's update needs no other
+    element. `grad_params` hold the gradients: the master weights, or weights of another dtype. `compute_params` are the
+    weights of the forward pass, refreshed from the master weights after an update.
     """
 
     def __init__(
-        self, parts: list[torch.optim.Optimizer], masters: Params, params: Params, leaves: Params, copies: Params
+        self,
+        parts: list[torch.optim.Optimizer],
+        master_params: Params,
+        params: Params,
+        grad_params: Params,
+        compute_params: Params,
     ):
-        self.parts, self.masters, self.params, self.leaves, self.copies = parts, masters, params, leaves, copies
+        self.parts, self.master_params, self.params, self.grad_params, self.compute_params = (
+            parts,
+            master_params,
+            params,
+            grad_params,
+            compute_params,
+        )
         self.names = {id(p): n for n, p in params.items()}
 
     def step(self, lr: float, factor: Tensor | None = None, taken: Tensor | None = None) -> None:
-        """Update the masters, and their copies, by the leaves' gradients · factor.
+        """Update the master weights, and their copies, by the leaves' gradients · factor.
 
         `taken`, a truth on the device, leaves everything as it is where it is false: gradients that are not finite are
         passed over without the host asking.
         """
         for name, param in self.params.items():
-            if param is not self.masters[name]:
-                param.data = local_of(self.masters[name].detach())
+            if param is not self.master_params[name]:
+                param.data = local_of(self.master_params[name].detach())
         stale: Params = {}
         for part in self.parts:
             params = {self.names[id(p)]: p for group in part.param_groups for p in group["params"]}
@@ -50,25 +66,30 @@ class Optimizers:
                 self._fused_step(part, params, factor, taken)
             else:
                 self._plain_step(part, params, factor, taken)
-                stale |= {n: self.copies[n] for n in params if n in self.copies}
+                stale |= {n: self.compute_params[n] for n in params if n in self.compute_params}
         if stale:
             with torch.no_grad():
                 torch._foreach_copy_(
-                    [local_of(c.detach()) for c in stale.values()], [local_of(self.masters[n].detach()) for n in stale]
+                    [local_of(c.detach()) for c in stale.values()],
+                    [local_of(self.master_params[n].detach()) for n in stale],
                 )
 
     def _fused_step(self, part: AdamW, params: Params, factor: Tensor | None, taken: Tensor | None) -> None:
-        grads = {id(p): local_of(g) for n, p in params.items() if (g := self.leaves[n].grad) is not None}
-        copies = {id(p): local_of(self.copies[n].detach()) for n, p in params.items() if n in self.copies}
+        grads = {id(p): local_of(g) for n, p in params.items() if (g := self.grad_params[n].grad) is not None}
+        compute_params = {
+            id(p): local_of(self.compute_params[n].detach()) for n, p in params.items() if n in self.compute_params
+        }
         one = torch.ones((), device=next(iter(params.values())).device)
-        part.fused_step(grads, copies, one if factor is None else factor, one if taken is None else taken.float())
+        part.fused_step(
+            grads, compute_params, one if factor is None else factor, one if taken is None else taken.float()
+        )
 
     def _plain_step(
         self, part: torch.optim.Optimizer, params: Params, factor: Tensor | None, taken: Tensor | None
     ) -> None:
         """torch's own step: it wants gradients of the parameters' dtype, already scaled, in .grad."""
         for name, param in params.items():
-            leaf, master = self.leaves[name], self.masters[name]
+            leaf, master = self.grad_params[name], self.master_params[name]
             if leaf is not master:
                 master.grad = None if leaf.grad is None else like(local_of(leaf.grad).float(), master)
             if param is not master:
@@ -78,16 +99,16 @@ class Optimizers:
         _say_whether(part, taken)
         part.step()
         for name, param in params.items():  # else this step's gradients would live on beside the next one's
-            if self.leaves[name] is not self.masters[name]:
-                self.masters[name].grad = None
-            if param is not self.masters[name]:
+            if self.grad_params[name] is not self.master_params[name]:
+                self.master_params[name].grad = None
+            if param is not self.master_params[name]:
                 param.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state as NAME.KEY."""
         return {name: self._dressed(param, value) for name, param, value in self._held()}
 
-    def pieces(self) -> Params:
+    def shards(self) -> Params:
         """The same tensors as they lie here."""
         return {name: value for name, _, value in self._held()}
 
@@ -101,16 +122,16 @@ class Optimizers:
         ]
 
     def _dressed(self, param: Tensor, value: Tensor) -> Tensor:
-        master = self.masters[self.names[id(param)]]
+        master = self.master_params[self.names[id(param)]]
         return like(value, master) if param is not master and value.dim() else value
 
     def allocate(self) -> None:
         """Make the state exist, so that a checkpoint can be read into it: a step of rate 0 on zero gradients."""
-        grads = {name: leaf.grad for name, leaf in self.leaves.items()}  # they may be views of buckets
-        for leaf in self.leaves.values():
+        grads = {name: leaf.grad for name, leaf in self.grad_params.items()}  # they may be views of buckets
+        for leaf in self.grad_params.values():
             leaf.grad = torch.zeros_like(leaf)
         self.step(0.0)
-        for name, leaf in self.leaves.items():
+        for name, leaf in self.grad_params.items():
             leaf.grad = grads[name]
 
 
@@ -125,51 +146,46 @@ def _say_whether(part: torch.optim.Optimizer, taken: Tensor | None) -> None:
 
 
 def build_optimizers(
-    optim: Optim, masters: Params, is_block: Callable[[str], bool], leaves: Params | None = None,
-    copies: Params | None = None,
+    optim: Optim, master_params: Params, is_block: Callable[[str], bool], grad_params: Params | None = None,
+    compute_params: Params | None = None,
 ) -> Optimizers:  # fmt: skip
     """The job's optimizer. Matrices decay, vectors do not."""
-    leaves, copies = leaves or masters, copies or {}
-    if optim.name != "muon":
-        make, elementwise = _SINGLE[optim.name]
-        params = {n: _piece(m) for n, m in masters.items()} if elementwise else masters
-        return Optimizers([make(optim, params)], masters, params, leaves, copies)
-    inner = {n: p for n, p in masters.items() if is_block(n) and (p.dim() == 2 or _is_stack(n, p))}
-    outer = {n: _piece(p) for n, p in masters.items() if n not in inner}
-    parts: list[torch.optim.Optimizer] = []
-    if inner:
-        parts.append(Muon(_groups(inner, optim.weight_decay), optim.lr, optim.momentum, optim.weight_decay))
-    if outer:
-        parts.append(_adamw(optim, outer))
-    return Optimizers(parts, masters, inner | outer, leaves, copies)
+    grad_params, compute_params = grad_params or master_params, compute_params or {}
+    chosen: dict[str, Params] = {}
+    for name, master in master_params.items():
+        block = is_block(name) and (master.dim() == 2 or _is_stack(name, master))
+        entry = OPTIMIZERS[optim.name].of(WeightShard(tuple(master.shape), master.numel(), block))
+        chosen.setdefault(entry.name, {})[name] = _shard(master) if entry.elementwise else master
+    parts = []
+    for name, params in chosen.items():
+        make = find_object(OPTIMIZERS[name].build, "optim.name")
+        parts.append(make(optim, _groups(params, optim.weight_decay)))
+    params = {name: param for some in chosen.values() for name, param in some.items()}
+    return Optimizers(parts, master_params, params, grad_params, compute_params)
 
 
-def _piece(master: Tensor) -> Tensor:
-    """What an element-wise optimizer works on: a plain tensor over the master's piece on this rank."""
+def _shard(master: Tensor) -> Tensor:
+    """What an element-wise optimizer works on: a plain tensor over the master's shard on this rank."""
     return nn.Parameter(local_of(master.detach())) if isinstance(master, DTensor) else master
 
 
-def _adamw(optim: Optim, params: Params) -> torch.optim.Optimizer:
-    return AdamW(_groups(params, optim.weight_decay), optim.lr, optim.betas, optim.eps)
+def adamw(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return AdamW(groups, optim.lr, optim.betas, optim.eps)
 
 
-def _sgd(optim: Optim, params: Params) -> torch.optim.Optimizer:
-    return torch.optim.SGD(_groups(params, optim.weight_decay), lr=optim.lr, momentum=optim.momentum, fused=True)
+def sgd(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
 
 
-def _adafactor(optim: Optim, masters: Params) -> torch.optim.Optimizer:
-    return Adafactor(_groups(masters, optim.weight_decay), optim.lr)
+def adafactor(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return Adafactor(groups, optim.lr)
 
 
-_SINGLE: dict[str, tuple[Callable[[Optim, Params], torch.optim.Optimizer], bool]] = {
-    "adamw": (_adamw, True),
-    "sgd": (_sgd, True),
-    "adafactor": (_adafactor, False),
-}
-"""Each optimizer, and whether it treats every element by itself."""
+def muon(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return Muon(groups, optim.lr, optim.momentum, optim.weight_decay)
 
 
-def _groups(params: Params, weight_decay: float) -> list[dict[str, Any]]:
+def _groups(params: Params, weight_decay: float) -> Groups:
     matrices = [p for p in params.values() if p.dim() >= 2]
     vectors = [p for p in params.values() if p.dim() < 2]
     return [

@@ -20,10 +20,10 @@ def cut_axes(x: Tensor) -> tuple[str, ...]:
     return tuple(n for n, p in zip(names, x.placements, strict=True) if not p.is_replicate())
 
 
-def grad_norm(leaves: Iterable[Tensor], mesh: Mesh) -> Tensor:
+def grad_norm(grad_params: Iterable[Tensor], mesh: Mesh) -> Tensor:
     """The 2-norm of all gradients together: equally cut tensors are summed over just the axes that cut them."""
     groups: dict[tuple[str, ...], list[Tensor]] = {}
-    for leaf in leaves:
+    for leaf in grad_params:
         if leaf.grad is not None:
             groups.setdefault(cut_axes(leaf), []).append(local_of(leaf.grad))
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)

@@ -9,22 +9,22 @@ from weft.comm.shards import local_of
 
 
 class Ema:
-    """Follows the masters: average ← decay · average + (1 − decay) · master after every step. Off at decay 0."""
+    """Follows the master weights: average ← decay · average + (1 − decay) · master after every step. Off at decay 0."""
 
-    def __init__(self, masters: dict[str, Tensor], decay: float):
+    def __init__(self, master_params: dict[str, Tensor], decay: float):
         self.decay = decay
-        self.masters = masters
-        self.averages = {n: m.detach().clone() for n, m in masters.items()} if decay else {}
+        self.master_params = master_params
+        self.averages = {n: m.detach().clone() for n, m in master_params.items()} if decay else {}
 
     @torch.no_grad()
     def update(self, taken: Tensor | None = None) -> None:
         """Learn from a step; `taken`, a truth on the device, says whether there was one."""
         if self.averages and taken is not None:
             for name, average in self.averages.items():
-                local_of(average).lerp_(local_of(self.masters[name].detach()), (1 - self.decay) * taken.float())
+                local_of(average).lerp_(local_of(self.master_params[name].detach()), (1 - self.decay) * taken.float())
         elif self.averages:
             torch._foreach_lerp_(
                 [local_of(a) for a in self.averages.values()],
-                [local_of(self.masters[n].detach()) for n in self.averages],
+                [local_of(self.master_params[n].detach()) for n in self.averages],
                 1 - self.decay,
             )

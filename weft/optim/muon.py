@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.shards import local_of, piece_of
+from weft.comm.shards import local_of, shard_of
 from weft.optim.clip import passed
+from weft.planner.engine_constants import MUON_ITERATIONS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic whose slope at zero is steepest (Jordan et al. 2024)."""
-ITERATIONS = 5
 TINY = 1e-7
 
 
@@ -42,12 +42,12 @@ class Muon(torch.optim.Optimizer):
                 weight, grad = local_of(param), passed(local_of(param.grad), self.found_inf)
                 mean = local_of(self.state[param]["momentum_buffer"])
                 mean.lerp_(grad, (1 - momentum) * taken)
-                piece = piece_of(param)
+                shard = shard_of(param)
                 wanted = grad.lerp(mean, momentum)
-                if param.dim() == 3 and piece.size[1:] == tuple(piece.shape[1:]):  # whole matrices of some experts
+                if param.dim() == 3 and shard.size[1:] == tuple(shard.shape[1:]):  # whole matrices of some experts
                     update = orthogonal(wanted)
                 else:
-                    update = orthogonal(piece.whole(wanted))[piece.box]
+                    update = orthogonal(shard.whole(wanted))[shard.box]
                 weight.mul_(1 - lr * group["weight_decay"])
                 size = lr * 0.2 * math.sqrt(max(param.shape[-2:]))
                 weight.sub_(update * size)
@@ -65,7 +65,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     x = x.mT if tall else x
     x = x / x.norm().clamp(min=TINY)
     a, b, c = COEFFICIENTS
-    for _ in range(ITERATIONS):
+    for _ in range(MUON_ITERATIONS):
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrix.dtype)

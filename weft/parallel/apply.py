@@ -33,7 +33,7 @@ from weft.parallel.expert.expert_parallel import (
 from weft.parallel.expert.load import ExpertLoad
 from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8, use_fp8_head
 from weft.parallel.pipeline.executor import Pipelined
-from weft.parallel.spread_model import Woven
+from weft.parallel.spread_model import SpreadModel
 from weft.parallel.tensor import TensorSplit, split_tensors
 from weft.planner.plan import Plan
 from weft.planner.schedules.registry import make_schedule
@@ -42,11 +42,11 @@ from weft.precision import COMPUTE
 
 def parallelize(
     model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0, bare_gradients: bool = False
-) -> Woven | Pipelined:
+) -> SpreadModel | Pipelined:
     """Spread a model over a mesh as a plan says: first into stages, then each stage over the other axes.
 
-    A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's. `bare_gradients`
-    says that the optimizer reads `leaves`, so gradients need not be brought to the masters where nothing is summed.
+    A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's. Set
+    `bare_gradients` if the optimizer reads `grad_params`: gradients that are not summed then stay where they are.
     """
     pp = mesh.axis("pp")
     beside = None
@@ -57,29 +57,29 @@ def parallelize(
     check_skip(model, plan)
     load = ExpertLoad(model, mesh.device, mesh.everyone, plan.ep)
     if pp is None:
-        woven = weave(model, mesh, plan, seed, again, plan.accumulation > 1 or not bare_gradients, beside)
-        load.watch(woven.module)
-        return replace(woven, load=load)
+        spread_model = spread_stage(model, mesh, plan, seed, again, plan.accumulation > 1 or not bare_gradients, beside)
+        load.watch(spread_model.module)
+        return replace(spread_model, load=load)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
         stage = copy.deepcopy(model)
         first, end = plan.split[index]
         stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
-        stages[index] = weave(stage, mesh, plan, seed, again, beside=beside)
+        stages[index] = spread_stage(stage, mesh, plan, seed, again, beside=beside)
     cut = plan.tp if plan.sequence else 1
     at_once = frozenset(i for i, stage in stages.items() if again.keys() & find_units(stage.module).keys())
     load.watch(*(stage.module for stage in stages.values()))
     return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], cut, load, at_once)
 
 
-def weave(
+def spread_stage(
     model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, str], summed: bool = True,
     beside: Beside | None = None,
-) -> Woven:  # fmt: skip
+) -> SpreadModel:  # fmt: skip
     """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole.
 
-    `again` says which units are recomputed, and how; `summed` that a step's gradients are added up in the masters';
+    `again` says which units are recomputed, and how; `summed` that a step adds up the gradients of several passes;
     `beside` what compresses gradients while the backward pass goes on.
     """
     dtype, fp8 = COMPUTE[plan.precision], recipe_of(plan)
@@ -127,11 +127,11 @@ def weave(
     else:
         start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
         data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor)
-    partial = tuple(n for n in data.masters if split and n in split.partial)
+    partial = tuple(n for n in data.master_params if split and n in split.partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
     frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
-    return Woven(model, data, tp, partial, frozen, aliases, DelayedScales(model, mesh))
+    return SpreadModel(model, data, tp, partial, frozen, aliases, DelayedScales(model, mesh))
 
 
 def compressor_of(

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 from weft.comm.shards import local_of
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import Replicas, Shards, nothing
@@ -26,8 +26,8 @@ class LossOf(Protocol):
 
 
 @dataclass
-class Woven:
-    """A model or a stage of it, spread over the mesh. The optimizer and checkpoints see `masters` and no more of it."""
+class SpreadModel:
+    """A model or a stage of it, spread over the mesh. The optimizer and checkpoints use its `master_params`."""
 
     module: nn.Module
     data: Replicas | Shards
@@ -43,22 +43,22 @@ class Woven:
     """How even the experts' load is. A stage leaves this to its pipeline."""
 
     @property
-    def masters(self) -> dict[str, Tensor]:
+    def master_params(self) -> dict[str, Tensor]:
         """fp32 weights by name, plain or DTensor."""
-        return self._by_name(self.data.masters)
+        return self._by_name(self.data.master_params)
 
     @property
-    def leaves(self) -> dict[str, Tensor]:
-        """By the masters' names, the tensors whose .grad is the gradient of the whole batch after finish().
+    def grad_params(self) -> dict[str, Tensor]:
+        """By the master weights' names, the tensors whose .grad is the gradient of the whole batch after finish().
 
-        They are the masters, or, where nothing is summed over microbatches or replicas, the weights that compute.
+        They are the master weights, or the compute weights where nothing is summed over microbatches or replicas.
         """
-        return self._by_name(self.data.leaves)
+        return self._by_name(self.data.grad_params)
 
     @property
-    def copies(self) -> dict[str, Tensor]:
-        """By the masters' names, the weights that compute and must follow their masters."""
-        return self._by_name(self.data.copies)
+    def compute_params(self) -> dict[str, Tensor]:
+        """By the master weights' names, the weights that compute and must follow their master weights."""
+        return self._by_name(self.data.compute_params)
 
     def _by_name(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {self.aliases.get(n, n): t for n, t in tensors.items()}
@@ -66,7 +66,7 @@ class Woven:
     @property
     def counted(self) -> list[Tensor]:
         """The leaves whose gradients this rank adds to the norm."""
-        return list(self.data.leaves.values())
+        return list(self.data.grad_params.values())
 
     def buffers(self) -> dict[str, Tensor]:
         """What the module keeps beside its weights and wants saved."""
@@ -117,11 +117,11 @@ class Woven:
     def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
         """Complete the gradients after the last backward pass; a weight that was not used has one of zeros."""
         self.data.finish(meanwhile)
-        for leaf in self.data.leaves.values():
+        for leaf in self.data.grad_params.values():
             if leaf.grad is None:  # else the optimizer would decay it in some layouts and pass over it in others
                 leaf.grad = torch.zeros_like(leaf)
         if self.tp is not None and self.partial:
-            grads = [local_of(g) for n in self.partial if (g := self.data.leaves[n].grad) is not None]
+            grads = [local_of(g) for n in self.partial if (g := self.data.grad_params[n].grad) is not None]
             flat = torch.cat([g.reshape(-1) for g in grads])
             self.tp.all_reduce(flat)
             for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
@@ -165,12 +165,12 @@ class Woven:
     def owed(self) -> dict[str, Tensor]:
         """What compression has not sent yet and its bases, for a checkpoint. Each holder has its own share of what is
         owed of a weight; a stage that holds another's weight a second time counts as a second set of holders."""
-        return {} if self.compressor is None else self.compressor.owed(self._holder, self.data.masters)
+        return {} if self.compressor is None else self.compressor.owed(self._holder, self.data.master_params)
 
     def adopt_owed(self, held: dict[str, Tensor]) -> None:
         """Take in what owed() had named."""
         if self.compressor is not None:
-            self.compressor.adopt(self._holder, self.data.masters, held)
+            self.compressor.adopt(self._holder, self.data.master_params, held)
 
     def _holder(self, name: str) -> tuple[int, str]:
         assert self.compressor is not None
@@ -182,5 +182,5 @@ class Woven:
         return [] if self.compressor is None else [self.compressor]
 
     def refresh(self) -> None:
-        """After the masters were changed by other hands than the optimizer's."""
+        """After the master weights were changed by other hands than the optimizer's."""
         self.data.refresh()

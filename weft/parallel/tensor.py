@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from weft.comm import Axis, copy_in, gather_along, reduce_out, scatter_along
+from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along
+from weft.comm.axis import Axis
 from weft.job.errors import JobError
 from weft.models.attention import Where
 from weft.models.dropout import Dropout
@@ -51,22 +52,22 @@ class TensorSplit:
         """Out of it: partial sums are added up."""
         return scatter_along(x, self.axis, SEQ) if self.sequence else reduce_out(x, self.axis)
 
-    def piece(self, size: int) -> tuple[int, int]:
-        """Where this rank's piece of `size` begins, and its length; the last pieces may be shorter."""
+    def shard(self, size: int) -> tuple[int, int]:
+        """Where this rank's shard of `size` begins, and its length; the last shards may be shorter."""
         step = -(-size // self.axis.size)
         start = min(self.axis.rank * step, size)
         return start, min(step, size - start)
 
     def cut(self, model: nn.Module, module: nn.Module, key: str, dim: int) -> None:
-        """Leave this rank's piece of module.key along dim; other modules of the model that share it share the piece."""
+        """Leave this rank's shard of module.key along dim; other modules of the model that share it share the shard."""
         whole = getattr(module, key)
         if isinstance(whole, DTensor) or whole is None:
             return
-        start, length = self.piece(whole.shape[dim])
-        piece = whole.detach().narrow(dim, start, length).contiguous().clone()
+        start, length = self.shard(whole.shape[dim])
+        shard = whole.detach().narrow(dim, start, length).contiguous().clone()
         param = nn.Parameter(
             DTensor.from_local(
-                piece, self.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+                shard, self.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
             ),
             requires_grad=whole.requires_grad,
         )
@@ -77,7 +78,7 @@ class TensorSplit:
 
 
 def local(param: Tensor | None) -> Any:
-    """This rank's piece of a parameter."""
+    """This rank's shard of a parameter."""
     return param.to_local() if isinstance(param, DTensor) else param
 
 
@@ -113,7 +114,7 @@ class VocabEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         table = local(self.weight)
-        start, length = self.split.piece(self.num_embeddings)
+        start, length = self.split.shard(self.num_embeddings)
         mine = (tokens >= start) & (tokens < start + length)
         index = torch.where(mine, tokens - start, 0)
         rows = F.embedding(index, table) if length else table.new_zeros((*tokens.shape, table.shape[1]))
@@ -133,7 +134,7 @@ class VocabHead(Head):
         weight = local(self.weight)
         if targets is None:
             return gather_along(F.linear(x, weight), self.split.axis, -1)
-        start, _ = self.split.piece(self.weight.shape[0])
+        start, _ = self.split.shard(self.weight.shape[0])
         vocab = SplitVocab(self.split.axis, start, self.weight.shape[0])
         return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab, self.products)
 

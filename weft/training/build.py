@@ -5,12 +5,13 @@ from __future__ import annotations
 from weft.comm.algorithms import summing
 from weft.job.schema import Job
 from weft.mesh import Mesh, ranks_of_a_node
-from weft.models import build_model
-from weft.optim import Ema, Optimizers, build_optimizers
+from weft.models.build import build_model
+from weft.optim.build import Optimizers, build_optimizers
+from weft.optim.ema import Ema
 from weft.parallel.apply import find_units, parallelize
 from weft.parallel.data.local_sgd import EveryStep, Rounds
 from weft.parallel.pipeline.executor import Pipelined
-from weft.parallel.spread_model import Woven
+from weft.parallel.spread_model import SpreadModel
 from weft.planner.plan import Plan
 from weft.precision import LossScale
 from weft.training.state import State
@@ -18,9 +19,9 @@ from weft.training.state import State
 
 def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
     """The model spread over the mesh, its optimizer, average and loss scale, at step 0."""
-    woven = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
-    ema = Ema(woven.masters, job.train.ema)
-    state = State(woven, make_optimizers(job, woven), ema, LossScale.for_precision(plan.precision), mesh)
+    spread_model = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
+    ema = Ema(spread_model.master_params, job.train.ema)
+    state = State(spread_model, make_optimizers(job, spread_model), ema, LossScale.for_precision(plan.precision), mesh)
     state.rounds = make_rounds(job, plan, mesh, state)
     return state
 
@@ -32,10 +33,16 @@ def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
         return EveryStep()
     start = summing(axis, plan.allreduce, ranks_of_a_node(plan))
     limit = int(plan.bucket_mb * 2**20 / 4)
-    return Rounds(job.train.sync, axis, start, state.woven.masters, state.ema.averages, job.train.steps, limit)
+    return Rounds(job.train.sync, axis, start, state.model.master_params, state.ema.averages, job.train.steps, limit)
 
 
-def make_optimizers(job: Job, woven: Woven | Pipelined) -> Optimizers:
-    """The job's optimizer over the masters; muon asks which of them are in the blocks."""
+def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined) -> Optimizers:
+    """The job's optimizer over the master weights; muon asks which of them are in the blocks."""
     units = tuple(find_units(build_model(job.model)))
-    return build_optimizers(job.optim, woven.masters, lambda name: name.startswith(units), woven.leaves, woven.copies)
+    return build_optimizers(
+        job.optim,
+        spread_model.master_params,
+        lambda name: name.startswith(units),
+        spread_model.grad_params,
+        spread_model.compute_params,
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.comm.shards import local_of, piece_of
+from weft.comm.shards import local_of, shard_of
 from weft.planner.advice.expert_placement import Placing, cost_of, fullest, place
 from weft.planner.plan import Plan
 from weft.training.state import State
@@ -26,7 +26,7 @@ def rebalance(state: State, plan: Plan) -> dict[str, float] | None:
     Returns the worst block's fullest rank over the mean, before and after; None where nothing changed. All ranks know
     the load of all blocks, and so decide alike.
     """
-    load = state.woven.load
+    load = state.model.load
     if load is None or not load.blocks or not load.steps:
         return None
     # what the ranks of one ep group compute in one pass
@@ -49,7 +49,7 @@ def rebalance(state: State, plan: Plan) -> dict[str, float] | None:
         if moves[index].order != sorted(moves[index].order):
             _reorder(state, index, moves[index].order)
     load.place(load.copies | {index: found.copies for index, found in moves.items()})
-    state.woven.refresh()
+    state.model.refresh()
     copies = sum(len(pairs) for pairs in load.copies.values())
     return {"blocks": len(moves), "before": max(before), "after": max(after), "copies": copies}
 
@@ -66,6 +66,6 @@ def _reorder(state: State, block: int, order: list[int]) -> None:
 
 
 def _permute(tensor: Tensor, order: list[int]) -> None:
-    piece, local = piece_of(tensor), local_of(tensor)
-    whole = piece.whole(local.clone())
-    local.copy_(whole[torch.tensor(order, device=whole.device)][piece.box])
+    shard, local = shard_of(tensor), local_of(tensor)
+    whole = shard.whole(local.clone())
+    local.copy_(whole[torch.tensor(order, device=whole.device)][shard.box])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from weft.checkpoint.format import Found
+from weft.checkpoint.format import SavedCheckpoint
 from weft.data.dataset import open_tokenizer
 from weft.job.errors import JobError
 from weft.job.load import parse_job
@@ -15,7 +15,7 @@ from weft.training.weights import load_model
 
 @torch.no_grad()
 def generate(
-    found: Found,
+    found: SavedCheckpoint,
     prompt: str,
     tokens: int,
     *,
@@ -26,7 +26,7 @@ def generate(
 ) -> Iterator[str]:
     """Pieces of text as they are made, the prompt not among them. Temperature 0 always takes the likeliest token."""
     job = parse_job(found.meta["job"])
-    if job.model.family not in ("gpt2", "llama"):
+    if not job.model.is_decoder:
         raise JobError(f"only a language model can generate; this run trains {job.model.module or job.model.family}")
     _, model = load_model(found, ema)
     tokenizer = open_tokenizer(job.data)

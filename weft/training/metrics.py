@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Waits
+from weft.comm.axis import Waits
 from weft.comm.timeline import Spans
-from weft.guards.guards import Guards, Step
+from weft.guards.guards import Guards, StepFigures
 from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -118,7 +118,7 @@ class Ledger:
         sums = self.guards.tell(self.state.step, seconds, norm, [0.0] * len(mine) + self.signals.flags())
         sums[: len(mine)] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
-        figures = Figures(sums, work, self.state.woven.figures())
+        figures = Figures(sums, work, self.state.model.figures())
         more = self.state.rounds.figures()
         opened = _Open(self.state.step, lr, grads.scale, figures, seconds, spans, more)
         self.settle()
@@ -138,7 +138,7 @@ class Ledger:
         self.stop = Signals.decide(told[:wishes])
         loss = loss_sum / max(1, count)
         taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps
-        self.guards.judge(Step(entry.step, loss, norm, taken, entry.loss_scale), told[wishes:])
+        self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), told[wishes:])
         self.state.tokens += count
         rate = count / entry.seconds if entry.seconds > 0 else None
         mfu = self.flops / (entry.seconds * self.peak * self.plan.world) if rate and self.flops and self.peak else None
@@ -155,7 +155,7 @@ class Ledger:
             **({"loss_scale": entry.loss_scale} if self.state.scale.dynamic else {}),
             **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),
             **entry.more,
-            **self.state.woven.words(more, count),
+            **self.state.model.words(more, count),
             **self.traffic.figures(entry.spans, entry.seconds),
             **extra,
         }

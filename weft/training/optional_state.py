@@ -11,13 +11,14 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from weft.checkpoint.checkpointer import Checkpoints, Found
+from weft.checkpoint.checkpointer import Checkpointer
+from weft.checkpoint.format import SavedCheckpoint
 from weft.checkpoint.reader import Index
 from weft.comm.shards import local_of
 from weft.training.state import OWED, State
 
 
-def load_owed(checkpoints: Checkpoints, found: Found, state: State) -> str | None:
+def load_owed(checkpoints: Checkpointer, found: SavedCheckpoint, state: State) -> str | None:
     """Take in what a checkpoint says is owed. Collective; returns a note where a person should know of it."""
     index = Index(found.path)
     holders: dict[str, set[int]] = defaultdict(set)
@@ -25,7 +26,7 @@ def load_owed(checkpoints: Checkpoints, found: Found, state: State) -> str | Non
         if name.startswith("residual."):
             _, holder, weight = name.split(".", 2)
             holders[weight].add(int(holder))
-    if not state.woven.compressors or not holders:
+    if not state.model.compressors or not holders:
         return "what compression still owed is dropped: gradients are not compressed now" if holders else None
     mine = {n: t for n, t in state.tensors().items() if n.startswith(OWED)}
     now: dict[str, set[int]] = defaultdict(set)
@@ -50,16 +51,16 @@ def load_owed(checkpoints: Checkpoints, found: Found, state: State) -> str | Non
     return None
 
 
-def load_maxima(checkpoints: Checkpoints, found: Found, state: State) -> None:
+def load_maxima(checkpoints: Checkpointer, found: SavedCheckpoint, state: State) -> None:
     """Take in fp8's maxima, where a checkpoint has them of every layer and over as many steps. Collective."""
-    mine, index = state.woven.maxima(), Index(found.path)
+    mine, index = state.model.maxima(), Index(found.path)
     alike = all(n in index.tensors and index.tensors[n].size == t.shape for n, t in mine.items())
     for tensor in mine.values():
         tensor.zero_()
     said = state.mesh.all_gather_object(alike if mine else None)
     if any(said) and False not in said:
         checkpoints.load(found, mine)
-    state.woven.recall_maxima()
+    state.model.recall_maxima()
 
 
 def _weight(name: str) -> str:

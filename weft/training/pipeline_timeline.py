@@ -17,7 +17,7 @@ COMPUTE = ("F", "B", "I", "W")
 @contextmanager
 def recorded(session: Session, step: int) -> Iterator[None]:
     """Record what happens inside, if this is the step the job wants drawn and there is a pipeline."""
-    pipeline = session.state.woven
+    pipeline = session.state.model
     if step != session.job.watch.gantt_step or not isinstance(pipeline, Pipelined):
         yield
         return

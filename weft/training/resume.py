@@ -52,13 +52,13 @@ def recall(session: Session, at_most: int | None = None) -> bool:
     step = newest_common(held, at_most)
     if step is None or (at_most is None and step < newest_on_disk(session)):
         return False
-    if not state.optimizers.pieces():
+    if not state.optimizers.shards():
         state.optimizers.allocate()
-    pieces = state.pieces()
-    if not all(session.mesh.all_gather_object(_same_layout(session) and snapshots.holds(pieces))):
+    shards = state.shards()
+    if not all(session.mesh.all_gather_object(_same_layout(session) and snapshots.holds(shards))):
         return False
-    counts = snapshots.load(step, pieces)
-    state.recall(pieces, counts)
+    counts = snapshots.load(step, shards)
+    state.recall(shards, counts)
     if at_most is None:  # what this process has seen itself, it knows better
         session.guards.agreed = int(counts.get("agreed", 0))
     _forget_samples_after(session)
@@ -66,7 +66,7 @@ def recall(session: Session, at_most: int | None = None) -> bool:
 
 
 def _same_layout(session: Session) -> bool:
-    """Whether what this rank finds in memory are pieces of its own layout, and not others of the same size."""
+    """Whether what this rank finds in memory are shards of its own layout, and not others of the same size."""
     snapshots = session.snapshots
     if snapshots.folder is None:
         return True
@@ -103,7 +103,7 @@ def resume(session: Session, at_most: int | None = None) -> None:
     tensors = state.empty_like(saved_world=0)
     found = checkpoints.load_newest(tensors, at_most)
     if found is None:
-        state.optimizers = make_optimizers(session.job, state.woven)
+        state.optimizers = make_optimizers(session.job, state.model)
         _say_restart(session)
         return
     own = state.own(found.meta)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from typing import cast
 
-from weft.comm.shards import piece_of
+from weft.comm.shards import shard_of
 from weft.job.run_folder import RunDir
 from weft.mesh import Mesh
 from weft.parallel.pipeline.executor import Pipelined
-from weft.parallel.spread_model import Woven
+from weft.parallel.spread_model import SpreadModel
 from weft.planner.plan import Plan
 
 
-def write_slices(run: RunDir, plan: Plan, mesh: Mesh, woven: Woven | Pipelined) -> None:
+def write_slices(run: RunDir, plan: Plan, mesh: Mesh, spread_model: SpreadModel | Pipelined) -> None:
     """slices.json, from rank 0. Collective."""
-    pieces = {n: piece_of(m) for n, m in woven.masters.items()}
-    mine = {n: (list(p.shape), list(p.offset), list(p.size)) for n, p in pieces.items()}
+    shards = {n: shard_of(m) for n, m in spread_model.master_params.items()}
+    mine = {n: (list(p.shape), list(p.offset), list(p.size)) for n, p in shards.items()}
     gathered = mesh.all_gather_object((mesh.coords, mine))
     if mesh.rank != 0:
         return

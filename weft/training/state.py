@@ -11,11 +11,12 @@ from torch import Tensor
 from weft.comm.shards import local_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.optim import Ema, Optimizers
+from weft.optim.build import Optimizers
+from weft.optim.ema import Ema
 from weft.parallel.data.local_sgd import EveryStep
 from weft.parallel.fp8 import FP8
 from weft.parallel.pipeline.executor import Pipelined
-from weft.parallel.spread_model import Woven
+from weft.parallel.spread_model import SpreadModel
 from weft.planner.plan import Plan
 from weft.precision import LossScale
 
@@ -30,7 +31,7 @@ LARGEST = 2**62
 class State:
     """The moving parts of a run. Everything else follows from the job, the plan and `step`."""
 
-    woven: Woven | Pipelined
+    model: SpreadModel | Pipelined
     optimizers: Optimizers
     ema: Ema
     scale: LossScale
@@ -48,37 +49,37 @@ class State:
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, whatever the layout. The random state is each rank's own."""
-        out = {f"model.{n}": m.detach() for n, m in (self.woven.masters | self.woven.frozen).items()}
-        out |= {f"buffer.{n}": b for n, b in self.woven.buffers().items()}
+        out = {f"model.{n}": m.detach() for n, m in (self.model.master_params | self.model.frozen).items()}
+        out |= {f"buffer.{n}": b for n, b in self.model.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
-        out |= {f"ema.{n}": t for n, t in self.ema.averages.items()} | self.woven.maxima()
-        return out | self.woven.owed() | self._dice() | self.rounds.tensors() | self._random()
+        out |= {f"ema.{n}": t for n, t in self.ema.averages.items()} | self.model.maxima()
+        return out | self.model.owed() | self._dice() | self.rounds.tensors() | self._random()
 
     @torch.no_grad()
-    def pieces(self) -> dict[str, Tensor]:
+    def shards(self) -> dict[str, Tensor]:
         """This rank's part of every tensor, plain: what a snapshot copies; in place but for what compression owes."""
-        out = {f"model.{n}": local_of(m) for n, m in (self.woven.masters | self.woven.frozen).items()}
-        out |= {f"buffer.{n}": local_of(b) for n, b in self.woven.buffers().items()}
-        out |= {f"optim.{n}": local_of(t) for n, t in self.optimizers.pieces().items()}
-        out |= {f"ema.{n}": local_of(t) for n, t in self.ema.averages.items()} | self.woven.maxima()
-        out |= {n: local_of(t) for n, t in (self.woven.owed() | self._dice() | self.rounds.tensors()).items()}
+        out = {f"model.{n}": local_of(m) for n, m in (self.model.master_params | self.model.frozen).items()}
+        out |= {f"buffer.{n}": local_of(b) for n, b in self.model.buffers().items()}
+        out |= {f"optim.{n}": local_of(t) for n, t in self.optimizers.shards().items()}
+        out |= {f"ema.{n}": local_of(t) for n, t in self.ema.averages.items()} | self.model.maxima()
+        out |= {n: local_of(t) for n, t in (self.model.owed() | self._dice() | self.rounds.tensors()).items()}
         return out | self._random()
 
-    def recall(self, pieces: dict[str, Tensor], counts: dict[str, Any]) -> None:
-        """Continue from the pieces of a snapshot, which were just read."""
-        self.adopt(pieces, counts)
-        self.adopt_owed({n: t for n, t in pieces.items() if n.startswith(OWED)})
-        self.woven.recall_maxima()
+    def recall(self, shards: dict[str, Tensor], counts: dict[str, Any]) -> None:
+        """Continue from the shards of a snapshot, which were just read."""
+        self.adopt(shards, counts)
+        self.adopt_owed({n: t for n, t in shards.items() if n.startswith(OWED)})
+        self.model.recall_maxima()
 
     def adopt_owed(self, held: dict[str, Tensor]) -> None:
         """Take in what compression owes, and how often its dice were rolled."""
-        self.woven.adopt_owed(held)
+        self.model.adopt_owed(held)
         if (dice := held.get(f"dice.{self.mesh.rank}")) is not None:
-            for compressor, rolls in zip(self.woven.compressors, dice.tolist(), strict=True):
+            for compressor, rolls in zip(self.model.compressors, dice.tolist(), strict=True):
                 compressor.dice.rolls = rolls
 
     def _dice(self) -> dict[str, Tensor]:
-        rolls = [c.dice.rolls for c in self.woven.compressors]
+        rolls = [c.dice.rolls for c in self.model.compressors]
         return {f"dice.{self.mesh.rank}": torch.tensor(rolls)} if rolls else {}
 
     def _random(self) -> dict[str, Tensor]:
@@ -95,7 +96,7 @@ class State:
         ranks' averages is the average of their means, whenever it is taken. Counters and flags become the first rank's.
         """
         axes = [axis for name in ("dp_replicate", "dp_shard") if (axis := self.mesh.axis(name)) is not None]
-        for buffer in self.woven.buffers().values():
+        for buffer in self.model.buffers().values():
             for axis in axes:
                 if buffer.is_floating_point():
                     mean = axis.all_reduce(buffer.double()) / axis.size  # in doubles what is equal stays as it is
@@ -112,7 +113,7 @@ class State:
             "skipped_steps": sorted(self.skipped_steps),
             "scale": self.scale.state(),
             "sync": self.rounds.meta(),
-            "experts": {} if self.woven.load is None else self.woven.load.told(),
+            "experts": {} if self.model.load is None else self.model.load.told(),
         }
 
     def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
@@ -145,12 +146,12 @@ class State:
             torch.set_rng_state(cpu)
         if (cuda := tensors.get(f"random_cuda.{self.mesh.rank}")) is not None:
             torch.cuda.set_rng_state(cuda.cpu(), self.mesh.device)
-        for compressor in self.woven.compressors:
+        for compressor in self.model.compressors:
             compressor.steps = self.step
         self.rounds.adopt(meta.get("sync", {}))
-        if self.woven.load is not None:
-            self.woven.load.recall(meta.get("experts", {}))
-        self.woven.refresh()
+        if self.model.load is not None:
+            self.model.load.recall(meta.get("experts", {}))
+        self.model.refresh()
 
 
 def meta_problem(meta: dict[str, Any]) -> str | None:

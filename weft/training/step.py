@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Waits
+from weft.comm.axis import Waits
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.models import loss_sum
-from weft.optim import grad_norm, rate
+from weft.models.build import loss_sum
+from weft.optim.clip import grad_norm
+from weft.optim.schedule import rate
 from weft.parallel.context.sequence_split import Cut
 from weft.parallel.spread_model import Batch, LossOf
 from weft.planner.plan import Plan
@@ -54,11 +55,11 @@ class Stepper:
 
     def gradients(self, batches: list[Batch]) -> Gradients:
         """Forward and backward over this rank's microbatches of one step."""
-        state, woven, job = self.state, self.state.woven, self.job
-        woven.zero_grad()
+        state, spread_model, job = self.state, self.state.model, self.job
+        spread_model.zero_grad()
         count, counting = self._global_count(batches)
         nominal = job.train.global_batch * batches[0]["valid"][0].numel() / self.apart
-        total = woven.backward(
+        total = spread_model.backward(
             self.local(batches), self.loss_of(job.train.label_smoothing), state.scale.value / nominal,
             self.meanwhile,
         )  # fmt: skip
@@ -74,7 +75,7 @@ class Stepper:
         """
         state = self.state
         self.before_update()
-        norm = grad_norm(state.woven.counted, self.mesh) * grads.factor
+        norm = grad_norm(state.model.counted, self.mesh) * grads.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
         finite, wanted = torch.isfinite(norm), state.step + 1 not in state.skipped_steps
@@ -84,11 +85,11 @@ class Stepper:
             flag = finite if unseen else None
             state.optimizers.step(lr, clipped * grads.factor, flag)
             state.ema.update(flag)
-        state.woven.follow(finite if taken and unseen else taken)
+        state.model.follow(finite if taken and unseen else taken)
         state.scale.update(taken or not wanted)
         state.step += 1
         state.samples += self.job.train.global_batch
-        state.rounds.after(state.step, grads.count, state.woven.refresh)
+        state.rounds.after(state.step, grads.count, state.model.refresh)
         return norm, taken
 
     def learning_rate(self) -> float:
@@ -98,7 +99,7 @@ class Stepper:
     def evaluate(self, steps: list[list[Batch]]) -> float:
         """Mean loss over the valid targets of some batches, the same on every rank."""
         batches = [b for step in steps for b in step]
-        loss = self.state.woven.evaluate(self.local(batches), self.loss_of(0.0)).double()
+        loss = self.state.model.evaluate(self.local(batches), self.loss_of(0.0)).double()
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
         sums = torch.stack([loss, count / (self.plan.pp * self.plan.cp)])
         if self.mesh.everyone is not None:
@@ -106,7 +107,7 @@ class Stepper:
         return float(sums[0] / sums[1].clamp(min=1))
 
     def loss_of(self, smoothing: float) -> LossOf:
-        """The job's loss, as the woven model asks for it."""
+        """The job's loss, as the spread model asks for it."""
         seed, dtype = self.job.train.seed, COMPUTE[self.plan.precision]
 
         def loss(module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm import shards as pieces
+from weft.comm import shards
 from weft.comm.shards import local_of
 from weft.job.errors import JobError
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
 from weft.memory.tracer import Meter
@@ -75,8 +76,8 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
     check(job, plan, RUNNABLE)
     if not 0 <= rank < plan.world:
         raise JobError(f"--rank {rank} is not one of the {plan.world} ranks; 0 to {plan.world - 1} are")
-    if job.model.module or job.optim.name == "adafactor":
-        what = f"model.module={job.model.module}" if job.model.module else "optim.name=adafactor"
+    if job.model.module or not OPTIMIZERS[job.optim.name].dry_run:
+        what = f"model.module={job.model.module}" if job.model.module else f"optim.name={job.optim.name}"
         raise JobError(f"{what} reads values of tensors, and a dry run has none; one of Weft's models with adamw works")
     if plan.sync != "step":
         raise JobError(
@@ -105,25 +106,25 @@ def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()
     with Meter(_names(mesh), copied) as meter:
         state = build_state(job, plan, mesh)
         state.scale.dynamic = False  # whether a step overflowed is a value, and there are none
-        if isinstance(state.woven, Pipelined):
-            state.woven.links.keep_sent = plan.backend != "nccl"
+        if isinstance(state.model, Pipelined):
+            state.model.links.keep_sent = plan.backend != "nccl"
         state.optimizers.allocate()
-        state.woven.zero_grad()
-        for name, piece in state.optimizers.params.items():
-            if piece is not state.optimizers.masters[name]:  # FSDP2 may move a piece before its first use
-                piece.data = piece.data.new_empty(0)
+        state.model.zero_grad()
+        for name, shard in state.optimizers.params.items():
+            if shard is not state.optimizers.master_params[name]:  # FSDP2 may move a shard before its first use
+                shard.data = shard.data.new_empty(0)
         stepper = Stepper(job, plan, mesh, state, blind=True)
         batches = [make_batch(job, plan) for _ in range(plan.accumulation)]
         meter.start()
         grads = stepper.gradients(batches)
         stepper.update(grads, stepper.learning_rate())
         meter.stop()
-    masters = state.woven.masters.values()
-    weights = [w for stage in _stages(state.woven) for w in getattr(stage.data, "weights", {}).values()]
+    master_params = state.model.master_params.values()
+    weights = [w for stage in _stages(state.model) for w in getattr(stage.data, "weights", {}).values()]
     parts = {
-        "parameters": _bytes(masters),
+        "parameters": _bytes(master_params),
         "copies": _bytes(weights) if plan.precision != "fp32" else 0,
-        "gradients": _bytes(m.grad for m in masters if m.grad is not None),
+        "gradients": _bytes(m.grad for m in master_params if m.grad is not None),
         "optimizer": _bytes(state.optimizers.state().values()),
         "average": _bytes(state.ema.averages.values()),
     }
@@ -139,8 +140,8 @@ def _names(mesh: Mesh) -> dict[str, str]:
     return groups
 
 
-def _stages(woven: Any) -> list[Any]:
-    return list(woven.stages.values()) if hasattr(woven, "stages") else [woven]
+def _stages(spread_model: Any) -> list[Any]:
+    return list(spread_model.stages.values()) if hasattr(spread_model, "stages") else [spread_model]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -154,10 +155,10 @@ def make_batch(job: Job, plan: Plan) -> Batch:
     size, seq, model = plan.microbatch, job.data.seq_len, job.model
     tokens = torch.zeros(size, seq, dtype=torch.int64)
     batch = {"ids": torch.zeros(size, dtype=torch.int64)}
-    if model.family == "mlp":
+    if model.is_stack:
         vectors = torch.zeros(size, model.dim or 0)
         return {**batch, "inputs": vectors, "targets": vectors.clone(), "valid": torch.ones(size, dtype=torch.bool)}
-    if model.family == "vit":
+    if model.is_classifier:
         classes, patches = torch.zeros(size, dtype=torch.int64), torch.zeros(size, seq, PATCH_DIM)
         return {**batch, "inputs": patches, "targets": classes, "valid": torch.ones(size, dtype=torch.bool)}
     batch |= {"inputs": tokens, "targets": tokens.clone(), "valid": torch.ones(size, seq, dtype=torch.bool)}
@@ -191,7 +192,7 @@ def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Meter, parts: dict[str, in
 
 @contextmanager
 def _real_meshes() -> Iterator[None]:
-    """Where ranks and pieces lie is looked up in tensors, which must hold real numbers even where no other does."""
+    """Where ranks and shards lie is looked up in tensors, which must hold real numbers even where no other does."""
 
     def real(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -202,14 +203,14 @@ def _real_meshes() -> Iterator[None]:
         return outside
 
     item, concatenate = DeviceMesh.__getitem__, DeviceMesh._concatenate
-    offsets = pieces.compute_local_shape_and_global_offset
-    pieces.compute_local_shape_and_global_offset = real(offsets)
+    offsets = shards.compute_local_shape_and_global_offset
+    shards.compute_local_shape_and_global_offset = real(offsets)
     DeviceMesh.__getitem__ = real(item)  # type: ignore[method-assign]
     DeviceMesh._concatenate = staticmethod(real(concatenate))  # type: ignore[method-assign]
     try:
         yield
     finally:
-        pieces.compute_local_shape_and_global_offset = offsets
+        shards.compute_local_shape_and_global_offset = offsets
         DeviceMesh.__getitem__ = item  # type: ignore[method-assign]
         DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign]
 

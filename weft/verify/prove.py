@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weft.comm.shards import local_of, piece_of
+from weft.comm.shards import local_of, shard_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
 from weft.hardware.probe import probe
@@ -92,7 +92,7 @@ def small(job: Job) -> Job:
         raise JobError("a model of your own cannot be shrunk; give it smaller model.args instead")
     m = resolve(job).model
     updates: dict[str, Any] = {"shape": None, "layers": min(m.layers or 2, 3), "dim": min(m.dim or 64, 64)}
-    if m.family != "mlp":
+    if not m.is_stack:
         group = (m.heads or 4) // (m.kv_heads or 4)
         heads = max(4, 4 * group if group <= 2 else 2 * group)
         heads = min(heads, m.heads or heads)
@@ -150,7 +150,7 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
     began = time.perf_counter()
     state = build_state(job, plan, mesh)
     stepper = Stepper(job, plan, mesh, state)
-    guided = Guided(state.woven.load, folder, reference)
+    guided = Guided(state.model.load, folder, reference)
     losses, norms, gradients = [], [], []
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
@@ -159,15 +159,15 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
     for _, batches in zip(range(steps), loader, strict=False):
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
         factor = grads.factor.cpu()
-        leaves = {n: x for n, x in state.woven.leaves.items() if x.grad is not None}
-        gradients.append({n: whole(x.grad).float() * factor for n, x in leaves.items()})
+        grad_params = {n: x for n, x in state.model.grad_params.items() if x.grad is not None}
+        gradients.append({n: whole(x.grad).float() * factor for n, x in grad_params.items()})
         norm, _ = stepper.update(grads, stepper.learning_rate())
         total = grads.loss.double() / plan.tp
         if mesh.everyone is not None:
             mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
-    parameters = {n: whole(m) for n, m in state.woven.masters.items()}
+    parameters = {n: whole(m) for n, m in state.model.master_params.items()}
     for held in (*gradients, parameters):
         join_stages(held, mesh)
     routing = guided.end(mesh)
@@ -188,7 +188,7 @@ def join_stages(held: dict[str, Tensor], mesh: Mesh) -> None:
 def whole(x: Tensor | None) -> Tensor:
     """A tensor's value over all ranks, as a copy on the host."""
     assert x is not None
-    return piece_of(x).whole(local_of(x.detach())).cpu().clone()
+    return shard_of(x).whole(local_of(x.detach())).cpu().clone()
 
 
 def compare(layout: str, world: int, reference: Trace, other: Trace, tolerance: float) -> Verdict:

@@ -114,7 +114,7 @@ def step_bytes(job: Any) -> dict[str, Any]:
     axis = mesh.axis("cp")
     batches = next(iter(loader))
     kept: dict[int, int] = {}
-    weights = {local_of(p.detach()).untyped_storage().data_ptr() for p in stepper.state.woven.module.parameters()}
+    weights = {local_of(p.detach()).untyped_storage().data_ptr() for p in stepper.state.model.module.parameters()}
 
     def pack(t: Tensor) -> Tensor:
         if isinstance(t, DTensor):
@@ -124,7 +124,7 @@ def step_bytes(job: Any) -> dict[str, Any]:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = stepper.loss_of(0.0)(stepper.state.woven.module, stepper.local(batches)[0])
+        loss = stepper.loss_of(0.0)(stepper.state.model.module, stepper.local(batches)[0])
     memory = sum(kept.values())
     del loss
     if axis is None:

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.comm.quantized_sum import BLOCK, LEVELS, decode, encode
+from weft.comm.quantized_sum import LEVELS, decode, encode
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
+from weft.planner.engine_constants import QUANTIZATION_BLOCK
 from weft.planner.rules.layout_syntax import ranks
 from weft.verify.prove import with_layout
 
@@ -103,12 +104,12 @@ def test_replicas_that_train_alone_are_not_taken_to_be_broken(pool: RankPool) ->
 @given(st.integers(1, 4), st.sampled_from([8, 4]), st.integers(0, 2**31), st.floats(1e-20, 1e20))
 @settings(max_examples=30, deadline=None)
 def test_integers_come_back_within_half_a_level(blocks: int, bits: int, seed: int, size: float) -> None:
-    values = torch.randn(blocks * BLOCK, generator=torch.Generator().manual_seed(seed)) * size
-    values[:BLOCK] = 0
+    values = torch.randn(blocks * QUANTIZATION_BLOCK, generator=torch.Generator().manual_seed(seed)) * size
+    values[:QUANTIZATION_BLOCK] = 0
     back = decode(encode(values, bits), bits)
-    level = values.view(-1, BLOCK).abs().amax(1, keepdim=True) / LEVELS[bits]
-    assert ((back - values).view(-1, BLOCK).abs() <= level * 0.501).all()
-    assert encode(values, bits).numel() == blocks * (BLOCK * bits // 8 + 4)
+    level = values.view(-1, QUANTIZATION_BLOCK).abs().amax(1, keepdim=True) / LEVELS[bits]
+    assert ((back - values).view(-1, QUANTIZATION_BLOCK).abs() <= level * 0.501).all()
+    assert encode(values, bits).numel() == blocks * (QUANTIZATION_BLOCK * bits // 8 + 4)
 
 
 @pytest.mark.parametrize(("world", "size"), [(2, 1), (3, 5000)])

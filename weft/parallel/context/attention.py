@@ -1,4 +1,4 @@
-"""Context parallelism: the sequence is cut among the ranks of cp, and attention brings the pieces together.
+"""Context parallelism: the sequence is cut among the ranks of cp, and attention brings the shards together.
 
 Ring attention (Liu et al. 2023): keys and values travel from rank to rank while the block before is computed; results
 over different keys are merged by their log-sum-exp. Ulysses (Jacobs et al. 2023): an all-to-all gives each rank the
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Axis, sum_up
-from weft.comm.axis import Exchange
+from weft.comm.autograd import sum_up
+from weft.comm.axis import Axis, Exchange
 from weft.models.attention import Grads, Where, attend, attend_backward, merge
 from weft.models.transformer import Attention, Head
 from weft.parallel.context.sequence_split import Blocks, Cut
@@ -78,8 +78,8 @@ class Context:
         n = self.cut.ulysses
         if n == 1:
             return tensors
-        pieces = torch.cat([t.unflatten(2, (n, -1)) for t in tensors], 3).movedim(2, 0)  # [peers, b, s, heads, d]
-        got = self.axis.all_to_all(pieces, self.cut.peers)
+        shards = torch.cat([t.unflatten(2, (n, -1)) for t in tensors], 3).movedim(2, 0)  # [peers, b, s, heads, d]
+        got = self.axis.all_to_all(shards, self.cut.peers)
         whole = got.movedim(0, 1).flatten(1, 2)
         return whole.split([t.shape[2] // n for t in tensors], 2)
 
@@ -88,8 +88,8 @@ class Context:
         n = self.cut.ulysses
         if n == 1:
             return tensors
-        pieces = torch.cat(tensors, 2).unflatten(1, (n, -1)).movedim(1, 0)
-        got = self.axis.all_to_all(pieces, self.cut.peers)
+        shards = torch.cat(tensors, 2).unflatten(1, (n, -1)).movedim(1, 0)
+        got = self.axis.all_to_all(shards, self.cut.peers)
         parts = got.split([t.shape[2] for t in tensors], 3)
         return tuple(p.movedim(0, 2).flatten(2, 3) for p in parts)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from weft.comm.algorithms import Start
 from weft.comm.shards import like, local_of
 from weft.parallel.data.compression import Segment
-
-ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
+from weft.planner.engine_constants import GRADIENT_ALIGNMENT
 
 
 class Bucket:
@@ -21,18 +20,18 @@ class Bucket:
     not be cleared.
     """
 
-    def __init__(self, names: list[str], masters: dict[str, Tensor]):
+    def __init__(self, names: list[str], master_params: dict[str, Tensor]):
         self.names = names
-        sizes = [-(-local_of(masters[n]).numel() // ALIGN) * ALIGN for n in names]
-        device = local_of(masters[names[0]]).device
+        sizes = [-(-local_of(master_params[n]).numel() // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for n in names]
+        device = local_of(master_params[names[0]]).device
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.views: dict[str, Tensor] = {}
         self.segments: list[Segment] = []
         for name, size, first in zip(names, sizes, accumulate(sizes, initial=0), strict=False):
-            master = local_of(masters[name])
+            master = local_of(master_params[name])
             self.views[name] = self.flat[first : first + size][: master.numel()].view(master.shape)
             self.segments.append(Segment(name, first, master.numel(), master.shape))
-        self.grads = {name: like(view, masters[name]) for name, view in self.views.items()}
+        self.grads = {name: like(view, master_params[name]) for name, view in self.views.items()}
         """The places as what a master's .grad may be."""
         self.stale: set[str] = set()
         """Weights whose place still holds the gradient of the step before."""

@@ -21,19 +21,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from weft.comm import Axis, Waits
 from weft.comm.adaptive import LADDER, YOUNG, Adviser, Figures, agreed, measure_codes, measure_link
 from weft.comm.algorithms import Start
+from weft.comm.axis import Axis, Waits
 from weft.comm.background import Beside
 from weft.comm.codecs import Codec, Dice, Largest, Way, way_of
 from weft.comm.compressed_sum import Steps, scatter_sum, sum_all, sum_low_rank, summing
 from weft.comm.compression_warmup import INT8, codec_at, fitted
 from weft.comm.shards import local_of
 from weft.job.compression import Compression, parse_compression
-from weft.planner.time.compression_warmup import MORE, age, pays_low_rank, rank_at, thin_pays
+from weft.planner.engine_constants import MIN_COMPRESSED_ELEMENTS
+from weft.planner.time.compression_warmup import RAMP_FACTOR, age, pays_low_rank, rank_at, thin_pays
 
-LEAST = 256
-"""Weights with fewer elements are not worth a codec."""
 FIRST_LOOKS, LOOK_EVERY = (1, 2, 5, 10), 20
 """Steps of this process before which adaptive compression looks at the link, first and from then on."""
 
@@ -139,7 +138,9 @@ class Channel:
         base = bases.get(segment.name)
         if base is not None and base.shape == shape:
             return base
-        most = torch.randn(columns, MORE * self.rank, generator=torch.Generator().manual_seed(columns)).to(device)
+        most = torch.randn(columns, RAMP_FACTOR * self.rank, generator=torch.Generator().manual_seed(columns)).to(
+            device
+        )
         first = most[:, : shape[1]].contiguous()  # of the same numbers at every rank, whichever a run is opened with
         return first if base is None else fitted(base, first).contiguous()
 
@@ -157,7 +158,7 @@ class Compressor:
         self.setting, self.axis, self.across, self.beside, self.device = setting, axis, across, beside, device
         self.axes = [a for a in (axis, across) if a is not None]
         self.names, self.warmup = names, warmup
-        self.adaptive, self.low_rank = setting.kind == "adaptive", setting.kind == "powersgd"
+        self.adaptive, self.low_rank = setting.entry.adaptive, setting.entry.low_rank
         first = parse_compression(LADDER[0]) if self.adaptive else setting
         self.way = way_of(first)
         self.holder = axis.rank + (across.rank * axis.size if across else 0)
@@ -293,7 +294,7 @@ class Compressor:
         if why is not None:
             self.tell(was=was, now=self.adviser.words(), why=why, mb_per_s=figures.bytes_per_s * 8e-6)
 
-    def owed(self, name_of: Callable[[str], tuple[int, str]], masters: dict[str, Tensor]) -> dict[str, Tensor]:
+    def owed(self, name_of: Callable[[str], tuple[int, str]], master_params: dict[str, Tensor]) -> dict[str, Tensor]:
         """What a checkpoint holds of it; `name_of` says by which holder and name a weight is known there."""
         out: dict[str, Tensor] = {}
         for channel in self.channels:
@@ -304,18 +305,18 @@ class Compressor:
                 value = torch.zeros(segment.shape, device=self.device)
                 if owed is not None:
                     value = segment.weight(owed).clone()
-                out[f"residual.{holder}.{name}"] = over_tp(value, masters[segment.name])
+                out[f"residual.{holder}.{name}"] = over_tp(value, master_params[segment.name])
                 if self.low_rank:
                     base = channel.base(segment, bases, self.device).clone()
-                    out[self._base_name(holder, name, masters[segment.name])] = base
+                    out[self._base_name(holder, name, master_params[segment.name])] = base
         return out
 
     def _base_name(self, holder: int, name: str, master: Tensor) -> str:
-        """A base is the same on all ranks that sum, but each piece of a weight cut over tp has its own."""
+        """A base is the same on all ranks that sum, but each shard of a weight cut over tp has its own."""
         return f"powersgd.{holder // self.holders}.{tp_rank(master)}.{name}"
 
     def adopt(
-        self, name_of: Callable[[str], tuple[int, str]], masters: dict[str, Tensor], held: dict[str, Tensor]
+        self, name_of: Callable[[str], tuple[int, str]], master_params: dict[str, Tensor], held: dict[str, Tensor]
     ) -> None:
         """Take in what owed() had named."""
         for channel in self.channels:
@@ -327,15 +328,15 @@ class Compressor:
                     whole = torch.zeros(channel.rows * segment.length, device=self.device)
                     whole[: segment.shape.numel()] = local_of(value).reshape(-1)
                     segment.of(channel.owed).copy_(whole.view(channel.rows, -1))
-                if (base := held.get(self._base_name(holder, name, masters[segment.name]))) is not None:
+                if (base := held.get(self._base_name(holder, name, master_params[segment.name]))) is not None:
                     channel.bases[segment.name] = base
 
 
 def worth_it(setting: Compression, shape: torch.Size) -> bool:
     """Whether a weight is compressed at all: by the whole of it, so that every layout answers alike."""
-    if len(shape) < 2 or shape.numel() < LEAST:
+    if len(shape) < 2 or shape.numel() < MIN_COMPRESSED_ELEMENTS:
         return False
-    return setting.kind != "powersgd" or pays_low_rank(shape[0], shape[1:].numel(), int(setting.number))
+    return not setting.entry.low_rank or pays_low_rank(shape[0], shape[1:].numel(), int(setting.number))
 
 
 def over_tp(local: Tensor, master: Tensor) -> Tensor:
@@ -355,7 +356,7 @@ def tp_rank(master: Tensor) -> int:
 
 
 def cut_over_tp(master: Tensor) -> bool:
-    """Whether the ranks of a tp group hold different pieces."""
+    """Whether the ranks of a tp group hold different shards."""
     if not isinstance(master, DTensor) or "tp" not in (names := master.device_mesh.mesh_dim_names or ()):
         return False
     return not master.placements[names.index("tp")].is_replicate()

@@ -1,9 +1,9 @@
 """Data parallelism: replicas that sum their gradients in buckets, and ZeRO shards on FSDP2.
 
-Both offer the same few things to the loop: `masters` (fp32 weights the optimizer updates by their gradients),
-`leaves` (the tensors whose .grad that is), `copies` (weights that follow the masters), `microbatch(last)` before each
-backward pass, `finish()` after the last (what it is given is done while gradients travel), `refresh()` after the
-masters changed by other hands than the optimizer's.
+Both have the same interface: `master_params` (the fp32 weights that the optimizer updates), `grad_params` (the tensors
+whose .grad holds the gradients), `compute_params` (weights of the forward pass, refreshed from the master weights),
+`microbatch(last)` before each backward pass, `finish()` after the last one (its argument runs while gradients are
+reduced), `refresh()` after the master weights were changed by anything but the optimizer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from weft.comm import Axis, Meter, Waits
 from weft.comm.algorithms import Start
+from weft.comm.axis import Axis, Waits
 from weft.comm.shards import local_of
+from weft.comm.wait_counters import Meter
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import Queue
 from weft.parallel.data.compression import Compressor
@@ -58,11 +59,11 @@ def arriving(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[
 class Replicas:
     """Whole copies of the model: gradients are summed over the dp_replicate axis while the backward pass goes on.
 
-    Weights compute in `dtype`; where that is not fp32 the masters are a copy, and gradients are summed in fp32. Buckets
-    leave in one order on every rank (queue.py): a parameter without a gradient cannot make them disagree. `summed` says
-    that a step adds up the gradients of several microbatches; alone and without that, no bucket is needed. `start`
-    begins to sum a bucket over the axis; left out, by the backend's own all-reduce. The weights in `apart` have copies
-    on other ranks than the rest: `start_apart` sums theirs.
+    Weights compute in `dtype`; where that is not fp32 the master weights are a copy, and gradients are summed in fp32.
+    Buckets are reduced in the same order on every rank (bucket_queue.py), whichever gradients a rank has. `summed`: a
+    step adds up the gradients of several microbatches; on one rank and without that, no bucket is needed. `start`
+    begins to sum a bucket over the axis; by default the backend's own all-reduce. The weights in `apart` are replicated
+    on other ranks than the rest: `start_apart` sums their gradients.
     """
 
     def __init__(
@@ -74,13 +75,13 @@ class Replicas:
         self.start = start or (axis.start_all_reduce if axis else None)
         self.apart, self.start_apart = apart, start_apart
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self.masters: dict[str, Tensor] = dict(self.weights)
+        self.master_params: dict[str, Tensor] = dict(self.weights)
         self.mixed = dtype != torch.float32
         if self.mixed:
             cast_parameters(module, dtype)
             self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self.leaves: dict[str, Tensor] = self.masters
-        self.copies: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
+        self.grad_params: dict[str, Tensor] = self.master_params
+        self.compute_params: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
         self.buckets: list[Bucket] = []
         self.works: list[Waits] = []
         self.sent = 0
@@ -90,14 +91,14 @@ class Replicas:
             self._fill_buckets(int(bucket_mb * 2**20 / 4))
             self.queue = Queue(len(self.buckets))
         elif self.mixed:
-            self.leaves = self.copies
+            self.grad_params = self.compute_params
 
     def _fill_buckets(self, limit: int) -> None:
         filling: dict[str, list[str]] = {}
         for name in reversed(self.weights):  # the backward pass makes the last gradients first
-            kind, size = self._kind(name), local_of(self.masters[name]).numel()
+            kind, size = self._kind(name), local_of(self.master_params[name]).numel()
             names = filling.setdefault(kind, [])
-            if names and sum(local_of(self.masters[n]).numel() for n in names) + size > limit:
+            if names and sum(local_of(self.master_params[n]).numel() for n in names) + size > limit:
                 self._add_bucket(names, kind)
                 names = filling[kind] = []
             names.append(name)
@@ -105,7 +106,7 @@ class Replicas:
             self._add_bucket(names, kind)
         for number, bucket in enumerate(self.buckets):
             for name, grad in bucket.grads.items():
-                self.masters[name].grad = grad
+                self.master_params[name].grad = grad
                 self.weights[name].register_post_accumulate_grad_hook(arriving(weakref.ref(self), number, name))
 
     def _kind(self, name: str) -> str:
@@ -117,7 +118,7 @@ class Replicas:
         return "plain"
 
     def _add_bucket(self, names: list[str], kind: str) -> None:
-        bucket, packed = Bucket(names, self.masters), self.compressor
+        bucket, packed = Bucket(names, self.master_params), self.compressor
         if kind == "apart":
             bucket.start = self.start_apart
         elif packed is None:
@@ -178,7 +179,7 @@ class Replicas:
         self._send_ready(all_of_them=True)
         for bucket in self.buckets:
             for name, grad in bucket.grads.items():
-                self.masters[name].grad = grad
+                self.master_params[name].grad = grad
         meanwhile()
         with nullcontext() if self.axis is None or self.axis.spans is None else self.axis.spans.waiting():
             for work in self.works:
@@ -198,14 +199,14 @@ class Replicas:
         for bucket in self.buckets:
             bucket.stale.update(bucket.names)
             for name in () if self.mixed else bucket.names:  # else autograd would add to the step before
-                self.masters[name].grad = None
+                self.master_params[name].grad = None
 
     def refresh(self) -> None:
-        """The weights follow their masters."""
+        """The weights follow their master weights."""
         if self.mixed:
             torch._foreach_copy_(
                 [local_of(w.detach()) for w in self.weights.values()],
-                [local_of(m.detach()) for m in self.masters.values()],
+                [local_of(m.detach()) for m in self.master_params.values()],
             )
 
     def settle(self) -> None:
@@ -213,7 +214,7 @@ class Replicas:
 
 
 class Shards:
-    """ZeRO on FSDP2: masters, gradients and optimizer state are cut over dp_shard, and summed over dp_replicate.
+    """ZeRO on FSDP2: master weights, gradients and optimizer state are cut over dp_shard, and summed over dp_replicate.
 
     | stage | weights between microbatches | gradients of a microbatch |
     |---|---|---|
@@ -235,8 +236,8 @@ class Shards:
             m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
             m.set_force_sum_reduction_for_comms(True)
             see_waits(m, meter, axis, replicated)
-        self.masters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self.leaves, self.copies = self.masters, dict[str, Tensor]()
+        self.master_params: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.grad_params, self.compute_params = self.master_params, dict[str, Tensor]()
         if compressor is not None:
             self._compress(compressor)
 
@@ -296,11 +297,11 @@ class Shards:
             reduce_now(self.module)
 
     def zero_grad(self) -> None:
-        for master in self.masters.values():
+        for master in self.master_params.values():
             master.grad = None
 
     def refresh(self) -> None:
-        """FSDP2 gathers from the masters anew."""
+        """FSDP2 gathers from the master weights anew."""
 
     def settle(self) -> None:
         """Drop weights gathered by an evaluation: they would be stale after the next update."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
 from weft.comm.algorithms import Start
+from weft.comm.axis import Axis
 from weft.comm.quantized_sum import sum_quantized
 from weft.comm.shards import like, local_of
 from weft.job.sync import Sync
@@ -57,22 +57,22 @@ class Rounds(EveryStep):
     """
 
     def __init__(
-        self, sync: Sync, axis: Axis, start: Start, masters: Tensors, averages: Tensors, last: int, limit: int
+        self, sync: Sync, axis: Axis, start: Start, master_params: Tensors, averages: Tensors, last: int, limit: int
     ):
         """`averages` are the EMA's; `last` is the step after which replicas come together in any case; `limit` is how
         many numbers travel at once."""
         self.sync, self.axis, self.start, self.last, self.limit = sync, axis, start, last, limit
-        self.masters, self.averages = masters, averages
+        self.master_params, self.averages = master_params, averages
         self.rate, self.momentum = sync.outer
         self.bits = BITS.get(sync.quantize)
-        device = local_of(next(iter(masters.values()))).device
+        device = local_of(next(iter(master_params.values()))).device
         self.tokens = torch.zeros((), dtype=torch.float64, device=device)
         self.since = 0
         """Steps since the replicas were the same."""
         self.sent = 0
         outer = sync.mode == "diloco"
-        self.anchor = _copies(masters) if outer or self.bits else {}
-        self.velocity = {n: torch.zeros_like(local_of(m.detach())) for n, m in masters.items()} if outer else {}
+        self.anchor = _copies(master_params) if outer or self.bits else {}
+        self.velocity = {n: torch.zeros_like(local_of(m.detach())) for n, m in master_params.items()} if outer else {}
 
     def after(self, step: int, count: Tensor, refresh: Callable[[], None]) -> None:
         self.tokens += count
@@ -87,7 +87,7 @@ class Rounds(EveryStep):
     @torch.no_grad()
     def _exchange(self) -> None:
         share = self._share()
-        for names in self._groups(self.masters):
+        for names in self._groups(self.master_params):
             self._meet(names, share)
         for names in self._groups(self.averages):
             mean = self._sum(_flat(self.averages, names) * share)
@@ -97,8 +97,8 @@ class Rounds(EveryStep):
 
     def _meet(self, names: list[str], share: Tensor) -> None:
         """Bring some weights of all replicas together."""
-        weights = [local_of(self.masters[n].detach()) for n in names]
-        here = _flat(self.masters, names)
+        weights = [local_of(self.master_params[n].detach()) for n in names]
+        here = _flat(self.master_params, names)
         if not self.anchor:
             _spread(self._sum(here * share), weights)
             return
@@ -138,8 +138,8 @@ class Rounds(EveryStep):
             yield names
 
     def tensors(self) -> Tensors:
-        out = {f"outer.anchor.{n}": like(t, self.masters[n]) for n, t in self.anchor.items()}
-        out |= {f"outer.velocity.{n}": like(t, self.masters[n]) for n, t in self.velocity.items()}
+        out = {f"outer.anchor.{n}": like(t, self.master_params[n]) for n, t in self.anchor.items()}
+        out |= {f"outer.velocity.{n}": like(t, self.master_params[n]) for n, t in self.velocity.items()}
         return {**out, f"outer.tokens.{self.axis.rank}": self.tokens}
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ class Rounds(EveryStep):
             kind, _, of = name.partition(".")
             if kind == "optim" and self.axis.rank:
                 out[self._mine(name)] = tensor
-            elif share is not None and ((kind == "model" and of in self.masters) or kind == "ema"):
+            elif share is not None and ((kind == "model" and of in self.master_params) or kind == "ema"):
                 out[name] = like(self._sum(local_of(tensor) * share), tensor)
                 out[self._mine(name)] = tensor
             elif share is not None or not name.startswith(("outer.anchor", "outer.tokens")):
@@ -180,7 +180,7 @@ class Rounds(EveryStep):
         if self.axis.rank:
             mine |= {self._mine(n): t for n, t in tensors.items() if n.startswith("optim.")}
         if meta["since"]:
-            trained = {f"model.{n}" for n in self.masters}
+            trained = {f"model.{n}" for n in self.master_params}
             mine |= {self._mine(n): t for n, t in tensors.items() if n in trained or n.startswith("ema.")}
             mine |= {n: t for n, t in self.tensors().items() if n.startswith("outer.anchor") and meta["anchor"]}
             mine[f"outer.tokens.{self.axis.rank}"] = self.tokens
@@ -191,15 +191,15 @@ class Rounds(EveryStep):
         self.since = meta["since"] if same else 0
         if not (same and self.since and meta["anchor"]):
             for name, anchor in self.anchor.items():
-                anchor.copy_(local_of(self.masters[name].detach()))
+                anchor.copy_(local_of(self.master_params[name].detach()))
 
     def figures(self) -> dict[str, Any]:
         """Bytes that this rank handed to other replicas in the step's exchange; 0 in a step without one."""
         return {"sync_bytes": self.sent}
 
 
-def _copies(masters: Tensors) -> Tensors:
-    return {n: local_of(m.detach()).clone() for n, m in masters.items()}
+def _copies(master_params: Tensors) -> Tensors:
+    return {n: local_of(m.detach()).clone() for n, m in master_params.items()}
 
 
 def _flat(tensors: Tensors, names: list[str]) -> Tensor:
@@ -207,6 +207,6 @@ def _flat(tensors: Tensors, names: list[str]) -> Tensor:
 
 
 def _spread(flat: Tensor, into: list[Tensor]) -> None:
-    """A flat tensor back into the pieces it was made of."""
+    """A flat tensor back into the shards it was made of."""
     parts = flat.split([t.numel() for t in into])
     torch._foreach_copy_(into, [p.view_as(t) for p, t in zip(parts, into, strict=True)])

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 from weft.comm.shards import local_of
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import nothing
 from weft.parallel.expert.load import ExpertLoad
 from weft.parallel.pipeline.messages import Message, StageLinks, Transfer, sent_by, transfers_of
-from weft.parallel.spread_model import Batch, LossOf, Woven
-from weft.planner.schedules.registry import Action, Schedule
+from weft.parallel.spread_model import Batch, LossOf, SpreadModel
+from weft.planner.schedules.actions import Action, Schedule
 
 
 class Spans:
@@ -45,10 +45,10 @@ class Spans:
 
 
 class Pipelined:
-    """The stages of this rank and the schedule they follow. To the loop it looks like one Woven model."""
+    """The stages of this rank and the schedule they follow. To the loop it looks like one spread model."""
 
     def __init__(
-        self, stages: dict[int, Woven], schedule: Schedule, axis: Axis, device: torch.device, dtype: torch.dtype,
+        self, stages: dict[int, SpreadModel], schedule: Schedule, axis: Axis, device: torch.device, dtype: torch.dtype,
         sequence_cut: int, load: ExpertLoad, at_once: frozenset[int] = frozenset(),
     ):  # fmt: skip
         """`at_once` are the stages with recomputed blocks: each pass back through a block computes it again, so theirs
@@ -62,28 +62,28 @@ class Pipelined:
         """By the number of batches: the schedule of an evaluation and its transfers."""
         self.spans = Spans(device)
         self.last = schedule.stages - 1
-        self.masters: dict[str, Tensor] = {}
-        self.copies: dict[str, Tensor] = {}
+        self.master_params: dict[str, Tensor] = {}
+        self.compute_params: dict[str, Tensor] = {}
         self.twins: dict[str, Tensor] = {}
         """Tied weights that this rank holds a second time, in its last stage. They follow their master and are nothing
         else: the optimizer, checkpoints and proofs never see them."""
-        self.twin_copies: dict[str, Tensor] = {}
+        self.twin_compute_params: dict[str, Tensor] = {}
         self.counted: list[Tensor] = []
         for index in sorted(stages):
-            for name, master in stages[index].masters.items():
+            for name, master in stages[index].master_params.items():
                 tied = name in stages[index].aliases.values()
-                twin = tied and name in self.masters
-                (self.twins if twin else self.masters)[name] = master
-                if (copy := stages[index].copies.get(name)) is not None:
-                    (self.twin_copies if twin else self.copies)[name] = copy
+                twin = tied and name in self.master_params
+                (self.twins if twin else self.master_params)[name] = master
+                if (copy := stages[index].compute_params.get(name)) is not None:
+                    (self.twin_compute_params if twin else self.compute_params)[name] = copy
                 if not tied:
                     self.counted.append(master)
         self.splits = any(a.kind in "IW" for a in schedule.actions[axis.rank])
 
     @property
-    def leaves(self) -> dict[str, Tensor]:
-        """The masters themselves: a pipeline sums over microbatches."""
-        return self.masters
+    def grad_params(self) -> dict[str, Tensor]:
+        """The master weights themselves: a pipeline sums over microbatches."""
+        return self.master_params
 
     @property
     def frozen(self) -> dict[str, Tensor]:
@@ -171,9 +171,9 @@ class Pipelined:
 
     @torch.no_grad()
     def _renew_twins(self) -> None:
-        for held in (self.twins, self.twin_copies):
+        for held in (self.twins, self.twin_compute_params):
             for name, twin in held.items():
-                local_of(twin).copy_(local_of(self.masters[name]))
+                local_of(twin).copy_(local_of(self.master_params[name]))
 
     def figures(self) -> Tensor:
         return self.load.figures()
@@ -190,10 +190,10 @@ class Pipelined:
         """A weight that the first and the last stage share gets the sum of their gradients, wherever it is updated."""
         owner, copy = self.schedule.rank_of[0], self.schedule.rank_of[self.last]
         for name, twin in self.twins.items():
-            _grad(self.masters[name]).add_(_grad(twin))
+            _grad(self.master_params[name]).add_(_grad(twin))
         if owner != copy and self.axis.rank in (owner, copy):
-            for name in sorted(set(self.tied) & self.masters.keys()):
-                grad = _grad(self.masters[name])
+            for name in sorted(set(self.tied) & self.master_params.keys()):
+                grad = _grad(self.master_params[name])
                 grad += self.links.exchange(copy if self.axis.rank == owner else owner, grad).view_as(grad)
 
     @property

@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import Axis
-from weft.planner.schedules.registry import Action, Schedule
+from weft.comm.axis import Axis
+from weft.planner.engine_constants import PREFETCHED_MESSAGES
+from weft.planner.schedules.actions import Action, Schedule
 from weft.planner.schedules.simulate import equal_costs, simulate
-
-PREFETCH = 2
-"""Receives from one rank that may be under way before their messages are needed."""
 
 
 class Message(NamedTuple):
@@ -72,7 +70,8 @@ def transfers_of(schedule: Schedule, rank: int) -> tuple[Transfer, ...]:
 class StageLinks:
     """Sends and receives of one rank along the pp axis, each issued as its own group on the axis' communicator.
 
-    A receive is issued as early as the order allows: right after the transfer before it, up to PREFETCH from one rank.
+    A receive is issued as early as the order allows: right after the transfer before it, up to
+    PREFETCHED_MESSAGES from one rank.
     """
 
     def __init__(self, axis: Axis, device: torch.device, dtype: torch.dtype):
@@ -147,7 +146,7 @@ class StageLinks:
 
     def _prefetch(self) -> None:
         me = self.axis.rank
-        while (t := self._next()) is not None and t.target == me and self.under_way[t.source] < PREFETCH:
+        while (t := self._next()) is not None and t.target == me and self.under_way[t.source] < PREFETCHED_MESSAGES:
             self._post_receive(t.message)
 
     def _post_receive(self, wanted: Message) -> None:

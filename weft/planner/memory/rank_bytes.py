@@ -10,19 +10,27 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from math import prod
 
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
+from weft.planner.engine_constants import GRADIENT_ALIGNMENT
 from weft.planner.memory.expert_bytes import EXPERT_AXES, expert_bytes, load_bytes
-from weft.planner.model.parameters import Piece, Weight, coords_of, pieces_of, shards_of, stage_range, stages_of
+from weft.planner.model.parameters import (
+    ParamShard,
+    coords_of,
+    param_shards,
+    shard_count,
+    stage_range,
+    stages_of,
+)
 from weft.planner.plan import Plan
-from weft.planner.schedules.registry import Schedule, make_schedule
+from weft.planner.schedules.actions import Schedule
+from weft.planner.schedules.registry import make_schedule
 from weft.planner.time.compression import replica_bytes, shard_bytes
 from weft.planner.time.compression_warmup import age
 from weft.planner.time.context import context_bytes
 
-ALIGN = 64
-"""Elements between gradients in a bucket of replicas (parallel/data/bucket.py)."""
-FLOAT = 4
-COUNT = 8
+FP32_BYTES = 4
+COUNT_BYTES = 8
 """One number in fp64: the count of valid targets, a square of a norm."""
 
 Traffic = dict[str, dict[str, int]]
@@ -34,9 +42,9 @@ class States:
     """Bytes of what a rank keeps between steps."""
 
     parameters: int
-    """fp32 masters, with the padding of shards."""
+    """fp32 master weights, with the padding of shards."""
     copies: int
-    """Weights in the compute dtype that stay beside the masters; shards gather theirs when they need them."""
+    """Weights in the compute dtype that stay beside the master weights; shards gather theirs when they need them."""
     gradients: int
     """fp32, after the backward pass."""
     optimizer: int
@@ -48,12 +56,12 @@ class States:
         return sum(asdict(self).values())
 
 
-def width(plan: Plan) -> int:
+def compute_bytes(plan: Plan) -> int:
     """Bytes of an element of weights and activations while they compute."""
-    return FLOAT if plan.precision == "fp32" else 2
+    return FP32_BYTES if plan.precision == "fp32" else 2
 
 
-def bare_gradients(plan: Plan) -> bool:
+def gradients_stay_low_precision(plan: Plan) -> bool:
     """Whether gradients stay in the compute dtype, where the backward pass left them: nothing is summed."""
     return plan.precision != "fp32" and plan.dp == plan.cp == plan.pp == plan.accumulation == 1
 
@@ -66,45 +74,39 @@ def joint_axis(plan: Plan) -> str:
     return "cp" if plan.dp == 1 else f"{data}_cp"
 
 
-def rank_pieces(job: Job, plan: Plan, rank: int) -> list[list[Piece]]:
+def rank_shards(job: Job, plan: Plan, rank: int) -> list[list[ParamShard]]:
     """What a rank holds of every weight, stage by stage."""
     coords = coords_of(plan, rank)
-    return [pieces_of(job.model, plan, s, coords) for s in stages_of(plan, coords["pp"])]
+    return [param_shards(job.model, plan, s, coords) for s in stages_of(plan, coords["pp"])]
 
 
 def states_of(job: Job, plan: Plan, rank: int = 0) -> States | None:
     """What a rank keeps; None for a module of a person's own, which is not described here."""
     if job.model.module:
         return None
-    pieces = [p for stage in rank_pieces(job, plan, rank) for p in stage]
-    held = sum(p.held for p in pieces)
+    shards = [p for stage in rank_shards(job, plan, rank) for p in stage]
+    held = sum(p.held for p in shards)
     if plan.dp_shard > 1:
-        padded = sum(p.padded for p in pieces)
-        parameters = gradients = FLOAT * padded
+        padded = sum(p.padded for p in shards)
+        parameters = gradients = FP32_BYTES * padded
         copies = 0
     else:
-        whole = sum(p.whole for p in pieces)
+        whole = sum(p.whole for p in shards)
         buckets = plan.dp_replicate > 1 or plan.precision != "fp32"
-        parameters = FLOAT * whole
-        gradients = FLOAT * (sum(-(-p.whole // ALIGN) * ALIGN for p in pieces) if buckets else whole)
-        if bare_gradients(plan):
+        parameters = FP32_BYTES * whole
+        gradients = FP32_BYTES * (
+            sum(-(-p.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for p in shards) if buckets else whole
+        )
+        if gradients_stay_low_precision(plan):
             gradients = 2 * whole
         copies = 0 if plan.precision == "fp32" else 2 * whole
-    optimizer = sum(_optimizer_bytes(job, p) for p in pieces)
-    return States(parameters, copies, gradients, optimizer, FLOAT * held if job.train.ema else 0)
+    optimizer = sum(_optimizer_bytes(job, p) for p in shards)
+    return States(parameters, copies, gradients, optimizer, FP32_BYTES * held if job.train.ema else 0)
 
 
-def _optimizer_bytes(job: Job, piece: Piece) -> int:
-    name, weight = job.optim.name, piece.weight
-    matrix = len(weight.shape) > 1
-    if name == "adafactor":
-        moments = prod(weight.shape[:-2]) * sum(weight.shape[-2:]) if matrix else piece.held
-        return FLOAT * (moments + 1)
-    if name == "sgd":
-        return FLOAT * piece.held if job.optim.momentum else 0
-    if name == "muon" and matrix and weight.unit:
-        return FLOAT * piece.held
-    return FLOAT * (2 * piece.held + 1)  # two moments, and the count of steps
+def _optimizer_bytes(job: Job, shard: ParamShard) -> int:
+    entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
+    return int(FP32_BYTES * entry.state(job.optim, shard.for_optimizer))
 
 
 def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> Traffic:
@@ -121,12 +123,12 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
     axes = (*plan.axes, joint, *EXPERT_AXES, "everyone")
     out: dict[str, Counter[str]] = {axis: Counter() for axis in axes}
     for stage in stages:
-        pieces = pieces_of(job.model, plan, stage, coords)
-        routed = [p for p in pieces if _on_ep(p, plan)]
-        others = [p for p in pieces if not _on_ep(p, plan)]
+        shards = param_shards(job.model, plan, stage, coords)
+        routed = [p for p in shards if _on_ep(p, plan)]
+        others = [p for p in shards if not _on_ep(p, plan)]
         rest = plan.dp_shard * plan.cp * plan.tp // plan.ep
         if plan.dp_shard > 1:
-            _shards(plan, others, held, out[joint], shards_of(plan), out["dp_replicate"], at)
+            _shards(plan, others, held, out[joint], shard_count(plan), out["dp_replicate"], at)
             if plan.ep > 1 and rest * plan.dp_replicate > 1:
                 plain = replace(plan, compression="none")
                 _shards(plain, routed, held, out["ep_shard"], rest, out["dp_replicate"], at)
@@ -134,11 +136,15 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
             if (copies := plan.dp_replicate * plan.cp) > 1:
                 out[joint].update(replica_bytes(plan, others, copies, at))
             if plan.dp_replicate * rest > 1:
-                out["expert_replicate"]["all_reduce"] += FLOAT * sum(-(-p.whole // ALIGN) * ALIGN for p in routed)
+                out["expert_replicate"]["all_reduce"] += FP32_BYTES * sum(
+                    -(-p.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for p in routed
+                )
         if plan.tp > 1:
-            add = _mlp_tp if job.model.family == "mlp" else _transformer_tp
+            add = _mlp_tp if job.model.is_stack else _transformer_tp
             add(job, plan, stage, out["tp"])
-            out["tp"]["all_reduce"] += FLOAT * sum(p.held for p in pieces if p.weight.partial and not _on_ep(p, plan))
+            out["tp"]["all_reduce"] += FP32_BYTES * sum(
+                p.held for p in shards if p.weight.partial and not _on_ep(p, plan)
+            )
         expert_bytes(job, plan, stage, out)
         if schedule is not None:
             _messages(job, plan, schedule, stage, coords["pp"], out["pp"])
@@ -148,28 +154,28 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
     _optimizer_traffic(job, plan, coords, out)
     if plan.cp > 1:
         seen = plan.microbatch * plan.accumulation * job.data.seq_len
-        sent = context_bytes(job.model, plan, seen, width(plan), coords["cp"] // plan.cp_group)
+        sent = context_bytes(job.model, plan, seen, compute_bytes(plan), coords["cp"] // plan.cp_group)
         whole = {"all_to_all": plan.cp_group / max(1, plan.cp_group - 1)}  # with what a rank keeps of its own
         for kind, amount in sent.items():
             out["cp"][kind] += round(amount * whole.get(kind, 1))
     if plan.world > 1:  # where one axis is all there is, it is everyone
         degrees = {**plan.axes, joint: (plan.dp_shard if plan.dp_shard > 1 else plan.dp_replicate) * plan.cp}
         everyone = next((axis for axis, degree in degrees.items() if degree == plan.world), "everyone")
-        out[everyone]["all_reduce"] += COUNT + load_bytes(job)
+        out[everyone]["all_reduce"] += COUNT_BYTES + load_bytes(job)
     return {axis: dict(kinds) for axis, kinds in out.items() if kinds.total()}
 
 
-def _on_ep(piece: Piece, plan: Plan) -> bool:
-    return piece.weight.experts and plan.ep > 1
+def _on_ep(shard: ParamShard, plan: Plan) -> bool:
+    return shard.weight.experts and plan.ep > 1
 
 
 def _shards(
-    plan: Plan, pieces: list[Piece], held: bool, out: Counter[str], ways: int, replicas: Counter[str], at: float
+    plan: Plan, shards: list[ParamShard], held: bool, out: Counter[str], ways: int, replicas: Counter[str], at: float
 ) -> None:  # fmt: skip
     """FSDP2's: weights are gathered in the compute dtype, gradients summed and cut in fp32, copies' once a step."""
     gathers = 2 * plan.accumulation if plan.zero == 3 and not held else 1
     scatters = 1 if plan.zero == 1 or held else plan.accumulation
-    cut, across = shard_bytes(plan, pieces, ways, (gathers, scatters), width(plan), at)
+    cut, across = shard_bytes(plan, shards, ways, (gathers, scatters), compute_bytes(plan), at)
     out.update(cut)
     replicas.update(across)
 
@@ -179,12 +185,12 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     model, times = job.model, plan.accumulation
     first, end, begins, ends = stage_range(model, plan, stage)
     blocks = end - first
-    one = plan.microbatch * job.data.seq_len // plan.cp * (model.dim or 0) * width(plan)
+    one = plan.microbatch * job.data.seq_len // plan.cp * (model.dim or 0) * compute_bytes(plan)
     e = model.experts
     dense = blocks if e is None else max(0, min(end, e.first_dense) - first)
     unrouted = blocks if e is None or e.shared else dense
     enters = blocks + unrouted + (1 if ends else 0)
-    leaves = blocks + unrouted + (1 if begins and model.family != "vit" else 0)
+    leaves = blocks + unrouted + (1 if begins and not model.is_classifier else 0)
     # a block that runs again stops at the last matrix, whose input is all that is missing (unless dropout follows)
     once_more = (blocks + unrouted, blocks + unrouted - (0 if model.dropout else dense))
     again = once_more if plan.recompute == "full" else (0, 0)
@@ -194,8 +200,8 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     else:
         tp["all_reduce"] += times * one * (enters + leaves + again[1])
     if ends:  # for each target: the largest logit, and three sums over the vocabulary
-        targets = plan.microbatch * (1 if model.family == "vit" else job.data.seq_len // plan.cp)
-        tp["all_reduce"] += times * targets * 4 * FLOAT
+        targets = plan.microbatch * (1 if model.is_classifier else job.data.seq_len // plan.cp)
+        tp["all_reduce"] += times * targets * 4 * FP32_BYTES
 
 
 def _mlp_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
@@ -204,12 +210,14 @@ def _mlp_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     pairs = (job.model.layers or 0) // 2
     rows = sum(1 for i in range(first, end) if i < 2 * pairs and i % 2 == 1)
     columns = sum(1 for i in range(first, end) if i < 2 * pairs and i % 2 == 0 and not (begins and i == 0))
-    tp["all_reduce"] += plan.accumulation * (rows + columns) * plan.microbatch * (job.model.dim or 0) * width(plan)
+    tp["all_reduce"] += (
+        plan.accumulation * (rows + columns) * plan.microbatch * (job.model.dim or 0) * compute_bytes(plan)
+    )
 
 
 def _messages(job: Job, plan: Plan, schedule: Schedule, stage: int, here: int, pp: Counter[str]) -> None:
-    seq = 1 if job.model.family == "mlp" else job.data.seq_len // plan.cp // (plan.tp if plan.sequence else 1)
-    one = plan.accumulation * plan.microbatch * seq * (job.model.dim or 0) * width(plan)
+    seq = 1 if job.model.is_stack else job.data.seq_len // plan.cp // (plan.tp if plan.sequence else 1)
+    one = plan.accumulation * plan.microbatch * seq * (job.model.dim or 0) * compute_bytes(plan)
     for other in (stage - 1, stage + 1):
         if 0 <= other < schedule.stages and schedule.rank_of[other] != here:
             pp["send"] += one
@@ -220,47 +228,43 @@ def _tied(job: Job, plan: Plan, schedule: Schedule, coords: dict[str, int], pp: 
     """The first and the last stage swap the gradients of an embedding that is also the head."""
     ends = {0: "embed.weight", schedule.stages - 1: "head.weight"}
     first, last = schedule.rank_of[0], schedule.rank_of[-1]
-    if not job.model.tied or job.model.family == "mlp" or first == last:
+    if not job.model.tied or job.model.is_stack or first == last:
         return
     for stage, name in ends.items():
         if schedule.rank_of[stage] == coords["pp"]:
-            held = next(p.held for p in pieces_of(job.model, plan, stage, coords) if p.weight.name == name)
-            pp["send"] += FLOAT * held
-            pp["recv"] += FLOAT * held
+            held = next(p.held for p in param_shards(job.model, plan, stage, coords) if p.weight.name == name)
+            pp["send"] += FP32_BYTES * held
+            pp["recv"] += FP32_BYTES * held
 
 
 def _norms(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[str]]) -> None:
     """The gradients' norm: one number for each way in which weights are cut, over the axes that cut them."""
-    pieces = [p for s in stages_of(plan, coords["pp"]) for p in pieces_of(job.model, plan, s, coords)]
-    cuts = {p.weight.cut is not None and plan.tp > 1 for p in pieces}
+    shards = [p for s in stages_of(plan, coords["pp"]) for p in param_shards(job.model, plan, s, coords)]
+    cuts = {p.weight.cut is not None and plan.tp > 1 for p in shards}
     for cut in cuts:
         if plan.dp_shard > 1:
-            out[joint_axis(plan)]["all_reduce"] += COUNT
+            out[joint_axis(plan)]["all_reduce"] += COUNT_BYTES
         if cut:
-            out["tp"]["all_reduce"] += COUNT
-    if any(_on_ep(p, plan) for p in pieces):
-        out["ep"]["all_reduce"] += COUNT
+            out["tp"]["all_reduce"] += COUNT_BYTES
+    if any(_on_ep(p, plan) for p in shards):
+        out["ep"]["all_reduce"] += COUNT_BYTES
         if plan.dp_shard > 1 and plan.dp_shard * plan.cp * plan.tp > plan.ep:
-            out["ep_shard"]["all_reduce"] += COUNT
+            out["ep_shard"]["all_reduce"] += COUNT_BYTES
     if plan.pp > 1:
-        out["pp"]["all_reduce"] += COUNT
+        out["pp"]["all_reduce"] += COUNT_BYTES
 
 
 def _optimizer_traffic(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[str]]) -> None:
-    """Muon needs each block's matrix whole, Adafactor the sums of its rows and columns and two of its scalars."""
-    if job.optim.name not in ("muon", "adafactor"):
-        return
+    """What the optimizer sums over the axes that shard a weight (Optimizer.traffic)."""
     for stage in stages_of(plan, coords["pp"]):
-        for piece in pieces_of(job.model, plan, stage, coords):
-            weight = piece.weight
-            matrix = len(weight.shape) > 1
-            if job.optim.name == "muon":
-                sums = prod(weight.shape) if matrix and weight.unit else 0
-            else:
-                sums = 2 + (prod(weight.shape[:-2]) * sum(weight.shape[-2:]) if matrix else 0)
-            for axis, cuts in (("dp_shard", plan.dp_shard > 1), ("tp", plan.tp > 1 and weight.cut is not None)):
+        for shard in param_shards(job.model, plan, stage, coords):
+            entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
+            if not (numbers := int(entry.traffic(shard.for_optimizer))):
+                continue
+            over_tp = plan.tp > 1 and shard.weight.cut is not None
+            for axis, cuts in (("dp_shard", plan.dp_shard > 1), ("tp", over_tp)):
                 if cuts:
-                    out[axis]["all_reduce"] += FLOAT * sums
+                    out[axis]["all_reduce"] += FP32_BYTES * numbers
 
 
 def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
@@ -268,46 +272,38 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
     counts the half that is needed, and what recompute does again is counted again."""
     model, coords = job.model, coords_of(plan, rank)
     samples = plan.microbatch * plan.accumulation
-    seq = 1 if model.family == "mlp" else job.data.seq_len
+    seq = 1 if model.is_stack else job.data.seq_len
     total = 0.0
     for stage in stages_of(plan, coords["pp"]):
         first, end, begins, ends = stage_range(model, plan, stage)
-        for piece in pieces_of(model, plan, stage, coords):
-            name, size = piece.weight.name, prod(piece.weight.on_tp(plan.tp, coords["tp"]))
-            if piece.weight.experts and model.experts is not None:  # each token meets a few; load is taken as even
-                each = prod(piece.weight.shape[1:]) * model.experts.top_k
+        for shard in param_shards(model, plan, stage, coords):
+            name, size = shard.weight.name, prod(shard.weight.on_tp(plan.tp, coords["tp"]))
+            if shard.weight.experts and model.experts is not None:  # each token meets a few; load is taken as even
+                each = prod(shard.weight.shape[1:]) * model.experts.top_k
                 total += (8.0 if plan.recompute == "full" else 6.0) * samples * seq * each / plan.cp / plan.tp
                 continue
-            if len(piece.weight.shape) != 2 or name == "positions.weight":
+            if len(shard.weight.shape) != 2 or name == "positions.weight":
                 continue
-            if name == "embed.weight" and model.family != "vit":
+            if name == "embed.weight" and not model.is_classifier:
                 if model.tied and ends:
                     total += 6.0 * samples * seq * size
                 continue
             passes = 3.0
-            if not piece.weight.unit:
-                tokens = samples * (1 if name == "head.weight" and model.family == "vit" else seq)
+            if not shard.weight.unit:
+                tokens = samples * (1 if name == "head.weight" and model.is_classifier else seq)
                 passes = 2.0 if name == "embed.weight" else 3.0  # nobody wants the gradient of patches
             else:
                 tokens = samples * seq
                 passes += 1.0 if plan.recompute == "full" and not name.endswith("mlp.down.weight") else 0.0
                 if name.endswith("router.weight"):  # each rank routes its own tokens
                     tokens //= plan.tp
-                if model.family == "mlp":
-                    passes = 2.0 if begins and piece.weight.unit == "layers.0" else 3.0
+                if model.is_stack:
+                    passes = 2.0 if begins and shard.weight.unit == "layers.0" else 3.0
             total += 2.0 * passes * tokens * size / plan.cp
-        if model.family != "mlp":
+        if not model.is_stack:
             scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
             passes = 4.0 if plan.recompute == "full" else 3.0
             total += passes * (end - first) * scores / (2.0 if model.causal else 1.0)
-        if job.optim.name == "muon":
-            total += sum(_newton_schulz(p.weight) for p in pieces_of(model, plan, stage, coords))
+        weights = [p.for_optimizer for p in param_shards(model, plan, stage, coords)]
+        total += sum(OPTIMIZERS[job.optim.name].of(weight).flops(weight) for weight in weights)
     return total
-
-
-def _newton_schulz(weight: Weight) -> float:
-    """Muon's five iterations on a whole matrix of a block, on every rank (optim/muon.py)."""
-    if len(weight.shape) < 2 or not weight.unit:
-        return 0.0
-    short, long = sorted(weight.shape[-2:])
-    return prod(weight.shape[:-2]) * 5 * (4.0 * short * short * long + 2.0 * short**3)
