@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from weft.comm.wait_counters import Meter
 from weft.parallel.pipeline import messages
 from weft.parallel.pipeline.messages import Message, StageLinks, sent_by, transfer_order, transfers_of
-from weft.planner.schedules.registry import SCHEDULES, Action, Schedule, make_schedule
+from weft.planner.schedules.actions import Action, Schedule
+from weft.planner.schedules.registry import SCHEDULES, make_schedule
 
 
 class Op(NamedTuple):
@@ -177,7 +178,7 @@ def test_no_schedule_deadlocks(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 6), st.integers(1, 12), st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_no_shape_deadlocks(name: str, ranks: int, microbatches: int, virtual: int) -> None:
-    allowed = SCHEDULES[name].allowed
+    allowed = SCHEDULES[name].allowed_stages
     schedule = make_schedule(name, ranks, microbatches, virtual if allowed is None or virtual in allowed else None)
     with pytest.MonkeyPatch.context() as patch:
         assert not stuck(programs(schedule, patch))
