@@ -63,9 +63,9 @@ class Member:
             from weft.data.dataset import open_dataset
 
             self.dataset = open_dataset(job)
-        from weft.comm.teardown import leave, set_aside, settle
+        from weft.comm.teardown import freeze_imports, freeze_more, leave
 
-        settle()
+        freeze_imports()
         number, phase = 0, "spare"
         while True:
             self.heart.now(phase, 0)
@@ -75,7 +75,7 @@ class Member:
             if code is not None:
                 return code
             leave()  # the error that broke it has gone, and with it all that it held
-            set_aside()
+            freeze_more()
 
     def _plan(self) -> Plan:
         return Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
@@ -187,9 +187,9 @@ def main(hook: Hook | None = None) -> int:
     run = RunDir(Path(sys.argv[1]))
     if "WEFT_NURSERY" in os.environ:
         bring_in(run)
-        from weft.comm.teardown import settle
+        from weft.comm.teardown import freeze_imports
 
-        settle()
+        freeze_imports()
         if not serve():
             return 0
         die_with_parent()
