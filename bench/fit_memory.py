@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.planner.calibration import FOLDER, Calibration
-from weft.planner.memory.layouts_memory import GIB, hold
+from weft.planner.calibration import CALIBRATION_FOLDER, Calibration
+from weft.planner.memory.layouts_memory import GIB, memory_by_part
 from weft.planner.published.batch import gather_rows
 from weft.planner.published.framework import PURE, Stack, load_stack, stack_of
 from weft.planner.published.rows import Row, read_table
@@ -59,7 +59,7 @@ def loss(stack: Stack, rows: Sequence[Row]) -> tuple[float, int, int]:
         if own[0].row_id not in CACHE:
             CACHE[own[0].row_id] = gather_rows(own)
         model, cluster, layouts, _ = CACHE[own[0].row_id]
-        peak = sum(hold(model, layouts, cal).values()) / GIB
+        peak = sum(memory_by_part(model, layouts, cal).values()) / GIB
         over = np.log(peak / (cluster.memory_gib * cal.usable))
         known = np.array([row.memory_gib or 0.0 for row in own])
         ran = np.array([bool(row.fitted) for row in own])
@@ -135,7 +135,7 @@ def main() -> None:
         found = search(name, rows, args.tries)
         value, fits, fails = loss(found, rows)
         print(f"{name:26} {len(rows):4d} rows  cost {value:.2f}  false fits {fits}  false OOM {fails}", flush=True)
-        path = FOLDER / f"{name}.json"
+        path = CALIBRATION_FOLDER / f"{name}.json"
         told = json.loads(path.read_text(encoding="utf-8"))
         told |= {n: getattr(found.base, n) for n in (*FREE[name], *FIXED.get(name, {}))}
         if found.variants:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.planner.calibration import FOLDER, Calibration
+from weft.planner.calibration import CALIBRATION_FOLDER, Calibration
 from weft.planner.published.batch import estimate_rows
 from weft.planner.published.fitting import fit, profile
 from weft.planner.published.framework import Stack, stack_of
@@ -257,7 +257,7 @@ def main() -> None:
 
 def write(stack: Stack, spread: float, recipe: Recipe, rows: int) -> None:
     """Only what differs from the defaults; memory settings that are already in the file stay."""
-    path = FOLDER / f"{stack.name}.json"
+    path = CALIBRATION_FOLDER / f"{stack.name}.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     kept = {k: v for k, v in before.items() if k in MEMORY}
     plain = Calibration()

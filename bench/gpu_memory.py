@@ -65,7 +65,7 @@ def run_one(index: int, steps: int) -> dict[str, Any]:
     from weft.hardware.probe import probe
     from weft.mesh import connect
     from weft.planner import make_plan
-    from weft.planner.make_plan import USABLE
+    from weft.planner.make_plan import USABLE_MEMORY_SHARE
     from weft.planner.ranks import device_memory
     from weft.planner.time.measured_device import step_seconds
     from weft.training.build import build_state
@@ -106,7 +106,7 @@ def run_one(index: int, steps: int) -> dict[str, Any]:
         row["fits"] = True
     except torch.cuda.OutOfMemoryError:
         row["fits"] = False
-    row["usable_gib"] = USABLE * limit
+    row["usable_gib"] = USABLE_MEMORY_SHARE * limit
     return row
 
 

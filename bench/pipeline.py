@@ -24,14 +24,15 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from weft.comm import Axis  # noqa: E402
+from weft.comm.axis import Axis  # noqa: E402
 from weft.launch.rank_pool import RankPool  # noqa: E402
 from weft.mesh import connect  # noqa: E402
 from weft.parallel.data.data_parallel import Replicas  # noqa: E402
 from weft.parallel.pipeline.executor import Pipelined  # noqa: E402
 from weft.parallel.spread_model import Batch, SpreadModel  # noqa: E402
 from weft.planner.plan import Plan  # noqa: E402
-from weft.planner.schedules.registry import Schedule, make_schedule  # noqa: E402
+from weft.planner.schedules.actions import Schedule  # noqa: E402
+from weft.planner.schedules.registry import make_schedule  # noqa: E402
 from weft.planner.schedules.simulate import Costs, simulate  # noqa: E402
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v")

@@ -16,11 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from weft.job import parse_job
 from weft.job.shapes import resolve
-from weft.planner.calibration import load
+from weft.planner.calibration import load_calibration
 from weft.planner.make_plan import make_plan
-from weft.planner.model.facts import cluster_facts, facts_of
-from weft.planner.search.search import CHUNK, Scene, search
-from weft.planner.search.space import Space, make_space, space_of
+from weft.planner.model.facts import cluster_facts, model_facts
+from weft.planner.search.search import CHUNK, Estimator, find_layouts
+from weft.planner.search.space import Space, all_layouts, job_space
 
 JOBS = {
     "llama-405b on 16,384 H100": ("llama-405b", "h100-sxm", 2048, 8192, 2048),
@@ -42,10 +42,10 @@ def described(model: str, device: str, nodes: int, seq: int, batch: int) -> Any:
     )
 
 
-def setting(job: Any) -> tuple[Space, Scene]:
+def setting(job: Any) -> tuple[Space, Estimator]:
     world = job.cluster.nodes * 8
-    scene = Scene(facts_of(job), cluster_facts(job, world), load("weft"), job.train.global_batch)
-    return space_of(job, world, "bf16"), scene
+    estimator = Estimator(model_facts(job), cluster_facts(job, world), load_calibration("weft"), job.train.global_batch)
+    return job_space(job, world, "bf16"), estimator
 
 
 def best_of(times: int, run: Callable[[], Any]) -> tuple[float, float, Any]:
@@ -65,23 +65,23 @@ def main() -> None:
     as_json = parser.parse_args().json
     rows: list[dict[str, Any]] = []
 
-    space, scene = setting(described("llama-70b", "h100-sxm", 32, 8192, 1024))
-    layouts = make_space(space)
+    space, estimator = setting(described("llama-70b", "h100-sxm", 32, 8192, 1024))
+    layouts = all_layouts(space)
     some = [layouts.take(slice(a, a + CHUNK)) for a in range(0, min(len(layouts), 12 * CHUNK), CHUNK)]
-    wall, cpu, _ = best_of(3, lambda: [scene.estimate(part) for part in some])
+    wall, cpu, _ = best_of(3, lambda: [estimator.estimate(part) for part in some])
     number = sum(len(part) for part in some)
     rows.append({"what": "estimates on one core, a second", "value": number / wall, "by processor time": number / cpu})
 
     for name, told in JOBS.items():
-        space, scene = setting(described(*told))
-        wall, cpu, found = best_of(3, lambda space=space, scene=scene: search(space, scene, top=5))
+        space, estimator = setting(described(*told))
+        wall, cpu, found = best_of(3, lambda space=space, estimator=estimator: find_layouts(space, estimator, top=5))
         rows.append({"what": f"whole space of {name}, s", "value": wall, "by processor time": cpu,
                      "candidates": found.size, "estimated": found.estimated,
                      "candidates a second": found.size / wall, "winner": found.layouts.plan(0).layout()})  # fmt: skip
 
     model, device, nodes, seq, _ = JOBS["llama-405b on 16,384 H100"]
-    space, scene = setting(described(model, device, nodes - 1, seq, (nodes - 1)))
-    wall, cpu, found = best_of(3, lambda: search(space, scene))
+    space, estimator = setting(described(model, device, nodes - 1, seq, (nodes - 1)))
+    wall, cpu, found = best_of(3, lambda: find_layouts(space, estimator))
     rows.append({"what": "llama-405b on 16,376 H100, a node lost, s", "value": wall, "by processor time": cpu,
                  "candidates": found.size, "winner": found.layouts.plan(0).layout()})  # fmt: skip
     demo = parse_job({"model": "tiny", "train": {"global_batch": 16}, "cluster": {"device": "cpu"}})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from weft.planner.schedules.actions import Schedule
 from weft.planner.schedules.gantt import gantt_svg, gantt_text
-from weft.planner.schedules.registry import SCHEDULES, Schedule, make_schedule
+from weft.planner.schedules.registry import SCHEDULES, make_schedule
 from weft.planner.schedules.simulate import Costs, Timeline, simulate
 
 HERE = Path(__file__).parent
@@ -39,7 +40,7 @@ def table(ranks: int, microbatches: int) -> str:
 def names() -> str:
     return "\n".join(
         ["| `parallel.schedule` | what it does |", "|---|---|"]
-        + [f"| `{name}` | {kind.says} |" for name, kind in SCHEDULES.items()]
+        + [f"| `{name}` | {entry.description} |" for name, entry in SCHEDULES.items()]
     )
 
 

@@ -1,23 +1,110 @@
-"""The house keeps its order: format, lint, types, and arrows that go one way."""
+"""The code base keeps its order: format, lint, types, one-way imports without cycles, and folders of one subject."""
 
+import ast
 import shutil
 import subprocess
 import sys
+from collections import Counter, defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "weft"
+MAX_FILES, MAX_LINES = 25, 3500
+"""Of the modules that lie directly in one folder."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for name, path in found.items()}
+
+
+def imports_of(path: Path, known: dict[str, Path]) -> set[str]:
+    """Modules of the package that a module imports anywhere but for type checking."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            if isinstance(child, ast.ImportFrom) and child.module:
+                names = [f"{child.module}.{alias.name}" for alias in child.names]
+                found.update(name if name in known else child.module for name in names)
+            elif isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return found & known.keys()
 
 
 @pytest.mark.parametrize(
     "command",
     [["ruff", "format", "--check", "."], ["ruff", "check", "."], ["mypy"], ["lint-imports"]],
-    ids=["format", "lint", "types", "arrows"],
+    ids=["format", "lint", "types", "layers"],
 )
-def test_order(command: list[str]) -> None:
+def test_tool_passes(command: list[str]) -> None:
     tool = Path(sys.executable).parent / command[0]
     found = str(tool) if tool.exists() else shutil.which(command[0])
     assert found, f"{command[0]} is not installed; run make test"
     done = subprocess.run([found, *command[1:]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_import_cycles() -> None:
+    known = modules()
+    graph = {name: imports_of(path, known) - {name} for name, path in known.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+def test_folders_hold_one_subject() -> None:
+    files: dict[Path, list[Path]] = defaultdict(list)
+    for path in modules().values():
+        files[path.parent].append(path)
+    for folder, paths in files.items():
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+        name = folder.relative_to(ROOT)
+        assert len(paths) <= MAX_FILES, f"{name} holds {len(paths)} modules: split it by subject"
+        assert lines <= MAX_LINES, f"{name} holds {lines} lines: split it by subject"
+
+
+def test_names_are_told_apart() -> None:
+    """No two modules of a folder whose names differ by one letter, and no file name used more than twice."""
+    known = list(modules().values())
+    for folder in {path.parent for path in known}:
+        stems = sorted(path.stem for path in known if path.parent == folder)
+        close = [(a, b) for a in stems for b in stems if a + "s" == b]
+        assert not close, f"{folder.relative_to(ROOT)}: {close}"
+    repeated = {stem: n for stem, n in Counter(p.stem for p in known if p.stem != "__init__").items() if n > 2}
+    assert not repeated
+
+
+def test_class_names_are_unique() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, path in modules().items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    repeated = {name: where for name, where in places.items() if len(where) > 1}
+    assert not repeated, "\n".join(f"{name}: {', '.join(where)}" for name, where in sorted(repeated.items()))
+
+
+def test_private_torch_names_live_in_internals_modules() -> None:
+    """`torch._x` and `torch.a._b` are imported in modules named *_internals.py only."""
+    for name, path in modules().items():
+        if path.stem.endswith("internals"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            imported: list[str] = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                imported = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            private = [x for x in imported if x.startswith("torch.") and any(p.startswith("_") for p in x.split("."))]
+            assert not private, f"{name} imports {private[0]}; put it into a module named *_internals.py"

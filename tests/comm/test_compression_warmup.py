@@ -10,7 +10,7 @@ from weft.comm.compression_warmup import codec_at, fitted
 from weft.job import parse_job
 from weft.job.compression import parse_compression
 from weft.planner import make_plan
-from weft.planner.time.compression_warmup import age, ages, rank_at, setting_at, share_of, thin_pays
+from weft.planner.time.compression_warmup import age, age_ranges, rank_at, setting_at, share_of, thin_pays
 
 
 def at(name: str, step: int, warmup: int = 300) -> Codec | None:
@@ -40,10 +40,10 @@ def test_what_travels_at_an_age() -> None:
 
 
 def test_the_rank_falls_by_halves_and_never_costs_more_than_it_saves() -> None:
-    ages = (1, 1.9, 2, 3.9, 4, 100)
-    assert [rank_at(4, 512, 512, a) for a in ages] == [16, 16, 8, 8, 4, 4]
-    assert [rank_at(4, 64, 64, a) for a in ages] == [8, 8, 8, 8, 4, 4]
-    assert [rank_at(4, 16, 16, a) for a in ages] == [4] * 6
+    age_ranges = (1, 1.9, 2, 3.9, 4, 100)
+    assert [rank_at(4, 512, 512, a) for a in age_ranges] == [16, 16, 8, 8, 4, 4]
+    assert [rank_at(4, 64, 64, a) for a in age_ranges] == [8, 8, 8, 8, 4, 4]
+    assert [rank_at(4, 16, 16, a) for a in age_ranges] == [4] * 6
 
 
 def test_matrices_stay_int8_while_the_thin_ones_would_be_more_bytes() -> None:
@@ -62,7 +62,7 @@ def test_the_mean_of_a_run_is_that_of_its_steps(name: str, steps: int, warmup: i
         setting = setting_at(wanted, at, ranks)
         return 6 * share_of(setting) if setting.kind in ("topk", "threshold") else 1 / (setting.kind == "int8" or 2)
 
-    told = sum(share * bytes_at(at) for share, at in ages(wanted, steps, warmup, ranks))
+    told = sum(share * bytes_at(at) for share, at in age_ranges(wanted, steps, warmup, ranks))
     assert told == pytest.approx(sum(bytes_at(age(i + 0.5, warmup)) for i in range(steps)) / steps, rel=0.01)
 
 

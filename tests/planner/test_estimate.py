@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from weft.job.load import load_job
 from weft.job.schema import Job
 from weft.job.shapes import SHAPES, resolve
-from weft.planner.calibration import Calibration, load, stacks
+from weft.planner.calibration import Calibration, calibration_names, load_calibration
 from weft.planner.estimate import estimate_job
 from weft.planner.make_plan import make_plan
-from weft.planner.memory.layouts_memory import GIB, hold
+from weft.planner.memory.layouts_memory import GIB, memory_by_part
 from weft.planner.model.counts import count_parameters, flops_per_sample
-from weft.planner.model.facts import ClusterFacts, Level, ModelFacts, cluster_facts, facts_of
+from weft.planner.model.facts import ClusterFacts, Level, ModelFacts, cluster_facts, model_facts
 from weft.planner.model.parameters import stage_weights
-from weft.planner.schedules.registry import make_schedule
+from weft.planner.schedules.registry import SCHEDULE_NAMES, make_schedule
 from weft.planner.schedules.simulate import Costs, simulate
-from weft.planner.search.candidates import SCHEDULE_NAMES, Layouts
+from weft.planner.search.candidates import Layouts
 from weft.planner.time.pipeline import stage_layers, step_time
 from weft.planner.time.step import estimate
 
@@ -93,19 +93,19 @@ def test_seven_billion_by_hand() -> None:
         norm_rows=0,
     )
     cal = Calibration(parameter_bytes=2, gradient_bytes=2, master_bytes=0, moment_bytes=8)
-    held = hold(seven, Layouts.of(), cal)
+    held = memory_by_part(seven, Layouts.of(), cal)
     gb = {part: float(np.ravel(value)[0]) / 1e9 for part, value in held.items()}
     assert gb["parameters"] == pytest.approx(14)
     assert gb["gradients"] == pytest.approx(14)
     assert gb["optimizer"] == pytest.approx(56)
-    cut = hold(seven, Layouts.of(dp_shard=8, zero=1), cal)
+    cut = memory_by_part(seven, Layouts.of(dp_shard=8, zero=1), cal)
     assert float(cut["optimizer"][0]) / 1e9 == pytest.approx(7)
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if not SHAPES[s].get("experts")])
 def test_facts_agree_with_the_counts(shape: str) -> None:
     described = job(model=shape, data={"source": "synthetic", "seq_len": 64})
-    facts = facts_of(described)
+    facts = model_facts(described)
     counts = count_parameters(described.model)
     assert counts is not None
     assert float(facts.parameters) == counts.total
@@ -140,7 +140,7 @@ def with_links(cluster: ClusterFacts, factor: float) -> ClusterFacts:
 @settings(max_examples=60, deadline=None)
 @given(layouts_drawn, st.sampled_from(["default", "nemo", "megatron-deepspeed", "weft"]))
 def test_more_bandwidth_never_slows_and_more_memory_never_unfits(drawn: dict[str, int], stack: str) -> None:
-    model, cal, layouts = facts_of(job()), load(stack), Layouts.of(**drawn)
+    model, cal, layouts = model_facts(job()), load_calibration(stack), Layouts.of(**drawn)
     plain = estimate(model, CLUSTER, layouts, cal, 256)
     faster = estimate(model, with_links(CLUSTER, 2), layouts, cal, 256)
     assert (faster.step_time_s <= plain.step_time_s * (1 + 1e-9)).all()
@@ -155,7 +155,7 @@ def test_more_bandwidth_never_slows_and_more_memory_never_unfits(drawn: dict[str
 @settings(max_examples=60, deadline=None)
 @given(layouts_drawn)
 def test_what_saves_memory_saves_memory(drawn: dict[str, int]) -> None:
-    model, cal = facts_of(job()), load("default")
+    model, cal = model_facts(job()), load_calibration("default")
 
     def peak(**changed: int) -> float:
         return float(estimate(model, CLUSTER, Layouts.of(**{**drawn, **changed}), cal, 256).peak_gib[0])
@@ -188,9 +188,9 @@ def test_uneven_stages_are_as_long_as_the_fullest() -> None:
 
 
 def test_every_calibration_loads_and_is_sane() -> None:
-    assert {"weft", "default", "nemo", "megatron-deepspeed", "mosaicml", "fsdp"} <= set(stacks())
-    for name in stacks():
-        cal = load(name)
+    assert {"weft", "default", "nemo", "megatron-deepspeed", "mosaicml", "fsdp"} <= set(calibration_names())
+    for name in calibration_names():
+        cal = load_calibration(name)
         assert 0.3 < cal.matmul <= 1.1 and 0 < cal.link <= 1 and 0 < cal.spread < 1, name
 
 
@@ -198,13 +198,13 @@ def test_an_unknown_calibration_is_refused() -> None:
     from weft.job.errors import JobError
 
     with pytest.raises(JobError, match=r"no calibration is named 'nonsense'; known: .*weft"):
-        load("nonsense")
+        load_calibration("nonsense")
 
 
 def test_one_hundred_layouts_are_one_call() -> None:
     many = Layouts.of(tp=np.array([1, 2, 4, 8] * 25), dp_shard=4, zero=1, accumulation=8)
-    told = estimate(facts_of(job()), CLUSTER, many, load("default"), 256)
-    single = estimate(facts_of(job()), CLUSTER, many.take(np.array([1])), load("default"), 256)
+    told = estimate(model_facts(job()), CLUSTER, many, load_calibration("default"), 256)
+    single = estimate(model_facts(job()), CLUSTER, many.take(np.array([1])), load_calibration("default"), 256)
     assert told.step_time_s.shape == (100,)
     assert float(told.step_time_s[1]) == pytest.approx(float(single.step_time_s[0]))
     assert float(told.peak_gib[1]) == pytest.approx(float(single.peak_gib[0]))

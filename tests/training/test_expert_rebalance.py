@@ -116,5 +116,5 @@ def test_groups_are_copied_and_not_moved() -> None:
     spread = {"dp_shard": 2, "ep": 2, "ep_rebalance": 0.1}
     plan = make_plan(make_job(model={"experts": experts}, parallel={**spread, "ep": -1, "ep_copies": 9}), 2)[1]
     assert (plan.ep, plan.ep_moves, plan.ep_copies) == (2, False, 2)
-    with pytest.raises(JobError, match=r"ep_copies=0 lets ep_rebalance=0\.1 only give experts other numbers"):
+    with pytest.raises(JobError, match=r"ep_copies=0 allows ep_rebalance=0\.1 only to renumber experts"):
         make_plan(make_job(model={"experts": experts}, parallel={**spread, "ep_copies": 0}), 2)

@@ -287,6 +287,6 @@ def test_what_is_wrong_with_a_job_leaves_no_run(folder: Path) -> None:
         assert not run_of(folder, "wrong").path.exists()
     said = own(folder, "wrong", "Missing", ALONE)
     assert (said.code, said.err.strip()) == (
-        Exit.JOB, "weft: model.module='helpers.own_models:Missing': own_models has no 'Missing'",
+        Exit.JOB, "weft: model.module='helpers.own_models:Missing': helpers.own_models has no 'Missing'",
     )  # fmt: skip
     assert not run_of(folder, "wrong").path.exists()

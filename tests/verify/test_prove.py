@@ -29,7 +29,7 @@ def test_layouts_are_proven_and_refused(pool: RankPool) -> None:
         "parallel.tp=4 does not divide model.kv_heads=2: each rank needs a whole key and value head; "
         "tp=1 or 2 would work",
         "train.global_batch=8 is not a multiple of the 3 data-parallel ranks; 6 or 9 would work",
-        "parallel.ep=2 cuts experts, and the model has none; ep=1 would work, or a model.experts",
+        "parallel.ep=2 distributes experts, and the model has none; ep=1 would work, or set model.experts",
     ]
 
 

@@ -23,7 +23,7 @@ def data_build(
 ) -> None:
     """Turn text into a memory-mapped token store. Started again after a kill, it continues."""
     from weft.data.build import build
-    from weft.watch.progress_bar import byte_bar
+    from weft.watch.progress import byte_bar
 
     with byte_bar("building", quiet=as_json) as progress:
         made = build(sources, out, tokenizer, workers, field, progress)

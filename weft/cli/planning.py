@@ -81,11 +81,11 @@ def dryrun(
     """Trace one rank's real step without data, devices or peers: memory, FLOPs and collectives beside the estimate."""
     from weft.job.load import load_job
     from weft.planner.make_plan import make_plan
-    from weft.planner.ranks import on_nodes
+    from weft.planner.ranks import with_nodes
     from weft.verify.dryrun import dryrun as trace
     from weft.verify.dryrun import show
 
-    found = trace(*make_plan(on_nodes(load_job(job, overrides or ()), world), world), rank)
+    found = trace(*make_plan(with_nodes(load_job(job, overrides or ()), world), world), rank)
     print_json(found.to_json()) if as_json else print(show(found))
 
 

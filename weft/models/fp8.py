@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.planner.engine_constants import FP8_ALIGNMENT
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OUT = torch.bfloat16
 """What a product comes out in."""
-ALIGN = 16
-"""Every size of an fp8 product is a multiple of this."""
 FAST: dict[str, tuple[bool, bool, bool]] = {
     "none": (False, False, False),
     "forward": (True, False, False),
@@ -164,7 +164,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, m
     """x [..., in] · weightᵀ + bias with fp8 products; weight [out, in], both sizes multiples of 16."""
     flat = x.reshape(-1, x.shape[-1])
     tokens = flat.shape[0]
-    if extra := -tokens % ALIGN:  # dw adds up over the tokens; rows of zeros change no maximum and no sum
+    if extra := -tokens % FP8_ALIGNMENT:  # dw adds up over the tokens; rows of zeros change no maximum and no sum
         flat = F.pad(flat, (0, 0, 0, extra))
     if recipe.scaling == "rowwise":
         y: Tensor = _Rowwise.apply(flat, weight, recipe)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from weft.models.attention import Where
 from weft.models.feedforward import FeedForward
-from weft.models.fp8 import ALIGN, E4M3, E5M2, FAST, Fp8Linear, G, Maxima, Recipe, W, X, cast, scale_for, scaled_mm
+from weft.models.fp8 import E4M3, E5M2, FAST, Fp8Linear, G, Maxima, Recipe, W, X, cast, scale_for, scaled_mm
+from weft.planner.engine_constants import FP8_ALIGNMENT
 
 Both = tuple[Tensor, Tensor]
 """A matrix in fp8: [rows, columns], and [columns, rows]."""
@@ -124,7 +125,7 @@ class Fp8FeedForward(FeedForward):
         assert self.gate is not None
         flat = x.reshape(-1, x.shape[-1])
         tokens = flat.shape[0]
-        if extra := -tokens % ALIGN:
+        if extra := -tokens % FP8_ALIGNMENT:
             flat = F.pad(flat, (0, 0, 0, extra))
         weights = self.gate.weight, self.up.weight, self.down.weight
         y: Tensor = _Gated.apply(flat, *weights, self.past, self.seen, self.recipe)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.models.fp8 import ALIGN, E4M3, E5M2, FAST, Recipe, cast, largest, scale_for, scaled_mm
+from weft.models.fp8 import E4M3, E5M2, FAST, Recipe, cast, largest, scale_for, scaled_mm
 from weft.models.loss import Products
-from weft.planner.engine_constants import FP8_CHUNKS, LOGITS_BYTES
+from weft.planner.engine_constants import FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES
 
 
 def _by_rows(x: Tensor, scale: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def _flip(x: Tensor, out: Tensor) -> None:
 def _flipped(x: Tensor) -> Tensor:
     """fp8 numbers [rows, columns] as [columns, rows], filled up with zeros to a size that a product can add over."""
     rows, columns = x.shape
-    extra = -rows % ALIGN
+    extra = -rows % FP8_ALIGNMENT
     out = torch.empty(columns, rows + extra, dtype=x.dtype, device=x.device)
     _flip(x, out[:, :rows])
     if extra:
@@ -60,7 +60,7 @@ class Fp8Products(Products):
         self.of_g = torch.full((), 1 / self.times, device=x.device)
         self.x8, self.w8 = _by_rows(x, scale_x), _by_rows(weight, scale_w)
         self.w8t: Tensor | None = None
-        most = LOGITS_BYTES[x.device.type] * FP8_CHUNKS // (max(1, weight.shape[0]) * rows)
+        most = LOGITS_BYTES[x.device.type] * FP8_LOGITS_CHUNKS // (max(1, weight.shape[0]) * rows)
         self.group = min(max(1, most) * rows, len(x))
         """Tokens of one product for the weight's gradient."""
         self.first = 0
@@ -85,7 +85,7 @@ class Fp8Products(Products):
         end = part.start + len(dlogits)
         if self.held is None:
             self.first, width = part.start, min(self.group, len(self.x) - part.start)
-            self.held = dlogits.new_empty(dlogits.shape[1], width + -width % ALIGN)
+            self.held = dlogits.new_empty(dlogits.shape[1], width + -width % FP8_ALIGNMENT)
             self.held[:, width:] = 0
         _flip(dlogits, self.held[:, part.start - self.first : end - self.first])
         if end - self.first < min(self.group, len(self.x) - self.first):

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from weft.comm.shards import local_of, shard_of
 from weft.optim.clip import passed
+from weft.planner.engine_constants import MUON_ITERATIONS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic whose slope at zero is steepest (Jordan et al. 2024)."""
-ITERATIONS = 5
 TINY = 1e-7
 
 
@@ -65,7 +65,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     x = x.mT if tall else x
     x = x / x.norm().clamp(min=TINY)
     a, b, c = COEFFICIENTS
-    for _ in range(ITERATIONS):
+    for _ in range(MUON_ITERATIONS):
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrix.dtype)

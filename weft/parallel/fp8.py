@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 from weft.job.errors import JobError, MachineError
 from weft.mesh import Mesh
 from weft.models.feedforward import FeedForward
@@ -18,7 +18,7 @@ from weft.models.fp8_gated import Fp8FeedForward, join_gated
 from weft.models.fp8_head import Fp8Products
 from weft.models.transformer import Attention, Head
 from weft.parallel.tensor import ColumnLinear, RowLinear, local
-from weft.planner.model.fp8 import left_out
+from weft.planner.model.fp8 import stays_bf16
 from weft.planner.plan import Plan
 
 FP8 = "fp8."
@@ -56,7 +56,7 @@ def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
         if new is None or not isinstance(module, nn.Linear):
             continue
         weight: Tensor = local(module.weight)
-        if left_out(name, weight.shape[0], weight.shape[1], recipe.skip):
+        if stays_bf16(name, weight.shape[0], weight.shape[1], recipe.skip):
             continue
         _check_device(weight.device)
         module.__class__ = new

@@ -1,4 +1,4 @@
-"""A plan in words for a person."""
+"""Text descriptions of a plan for the terminal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from weft.planner.plan import Plan
 from weft.planner.schedules.gantt import gantt_text
 from weft.planner.schedules.stage_costs import simulated
 
-MANY = 16
-"""Stages beyond which they are counted instead of listed."""
+MAX_LISTED_STAGES = 16
+"""Pipelines with more stages are summarised instead of listed."""
 
 
-def explain(job: Job, plan: Plan) -> str:
-    """A few aligned lines: what, where, how it is spread, what it takes, and why."""
+def describe_plan(job: Job, plan: Plan) -> str:
+    """A few aligned lines: model, ranks, layout, batch, memory, traffic and the reasons."""
     counts = count_parameters(job.model)
     model = (
-        job.model.module or f"{job.model.shape or job.model.family}, {human(counts.total if counts else 0)} parameters"
+        job.model.module
+        or f"{job.model.shape or job.model.family}, {human_count(counts.total if counts else 0)} parameters"
     )
     share = job.train.global_batch // plan.dp
     rows = [
@@ -67,8 +68,8 @@ def _stage_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.pp == 1:
         return []
     blocks = ", ".join(f"{a}–{b - 1}" if b > a + 1 else str(a) if b > a else "none" for a, b in plan.split)
-    if len(plan.split) > MANY:
-        blocks = f"in {len(plan.split)} stages of {runs([b - a for a, b in plan.split])}"
+    if len(plan.split) > MAX_LISTED_STAGES:
+        blocks = f"in {len(plan.split)} stages of {run_lengths([b - a for a, b in plan.split])}"
     return [("stages", f"blocks {blocks}; {plan.schedule}, {plan.accumulation} microbatches")]
 
 
@@ -86,18 +87,18 @@ def _fp8_rows(job: Job, plan: Plan) -> list[tuple[str, str]]:
     return [("fp8", how), ("mfu", formula)]
 
 
-def runs(numbers: Sequence[int]) -> str:
-    """Numbers in a row, those that repeat said once: `1, 62 × 2, 1`."""
+def run_lengths(numbers: Sequence[int]) -> str:
+    """Numbers with repeats counted: `1, 62 × 2, 1`."""
     groups = [(value, len(list(some))) for value, some in groupby(numbers)]
     return ", ".join(f"{count} × {value}" if count > 2 else ", ".join([str(value)] * count) for value, count in groups)
 
 
-def draw(job: Job, plan: Plan) -> str:
+def draw_schedule(job: Job, plan: Plan) -> str:
     """The pipeline's simulated time line for the terminal."""
     return gantt_text(simulated(job, plan), width=min(shutil.get_terminal_size().columns, 140))
 
 
-def human(n: float) -> str:
+def human_count(n: float) -> str:
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
             return f"{n / size:.3g}{unit}"

@@ -1,8 +1,23 @@
-"""Sizes that both the engine and its memory prediction go by."""
+"""Sizes and limits of the training engine that the planner's predictions also use. Both import them from here."""
 
 from __future__ import annotations
 
+GRADIENT_ALIGNMENT = 64
+"""Elements to which each gradient in a replicas' bucket is aligned, so that it begins on a cache line."""
+PREFETCHED_MESSAGES = 2
+"""Receives that a pipeline rank posts for each peer before it needs the messages."""
+MIN_COMPRESSED_ELEMENTS = 256
+"""Weights with fewer elements are sent uncompressed."""
+QUANTIZATION_BLOCK = 256
+"""Elements that share one scale in quantized sums."""
+QUANTIZATION_SCALE_BYTES = 4
+FP8_ALIGNMENT = 16
+"""Both sizes of a weight matrix must be a multiple of this to be multiplied in fp8; others stay in bf16."""
 LOGITS_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
-"""Logits that the loss holds at once. A GPU wants products that are large enough to fill it."""
-FP8_CHUNKS = 2
-"""A head in fp8 holds the gradient of logits, a byte each, up to so many times as many bytes."""
+"""Bytes of logits that the chunked loss holds at once, by device. A GPU needs large products to be fully used."""
+FP8_LOGITS_CHUNKS = 2
+"""An fp8 head holds one-byte gradients of up to this many chunks of logits."""
+LONG_SEQUENCE_CHUNK = 16_384
+"""Tokens of a long sequence that pass through a block's linear layers at once."""
+MUON_ITERATIONS = 5
+"""Newton–Schulz iterations of one Muon update."""

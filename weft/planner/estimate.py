@@ -1,4 +1,4 @@
-"""`weft estimate JOB`: memory, time, energy and money of a job's layout, with a range and the formulas' sources."""
+"""`weft estimate JOB`: memory, time, energy and money of a layout, with a range and the sources of the formulas."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from weft.hardware.measured import load_measured
 from weft.hardware.probe import probe
 from weft.job.errors import JobError
 from weft.job.schema import Job
-from weft.planner.calibration import Calibration, load
-from weft.planner.memory.layouts_memory import GIB, stage
-from weft.planner.memory.prediction import counts, predict_memory, stage_peaks
+from weft.planner.calibration import Calibration, load_calibration
+from weft.planner.memory.layouts_memory import GIB, stage_memory
+from weft.planner.memory.prediction import is_counted, predict_memory, stage_peaks
 from weft.planner.memory.rank_bytes import states_of
-from weft.planner.model.facts import ClusterFacts, ModelFacts, cluster_facts, facts_of
+from weft.planner.model.facts import ClusterFacts, ModelFacts, cluster_facts, model_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.ranks import device_memory, device_of
@@ -24,7 +24,7 @@ from weft.planner.time.step import Estimates, estimate
 
 POWER_SHARE = 0.85
 """Share of its rated power that a device draws while it trains."""
-OVERHEAD = 1.35
+POWER_OVERHEAD = 1.35
 """Hosts, switches and cooling over the devices' own power (a DGX H100 draws 10.2 kW for 5.6 kW of GPUs; PUE 1.1)."""
 SOURCES = {
     "parameters": "counted from the model's shape; ZeRO (Rajbhandari et al. 2020) where dp_shard cuts them",
@@ -40,22 +40,22 @@ SOURCES = {
 }
 
 
-def facts(job: Job, plan: Plan) -> tuple[ModelFacts, ClusterFacts]:
-    """What the estimate of a planned job stands on."""
+def job_facts(job: Job, plan: Plan) -> tuple[ModelFacts, ClusterFacts]:
+    """Model and cluster facts of a planned job."""
     device = device_of(job, plan)
     memory = device_memory(job, device, probe(), plan.world)
-    return facts_of(job), cluster_facts(job, plan.world, device, memory)
+    return model_facts(job), cluster_facts(job, plan.world, device, memory)
 
 
 def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dict[str, Any]:
     """What `weft estimate JOB --json` prints."""
     if job.model.module:
         raise JobError(f"model.module={job.model.module} cannot be estimated before it is built; use weft dryrun")
-    model, cluster = facts(job, plan)
+    model, cluster = job_facts(job, plan)
     name = stack if isinstance(stack, str) else stack.name
-    own = name.startswith("weft") and counts(job, plan)
+    own = name.startswith("weft") and is_counted(job, plan)
     device = device_of(job, plan)
-    cal = own_calibration(device) if stack == "weft" else load(stack) if isinstance(stack, str) else stack
+    cal = own_calibration(device) if stack == "weft" else load_calibration(stack) if isinstance(stack, str) else stack
     layouts = Layouts.one(plan)
     told = estimate(model, cluster, layouts, cal, job.train.global_batch)
     parts = {part: float(gib[0]) for part, gib in told.memory.items()}
@@ -70,7 +70,7 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     seconds = float(told.step_time_s[0]) * slower
     tokens = job.train.global_batch * float(model.seq_len)
     hours = seconds * job.train.steps / 3600
-    kwh = plan.world * cluster.watts * POWER_SHARE * OVERHEAD * hours / 1000
+    kwh = plan.world * cluster.watts * POWER_SHARE * POWER_OVERHEAD * hours / 1000
     price = cluster.price_usd_hour
     return {
         "step_time_s": seconds,
@@ -135,19 +135,19 @@ def _stages(model: ModelFacts, layouts: Layouts, cal: Calibration) -> list[dict[
     """GiB by part on each rank of a pipeline."""
     out = []
     for index in range(int(layouts.pp[0])):
-        parts = {k: float(np.ravel(v)[0]) / GIB for k, v in stage(model, layouts, cal, index).items()}
+        parts = {k: float(np.ravel(v)[0]) / GIB for k, v in stage_memory(model, layouts, cal, index).items()}
         out.append({"stage": index, **parts, "total": sum(parts.values())})
     return out
 
 
 def show_estimate(told: dict[str, Any]) -> str:
-    """The same for a person to read."""
+    """The estimate as text for the terminal."""
     verdict = "fits" if told["fits"] else "does not fit"
     low, high = told["range_s"]
     lines = [
         f"{told['layout']} on {told['world']} × {told['device']}, calibration {told['calibration']}",
         "",
-        f"step        {_time(told['step_time_s'])}  ({_time(low)} to {_time(high)})",
+        f"step        {_duration(told['step_time_s'])}  ({_duration(low)} to {_duration(high)})",
         f"tokens      {told['tokens_per_s_per_gpu']:,.0f} a second and device, {told['tflops_per_gpu']:.1f} TFLOP/s,"
         f" MFU {told['mfu']:.1%}, HFU {told['hfu']:.1%}",
         f"memory      {told['peak_memory_gib']:.2f} of {told['memory_limit_gib']:.1f} GiB: {verdict}",
@@ -157,7 +157,7 @@ def show_estimate(told: dict[str, Any]) -> str:
         lines.append("  by stage         " + ", ".join(f"{s['total']:.2f}" for s in told["memory_by_stage"]) + " GiB")
     lines.append("time")
     lines += [
-        f"  {part:16} {_time(s):>9}  {s / told['step_time_s']:6.1%}" for part, s in told["time"].items() if s > 1e-9
+        f"  {part:16} {_duration(s):>9}  {s / told['step_time_s']:6.1%}" for part, s in told["time"].items() if s > 1e-9
     ]
     moved = [f"{axis} {b / 2**30:.3f} GiB" for axis, b in told["bytes"].items() if b]
     lines.append("bytes       " + (", ".join(moved) or "none") + " a rank and step")
@@ -167,8 +167,8 @@ def show_estimate(told: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _time(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-__all__ = ["Estimates", "estimate_job", "facts", "show_estimate"]
+__all__ = ["Estimates", "estimate_job", "job_facts", "show_estimate"]

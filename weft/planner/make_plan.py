@@ -1,4 +1,4 @@
-"""From a Job to a Plan: fill in what the person left open, check the rules, and say why."""
+"""From a Job to a Plan: choose what the job leaves open, check the rules, and give the reasons."""
 
 from __future__ import annotations
 
@@ -9,51 +9,54 @@ from math import gcd
 from weft.hardware.catalog import Device, Network, find_network
 from weft.hardware.measured import load_measured
 from weft.hardware.probe import Machine, probe
+from weft.job.compression import parse_compression
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Experts, Job, Parallel
 from weft.job.shapes import resolve
 from weft.planner.advice.expert_placement import with_copies
 from weft.planner.calibration import Calibration
-from weft.planner.describe import runs
-from weft.planner.memory.prediction import communication_bytes, counts, last_bytes, predict_memory
+from weft.planner.describe import run_lengths
+from weft.planner.engine_constants import LONG_SEQUENCE_CHUNK
+from weft.planner.memory.prediction import communication_bytes, is_counted, last_step_bytes, predict_memory
 from weft.planner.memory.recompute import least_recompute
 from weft.planner.model.counts import part_costs
 from weft.planner.model.facts import cluster_facts
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import AXES, Plan
 from weft.planner.ranks import backend_of, device_for, device_memory, world_of
-from weft.planner.rules.table import attends, check, divisors
-from weft.planner.schedules.registry import SCHEDULES, check_schedule, splits
-from weft.planner.schedules.split import split_layers, split_stages
+from weft.planner.rules.arithmetic import divisors
+from weft.planner.rules.context_parallel import attends
+from weft.planner.rules.table import check
+from weft.planner.schedules.registry import SCHEDULES, check_schedule, splits_backward
+from weft.planner.schedules.stage_split import split_layers, split_stages
 from weft.planner.search.candidates import Layouts
-from weft.planner.search.choose import choose, scene_for, space_for
-from weft.planner.search.search import Found
-from weft.planner.search.space import MAX_TOKENS
-from weft.planner.sync import inside, own_layout
+from weft.planner.search.choose import estimator_for, plan_space, search_layout
+from weft.planner.search.search import SearchResult
+from weft.planner.search.space import MAX_MICROBATCH_TOKENS
+from weft.planner.sync import default_layout, one_replica
 from weft.planner.time.buckets import bucket_mb
-from weft.planner.time.compression_warmup import LATE
 from weft.planner.time.context import choose_style, rings
 from weft.planner.time.measured_device import step_seconds
 
-LONG_CHUNK = 16_384
-"""Tokens of a long sequence in one chunk: enough for the matrix units, and little beside the sequence."""
-USABLE = 0.9
-"""Share of a device's memory a plan may fill."""
-TRIES = 4
+USABLE_MEMORY_SHARE = 0.9
+"""Share of a device's memory that a plan may use."""
+MAX_SEARCHES = 4
 """Searches for a layout that fits by the engine's own count too, which is finer than the search's."""
 
 
 def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
     """The resolved job and its plan. `world` is the number of ranks already decided (--nproc, torchrun)."""
-    return best(begin(job, world), trainable=True, calibration=calibration)[:2]
+    return best_plan(start_plan(job, world), trainable=True, calibration=calibration)[:2]
 
 
-def best(start: Start, trainable: bool, calibration: Calibration | None = None) -> tuple[Job, Plan, Found | None]:
+def best_plan(
+    start: PlanStart, trainable: bool, calibration: Calibration | None = None
+) -> tuple[Job, Plan, SearchResult | None]:
     """The resolved job, the plan of its best layout, and what was found."""
     heavier = 1.0
-    for _ in range(TRIES):
-        plan, said, found = pick(start, trainable, calibration, heavier)
-        job, made = finish(start, plan, said)
+    for _ in range(MAX_SEARCHES):
+        plan, said, found = pick_layout(start, trainable, calibration, heavier)
+        job, made = complete_plan(start, plan, said)
         more = found.outgrown(made.predicted.get("memory_gib")) if found else 1.0
         if more == 1:
             break
@@ -62,8 +65,8 @@ def best(start: Start, trainable: bool, calibration: Calibration | None = None) 
 
 
 @dataclass(frozen=True)
-class Start:
-    """A resolved job before its layout is chosen: the ranks, and the plan with what is pinned."""
+class PlanStart:
+    """A resolved job before its layout is chosen: its ranks, and a plan with the pinned settings."""
 
     job: Job
     device: Device
@@ -75,17 +78,17 @@ class Start:
 
 def _warmup(job: Job) -> int:
     asked, steps = job.comm.compression_warmup, job.train.steps
-    kind = job.comm.compression.partition(":")[0]
-    if kind not in (*LATE, "adaptive"):
+    compressor = parse_compression(job.comm.compression).entry
+    if not (compressor.ramped or compressor.adaptive):
         return 0
     if asked != "auto":
         return asked
     return min(2000, max(min(300, steps * 3 // 5), steps // 4))
 
 
-def begin(job: Job, world: int | None = None) -> Start:
-    """Find the ranks and the device, and take in what the person pinned."""
-    job = own_layout(resolve(job))
+def start_plan(job: Job, world: int | None = None) -> PlanStart:
+    """Find the device and number of ranks, and apply the pinned settings."""
+    job = default_layout(resolve(job))
     machine = probe()
     device = device_for(job, machine)
     if job.cluster.network != "auto":
@@ -105,22 +108,22 @@ def begin(job: Job, world: int | None = None) -> Start:
     )  # fmt: skip
     if job.parallel != "auto":
         plan = _pin(job.parallel, plan, world, job.model.experts)
-        plan = _sequence(job, plan, reasons)
-        plan = _context(job, plan, device, reasons)
+        plan = _choose_sequence_parallel(job, plan, reasons)
+        plan = _choose_context_parallel(job, plan, device, reasons)
         plan = with_copies(job, plan, cluster_facts(job, world, device, memory))
         check(job, plan)
-    return Start(job, device, world, memory, plan, tuple(reasons))
+    return PlanStart(job, device, world, memory, plan, tuple(reasons))
 
 
-def pick(
-    start: Start, trainable: bool, calibration: Calibration | None = None, heavier: float = 1.0
-) -> tuple[Plan, list[str], Found | None]:
-    """The layout: searched where the model is known, else plain replicas."""
+def pick_layout(
+    start: PlanStart, trainable: bool, calibration: Calibration | None = None, heavier: float = 1.0
+) -> tuple[Plan, list[str], SearchResult | None]:
+    """The layout: searched for Weft's models, plain replicas for a custom module."""
     job, plan = start.job, start.plan
     if not job.model.module:
-        scene = scene_for(job, start.world, start.device, start.memory_gib, calibration)
-        scene = replace(scene, heavier=heavier)
-        chosen = choose(job, plan, space_for(job, plan, start.world, trainable), scene)
+        estimator = estimator_for(job, start.world, start.device, start.memory_gib, calibration)
+        estimator = replace(estimator, heavier=heavier)
+        chosen = search_layout(job, plan, plan_space(job, plan, start.world, trainable), estimator)
         if chosen is not None:
             return chosen[0], chosen[2], chosen[1]
     if job.parallel == "auto":
@@ -129,19 +132,19 @@ def pick(
     return _microbatch(job, plan), [], None
 
 
-def finish(start: Start, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
-    """The chosen layout with its stages, its reasons and what it is expected to take."""
+def complete_plan(start: PlanStart, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
+    """The chosen layout with its stages, its reasons and its predicted memory, time and traffic."""
     job, reasons = start.job, [*start.reasons, *said]
     if job.parallel == "auto":
-        plan = _context(job, plan, start.device, reasons)
-    plan = _long(job, plan, probe(), reasons)
-    if job.memory.recompute == "auto" and plan.recompute == "selective" and splits(plan):
+        plan = _choose_context_parallel(job, plan, start.device, reasons)
+    plan = _chunking(job, plan, probe(), reasons)
+    if job.memory.recompute == "auto" and plan.recompute == "selective" and splits_backward(plan):
         plan = replace(plan, recompute="full")  # a split backward passes through a block twice
     check(job, plan)
-    plan = _stages(job, replace(plan, compile=_compile(job, plan)), reasons)
+    plan = _split_stages(job, replace(plan, compile=_compile(job, plan)), reasons)
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
-    plan = _remember(job, plan, start.memory_gib, reasons)
+    plan = _choose_recompute(job, plan, start.memory_gib, reasons)
     if job.comm.bucket_mb == "auto" and plan.dp_shard == 1 and plan.dp_replicate * plan.cp > 1:
         size, why = bucket_mb(job, plan, start.device)
         plan = replace(plan, bucket_mb=size)
@@ -149,20 +152,20 @@ def finish(start: Start, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
     return job, replace(plan, reasons=tuple(reasons), predicted=_predict(start, plan))
 
 
-def _remember(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
+def _choose_recompute(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
     """The least recompute that fits by the engine's own count, which is finer than the search's."""
     if job.memory.recompute != "auto" or job.model.module or job.model.experts:
         return plan
     if plan.long and not job.memory.budget_gib:
         return plan  # its blocks are computed again as it is
-    limit = job.memory.budget_gib or USABLE * memory
+    limit = job.memory.budget_gib or USABLE_MEMORY_SHARE * memory
     reasons[:] = [said for said in reasons if not said.startswith("recompute ")]  # the search's, which it now settles
     bare = replace(plan, recompute="none")
     return least_recompute(job, bare, lambda p: predict_memory(job, p).get("memory_gib"), limit, reasons)
 
 
-def trained_here(start: Start) -> bool:
-    """Whether the job runs on this machine, so that the plan must be one that this version trains."""
+def runs_here(start: PlanStart) -> bool:
+    """Whether the job runs on this machine, so that its plan must be trainable by this version."""
     return start.job.cluster.device in ("auto", "cpu", "cuda") and start.job.cluster.nodes == 1
 
 
@@ -178,7 +181,7 @@ def check_fits(job: Job, plan: Plan) -> None:
 
 
 def _relief(job: Job, plan: Plan) -> str:
-    """What would make the states of a rank smaller and is not done already."""
+    """Which setting would reduce the states of a rank."""
     if plan.dp_shard > 1 and plan.zero < 3:
         return "cut more with parallel.zero=3, or use more ranks"
     if plan.dp_replicate > 1:
@@ -191,7 +194,7 @@ def _network(job: Job) -> Network:
 
 
 def _pin(given: Parallel, plan: Plan, world: int, experts: Experts | None = None) -> Plan:
-    """The person's degrees, with -1 filled in; ep takes as many of the ranks it is laid over as divide the experts."""
+    """The pinned degrees with -1 resolved; ep=-1 takes the most ranks that divide the experts."""
     degrees = {axis: getattr(given, axis) for axis in AXES}
     explicit_shard = "dp_shard" in given.model_fields_set
     if degrees["dp_replicate"] == -1 and not explicit_shard:
@@ -235,20 +238,20 @@ def _pin(given: Parallel, plan: Plan, world: int, experts: Experts | None = None
         raise JobError(problem)
     if plan.pp == 1:
         return plan
-    return replace(plan, virtual_stages=given.virtual_stages or SCHEDULES[given.schedule].usual)
+    return replace(plan, virtual_stages=given.virtual_stages or SCHEDULES[given.schedule].default_stages)
 
 
 def _compile(job: Job, plan: Plan) -> bool:
-    """By default on GPUs, where no collective stands inside a block and Weft knows the model."""
+    """By default on GPUs, for Weft's models and layouts without collectives inside a block."""
     if job.train.compile != "auto":
         return job.train.compile
-    return plan.device == "cuda" and not job.model.module and job.model.family != "mlp" and plan.tp == plan.cp == 1
+    return plan.device == "cuda" and not job.model.module and not job.model.is_stack and plan.tp == plan.cp == 1
 
 
-def _sequence(job: Job, plan: Plan, reasons: list[str]) -> Plan:
+def _choose_sequence_parallel(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     if plan.tp == 1:
         return replace(plan, sequence=False)
-    if plan.sequence and plan.cp == 1 and job.model.family != "mlp" and job.data.seq_len % plan.tp:
+    if plan.sequence and plan.cp == 1 and not job.model.is_stack and job.data.seq_len % plan.tp:
         reasons.append(
             f"norms keep the whole sequence: data.seq_len {job.data.seq_len} does not divide by tp {plan.tp}"
         )
@@ -256,8 +259,8 @@ def _sequence(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     return plan
 
 
-def _context(job: Job, plan: Plan, device: Device, reasons: list[str]) -> Plan:
-    """How the ranks of cp attend to each other's tokens: as the person says, or as heads, links and length suggest."""
+def _choose_context_parallel(job: Job, plan: Plan, device: Device, reasons: list[str]) -> Plan:
+    """The context-parallel style: pinned, or chosen from heads, links and sequence length."""
     if plan.cp == 1 or not job.model.heads or not job.model.kv_heads:
         return plan
     heads, kv = max(1, job.model.heads // plan.tp), max(1, job.model.kv_heads // plan.tp)
@@ -275,13 +278,13 @@ def _context(job: Job, plan: Plan, device: Device, reasons: list[str]) -> Plan:
     return replace(plan, cp_style=style, cp_group=group, zigzag=bool(job.model.causal) and plan.cp > group)
 
 
-def _long(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Plan:
-    """Whether the linear parts of a block run in chunks, and how much the host may hold."""
+def _chunking(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Plan:
+    """Whether a block's linear layers run in chunks, and how much host memory is used."""
     chunk = job.memory.chunk
     if chunk == "auto":
         most = job.data.seq_len / plan.cp
-        plain = not attends(job) or splits(plan) or job.model.experts is not None
-        chunk = LONG_CHUNK if most > MAX_TOKENS and not plain else 0
+        plain = not attends(job) or splits_backward(plan) or job.model.experts is not None
+        chunk = LONG_SEQUENCE_CHUNK if most > MAX_MICROBATCH_TOKENS and not plain else 0
         if chunk:
             reasons.append(f"blocks in chunks of {chunk} tokens: {most:.0f} on a rank make large activations")
     host = job.memory.host_gib
@@ -290,44 +293,44 @@ def _long(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Plan:
     return replace(plan, chunk=chunk, host_gib=host if plan.offload == "activations" else 0.0)
 
 
-def _stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
-    """Which blocks go to which stage: the person's split, or the one whose slowest stage is fastest."""
+def _split_stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
+    """Which blocks each stage has: the pinned split, or the one with the fastest slowest stage."""
     if plan.pp == 1:
         return plan
     pinned = job.parallel.split if job.parallel != "auto" else None
     parts = part_costs(job.model, job.data.seq_len)
     layers, stages = len(parts) - 2, plan.pp * plan.virtual_stages
-    if job.model.family == "mlp":
+    if job.model.is_stack:
         return replace(plan, split=tuple(split_layers(parts[1:-1], stages, pinned, pairs=plan.tp > 1)))
     split = tuple((max(0, a - 1), min(layers, b - 1)) for a, b in split_stages(parts, stages, pinned))
     if len({b - a for a, b in split}) > 1 and not pinned:
-        reasons.append(f"stages of {runs([b - a for a, b in split])} blocks: embedding and head weigh too")
+        reasons.append(f"stages of {run_lengths([b - a for a, b in split])} blocks: embedding and head weigh too")
     return replace(plan, split=split)
 
 
 def _microbatch(job: Job, plan: Plan) -> Plan:
-    """For a model that cannot be estimated: what the person said, else the largest that is not absurd."""
+    """For a custom module: the pinned microbatch, else the largest up to MAX_MICROBATCH_TOKENS."""
     share = job.train.global_batch // plan.dp
     if job.train.microbatch != "auto":
         return replace(plan, microbatch=job.train.microbatch, accumulation=share // job.train.microbatch)
     pinned = job.parallel.microbatches if job.parallel != "auto" else "auto"
     if (given := job.train.accumulation if pinned == "auto" else pinned) != "auto":
         return replace(plan, microbatch=share // given, accumulation=given)
-    size = max([d for d in divisors(share) if d * job.data.seq_len <= MAX_TOKENS], default=1)
+    size = max([d for d in divisors(share) if d * job.data.seq_len <= MAX_MICROBATCH_TOKENS], default=1)
     return replace(plan, microbatch=size, accumulation=share // size)
 
 
-def _predict(start: Start, plan: Plan) -> dict[str, float]:
+def _predict(start: PlanStart, plan: Plan) -> dict[str, float]:
     job = start.job
     predicted = predict_memory(job, plan)
     moved = sum(communication_bytes(job, plan).values())
     if predicted:
         predicted["communication_mib"] = moved / 2**20
-        if (last := sum(last_bytes(job, plan).values())) < moved:
+        if (last := sum(last_step_bytes(job, plan).values())) < moved:
             predicted["communication_last_mib"] = last / 2**20
     if peak_flops(plan, job) and not job.model.module:
-        scene = scene_for(job, start.world, start.device, start.memory_gib)
-        made, alone = scene.estimate(Layouts.one(plan)), scene.estimate(Layouts.one(inside(plan)))
+        estimator = estimator_for(job, start.world, start.device, start.memory_gib)
+        made, alone = estimator.estimate(Layouts.one(plan)), estimator.estimate(Layouts.one(one_replica(plan)))
         seconds = float(made.step_time_s[0])
         rest = float(alone.step_time_s[0])  # what a step takes by itself; the exchange comes once in a while
         spread = rest + max(0.0, seconds - rest) / plan.sync_every
@@ -335,12 +338,12 @@ def _predict(start: Start, plan: Plan) -> dict[str, float]:
         measured = load_measured(plan.device_name)
         if measured and (own := step_seconds(job, plan, measured)):  # one device, and it was measured: no model
             predicted |= {"step_time_s": own, "mfu": predicted["mfu"] * predicted["step_time_s"] / own}
-        if not counts(job, plan):
-            predicted |= _parts({name: float(gib[0]) for name, gib in made.memory.items()})
+        if not is_counted(job, plan):
+            predicted |= _named_parts({name: float(gib[0]) for name, gib in made.memory.items()})
     return predicted
 
 
-def _parts(gib: dict[str, float]) -> dict[str, float]:
+def _named_parts(gib: dict[str, float]) -> dict[str, float]:
     """The estimate's parts of memory under the names that every run prints."""
     return {
         "memory_gib": sum(gib.values()),

@@ -1,24 +1,24 @@
-"""Weft's own calibration, corrected by what `weft calibrate` measured on a device of the same name."""
+"""Weft's own calibration, adjusted with what `weft calibrate` measured on the same device."""
 
 from __future__ import annotations
 
 from weft.hardware.catalog import Device
 from weft.hardware.efficiency import reach_of
 from weft.hardware.measured import Attention, Measured, load_measured
-from weft.planner.calibration import Calibration, load
+from weft.planner.calibration import Calibration, load_calibration
 
-LARGE = 1 << 22
+LARGE_MESSAGE_BYTES = 1 << 22
 """Bytes from which a message's time is bandwidth rather than latency."""
 
 
 def own_calibration(device: Device) -> Calibration:
-    """What Weft reaches on a device: as shipped, or as measured here."""
-    shipped, measured = load("weft"), load_measured(device.name)
-    return shipped if measured is None else corrected(shipped, measured, device)
+    """Weft's calibration for a device: as shipped, or adjusted with this machine's measurements."""
+    shipped, measured = load_calibration("weft"), load_measured(device.name)
+    return shipped if measured is None else with_measurements(shipped, measured, device)
 
 
-def corrected(shipped: Calibration, measured: Measured, device: Device) -> Calibration:
-    """The shipped numbers, with those that were measured in their place."""
+def with_measurements(shipped: Calibration, measured: Measured, device: Device) -> Calibration:
+    """The shipped calibration with the measured values in place."""
     changed: dict[str, float] = {}
     peak = device.peak_tflops.get("bf16") or device.peak_tflops.get("fp32")
     best = max((p.tflops for p in measured.products if p.dtype in ("bf16", "fp32")), default=0.0)
@@ -34,7 +34,7 @@ def corrected(shipped: Calibration, measured: Measured, device: Device) -> Calib
     speeds = [
         2 * (m.ranks - 1) / m.ranks * m.bytes / m.seconds / 1e9
         for m in measured.collectives
-        if m.kind == "all_reduce" and m.bytes >= LARGE and m.seconds > 0
+        if m.kind == "all_reduce" and m.bytes >= LARGE_MESSAGE_BYTES and m.seconds > 0
     ]
     if speeds:
         changed["link"] = min(1.0, max(speeds) / device.link_gb_s)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Pending
+from weft.comm.axis import Pending
 from weft.comm.timeline import CommTimeline
 from weft.guards.guards import Guards, Step
 from weft.job.errors import Exit

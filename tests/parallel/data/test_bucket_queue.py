@@ -16,7 +16,7 @@ from weft.parallel.data.bucket_queue import LEARN_AT, send_order
 from weft.parallel.data.data_parallel import Replicas
 from weft.planner import make_plan
 from weft.planner.plan import Plan
-from weft.planner.time.buckets import LEAST_MB, MOST_MB, bucket_mb, cost_of_a_sum
+from weft.planner.time.buckets import MAX_BUCKET_MB, MIN_BUCKET_MB, all_reduce_cost, bucket_mb
 
 
 def test_of_those_that_are_ready_the_first_needed_goes() -> None:
@@ -61,7 +61,7 @@ def test_bucket_size_follows_alpha_and_beta() -> None:
     cpu, gpu = find_device("cpu"), find_device("h100-sxm")
     small = parity.make_job()
     job, plan = make_plan(parity.make_job("parallel={dp_replicate: 4}"), 4)
-    assert plan.bucket_mb == LEAST_MB  # all of it in one
+    assert plan.bucket_mb == MIN_BUCKET_MB  # all of it in one
     assert any(reason.startswith("buckets of 1 MiB: a sum costs") for reason in plan.reasons)
     assert make_plan(parity.make_job("comm.bucket_mb=7", "parallel={dp_replicate: 4}"), 4)[1].bucket_mb == 7
     large = parity.make_job(model={"shape": "llama-1b", **dict.fromkeys(parity.BASE["model"])})
@@ -70,12 +70,12 @@ def test_bucket_size_follows_alpha_and_beta() -> None:
     for nodes in (1, 2):
         spread = Plan("cuda", "h100-sxm", "nccl", nodes=nodes, dp_replicate=8)
         on = large.model_copy(update={"cluster": large.cluster.model_copy(update={"nodes": nodes})})
-        alpha, beta = cost_of_a_sum(on, spread, gpu)
+        alpha, beta = all_reduce_cost(on, spread, gpu)
         assert alpha > 0 and beta > 0
         sizes.append(bucket_mb(on, spread, gpu)[0])
-    assert all(LEAST_MB < size <= MOST_MB for size in sizes)
+    assert all(MIN_BUCKET_MB < size <= MAX_BUCKET_MB for size in sizes)
     assert sizes[0] > sizes[1]  # over a slower link a byte costs more, and the exposed last bucket is kept small
-    assert bucket_mb(job, plan, cpu)[0] == LEAST_MB
+    assert bucket_mb(job, plan, cpu)[0] == MIN_BUCKET_MB
     for wrong in ("0", "-3", "soon"):
         with pytest.raises(JobError, match=r"comm\.bucket_mb"):
             parity.make_job(f"comm.bucket_mb={wrong}")

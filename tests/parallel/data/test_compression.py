@@ -149,6 +149,6 @@ def test_by_hand_and_compressed_is_refused() -> None:
     with pytest.raises(JobError) as error:
         make_plan(with_layout(job_of("int8", "comm.allreduce=ring"), {"dp_replicate": 2}))
     assert str(error.value) == (
-        "comm.allreduce=ring sums gradients as they are, and comm.compression=int8 sends them otherwise; "
+        "comm.allreduce=ring sums uncompressed gradients, and comm.compression=int8 compresses them; "
         "allreduce=auto would work"
     )

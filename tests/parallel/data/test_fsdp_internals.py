@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from weft.comm import Meter
 from weft.comm.fake_internals import join_fake_group
+from weft.comm.meter import Meter
 from weft.comm.teardown import leave
 from weft.parallel.data import fsdp_internals
 

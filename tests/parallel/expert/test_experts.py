@@ -178,8 +178,8 @@ def test_prove_knows_ep(pool: RankPool) -> None:
         (["parallel={dp_shard: 3, ep: 3}", "train.global_batch=9", "train.accumulation=1"],
          "parallel.ep=3 does not divide model.experts.count=4; ep=1 would work"),
         (["model.experts.first_dense=2", "parallel={dp_shard: 2, ep: 2}"], "leaves none of the 2 blocks with experts"),
-        (["memory.chunk=4", "parallel={dp_shard: 1}"], "memory.chunk=4 takes a block apart"),
-        (["model.experts=null", "parallel={dp_shard: 2, ep: 2}"], "cuts experts, and the model has none"),
+        (["memory.chunk=4", "parallel={dp_shard: 1}"], "memory.chunk=4 processes a block in parts"),
+        (["model.experts=null", "parallel={dp_shard: 2, ep: 2}"], "distributes experts, and the model has none"),
     ],
 )  # fmt: skip
 def test_refusals(overrides: list[str], words: str) -> None:

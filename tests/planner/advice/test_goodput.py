@@ -20,8 +20,8 @@ from weft.planner.advice.goodput import best_interval, expected, goodput
 from weft.planner.advice.history import read_history
 from weft.planner.advice.mixed_devices import mixed
 from weft.planner.advice.tune import tune
-from weft.planner.calibration import load
-from weft.planner.make_plan import begin, make_plan
+from weft.planner.calibration import load_calibration
+from weft.planner.make_plan import make_plan, start_plan
 
 
 def test_the_interval_is_the_best_and_near_young_s() -> None:
@@ -48,7 +48,7 @@ def test_more_failures_mean_less_progress_and_more_checkpoints() -> None:
 
 
 def eight(model: str = "llama-8b", **cluster: Any) -> Any:
-    return begin(
+    return start_plan(
         parse_job(
             {
                 "model": model,
@@ -64,15 +64,15 @@ def test_offers_side_by_side(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("clouds: {cloudA: {h100-sxm: [2.0, 1.0]}, cloudB: {h100-sxm: 2.5}}\nown: {capital_usd: 30000}\n")
     start = eight(catalog=str(mine))
-    a, spot, b, own = compare_offers(start, ["cloudA", "cloudA:spot", "cloudB", "own"], load("weft"))
+    a, spot, b, own = compare_offers(start, ["cloudA", "cloudA:spot", "cloudB", "own"], load_calibration("weft"))
     assert a.usd == pytest.approx(a.days * 24 * 16 * 2.0)
     assert b.usd == pytest.approx(1.25 * a.usd)
     assert spot.usd < a.usd and spot.days > a.days and spot.goodput < a.goodput
     assert own.usd_hour == pytest.approx(30000 / (4 * 8760 * 0.85) + 0.7 * 0.85 * 1.35 * 0.12)
     with pytest.raises(JobError, match="no offer is named 'cloudC'; known: "):
-        compare_offers(start, ["cloudC"], load("weft"))
+        compare_offers(start, ["cloudC"], load_calibration("weft"))
     with pytest.raises(JobError, match="cloudB: no price of b200-sxm is known there; it has h100-sxm"):
-        compare_offers(start, ["cloudB:b200"], load("weft"))
+        compare_offers(start, ["cloudB:b200"], load_calibration("weft"))
 
 
 def test_history_corrects_the_calibration_and_says_how_far_off_it_was(tmp_path: Path) -> None:
@@ -88,16 +88,16 @@ def test_history_corrects_the_calibration_and_says_how_far_off_it_was(tmp_path: 
         lines = [json.dumps({"step": i, "step_time_s": took * (3 if i == 0 else 1)}) for i in range(10)]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 1')
     (tmp_path / "never").mkdir()
-    told, better = read_history(tmp_path, "h100-sxm", load("weft"))
+    told, better = read_history(tmp_path, "h100-sxm", load_calibration("weft"))
     assert {r.name for r in told.runs} == set(times)
     assert told.factor == pytest.approx(2.1, rel=1e-3)
     assert told.before == pytest.approx(0.52, abs=0.01) and told.after < 0.06
     again, _ = read_history(tmp_path, "h100-sxm", better)
     assert again.factor == pytest.approx(1.0, abs=0.02)
-    other, same = read_history(tmp_path, "a100-sxm-80gb", load("weft"))
-    assert other.factor == 1.0 and same == load("weft")
+    other, same = read_history(tmp_path, "a100-sxm-80gb", load_calibration("weft"))
+    assert other.factor == 1.0 and same == load_calibration("weft")
     with pytest.raises(JobError, match="there is no such folder"):
-        read_history(tmp_path / "nowhere", "cpu", load("weft"))
+        read_history(tmp_path / "nowhere", "cpu", load_calibration("weft"))
 
 
 def test_broken_runs_teach_nothing_and_are_counted(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_broken_runs_teach_nothing_and_are_counted(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         for file, text in zip(("plan.json", "job.yaml", "metrics.jsonl"), files, strict=True):
             (tmp_path / name / file).write_text(text)
-    told, same = read_history(tmp_path, "h100-sxm", load("weft"))
-    assert (told.runs, told.unread, told.factor) == ((), 3, 1.0) and same == load("weft")
+    told, same = read_history(tmp_path, "h100-sxm", load_calibration("weft"))
+    assert (told.runs, told.unread, told.factor) == ((), 3, 1.0) and same == load_calibration("weft")
     assert "3 folders hold nothing to learn from" in past(told)
 
 
@@ -118,7 +118,7 @@ def test_a_run_that_never_gets_on_has_a_finite_end() -> None:
 
 
 def test_two_kinds_of_devices_share_unevenly() -> None:
-    ways = mixed(eight(nodes=1, also=[{"device": "a100"}]), load("weft"))
+    ways = mixed(eight(nodes=1, also=[{"device": "a100"}]), load_calibration("weft"))
     by = {way.way: way for way in ways}
     shares = by["uneven shares of the batch"].parts
     assert sum(p.sequences for p in shares) == 128
@@ -127,7 +127,7 @@ def test_two_kinds_of_devices_share_unevenly() -> None:
     assert sum(p.blocks for p in stages) == 32
     assert stages[0].blocks > stages[1].blocks > 0
     assert ways[0].step_time_s < ways[0].alone_s
-    turned = mixed(eight(device="a100", nodes=1, also=[{"device": "h100"}]), load("weft"))
+    turned = mixed(eight(device="a100", nodes=1, also=[{"device": "h100"}]), load_calibration("weft"))
     assert turned[0].step_time_s == pytest.approx(ways[0].step_time_s, rel=0.05), "the order of naming does not matter"
 
 

@@ -7,14 +7,14 @@ import pytest
 from weft.job.errors import JobError
 from weft.job.load import parse_job
 from weft.planner.advice.why_not import why_not
-from weft.planner.make_plan import begin
+from weft.planner.make_plan import start_plan
 from weft.planner.search.survey import Survey, survey
 
 
 @pytest.fixture(scope="module")
 def made() -> Survey:
     return survey(
-        begin(
+        start_plan(
             parse_job(
                 {
                     "model": {"shape": "llama-8b"},
@@ -62,5 +62,5 @@ def test_what_is_no_layout_is_refused(made: Survey, asked: str) -> None:
 
 def test_what_the_search_leaves_out_on_cpus_is_answered_too() -> None:
     job = parse_job({"model": {"shape": "tiny"}, "data": {"source": "synthetic"}, "cluster": {"devices_per_node": 2}})
-    told = why_not(survey(begin(job), front=False), "pp=2")
+    told = why_not(survey(start_plan(job), front=False), "pp=2")
     assert told["verdict"] != "cannot be", told

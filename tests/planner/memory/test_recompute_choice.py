@@ -9,7 +9,7 @@ import pytest
 from weft.job import parse_job
 from weft.job.errors import FitError
 from weft.planner import Plan, make_plan
-from weft.planner.describe import explain
+from weft.planner.describe import describe_plan
 from weft.planner.model.fp8 import blended_peak, fp8_share
 from weft.planner.model.reference_rate import peak_flops
 
@@ -64,7 +64,9 @@ def test_fp8_is_measured_against_the_peaks_of_what_it_multiplies() -> None:
     assert share is not None and 0.5 < share < 0.8
     peak = peak_flops(plan, job)
     assert peak == pytest.approx(1e12 / (share / 1979 + (1 - share) / 989))
-    assert f"mfu        FLOPs / (time × {peak / 1e12:.0f} TFLOP/s): {share:.0%} at the fp8 peak" in explain(job, plan)
+    assert f"mfu        FLOPs / (time × {peak / 1e12:.0f} TFLOP/s): {share:.0%} at the fp8 peak" in describe_plan(
+        job, plan
+    )
     assert blended_peak(2.0, 1.0, 0.0) == 1.0 and blended_peak(2.0, 1.0, 1.0) == 2.0
     skipping = planned(precision="fp8", fp8={"skip": ["blocks.*"]})
     assert fp8_share(*skipping) == 0.0 and peak_flops(skipping[1], skipping[0]) == pytest.approx(989e12)

@@ -10,7 +10,7 @@ import pytest
 from helpers.command import weft
 
 from weft.job.errors import JobError
-from weft.planner.calibration import read
+from weft.planner.calibration import read_calibration
 from weft.planner.published.framework import calibration_of, stack_of
 from weft.planner.published.rows import network_of, read_table, row_device
 from weft.planner.published.score import predict, rank_correlation, score_table, show_table, sweeps
@@ -210,7 +210,7 @@ def test_a_stack_may_be_a_file_and_a_wrong_one_is_named(tmp_path: Path) -> None:
     for text, says in (("{", "is not JSON"), ("[]", "must be an object"), ('{"link": "x"}', "link is 'x'")):
         (tmp_path / "mine.json").write_text(text, encoding="utf-8")
         with pytest.raises(JobError, match=says):
-            read(str(tmp_path / "mine.json"))
+            read_calibration(str(tmp_path / "mine.json"))
     done = weft(tmp_path, "estimate", "--table", str(path), "--stack", "nobody")
     assert done.code == 2 and "no calibration is named 'nobody'; known: " in done.err
 

@@ -56,9 +56,9 @@ def refused(world: int | None = None, **job: Any) -> str:
          "train.microbatch=2 × parallel.microbatches=4 is not the 4 sequences of a rank (global_batch 8 / 2 ranks); "
          "leave one of them out"),
         (2, {"parallel": {"split": [3, 1]}},
-         "parallel.split=[3, 1] cuts a pipeline, but parallel.pp=1; leave split out or set parallel.pp=2"),
+         "parallel.split=[3, 1] needs a pipeline, but parallel.pp=1; leave split out or set parallel.pp=2"),
         (1, {"parallel": {"split": [4]}},
-         "parallel.split=[4] cuts a pipeline, but parallel.pp=1; leave split out"),
+         "parallel.split=[4] needs a pipeline, but parallel.pp=1; leave split out"),
         (2, {"parallel": {"schedule": "zbv", "virtual_stages": 2}},
          "parallel.virtual_stages=2 needs a pipeline, but parallel.pp=1; leave virtual_stages out, or set "
          "parallel.pp=2"),
@@ -74,33 +74,37 @@ def refused(world: int | None = None, **job: Any) -> str:
         (4, {"parallel": {"dp_shard": -1, "tp": -1}},
          "parallel.dp_shard and parallel.tp are both -1; only one axis can take the rest"),
         (2, {"model": "own:Net", "parallel": {"cp": 2}},
-         "parallel.cp=2 cuts a sequence, and own:Net has none that Weft knows; use dp_replicate or dp_shard"),
+         "parallel.cp=2 splits the sequence, and own:Net has no sequence dimension that "
+         "Weft knows; use dp_replicate or dp_shard"),
         (2, {"model": {**SMALL, "family": "mlp"}, "parallel": {"cp": 2}},
-         "parallel.cp=2 cuts a sequence, and model.family=mlp has none that Weft knows; use dp_replicate or dp_shard"),
+         "parallel.cp=2 splits the sequence, and model.family=mlp has no sequence dimension that "
+         "Weft knows; use dp_replicate or dp_shard"),
         (1, {"model": {**SMALL, "family": "mlp"}, "memory": {"chunk": 8}},
-         "memory.chunk=8 works on a transformer's blocks, and model.family=mlp is none; memory.recompute=full would "
+         "memory.chunk=8 works on a transformer's blocks, and model.family=mlp is not a "
+         "transformer; memory.recompute=full would "
          "work"),
         (16, {"model": SMALL, "parallel": {"cp": 16, "cp_style": "ulysses"}},
-         "parallel.cp_style=ulysses cannot deal out model.heads=8 and model.kv_heads=2 to cp=16 ranks; "
+         "parallel.cp_style=ulysses cannot divide model.heads=8 and model.kv_heads=2 among cp=16 ranks; "
          "cp=1, 2, 4 or 8 would work, or cp_style=ring"),
         (2, {"model": SMALL, "parallel": {"cp": 2, "cp_style": "hybrid"}},
          "parallel.cp_style=hybrid with cp=2 and model.heads=8 and model.kv_heads=2 leaves no group between one rank "
          "and all of them; cp_style=ring would work"),
         (2, {"parallel": {"pp": 2, "schedule": "zb-h1"}, "memory": {"chunk": 8}},
-         "memory.chunk=8 makes a block's gradients all at once, and parallel.schedule=zb-h1 splits them; "
+         "memory.chunk=8 computes a block's gradients in one pass, and parallel.schedule=zb-h1 splits them; "
          "schedule=1f1b would work"),
         (1, {"model": "own:Net", "memory": {"offload": "activations"}},
-         "memory.offload=activations works on a transformer's blocks, and own:Net is none; memory.recompute=full "
+         "memory.offload=activations works on a transformer's blocks, and own:Net is not a "
+         "transformer; memory.recompute=full "
          "would work"),
         (2, {"memory": {"offload": "activations", "recompute": "none"}},
-         "memory.recompute=none has no say beside memory.offload=activations, which computes most of a block again by "
-         "itself; recompute=auto would work"),
+         "memory.recompute=none has no effect with memory.offload=activations, which already "
+         "recomputes most of a block; recompute=auto would work"),
         (2, {"parallel": {"ep": 2}},
-         "parallel.ep=2 cuts experts, and the model has none; ep=1 would work, or a model.experts"),
+         "parallel.ep=2 distributes experts, and the model has none; ep=1 would work, or set model.experts"),
         (2, {"precision": "fp8", "cluster": {"device": "a100", "devices_per_node": 2}},
          "precision=fp8 needs fp8 products, which a100-sxm-80gb does not have; precision=bf16 would work"),
         (2, {"precision": "fp8", "model": {**SMALL, "dim": 16, "ffn": 24}, "parallel": {"tp": 2}},
-         "precision=fp8 has nothing to multiply: with model.dim=16 over tp=2 no layer's sizes are multiples of 16; "
+         "precision=fp8 applies to no layer: with model.dim=16 over tp=2 no layer's sizes are multiples of 16; "
          "precision=bf16 would work"),
         (2, {"precision": "fp8", "fp8": {"head": True}, "model": {**SMALL, "dim": 64, "vocab": 1000},
              "parallel": {"tp": 2}},
@@ -115,11 +119,11 @@ def refused(world: int | None = None, **job: Any) -> str:
         (2, {"memory": {"recompute": 99}, "model": "tiny"},
          "memory.recompute=99, but the model has 4 blocks; recompute=full recomputes them all"),
         (2, {"memory": {"recompute": "full", "budget_gib": 2}},
-         "memory.budget_gib=2 chooses the recompute, but memory.recompute=full has chosen already; leave one of them "
+         "memory.budget_gib=2 chooses the recompute, and memory.recompute=full sets it; leave one of them "
          "out"),
         (2, {"memory": {"recompute": "selective"}, "parallel": {"pp": 2, "schedule": "zbv"}},
-         "parallel.schedule=zbv goes back through a block twice, for its input and for its weights, and "
-         "memory.recompute=selective keeps its outputs for once; recompute=full or schedule=1f1b would work"),
+         "parallel.schedule=zbv runs a block's backward twice, for its input and for its weights, and "
+         "memory.recompute=selective keeps outputs for one pass; recompute=full or schedule=1f1b would work"),
         (2, {"model": "own:Net", "parallel": {"pp": 2}},
          "parallel.pp=2 needs one of Weft's models; for own:Net use dp_replicate or dp_shard"),
         (2, {"comm": {"backend": "nccl"}, "cluster": {"device": "cpu"}},

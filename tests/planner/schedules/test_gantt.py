@@ -60,7 +60,7 @@ def test_the_svg_is_whole_and_shows_every_action(name: str) -> None:
     assert f"bubble {made.bubble:.1%}" in "".join(root.itertext())
     wide = [(float(r.get("x") or 0), float(r.get("width") or 0)) for r in root.iter(f"{SVG}rect")]
     assert all(x >= 0 and x + w <= 960 for x, w in wide)
-    assert ("paler" in "".join(root.itertext())) == (SCHEDULES[name].usual > 1)
+    assert ("paler" in "".join(root.itertext())) == (SCHEDULES[name].default_stages > 1)
 
 
 def test_an_axis_can_be_longer_than_the_line() -> None:

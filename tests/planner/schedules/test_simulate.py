@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.job.errors import JobError
-from weft.planner.schedules.registry import make_schedule, messages
-from weft.planner.schedules.simulate import Costs, equal_costs, simulate, split_stages
-from weft.planner.schedules.split import split_layers
+from weft.planner.schedules.actions import messages
+from weft.planner.schedules.registry import make_schedule
+from weft.planner.schedules.simulate import Costs, equal_costs, simulate
+from weft.planner.schedules.stage_split import split_layers, split_stages
 
 
 def test_times_by_hand() -> None:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from weft.job import parse_job
 from weft.job.shapes import resolve
-from weft.planner.calibration import load
-from weft.planner.make_plan import begin, make_plan, pick
-from weft.planner.model.facts import cluster_facts, facts_of
+from weft.planner.calibration import load_calibration
+from weft.planner.make_plan import make_plan, pick_layout, start_plan
+from weft.planner.model.facts import cluster_facts, model_facts
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
-from weft.planner.search.frontier import NEAR
-from weft.planner.search.search import Scene, search
-from weft.planner.search.space import coarse, count, make_space, space_of
+from weft.planner.search.frontier import TIME_TOLERANCE
+from weft.planner.search.search import Estimator, find_layouts
+from weft.planner.search.space import all_layouts, coarse, count, job_space
 
 
 def job_of(model: Any, nodes: int, batch: int, seq: int = 2048, device: str = "h100-sxm", **cluster: Any) -> Any:
@@ -34,9 +34,11 @@ def job_of(model: Any, nodes: int, batch: int, seq: int = 2048, device: str = "h
     )
 
 
-def scene_of(job: Any, **cluster: Any) -> Scene:
+def scene_of(job: Any, **cluster: Any) -> Estimator:
     world = job.cluster.nodes * job.cluster.devices_per_node
-    return Scene(facts_of(job), cluster_facts(job, world, **cluster), load("weft"), job.train.global_batch)
+    return Estimator(
+        model_facts(job), cluster_facts(job, world, **cluster), load_calibration("weft"), job.train.global_batch
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -50,8 +52,8 @@ def test_the_product_of_degrees_is_the_world(model: str, world: int, batch: int)
     job = resolve(
         parse_job({"model": model, "data": {"source": "synthetic", "seq_len": seq}, "train": {"global_batch": batch}})
     )
-    space = space_of(job, world, "bf16")
-    layouts = make_space(space)
+    space = job_space(job, world, "bf16")
+    layouts = all_layouts(space)
     assert len(layouts) == count(space, coarse(space))
     assert (layouts.world == world).all()
     assert (layouts.dp * layouts.microbatch * layouts.accumulation == batch).all()
@@ -77,18 +79,18 @@ def test_the_search_finds_what_looking_at_everything_finds(
     model: str, nodes: int, batch: int, seq: int, device: str
 ) -> None:
     job = job_of(model, nodes, batch, seq, device)
-    scene = scene_of(job)
-    space = space_of(job, nodes * 8, "bf16").restricted(by_block=False)
-    layouts = make_space(space)
-    parts = [scene.estimate(layouts.take(slice(a, a + 16_384))) for a in range(0, len(layouts), 16_384)]
+    estimator = scene_of(job)
+    space = job_space(job, nodes * 8, "bf16").restricted(by_block=False)
+    layouts = all_layouts(space)
+    parts = [estimator.estimate(layouts.take(slice(a, a + 16_384))) for a in range(0, len(layouts), 16_384)]
     times = np.concatenate([np.where(p.fits, p.step_time_s, np.inf) for p in parts])
     peaks = np.concatenate([p.peak_gib for p in parts])
-    found = search(space, scene, top=3, front=True)
+    found = find_layouts(space, estimator, top=3, front=True)
     assert found.size == len(layouts)
     assert found.times.min() == pytest.approx(times.min(), rel=1e-12)
-    assert found.least_gib == pytest.approx(peaks.min(), rel=1e-12)
+    assert found.smallest_gib == pytest.approx(peaks.min(), rel=1e-12)
     assert _front(found.times, found.peaks) == pytest.approx(_front(times, peaks))
-    assert found.times[0] <= (1 + 1.2 * NEAR) * times.min(), "the plainest of the equally fast is first"
+    assert found.times[0] <= (1 + 1.2 * TIME_TOLERANCE) * times.min(), "the plainest of the equally fast is first"
 
 
 def _front(times: Any, peaks: Any) -> list[float]:
@@ -101,26 +103,26 @@ def _front(times: Any, peaks: Any) -> list[float]:
 def test_recompute_by_block_is_only_as_much_as_memory_asks_for() -> None:
     """Where nothing else helps, some blocks are recomputed: faster than all of them, and no more would be needed."""
     job = job_of("llama-8b", 1, 8, 8192, "a100-sxm-40gb")
-    space = space_of(job, 8, "bf16").restricted(pp=(1,), cp=(1,), tp=(1,), zero=(3,), dp_shard=(8,), microbatch=1)
-    scene = scene_of(job)
-    whole, some = search(space.restricted(by_block=False), scene), search(space, scene)
+    space = job_space(job, 8, "bf16").restricted(pp=(1,), cp=(1,), tp=(1,), zero=(3,), dp_shard=(8,), microbatch=1)
+    estimator = scene_of(job)
+    whole, some = find_layouts(space.restricted(by_block=False), estimator), find_layouts(space, estimator)
     blocks = int(some.layouts.recompute_blocks[0])
     assert 0 < blocks < 32
     assert some.times[0] < whole.times[0]
     assert some.layouts.plan(0).recompute == blocks
     fewer = Layouts.of(**{**dict(some.layouts.take([0]).arrays()), "recompute_blocks": blocks - 1})
-    assert not scene.estimate(fewer).fits[0]
+    assert not estimator.estimate(fewer).fits[0]
 
 
 @settings(max_examples=10, deadline=None)
 @given(less=st.floats(12, 140), more=st.floats(0, 100))
 def test_more_memory_never_makes_a_fitting_plan_unfit(less: float, more: float) -> None:
     job = job_of("llama-8b", 2, 32, 2048)
-    space = space_of(job, 16, "bf16").restricted(schedules=(("1f1b", (1,)), ("zbv", (2,))))
-    layouts = make_space(space)
+    space = job_space(job, 16, "bf16").restricted(schedules=(("1f1b", (1,)), ("zbv", (2,))))
+    layouts = all_layouts(space)
     small, large = (scene_of(job, memory_gib=gib) for gib in (less, less + more))
     assert (~small.estimate(layouts).fits | large.estimate(layouts).fits).all()
-    first, second = search(space, small), search(space, large)
+    first, second = find_layouts(space, small), find_layouts(space, large)
     if len(first):
         assert second.times.min() <= first.times.min() * (1 + 1e-12)
 
@@ -129,13 +131,13 @@ def test_symmetric_clusters_give_symmetric_answers() -> None:
     """Where all links are the same, it does not matter how ranks are gathered in nodes, or where stages lie."""
     flat = [{"name": "flat", "size": 16, "gb_s": 50, "latency_us": 5}]
     two, four = (job_of("llama-8b", n, 32, levels=flat, devices_per_node=16 // n) for n in (2, 4))
-    found = [search(space_of(job, 16, "bf16"), scene_of(job), top=4) for job in (two, four)]
+    found = [find_layouts(job_space(job, 16, "bf16"), scene_of(job), top=4) for job in (two, four)]
     assert [f.layouts.plan(int(i)).layout() for f in found[:1] for i in f.best(4)] == [
         found[1].layouts.plan(int(i)).layout() for i in found[1].best(4)
     ]
     assert found[0].times.min() == pytest.approx(found[1].times.min(), rel=1e-12)
-    space = space_of(two, 16, "bf16").restricted(pp=(4,), cp=(1,))
-    near, far = (search(space.restricted(placement=(p,)), scene_of(two)).times.min() for p in (0, 1))
+    space = job_space(two, 16, "bf16").restricted(pp=(4,), cp=(1,))
+    near, far = (find_layouts(space.restricted(placement=(p,)), scene_of(two)).times.min() for p in (0, 1))
     assert near == pytest.approx(far, rel=1e-9)
 
 
@@ -170,8 +172,8 @@ def test_rules_of_thumb_come_out_of_the_search(
 ) -> None:
     """Below 10B data parallelism alone; to 100B the model is cut a little, inside a node; above that tp, pp and dp at
     once, and the more so the larger. tp never leaves the node."""
-    start = begin(job_of(model, nodes, batch, seq, device))
-    plan, _, found = pick(start, trainable=True)
+    start = start_plan(job_of(model, nodes, batch, seq, device))
+    plan, _, found = pick_layout(start, trainable=True)
     assert found is not None and len(found)
     assert cut[0] <= plan.tp * plan.pp <= cut[1], plan.layout()
     assert plan.dp >= data
@@ -181,8 +183,8 @@ def test_rules_of_thumb_come_out_of_the_search(
 
 
 def test_experts_are_spread_by_the_search() -> None:
-    start = begin(job_of("mixtral-8x7b", 8, 1024, 4096))
-    plan, reasons, found = pick(start, trainable=False)
+    start = start_plan(job_of("mixtral-8x7b", 8, 1024, 4096))
+    plan, reasons, found = pick_layout(start, trainable=False)
     assert found is not None and plan.ep > 1
     assert any(reason.startswith(f"ep {plan.ep}: without it a step would be") for reason in reasons)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weft.job.errors import JobError
 from weft.job.load import load_job
-from weft.planner.calibration import load
+from weft.planner.calibration import load_calibration
 from weft.planner.estimate import estimate_job, show_estimate
 from weft.planner.make_plan import make_plan
 from weft.planner.published.score import score_table, show_table
@@ -30,5 +30,5 @@ def run_and_show(
         return json.dumps(told, indent=2) if as_json else show_table(told)
     assert job is not None
     described, plan = make_plan(load_job(job, overrides), nproc)
-    told = estimate_job(described, plan, load(stack) if stack else "weft")
+    told = estimate_job(described, plan, load_calibration(stack) if stack else "weft")
     return json.dumps(told, indent=2) if as_json else show_estimate(told)

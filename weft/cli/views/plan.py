@@ -18,8 +18,8 @@ from weft.planner.advice.tune import tune
 from weft.planner.advice.why import gib
 from weft.planner.advice.why_not import why_not
 from weft.planner.calibration import Calibration
-from weft.planner.describe import draw, explain
-from weft.planner.make_plan import Start, begin, check_fits, finish, pick, trained_here
+from weft.planner.describe import describe_plan, draw_schedule
+from weft.planner.make_plan import PlanStart, check_fits, complete_plan, pick_layout, runs_here, start_plan
 from weft.planner.own_calibration import own_calibration
 from weft.planner.search.survey import Survey, survey
 
@@ -49,7 +49,7 @@ class Shown:
 
 def show(job: Job, nproc: int | None, asked: Asked) -> Shown:
     """Plan a job and answer what was asked."""
-    start = begin(job, nproc)
+    start = start_plan(job, nproc)
     if start.job.model.module:
         return _unknown(start, asked)
     calibration = own_calibration(start.device)
@@ -59,18 +59,18 @@ def show(job: Job, nproc: int | None, asked: Asked) -> Shown:
         told, calibration = read_history(asked.history, start.device.name, calibration)
         data["history"] = told.to_json()
         blocks.append(past(told))
-    made = survey(start, asked.top, asked.front, trainable=trained_here(start), calibration=calibration)
+    made = survey(start, asked.top, asked.front, trainable=runs_here(start), calibration=calibration)
     data = {**made.to_json(), **data}
-    text = [explain(made.job, made.plan), under(made, _slower(made, start, calibration))]
+    text = [describe_plan(made.job, made.plan), under(made, _slower(made, start, calibration))]
     if asked.gantt:
-        text.append(draw(made.job, made.plan))
+        text.append(draw_schedule(made.job, made.plan))
     if made.fits:
         blocks = [listed(made), *([fronted(made)] if asked.front else []), *blocks]
     failed = None if made.fits else _fails(made)
     if not made.fits:
         found = changes(start, calibration)
         data |= {
-            "short_gib": made.found.least_gib - made.found.scene.limit_gib,
+            "short_gib": made.found.smallest_gib - made.found.estimator.limit_gib,
             "changes": [c.to_json() for c in found],
         }
         blocks.append(mended(found))
@@ -79,7 +79,7 @@ def show(job: Job, nproc: int | None, asked: Asked) -> Shown:
 
 
 def _extras(
-    start: Start, made: Survey, asked: Asked, calibration: Calibration, data: dict[str, Any], blocks: list[str]
+    start: PlanStart, made: Survey, asked: Asked, calibration: Calibration, data: dict[str, Any], blocks: list[str]
 ) -> None:
     if asked.why_not is not None:
         data["why_not"] = why_not(made, asked.why_not)
@@ -98,11 +98,11 @@ def _extras(
         blocks.append(tuned(settings))
 
 
-def _slower(made: Survey, start: Start, calibration: Calibration) -> str:
+def _slower(made: Survey, start: PlanStart, calibration: Calibration) -> str:
     """What weft train would do where it cannot train the winner yet."""
     if not made.untrainable or not made.fits or made.job.model.experts or made.job.cluster.also:
         return ""
-    plan, _, found = pick(start, trainable=True, calibration=calibration)
+    plan, _, found = pick_layout(start, trainable=True, calibration=calibration)
     if found is None or len(found) == 0:
         return "none that fits"
     share = float(found.times[0] / made.found.times[0] - 1)
@@ -111,7 +111,7 @@ def _slower(made: Survey, start: Start, calibration: Calibration) -> str:
 
 def _fails(made: Survey) -> FitError:
     found = made.found
-    limit, need = found.scene.limit_gib, found.least_gib
+    limit, need = found.estimator.limit_gib, found.smallest_gib
     if made.job.parallel != "auto":
         try:
             check_fits(made.job, made.plan)
@@ -119,13 +119,14 @@ def _fails(made: Survey) -> FitError:
             return FitError(f"{error}; in whole {gib(need)} GiB, {gib(need - limit)} too many")
     return FitError(
         f"no layout fits: the most frugal, {made.plan.layout()}, needs {gib(need)} GiB a rank, but "
-        f"{made.plan.device_name} has {gib(float(found.scene.cluster.memory_gib))} ({gib(limit)} of them usable), so "
+        f"{made.plan.device_name} has {gib(float(found.estimator.cluster.memory_gib))} ({gib(limit)} of them usable), "
+        f"so "
         f"{gib(need - limit)} are missing"
     )
 
 
-def _unknown(start: Start, asked: Asked) -> Shown:
+def _unknown(start: PlanStart, asked: Asked) -> Shown:
     """A model of a person's own: what it takes is not known before it is built."""
-    job, plan = finish(start, *pick(start, trainable=True)[:2])
-    text = explain(job, plan) + ("\n\n" + draw(job, plan) if asked.gantt else "")
+    job, plan = complete_plan(start, *pick_layout(start, trainable=True)[:2])
+    text = describe_plan(job, plan) + ("\n\n" + draw_schedule(job, plan) if asked.gantt else "")
     return Shown(text, {"job": job.model_dump(mode="json"), **plan.to_json()})

@@ -10,7 +10,7 @@ from weft.planner.advice.mend import Change
 from weft.planner.advice.mixed_devices import Mixed
 from weft.planner.advice.tune import Tuned
 from weft.planner.advice.why import TIME_WORDS, gib, seconds
-from weft.planner.describe import human
+from weft.planner.describe import human_count
 from weft.planner.search.survey import Point, Survey
 
 
@@ -32,21 +32,21 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def under(made: Survey, instead: str) -> str:
     """What the winner takes in time, money, energy and failures, and what was searched."""
-    told, kept = made.told, made.kept
+    told, kept = made.estimate, made.goodput
     low, high = told["range_s"]
     parts = sorted(((s, n) for n, s in told["time"].items() if s > 0.005 * told["step_time_s"]), reverse=True)
     where = ", ".join(f"{TIME_WORDS.get(n, n)} {100 * s / told['step_time_s']:.0f} %" for s, n in parts)
     rows = [
         ("time", f"{seconds(told['step_time_s'])} a step ({seconds(low)} to {seconds(high)}): {where}"),
-        ("speed", f"{human(told['tokens_per_s_per_gpu'])} tokens/s a device, {told['tflops_per_gpu']:.3g} TFLOP/s, "
-                  f"MFU {100 * told['mfu']:.1f} %"),
+        ("speed", f"{human_count(told['tokens_per_s_per_gpu'])} tokens/s a device, {told['tflops_per_gpu']:.3g} "
+                  f"TFLOP/s, MFU {100 * told['mfu']:.1f} %"),
         ("peak", f"{gib(told['peak_memory_gib'])} of {gib(told['memory_limit_gib'])} GiB: "
                  + ", ".join(f"{n} {gib(v)}" for n, v in told["memory"].items() if v >= 0.01)),
     ]  # fmt: skip
     if made.fits:
         hours = told["hours"] / kept.share
         money = "" if told["cost_usd"] is None else f", {told['cost_usd'] / kept.share:,.0f} USD"
-        rows.append(("run", f"{told['steps']:,} steps, {human(told['tokens'])} tokens: {duration(hours)}, "
+        rows.append(("run", f"{told['steps']:,} steps, {human_count(told['tokens'])} tokens: {duration(hours)}, "
                             f"{told['energy_kwh'] / kept.share:,.0f} kWh{money}"))  # fmt: skip
         stops = duration(kept.hours_between_stops)
         text = f"{100 * kept.share:.1f} % of the time is progress: a stop every {stops}"
@@ -82,7 +82,7 @@ def _choice(point: Point) -> str:
 
 def listed(made: Survey) -> str:
     """The runner-ups, and what each lacks."""
-    rows = [(_choice(p), seconds(p.step_time_s), gib(p.peak_gib), p.lacks) for p in made.others]
+    rows = [(_choice(p), seconds(p.step_time_s), gib(p.peak_gib), p.lacks) for p in made.runner_ups]
     return table(("runner-ups", "step", "GiB", "what it lacks"), rows)
 
 

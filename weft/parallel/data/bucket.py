@@ -10,8 +10,7 @@ from torch import Tensor
 from weft.comm.algorithms import Start
 from weft.comm.shards import like, local_of
 from weft.parallel.data.compression import Segment
-
-ALIGN = 64  # elements between gradients in a bucket, so that each begins on a cache line
+from weft.planner.engine_constants import GRADIENT_ALIGNMENT
 
 
 class Bucket:
@@ -23,7 +22,7 @@ class Bucket:
 
     def __init__(self, names: list[str], master_params: dict[str, Tensor]):
         self.names = names
-        sizes = [-(-local_of(master_params[n]).numel() // ALIGN) * ALIGN for n in names]
+        sizes = [-(-local_of(master_params[n]).numel() // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for n in names]
         device = local_of(master_params[names[0]]).device
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.views: dict[str, Tensor] = {}

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.comm import Axis, Pending
 from weft.comm.adaptive import LADDER, YOUNG, Adviser, Figures, agreed, measure_codes, measure_link
 from weft.comm.algorithms import Start
+from weft.comm.axis import Axis, Pending
 from weft.comm.background import Beside
 from weft.comm.codecs import Codec, Dice, Largest, Way, way_of
 from weft.comm.compressed_sum import Steps, scatter_sum, sum_all, sum_low_rank, summing
@@ -30,10 +30,9 @@ from weft.comm.compression_warmup import INT8, codec_at, fitted
 from weft.comm.fake_internals import is_fake
 from weft.comm.shards import local_of
 from weft.job.compression import Compression, parse_compression
-from weft.planner.time.compression_warmup import MORE, age, pays_low_rank, rank_at, thin_pays
+from weft.planner.engine_constants import MIN_COMPRESSED_ELEMENTS
+from weft.planner.time.compression_warmup import RAMP_FACTOR, age, pays_low_rank, rank_at, thin_pays
 
-LEAST = 256
-"""Weights with fewer elements are not worth a codec."""
 FIRST_LOOKS, LOOK_EVERY = (1, 2, 5, 10), 20
 """Steps of this process before which adaptive compression looks at the link, first and from then on."""
 
@@ -139,7 +138,9 @@ class Channel:
         base = bases.get(segment.name)
         if base is not None and base.shape == shape:
             return base
-        most = torch.randn(columns, MORE * self.rank, generator=torch.Generator().manual_seed(columns)).to(device)
+        most = torch.randn(columns, RAMP_FACTOR * self.rank, generator=torch.Generator().manual_seed(columns)).to(
+            device
+        )
         first = most[:, : shape[1]].contiguous()  # of the same numbers at every rank, whichever a run is opened with
         return first if base is None else fitted(base, first).contiguous()
 
@@ -157,7 +158,7 @@ class Compressor:
         self.setting, self.axis, self.across, self.beside, self.device = setting, axis, across, beside, device
         self.axes = [a for a in (axis, across) if a is not None]
         self.names, self.warmup = names, warmup
-        self.adaptive, self.low_rank = setting.kind == "adaptive", setting.kind == "powersgd"
+        self.adaptive, self.low_rank = setting.entry.adaptive, setting.entry.low_rank
         first = parse_compression(LADDER[0]) if self.adaptive else setting
         self.way = way_of(first)
         self.holder = axis.rank + (across.rank * axis.size if across else 0)
@@ -333,9 +334,9 @@ class Compressor:
 
 def worth_it(setting: Compression, shape: torch.Size) -> bool:
     """Whether a weight is compressed at all: by the whole of it, so that every layout answers alike."""
-    if len(shape) < 2 or shape.numel() < LEAST:
+    if len(shape) < 2 or shape.numel() < MIN_COMPRESSED_ELEMENTS:
         return False
-    return setting.kind != "powersgd" or pays_low_rank(shape[0], shape[1:].numel(), int(setting.number))
+    return not setting.entry.low_rank or pays_low_rank(shape[0], shape[1:].numel(), int(setting.number))
 
 
 def over_tp(local: Tensor, master: Tensor) -> Tensor:

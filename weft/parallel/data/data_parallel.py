@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from weft.comm import Axis, Pending
 from weft.comm.algorithms import Start
+from weft.comm.axis import Axis, Pending
 from weft.comm.shards import local_of
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import Queue

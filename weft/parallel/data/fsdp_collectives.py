@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from weft.comm import Axis
-from weft.comm.axis import native_all_gather, native_reduce_scatter
+from weft.comm.axis import Axis, native_all_gather, native_reduce_scatter
 from weft.mesh import Mesh
 from weft.parallel.data.fsdp_internals import all_reduces, meter_gpu_waits
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from weft.comm import Meter
+from weft.comm.meter import Meter
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
 from weft.comm.algorithms import Start
+from weft.comm.axis import Axis
 from weft.comm.codecs import Integers
 from weft.comm.compressed_sum import sum_all
 from weft.comm.shards import like, local_of
 from weft.job.sync import Sync
+from weft.planner.engine_constants import QUANTIZATION_BLOCK
 
-CODECS = {"int8": Integers(8, 256, feedback=False), "int4": Integers(4, 256, feedback=False)}
+CODECS = {
+    "int8": Integers(8, QUANTIZATION_BLOCK, feedback=False),
+    "int4": Integers(4, QUANTIZATION_BLOCK, feedback=False),
+}
 """How weight differences are sent, by `train.sync.quantize`; rounded to nearest."""
 Tensors = dict[str, Tensor]
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 from weft.comm.shards import local_of
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import nothing
 from weft.parallel.expert.load import ExpertLoad
 from weft.parallel.pipeline.messages import Message, Wire, sent_by
 from weft.parallel.spread_model import Batch, LossOf, SpreadModel
-from weft.planner.schedules.registry import Action, Schedule
+from weft.planner.schedules.actions import Action, Schedule
 
 
 class Spans:

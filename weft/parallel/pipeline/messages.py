@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import Axis
-from weft.planner.schedules.registry import Action, Schedule
-
-AHEAD = 2
-"""Messages from one rank that may be on their way before they are needed."""
+from weft.comm.axis import Axis
+from weft.planner.engine_constants import PREFETCHED_MESSAGES
+from weft.planner.schedules.actions import Action, Schedule
 
 
 class Message(NamedTuple):
@@ -55,7 +53,7 @@ class Wire:
         self.local: dict[Message, Tensor] = {}
         self.outgoing: list[tuple[dist.Work, Tensor]] = []
         for source in self.coming:
-            for _ in range(AHEAD):
+            for _ in range(PREFETCHED_MESSAGES):
                 self._post(source)
 
     def _goes_here(self, message: Message, source: int) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weft.job.compression import KINDS
+from weft.job.compression import COMPRESSORS
 from weft.job.schema import Comm, Job, Memory
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.choose import choices
-from weft.planner.search.search import Bounds, Found
+from weft.planner.search.search import LayoutSearch, SearchResult
 
 SETTINGS = (
     ("precision", "precision", "fp8"), ("compression", "comm.compression", "bf16"),
@@ -40,22 +40,22 @@ def _taken(key: str, value: str) -> bool:
     """Whether a job can be written so: the estimate knows more settings than this version takes."""
     section, _, field = key.rpartition(".")
     if key == "comm.compression":
-        return value in KINDS
+        return value in COMPRESSORS
     return value in choices({"comm": Comm, "memory": Memory, "": Job}[section], field)
 
 
-def beyond(bounds: Bounds, found: Found) -> list[Gain]:
+def beyond(search: LayoutSearch, found: SearchResult) -> list[Gain]:
     """The winner's degrees with each setting in turn; all else is chosen again. The largest gain first."""
     one: Layouts = found.layouts.take([0])
-    device = found.scene.cluster.device
+    device = found.estimator.cluster.device
     gains = []
     for name, key, value in SETTINGS:
         if name == "precision" and (device is None or not device.peak_tflops.get(value)):
             continue
-        if value in getattr(bounds.space, name) or not _taken(key, value):
+        if value in getattr(search.space, name) or not _taken(key, value):
             continue
         same: dict[str, Any] = {axis: (int(getattr(one, axis)[0]),) for axis in ("pp", "tp", "cp", "ep")}
-        other = Bounds(bounds.space.restricted(**same, **{name: (value,)}), found.scene).find()
+        other = LayoutSearch(search.space.restricted(**same, **{name: (value,)}), found.estimator).find()
         if len(other) and other.times[0] < (1 - WORTH) * found.times[0]:
             seconds = float(other.times[0])
             gains.append(Gain(f"{key}={value}", seconds, float(other.peaks[0]), float(found.times[0]) / seconds - 1))

@@ -12,12 +12,12 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.advice.goodput import goodput
 from weft.planner.calibration import Calibration
-from weft.planner.estimate import OVERHEAD, POWER_SHARE
-from weft.planner.make_plan import Start, begin
+from weft.planner.estimate import POWER_OVERHEAD, POWER_SHARE
+from weft.planner.make_plan import PlanStart, start_plan
 from weft.planner.model.counts import count_parameters
 from weft.planner.own_calibration import own_calibration
-from weft.planner.search.choose import scene_for, space_for
-from weft.planner.search.search import Bounds
+from weft.planner.search.choose import estimator_for, plan_space
+from weft.planner.search.search import LayoutSearch
 
 SPOT_PER_DAY = 0.2
 """How often a day a spot machine is taken away, where the job does not say (cluster.failures.preemptions_per_day)."""
@@ -49,12 +49,12 @@ class Offer:
         }  # fmt: skip
 
 
-def compare_offers(start: Start, names: list[str], calibration: Calibration) -> list[Offer]:
+def compare_offers(start: PlanStart, names: list[str], calibration: Calibration) -> list[Offer]:
     """Plan the job on each offer, written NAME, NAME:spot, NAME:DEVICE or NAME:DEVICE:spot."""
     return [_offer(start, name, calibration) for name in names]
 
 
-def _offer(start: Start, said: str, calibration: Calibration) -> Offer:
+def _offer(start: PlanStart, said: str, calibration: Calibration) -> Offer:
     name, *rest = said.split(":")
     spot = "spot" in rest
     asked = next((word for word in rest if word != "spot"), None)
@@ -68,14 +68,16 @@ def _offer(start: Start, said: str, calibration: Calibration) -> Offer:
     if asked:
         changed |= {"memory_gib": None, "network": "auto"}
     job = start.job.model_copy(update={"cluster": start.job.cluster.model_copy(update=changed)})
-    tried = begin(job)
+    tried = start_plan(job)
     if tried.device != start.device:
         calibration = own_calibration(tried.device)
-    scene = scene_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
-    found = Bounds(space_for(tried.job, tried.plan, tried.world, False), scene).find()
+    estimator = estimator_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
+    found = LayoutSearch(plan_space(tried.job, tried.plan, tried.world, False), estimator).find()
     shown = Offer(said, device.name, price, spot, "", False, note=note)
     if len(found) == 0:
-        return replace(shown, note=f"needs {found.least_gib:.1f} of {scene.limit_gib:.1f} GiB", layout="none fits")
+        return replace(
+            shown, note=f"needs {found.smallest_gib:.1f} of {estimator.limit_gib:.1f} GiB", layout="none fits"
+        )
     seconds = float(found.times[0])
     counts = count_parameters(job.model)
     kept = goodput(failures, tried.world, nodes, counts.total if counts else 0, seconds, job.checkpoint.background)
@@ -83,7 +85,7 @@ def _offer(start: Start, said: str, calibration: Calibration) -> Offer:
     return replace(
         shown, fits=True, layout=found.layouts.plan(0, tried.plan).layout(), step_time_s=seconds, goodput=kept.share,
         days=hours / 24, usd=price * tried.world * hours,
-        kwh=tried.world * device.tdp_w * POWER_SHARE * OVERHEAD * hours / 1000,
+        kwh=tried.world * device.tdp_w * POWER_SHARE * POWER_OVERHEAD * hours / 1000,
     )  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def _own(device: Device, terms: dict[str, Any]) -> tuple[float, str]:
             "that in cluster.catalog"
         )
     hours = terms["years"] * 8760 * terms["utilisation"]
-    power = device.tdp_w / 1000 * POWER_SHARE * OVERHEAD * terms["usd_kwh"]
+    power = device.tdp_w / 1000 * POWER_SHARE * POWER_OVERHEAD * terms["usd_kwh"]
     each = _amount("own.capital_usd", each)
     note = f"{each:,.0f} USD over {terms['years']:g} years, {terms['usd_kwh']:g} USD a kWh"
     return each / hours + power, note

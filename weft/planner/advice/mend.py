@@ -11,12 +11,12 @@ from weft.hardware.catalog import DEVICES
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
-from weft.planner.make_plan import TRIES, Start, begin, finish, trained_here
+from weft.planner.make_plan import MAX_SEARCHES, PlanStart, complete_plan, runs_here, start_plan
 from weft.planner.own_calibration import own_calibration
-from weft.planner.search.choose import scene_for, settle, space_for
-from weft.planner.search.search import Bounds, Found, Scene
+from weft.planner.search.choose import estimator_for, keep_pinned, plan_space
+from weft.planner.search.search import Estimator, LayoutSearch, SearchResult
 from weft.planner.search.space import Space
-from weft.planner.search.survey import bill
+from weft.planner.search.survey import run_cost
 
 Idea = tuple[str, Job]
 
@@ -40,7 +40,7 @@ class Change:
         }  # fmt: skip
 
 
-def changes(start: Start, calibration: Calibration, number: int = 3) -> list[Change]:
+def changes(start: PlanStart, calibration: Calibration, number: int = 3) -> list[Change]:
     """The `number` cheapest changes that make a job fit: least money for the run, or least energy without prices."""
     works: list[Change] = []
     rest: list[Change] = []
@@ -58,45 +58,45 @@ def _cost(change: Change) -> tuple[bool, float]:
     return change.usd is None, change.kwh if change.usd is None else change.usd
 
 
-def _try(start: Start, what: str, job: Job, calibration: Calibration) -> Change | None:
+def _try(start: PlanStart, what: str, job: Job, calibration: Calibration) -> Change | None:
     try:
-        tried = begin(job)
+        tried = start_plan(job)
     except JobError:
         return None
     if tried.device != start.device:
         calibration = own_calibration(tried.device)
-    space = space_for(tried.job, tried.plan, tried.world, trained_here(tried))
-    scene = scene_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
-    found = _fitting(tried, space, scene)
+    space = plan_space(tried.job, tried.plan, tried.world, runs_here(tried))
+    estimator = estimator_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
+    found = _fitting(tried, space, estimator)
     if found is None:
         return None
     seconds = float(found.times[0])
     # the same tokens must be seen, in however short sequences
-    usd, kwh = bill(tried, found, seconds * start.job.data.seq_len / tried.job.data.seq_len, tried.world)
-    return Change(what, seconds, float(found.peaks[0]), scene.limit_gib, usd, kwh)
+    usd, kwh = run_cost(tried, found, seconds * start.job.data.seq_len / tried.job.data.seq_len, tried.world)
+    return Change(what, seconds, float(found.peaks[0]), estimator.limit_gib, usd, kwh)
 
 
-def _fitting(tried: Start, space: Space, scene: Scene) -> Found | None:
+def _fitting(tried: PlanStart, space: Space, estimator: Estimator) -> SearchResult | None:
     """The best that fits, by the engine's own count too."""
-    for _ in range(TRIES):
-        found = Bounds(space, scene).find()
+    for _ in range(MAX_SEARCHES):
+        found = LayoutSearch(space, estimator).find()
         if len(found) == 0:
             return None
         try:
-            _, plan = finish(tried, settle(tried.job, tried.plan, found.layouts.plan(0, tried.plan)), [])
+            _, plan = complete_plan(tried, keep_pinned(tried.job, tried.plan, found.layouts.plan(0, tried.plan)), [])
         except (JobError, FitError):
             return None
         more = found.outgrown(plan.predicted.get("memory_gib"))
         if more == 1:
             return found
-        scene = replace(scene, heavier=scene.heavier * more)
+        estimator = replace(estimator, heavier=estimator.heavier * more)
     return None
 
 
-def _ideas(start: Start) -> Iterator[list[Idea]]:
+def _ideas(start: PlanStart) -> Iterator[list[Idea]]:
     """Groups of changes, the best of each of which is told: what it is, and the job it makes."""
     nodes, world = start.job.cluster.nodes, start.world
-    given = begin(start.job).world != world  # by --nproc, which then must be changed with the nodes
+    given = start_plan(start.job).world != world  # by --nproc, which then must be changed with the nodes
     job = _with(start.job, "cluster", devices_per_node=world // nodes)
     free = job.model_copy(update={"parallel": "auto"})
 

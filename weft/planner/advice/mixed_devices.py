@@ -16,9 +16,9 @@ import numpy as np
 from weft.hardware.catalog import find_device
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
-from weft.planner.make_plan import Start, begin
-from weft.planner.search.choose import scene_for, space_for
-from weft.planner.search.search import Bounds, Found
+from weft.planner.make_plan import PlanStart, start_plan
+from weft.planner.search.choose import estimator_for, plan_space
+from weft.planner.search.search import LayoutSearch, SearchResult
 
 ROUNDS = 6
 """How often shares are set by the speeds found before."""
@@ -62,7 +62,7 @@ class Mixed:
         }  # fmt: skip
 
 
-def kinds(start: Start) -> list[Start]:
+def kinds(start: PlanStart) -> list[PlanStart]:
     """Each kind of device as a cluster of its own."""
     first = _alone(start.job, device=start.device.name, devices_per_node=start.world // start.job.cluster.nodes)
     others = [
@@ -70,7 +70,7 @@ def kinds(start: Start) -> list[Start]:
                devices_per_node=group.devices_per_node, memory_gib=group.memory_gib)
         for group in start.job.cluster.also
     ]  # fmt: skip
-    return [begin(job) for job in (first, *others)]
+    return [start_plan(job) for job in (first, *others)]
 
 
 def _alone(job: Job, **changed: Any) -> Job:
@@ -78,7 +78,7 @@ def _alone(job: Job, **changed: Any) -> Job:
     return job.model_copy(update={"cluster": cluster, "parallel": "auto"})
 
 
-def mixed(start: Start, calibration: Calibration) -> list[Mixed]:
+def mixed(start: PlanStart, calibration: Calibration) -> list[Mixed]:
     """Ways to use all kinds at once, the fastest first; empty where neither way fits."""
     each = kinds(start)
     alone = min(
@@ -90,22 +90,22 @@ def mixed(start: Start, calibration: Calibration) -> list[Mixed]:
     return sorted((way for way in ways if way is not None), key=lambda way: way.step_time_s)
 
 
-def _time(found: Found | None) -> float:
+def _time(found: SearchResult | None) -> float:
     return float(found.times[0]) if found is not None and len(found) else float("inf")
 
 
-def _best(start: Start, batch: int, calibration: Calibration, blocks: int | None = None) -> Found | None:
+def _best(start: PlanStart, batch: int, calibration: Calibration, blocks: int | None = None) -> SearchResult | None:
     if batch < 1:
         return None
     train = start.job.train.model_copy(update={"global_batch": batch})
     model = start.job.model.model_copy(update={"layers": blocks}) if blocks else start.job.model
     job = start.job.model_copy(update={"train": train, "model": model})
-    scene = scene_for(job, start.world, start.device, start.memory_gib, calibration)
-    bounds = Bounds(space_for(job, start.plan, start.world, False), scene)
-    return bounds.find() if bounds.size else None
+    estimator = estimator_for(job, start.world, start.device, start.memory_gib, calibration)
+    search = LayoutSearch(plan_space(job, start.plan, start.world, False), estimator)
+    return search.find() if search.size else None
 
 
-def _shares(each: list[Start], calibration: Calibration, alone: float) -> Mixed | None:
+def _shares(each: list[PlanStart], calibration: Calibration, alone: float) -> Mixed | None:
     """Sequences by speed: shares are set by what each kind took a sequence, until they stay."""
     batch = each[0].job.train.global_batch
     unit = [s.world for s in each]  # a share that its ranks divide evenly
@@ -138,21 +138,21 @@ def _rounded(batch: int, share: Any, unit: list[int]) -> list[int] | None:
     return sizes if sizes[0] > 0 else None
 
 
-def _between(found: list[Found | None], each: list[Start]) -> float:
+def _between(found: list[SearchResult | None], each: list[PlanStart]) -> float:
     """Averaging gradients between kinds: each holds them over all its ranks, and the slowest network carries them."""
-    model = found[0].scene.model if found[0] else None
+    model = found[0].estimator.model if found[0] else None
     if model is None:
         return 0.0
-    slowest = min(float(f.scene.cluster.levels[-1].gb_s) * s.world for f, s in zip(found, each, strict=True) if f)
+    slowest = min(float(f.estimator.cluster.levels[-1].gb_s) * s.world for f, s in zip(found, each, strict=True) if f)
     return float(2 * model.parameters * 4 / (slowest * 1e9))
 
 
-def _part(start: Start, found: Found, sequences: int, blocks: int) -> Part:
+def _part(start: PlanStart, found: SearchResult, sequences: int, blocks: int) -> Part:
     layout = found.layouts.plan(0, start.plan).layout()
     return Part(start.device.name, start.world, layout, sequences, blocks, float(found.times[0]), float(found.peaks[0]))
 
 
-def _stages(each: list[Start], calibration: Calibration, alone: float) -> Mixed | None:
+def _stages(each: list[PlanStart], calibration: Calibration, alone: float) -> Mixed | None:
     """Blocks by speed: one kind after the other in a pipeline, each in the best layout for the blocks it gets."""
     layers, batch = int(each[0].job.model.layers or 0), each[0].job.train.global_batch
     low, high = 1, layers - 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.job.schema import Job
-from weft.planner.describe import human
+from weft.planner.describe import human_count
 from weft.planner.model.counts import count_parameters
 
 CRITICAL = (22.91, 0.47, 512)
@@ -37,15 +37,16 @@ def tune(job: Job, world: int, tokens: float | None = None) -> list[Tuned]:
     counts = count_parameters(job.model)
     if counts is None:
         return []
-    seq = 1 if job.model.family == "mlp" else job.data.seq_len
+    seq = 1 if job.model.is_stack else job.data.seq_len
     budget = tokens or float(job.train.steps * job.train.global_batch * seq)
     out = []
     critical = CRITICAL[0] * (budget / 1e6) ** CRITICAL[1] * CRITICAL[2]
     batch = _batch(critical / seq, world)
     steps = max(1, round(budget / (batch * seq)))
-    why = f"{human(budget)} tokens allow about {human(critical)} tokens a step before more samples stop saving steps"
+    why = f"{human_count(budget)} tokens allow about {human_count(critical)} tokens a step before more samples stop "
+    why += "saving steps"
     out.append(Tuned("train.global_batch", batch, f"{why}; the nearest number of sequences that {world} ranks share"))
-    out.append(Tuned("train.steps", steps, f"{human(budget)} tokens in steps of {human(batch * seq)}"))
+    out.append(Tuned("train.steps", steps, f"{human_count(budget)} tokens in steps of {human_count(batch * seq)}"))
     compute = 6.0 * counts.active * budget
     rate = RATE[0] * compute ** RATE[1]
     rate = float(f"{min(rate, 6e-3):.2g}")
@@ -55,7 +56,7 @@ def tune(job: Job, world: int, tokens: float | None = None) -> list[Tuned]:
     out.append(Tuned("optim.warmup", warm, "1 % of the steps, at most 2,000: moments are noise before that"))
     if batch >= 4 * world and budget / (batch * seq) > 2000:
         first = _batch(batch / 4, world)
-        until = human(0.05 * budget)
+        until = human_count(0.05 * budget)
         why = f"start with {first} sequences and double twice until {until} tokens: early gradients agree, so small "
         why += "batches learn as much from each token"
         out.append(Tuned("ramp", {"from": first, "to": batch, "tokens": 0.05 * budget}, why))
@@ -68,10 +69,13 @@ def tune(job: Job, world: int, tokens: float | None = None) -> list[Tuned]:
     best = PER_PARAMETER * counts.active
     if not 0.5 < budget / best < 2:
         word = "fewer" if budget < best else "more"
-        out.append(Tuned("tokens", f"{budget:.3g}",
-                         f"{word} than the {human(best)} (20 a parameter) at which loss for the compute is lowest; "
-                         + ("a smaller model would learn more" if budget < best else "right where the model is used "
-                            "much, as training costs once")))  # fmt: skip
+        then = (
+            "a smaller model would learn more"
+            if budget < best
+            else ("right where the model is used much, as training costs once")
+        )
+        why = f"{word} than the {human_count(best)} (20 a parameter) at which loss for the compute is lowest; {then}"
+        out.append(Tuned("tokens", f"{budget:.3g}", why))
     return out
 
 

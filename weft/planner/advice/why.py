@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from weft.planner.search.candidates import RECOMPUTES, SCHEDULE_NAMES, Layouts
-from weft.planner.search.frontier import NEAR
-from weft.planner.search.search import Bounds, Found
+from weft.planner.schedules.registry import SCHEDULE_NAMES
+from weft.planner.search.candidates import RECOMPUTES, Layouts
+from weft.planner.search.frontier import TIME_TOLERANCE
+from weft.planner.search.search import LayoutSearch, SearchResult
 
 AXES = ("pp", "tp", "cp", "ep")
 TIME_WORDS = {
@@ -20,23 +21,23 @@ TIME_WORDS = {
 """What the parts of a step's time are called."""
 
 
-def reasons(bounds: Bounds, found: Found, pinned: bool = False) -> list[str]:
+def reasons(search: LayoutSearch, found: SearchResult, pinned: bool = False) -> list[str]:
     """A sentence for each choice that is not the plainest."""
     one = found.layouts.take([0])
-    best, limit = float(found.times[0]), found.scene.limit_gib
-    said = [] if pinned else [*_axes(bounds, one, best, limit), *_data(bounds, one, best, limit, float(found.peaks[0]))]
-    said += _recompute(bounds, one, best, limit)
-    return said if pinned else [*said, *_schedule(bounds, one, best, limit), *_unused(bounds, one, best)]
+    best, limit = float(found.times[0]), found.estimator.limit_gib
+    said = [] if pinned else [*_axes(search, one, best, limit), *_data(search, one, best, limit, float(found.peaks[0]))]
+    said += _recompute(search, one, best, limit)
+    return said if pinned else [*said, *_schedule(search, one, best, limit), *_unused(search, one, best)]
 
 
-def _unused(bounds: Bounds, one: Layouts, best: float) -> list[str]:
+def _unused(search: LayoutSearch, one: Layouts, best: float) -> list[str]:
     """What the axes that the winner leaves out would cost."""
     words = []
     for axis in AXES:
-        only: dict[str, Any] = {axis: tuple(d for d in getattr(bounds.space, axis) if d > 1)}
+        only: dict[str, Any] = {axis: tuple(d for d in getattr(search.space, axis) if d > 1)}
         if int(getattr(one, axis)[0]) > 1 or not only[axis]:
             continue
-        other = bounds.find(**only)
+        other = search.find(**only)
         if len(other):
             words.append(f"{axis} (best {percent(max(0.0, float(other.times.min()) / best - 1))} slower)")
         elif other.size:
@@ -44,79 +45,79 @@ def _unused(bounds: Bounds, one: Layouts, best: float) -> list[str]:
     return [f"left out: {', '.join(words)}"] if words else []
 
 
-def _instead(bounds: Bounds, best: float, limit: float, **only: Any) -> str | None:
+def _instead(search: LayoutSearch, best: float, limit: float, **only: Any) -> str | None:
     """What the best layout under a condition lacks; None where it lacks nothing."""
     fine = only.pop("fine", None)
-    other = bounds.find(fine=fine, **only)
+    other = search.find(fine=fine, **only)
     if len(other) == 0:
         if other.size == 0:
             return None
-        return f"would need {gib(other.least_gib)} of {gib(limit)} GiB"
+        return f"would need {gib(other.smallest_gib)} of {gib(limit)} GiB"
     slower = float(other.times.min()) / best - 1
-    if slower < -NEAR:
+    if slower < -TIME_TOLERANCE:
         return None
-    if slower < NEAR:
+    if slower < TIME_TOLERANCE:
         return "would be as fast, and less plain"
     return f"would be {percent(slower)} slower ({short(other.layouts, 0)})"
 
 
-def _axes(bounds: Bounds, one: Layouts, best: float, limit: float) -> list[str]:
+def _axes(search: LayoutSearch, one: Layouts, best: float, limit: float) -> list[str]:
     said = []
     for axis in AXES:
         degree = int(getattr(one, axis)[0])
-        if degree == 1 or (axis == "ep" and not bounds.space.experts):
+        if degree == 1 or (axis == "ep" and not search.space.experts):
             continue
-        lacks = _instead(bounds, best, limit, **{axis: (1,)})
+        lacks = _instead(search, best, limit, **{axis: (1,)})
         said.append(
             f"{axis} {degree}: without it a step {lacks}" if lacks else f"{axis} {degree}: the batch asks for it"
         )
     return said
 
 
-def _data(bounds: Bounds, one: Layouts, best: float, limit: float, peak: float) -> list[str]:
+def _data(search: LayoutSearch, one: Layouts, best: float, limit: float, peak: float) -> list[str]:
     shard, replicate, zero = int(one.dp_shard[0]), int(one.dp_replicate[0]), int(one.zero[0])
     if shard == 1:
         if replicate == 1:
             return []
         return [f"dp_replicate {replicate}: a whole copy and its activations take {gib(peak)} of {gib(limit)} GiB, "
                 "and replicas talk least"]  # fmt: skip
-    lacks = _instead(bounds, best, limit, dp_shard=(1,))
+    lacks = _instead(search, best, limit, dp_shard=(1,))
     said = [f"dp_shard {shard} (zero {zero}): whole copies {lacks or 'would not divide the batch'}"]
-    if zero > 1 and (lacks := _instead(bounds, best, limit, dp_shard=(shard,), zero=tuple(range(1, zero)))):
+    if zero > 1 and (lacks := _instead(search, best, limit, dp_shard=(shard,), zero=tuple(range(1, zero)))):
         said.append(f"zero {zero}: a lower stage {lacks}")
-    if replicate > 1 and (lacks := _instead(bounds, best, limit, dp_replicate=(1,))):
+    if replicate > 1 and (lacks := _instead(search, best, limit, dp_replicate=(1,))):
         said.append(f"dp_replicate {replicate}: one group of shards {lacks}")
     return said
 
 
-def _recompute(bounds: Bounds, one: Layouts, best: float, limit: float) -> list[str]:
+def _recompute(search: LayoutSearch, one: Layouts, best: float, limit: float) -> list[str]:
     code, blocks = int(one.recompute[0]), int(one.recompute_blocks[0])
-    space = bounds.space
+    space = search.space
     if code == 0 or len(space.recompute) == 1:
         return []
     same = {a: (int(getattr(one, a)[0]),) for a in ("pp", "tp", "cp", "dp_shard", "dp_replicate", "zero", "microbatch")}
     fine = space.restricted(recompute=space.recompute[: space.recompute.index(RECOMPUTES[code])], by_block=False)
-    lacks = _instead(bounds, best, limit, fine=fine, **same)
+    lacks = _instead(search, best, limit, fine=fine, **same)
     what = f"{blocks} blocks of each stage" if blocks >= 0 else RECOMPUTES[code]
     return [f"recompute {what}: with less the same layout {lacks}"] if lacks else []
 
 
-def _schedule(bounds: Bounds, one: Layouts, best: float, limit: float) -> list[str]:
+def _schedule(search: LayoutSearch, one: Layouts, best: float, limit: float) -> list[str]:
     name = SCHEDULE_NAMES[int(one.schedule[0])]
     if int(one.pp[0]) == 1 or name == "1f1b":
         return []
     same = {a: (int(getattr(one, a)[0]),) for a in ("pp", "tp", "cp", "dp_shard", "dp_replicate")}
-    lacks = _instead(bounds, best, limit, fine=bounds.space.restricted(schedules=(("1f1b", (1,)),)), **same)
+    lacks = _instead(search, best, limit, fine=search.space.restricted(schedules=(("1f1b", (1,)),)), **same)
     return [f"{name}: 1f1b with the same degrees {lacks}"] if lacks else []
 
 
-def compare(found: Found, layouts: Layouts, i: int) -> str:
+def compare(found: SearchResult, layouts: Layouts, i: int) -> str:
     """What layout i lacks beside the winner: how much slower, and where the time goes."""
     both = Layouts.join([found.layouts.take([0]), layouts.take([i])])
-    made = found.scene.estimate(both)
+    made = found.estimator.estimate(both)
     times = np.asarray(made.step_time_s)
     gap = float(times[1] / times[0] - 1)
-    if abs(gap) < NEAR:
+    if abs(gap) < TIME_TOLERANCE:
         more = float(made.peak_gib[1] - made.peak_gib[0])
         return f"as fast, {'needs ' + gib(more) + ' GiB more' if more > 0.05 else 'but less plain'}"
     parts = {name: float(v[1] - v[0]) for name, v in made.time.items() if np.ndim(v)}

@@ -12,12 +12,13 @@ import numpy as np
 from weft.job.errors import JobError
 from weft.planner.advice.why import TIME_WORDS, gib, percent, seconds
 from weft.planner.plan import AXES
+from weft.planner.rules.arithmetic import divisors
 from weft.planner.rules.layout_syntax import parse_layout
-from weft.planner.rules.table import RULES, divisors
-from weft.planner.schedules.registry import SCHEDULES
-from weft.planner.search.candidates import SCHEDULE_NAMES, Layouts
-from weft.planner.search.search import Bounds
-from weft.planner.search.space import space_of
+from weft.planner.rules.table import TP_RULES
+from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.search.candidates import Layouts
+from weft.planner.search.search import LayoutSearch
+from weft.planner.search.space import job_space
 from weft.planner.search.survey import Survey
 
 SETTINGS = ("dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "microbatch")
@@ -32,8 +33,8 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
         return {**answer, "verdict": "cannot be", "because": broken}
     if "microbatches" in named:
         only["accumulation"] = (named["microbatches"],)
-    bounds = _open(made, named)
-    space = bounds.space
+    search = _open(made, named)
+    space = search.space
     if not space.experts:
         only.pop("ep", None)
     if "schedule" in named or "virtual_stages" in named:
@@ -42,15 +43,15 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
         space = space.restricted(cp_style=(named["cp_style"],))
     if "recompute" in named:
         space = space.restricted(recompute=(named["recompute"],), by_block=False)
-    found = bounds.find(fine=space, **only)
+    found = search.find(fine=space, **only)
     if found.size == 0:
         return {**answer, "verdict": "cannot be", "because": _no_product(made, named)}
     if len(found) == 0:
-        need, limit = found.least_gib, bounds.scene.limit_gib
-        parts = bounds.scene.estimate(found.frugal).memory
+        need, limit = found.smallest_gib, search.estimator.limit_gib
+        parts = search.estimator.estimate(found.smallest).memory
         worst = max(parts, key=lambda name: float(np.ravel(parts[name])[0]))
         most = float(np.ravel(parts[worst])[0])
-        because = f"its most frugal form, {found.frugal.plan(0).layout()}, needs {gib(need)} GiB of {gib(limit)}: "
+        because = f"its most frugal form, {found.smallest.plan(0).layout()}, needs {gib(need)} GiB of {gib(limit)}: "
         because += f"{gib(need - limit)} too many, {gib(most)} of them {worst}"
         return {**answer, "verdict": "does not fit", "peak_memory_gib": need, "because": because}
     if not made.fits:
@@ -59,7 +60,7 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
 
 
 def _beside(made: Survey, other: Layouts) -> dict[str, Any]:
-    both = made.found.scene.estimate(Layouts.join([made.found.layouts.take([0]), other]))
+    both = made.found.estimator.estimate(Layouts.join([made.found.layouts.take([0]), other]))
     times, peaks = np.asarray(both.step_time_s), np.asarray(both.peak_gib)
     gap = float(times[1] / times[0] - 1)
     layout = other.plan(0).layout()
@@ -106,21 +107,21 @@ def _named(text: str) -> dict[str, Any]:
 def _schedules(named: dict[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The schedules a person may have meant, each with the stages a rank that it can have."""
     said = named.get("schedule")
-    names = {None: SCHEDULE_NAMES, "zero-bubble": ("zb-h1", "zbv")}.get(said, (str(said),))
+    names = SCHEDULE_NAMES if said is None else tuple(SCHEDULES[said].stands_for.values()) or (said,)
     stages = (named["virtual_stages"],) if "virtual_stages" in named else tuple(range(1, 9))
-    return tuple((n, tuple(s for s in stages if s in (SCHEDULES[n].allowed or stages))) for n in names)
+    return tuple((n, tuple(s for s in stages if s in (SCHEDULES[n].allowed_stages or stages))) for n in names)
 
 
-def _open(made: Survey, named: dict[str, Any]) -> Bounds:
+def _open(made: Survey, named: dict[str, Any]) -> LayoutSearch:
     """The bounds to look in: the survey's, or of everything where the job or the search left out what was asked for."""
-    job, plan, space = made.job, made.start.plan, made.bounds.space
-    everything = space_of(job, made.start.world, plan.precision)
+    job, plan, space = made.job, made.start.plan, made.search.space
+    everything = job_space(job, made.start.world, plan.precision)
     if (cp := named.get("cp", 1)) not in everything.cp and everything.heads:
         everything = everything.restricted(cp=(cp,))
     left_out = [axis for axis in ("pp", "tp", "cp", "ep") if named.get(axis, 1) not in getattr(space, axis)]
     if job.parallel == "auto" and not left_out and space.dp is None:
-        return made.bounds
-    return Bounds(everything, made.bounds.scene)
+        return made.search
+    return LayoutSearch(everything, made.search.estimator)
 
 
 def _broken(made: Survey, named: dict[str, Any]) -> str | None:
@@ -129,9 +130,9 @@ def _broken(made: Survey, named: dict[str, Any]) -> str | None:
         if named.get(name, 1) < 1:
             return f"{name}={named[name]} is less than 1"
     if named.get("ep", 1) > 1 and made.job.model.experts is None:
-        return f"ep={named['ep']} cuts experts, and the model has none"
+        return f"ep={named['ep']} distributes experts, and the model has none"
     tried = replace(made.plan, dp_replicate=1, dp_shard=1, **{"tp": 1, "cp": 1, "pp": 1, **degrees})
-    said = [text for rule in RULES if rule.__name__.startswith("_tp") and (text := rule(made.job, tried))]
+    said = [text for rule in TP_RULES if (text := rule(made.job, tried))]
     return said[0] if said else None
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from weft.job.schema import Model
 from weft.planner.memory.experts import Mixture, routed_backward, routed_forward
 from weft.planner.memory.tape import (
-    FLOAT,
+    FP32_BYTES,
     Passing,
     Sizes,
     Tape,
@@ -56,13 +56,13 @@ def _block_forward(t: Tape, m: Model, z: Sizes, mix: Mixture | None) -> None:
     q, k = ("qn", "kn") if m.qk_norm else ("q", "k")
     if m.positions == "rope":
         for name, wide in ((q, z.heads), (k, z.kv)):
-            copy = FLOAT if z.c < FLOAT else 0
-            t.flash(z.tokens * wide * (copy + 2.5 * FLOAT))
+            copy = FP32_BYTES if z.c < FP32_BYTES else 0
+            t.flash(z.tokens * wide * (copy + 2.5 * FP32_BYTES))
             t.take(**{f"{name}r": z.tokens * wide * z.c})
         for name in (q, k):
             if not (m.qk_norm and z.fused):
                 t.drop(name)
-    t.take(y=z.tokens * z.heads * z.c, lse=z.tokens * z.scores * FLOAT)
+    t.take(y=z.tokens * z.heads * z.c, lse=z.tokens * z.scores * FP32_BYTES)
     leave(t, z, "o")
     t.drop("n0")
     t.take(x1=z.rows * z.dim * z.c)
@@ -136,9 +136,9 @@ def _block_backward(t: Tape, m: Model, z: Sizes, mix: Mixture | None) -> None:
     roped = m.positions == "rope"
     t.drop("da", "y", "lse", "v", f"{q}r" if roped else q, f"{k}r" if roped else k)
     if roped:
-        copy = FLOAT if z.c < FLOAT else 0
+        copy = FP32_BYTES if z.c < FP32_BYTES else 0
         for width in (z.kv, z.heads):
-            t.flash(z.tokens * width * (copy + 2.5 * FLOAT))
+            t.flash(z.tokens * width * (copy + 2.5 * FP32_BYTES))
     if m.qk_norm:
         for name, grad, width in (("kn", "dk", z.kv), ("qn", "dq", z.heads)):
             norm_backward(t, m, z, name, grad, z.tokens * width / (m.head_dim or 1), m.head_dim or 1)
@@ -170,10 +170,10 @@ def head_passing(m: Model, z: Sizes, vocab: float, targets: float, chunk: int) -
     one = rows * vocab
     weight = vocab * z.dim
     alone = chunks == 1  # then the product is the gradient, and no wider sum is made
-    tape.take(dx=targets * z.dim * z.c, dw=0.0 if alone else weight * FLOAT)
-    mixed = z.c < FLOAT
+    tape.take(dx=targets * z.dim * z.c, dw=0.0 if alone else weight * FP32_BYTES)
+    mixed = z.c < FP32_BYTES
     before = one * z.c if targets > rows else 0.0  # the gradient of the chunk before is still there
-    tape.flash(before + one * (2 * FLOAT + (z.c if mixed else 0)))
+    tape.flash(before + one * (2 * FP32_BYTES + (z.c if mixed else 0)))
     if alone:
         tape.flash(one * z.c + weight * z.c)
         tape.drop("dw")
@@ -188,7 +188,7 @@ def head_passing(m: Model, z: Sizes, vocab: float, targets: float, chunk: int) -
     start = tape.peak = tape.live
     tape.drop("dw")  # counted with the weights' gradients from here on
     tape.take(dn=0.0)
-    if m.family == "vit":
+    if m.is_classifier:
         tape.drop("dx")
         tape.take(dx=z.tokens * z.dim * z.c)
     out_of_region_backward(tape, z, "dx")

@@ -7,8 +7,8 @@ attention asks for, and computes the rest of a block again inside the fused kern
 from __future__ import annotations
 
 from weft.job.schema import Job, Model
-from weft.planner.engine_constants import FP8_CHUNKS, LOGITS_BYTES
-from weft.planner.memory.rank_bytes import states_of, width
+from weft.planner.engine_constants import FP8_LOGITS_CHUNKS, LOGITS_BYTES
+from weft.planner.memory.rank_bytes import compute_bytes, states_of
 from weft.planner.memory.recompute import recomputed_share, selective_elements
 from weft.planner.plan import Plan
 
@@ -19,7 +19,7 @@ WORKSPACE = 0.3 * GIB
 
 def compiled_memory(job: Job, plan: Plan) -> dict[str, float]:
     """GiB by part of one rank: at the loss, when every block's activations are kept, or while a block goes back."""
-    model, wide = job.model, width(plan)
+    model, wide = job.model, compute_bytes(plan)
     states = states_of(job, plan, 0)
     assert states is not None
     tokens = plan.microbatch * job.data.seq_len
@@ -74,5 +74,5 @@ def loss_bytes(model: Model, plan: Plan, wide: int, tokens: float) -> float:
     chunks = max(1, -(-logits // LOGITS_BYTES["cuda"]))
     if not plan.fp8.get("head"):
         return logits / chunks + head * (wide + 4 * (chunks > 1))
-    held = min(logits / wide, FP8_CHUNKS * LOGITS_BYTES["cuda"])
+    held = min(logits / wide, FP8_LOGITS_CHUNKS * LOGITS_BYTES["cuda"])
     return logits / chunks * (1 + 1 / wide) + held + head * (2 + 4 * (held < logits / wide))

@@ -10,7 +10,7 @@ from weft.planner.plan import Plan
 
 EXPERT_AXES = ("ep", "ep_near", "ep_far", "ep_shard", "expert_replicate")
 """The same ranks as experts see them (mesh.py); an axis that is one of the others as well goes by the other's name."""
-INDEX = 8
+INDEX_BYTES = 8
 """Bytes of a count or a place."""
 
 
@@ -29,20 +29,20 @@ def expert_bytes(job: Job, plan: Plan, stage: int, out: dict[str, Counter[str]])
     if plan.ep > 1:
         trips = plan.accumulation * blocks * (6 if again else 4)  # there and back, in each pass
         for axis in ("ep",) if plan.ep_hop == 1 else ("ep_near", "ep_far"):
-            out[axis]["all_to_all"] += trips * tokens * e.top_k * size + passes * e.count * INDEX
+            out[axis]["all_to_all"] += trips * tokens * e.top_k * size + passes * e.count * INDEX_BYTES
     if plan.tp > 1 and not plan.sequence:  # parts of the tokens are joined going out, and their gradients going back
         out["tp"]["all_gather"] += 2 * plan.accumulation * blocks * tokens * plan.tp * size
     parts = [(axis, degree) for axis, degree in (("tp", plan.tp), ("cp", plan.cp)) if degree > 1]
     if e.aux_scope == "sequence" and (e.balance == "aux" if e.aux_weight is None else e.aux_weight > 0):
         for axis, _ in parts:
-            out[axis]["all_reduce"] += passes * plan.microbatch * e.count * INDEX
+            out[axis]["all_reduce"] += passes * plan.microbatch * e.count * INDEX_BYTES
     if e.capacity is not None:
         for axis, degree in parts:
             seq *= degree
-            out[axis]["all_gather"] += passes * seq * (plan.microbatch * e.top_k + 1) * INDEX
+            out[axis]["all_gather"] += passes * seq * (plan.microbatch * e.top_k + 1) * INDEX_BYTES
 
 
 def load_bytes(job: Job) -> int:
     """Of every step: tokens by block and expert, those dropped, and two losses, summed over all ranks."""
     e = job.model.experts
-    return 0 if e is None else INDEX * max(0, (job.model.layers or 0) - e.first_dense) * (e.count + 3)
+    return 0 if e is None else INDEX_BYTES * max(0, (job.model.layers or 0) - e.first_dense) * (e.count + 3)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.job.schema import Experts, Job, Model
-from weft.planner.memory.tape import FLOAT, Sizes, Tape, keeps_input, norm
+from weft.planner.memory.tape import FP32_BYTES, Sizes, Tape, keeps_input, norm
 from weft.planner.plan import Plan
 
-INDEX = 8
+INDEX_BYTES = 8
 """Bytes of a number that says where something is."""
 
 
@@ -63,10 +63,10 @@ def routed_forward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
         t.take(part=token)
     _route(t, z, mix)
     copies = 1 if z.fused else 2  # a CPU puts together what each expert's product gives
-    t.flash(x + mix.uses * INDEX)
+    t.flash(x + mix.uses * INDEX_BYTES)
     t.take(sent=x)
     if mix.ep:
-        t.take(arrived=x, trip=2 * mix.uses * INDEX)
+        t.take(arrived=x, trip=2 * mix.uses * INDEX_BYTES)
         _shared_forward(t, m, z, mix)
         t.take(rows=x, lent=_lent(m, z, mix))
     t.flash(copies * h)
@@ -102,9 +102,9 @@ def routed_forward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
     t.drop("y", "joined", "sum")
     if not keeps_input(m, z):
         t.drop("x1")
-    if not mix.shared and (mix.cut or z.c < FLOAT):  # nobody else has kept it
+    if not mix.shared and (mix.cut or z.c < FP32_BYTES):  # nobody else has kept it
         t.drop("n2")
-    if z.c < FLOAT:
+    if z.c < FP32_BYTES:
         t.drop("part")
 
 
@@ -116,20 +116,20 @@ def _lent(m: Model, z: Sizes, mix: Mixture) -> float:
 def _route(t: Tape, z: Sizes, mix: Mixture) -> None:
     """The router in fp32, and who goes where."""
     e = mix.experts
-    scores = mix.tokens * e.count * FLOAT
-    if z.c < FLOAT:
-        t.take(wide=mix.tokens * z.dim * FLOAT, matrix=e.count * z.dim * FLOAT)
+    scores = mix.tokens * e.count * FP32_BYTES
+    if z.c < FP32_BYTES:
+        t.take(wide=mix.tokens * z.dim * FP32_BYTES, matrix=e.count * z.dim * FP32_BYTES)
     t.take(logits=scores, scores=scores)
     if e.balance == "bias":
         t.take(ranked=scores)
     t.flash(mix.uses * e.count + 2 * scores)
     # which score, its value, whether it counts, its share, the weight as the experts' results are multiplied by it
-    t.take(choice=mix.uses * (INDEX + FLOAT + 1 + FLOAT + z.c))
+    t.take(choice=mix.uses * (INDEX_BYTES + FP32_BYTES + 1 + FP32_BYTES + z.c))
     if not e.z_weight:
         t.drop("logits")
     t.drop("ranked")
-    t.take(order=2 * mix.uses * INDEX)
-    t.flash(3 * mix.uses * INDEX)
+    t.take(order=2 * mix.uses * INDEX_BYTES)
+    t.flash(3 * mix.uses * INDEX_BYTES)
 
 
 def _shared_forward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
@@ -230,8 +230,8 @@ def routed_backward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
     t.flash(x)
     t.take(dn=token)
     t.drop("dx")
-    scores = mix.tokens * mix.experts.count * FLOAT
-    t.flash(3 * scores + (token * (1 + FLOAT / z.c) if z.c < FLOAT else token))
+    scores = mix.tokens * mix.experts.count * FP32_BYTES
+    t.flash(3 * scores + (token * (1 + FP32_BYTES / z.c) if z.c < FP32_BYTES else token))
     t.drop("scores", "logits", "choice", "order", "wide", "matrix", "part")
     if mix.cut:
         t.flash(2 * z.tokens * z.dim * z.c)

@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.job.compression import COMPRESSORS
 from weft.planner.calibration import Calibration
 from weft.planner.model.facts import ModelFacts, Size
-from weft.planner.search.candidates import COMPRESSIONS, OFFLOADS, RECOMPUTES, SCHEDULE_NAMES, Layouts
-from weft.planner.time.compression import owed_bytes
+from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts
+from weft.planner.time.compression import residual_bytes
 from weft.planner.time.pipeline import stage_layers
 
 GIB = 2**30
 HOST_SHARE, HOST_GIB = 0.7, 128.0
 """What parked activations may take of a host's memory for one device, as hosts of large GPUs have it."""
-BUCKET = 1e8
+MAX_BUCKET_ELEMENTS = 1e8
 """Gradients that travel together, at most: two buckets of the usual 25 to 200 MB."""
-ADAPTERS = 0.01
+ADAPTER_SHARE = 0.01
 """Trained weights of an adapter run, over all."""
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "reserve")
 
 
-def hold(model: ModelFacts, layouts: Layouts, cal: Calibration) -> dict[str, Size]:
+def memory_by_part(model: ModelFacts, layouts: Layouts, cal: Calibration) -> dict[str, Size]:
     """Bytes by part, of whichever of the first and the last rank of a pipeline holds more."""
-    first, last = stage(model, layouts, cal, 0), stage(model, layouts, cal, layouts.pp - 1)
+    first, last = stage_memory(model, layouts, cal, 0), stage_memory(model, layouts, cal, layouts.pp - 1)
     heavier = sum(last.values()) > sum(first.values())
     return {part: np.where(heavier, last[part], first[part]) for part in PARTS}
 
@@ -36,7 +38,8 @@ def weights(model: ModelFacts, layouts: Layouts, index: Size) -> tuple[Size, Siz
     """Weights of the pipeline's rank `index`, one tensor-parallel slice: those all ranks share, and its experts."""
     layers = _layers(model, layouts, index)
     first, last = index == 0, index == layouts.pp - 1
-    back = layouts.schedule == SCHEDULE_NAMES.index("zbv")  # its last stage comes back to the first rank
+    last_on_first = np.array([SCHEDULES[name].last_stage_on_first_rank for name in SCHEDULE_NAMES])
+    back = last_on_first[layouts.schedule]
     has_head = np.where(back & (layouts.pp > 1), first, last)
     ends = np.where(first, model.embedding, 0) + np.where(has_head, model.head, 0)
     # tied weights stand on both ends of a pipeline
@@ -51,7 +54,7 @@ def _layers(model: ModelFacts, layouts: Layouts, index: Size) -> Size:
     return np.where(layouts.pp > 1, (layouts.virtual_stages - 1) * most + np.where(last, end, most), model.layers)
 
 
-def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) -> dict[str, Size]:
+def stage_memory(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) -> dict[str, Size]:
     """Bytes by part on a rank that stands at `index` in its pipeline."""
     shared, experts = weights(model, layouts, index)
     fp32 = layouts.precision == 0
@@ -59,7 +62,7 @@ def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) ->
     master = np.where(fp32, 0.0, cal.master_bytes)
     shard = np.where(layouts.zero > 0, layouts.dp_shard * layouts.cp, 1)
     expert_shard = np.maximum(shard * layouts.tp / layouts.ep, 1)
-    trained = np.where(np.asarray(model.frozen) > 0, ADAPTERS, 1.0)
+    trained = np.where(np.asarray(model.frozen) > 0, ADAPTER_SHARE, 1.0)
     z3, z2 = layouts.zero == 3, layouts.zero >= 2
 
     def cut(bytes_each: Size, when: Size) -> Size:
@@ -75,9 +78,9 @@ def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) ->
     ends = np.where(layouts.pp > 1, 0, model.embedding)
     unit = np.maximum(model.block_shared + model.block_experts / layouts.ep, ends) / layouts.tp
     gathered = np.where(z3 & (shard > 1), 2 * unit * (compute + cal.gradient_bytes / 2), 0.0)
-    bucket = np.where(layouts.dp > 1, np.minimum(shared, BUCKET) * cal.gradient_bytes, 0.0)
-    bucket = bucket * np.where(layouts.compression == COMPRESSIONS.index("none"), 1.0, 1.25)
-    bucket = bucket + (shared + experts) * trained * owed_bytes(layouts)
+    bucket = np.where(layouts.dp > 1, np.minimum(shared, MAX_BUCKET_ELEMENTS) * cal.gradient_bytes, 0.0)
+    bucket = bucket * np.where(layouts.compression == COMPRESSORS.names().index("none"), 1.0, 1.25)
+    bucket = bucket + (shared + experts) * trained * residual_bytes(layouts)
     activations = activation_bytes(model, layouts, cal, _layers(model, layouts, index), index)
     tokens = layouts.microbatch * model.seq_len / layouts.cp * model.head_share
     count = tokens * model.vocab / layouts.tp
@@ -91,15 +94,11 @@ def stage(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) ->
     }  # fmt: skip
 
 
-def waiting(layouts: Layouts, index: Size) -> Size:
+def microbatches_in_flight(layouts: Layouts, index: Size) -> Size:
     """Microbatches whose activations the pipeline's rank `index` holds at once, each over all of its blocks."""
     pp, count, v = layouts.pp, layouts.accumulation, layouts.virtual_stages
-    deep = pp - index
-    table = {
-        "1f1b": deep, "interleaved-1f1b": (pp * (v - 1) + 1 + 2 * (deep - 1)) / v, "zb-h1": np.minimum(pp, deep + 1),
-        "zbv": pp, "dualpipe-v": pp + 1, "gpipe": count, "naive": np.ones(len(layouts)),
-    }  # fmt: skip
-    held = np.choose(layouts.schedule, [np.asarray(table[name], float) + 0 * pp for name in SCHEDULE_NAMES])
+    each = [np.asarray(SCHEDULES[name].in_flight(pp, v, index, count), float) + 0 * pp for name in SCHEDULE_NAMES]
+    held = np.choose(layouts.schedule, each)
     return np.where(pp > 1, np.minimum(held, count), 1.0)
 
 
@@ -131,10 +130,10 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
     working = np.where(layouts.recompute == RECOMPUTES.index("full"), with_scores, 0.0) + 2 * entry
     parked = layouts.offload == OFFLOADS.index("activations")
     held = np.where(parked, 2 * block, held)
-    usual = cal.activation * (held * waiting(layouts, index) + working)
+    usual = cal.activation * (held * microbatches_in_flight(layouts, index) + working)
     if not cal.chunk_tokens:
         return usual
-    least = size * tokens * (model.dim + q) / tp * layers * waiting(layouts, index)
+    least = size * tokens * (model.dim + q) / tp * layers * microbatches_in_flight(layouts, index)
     least = np.where(parked, np.maximum(0.0, least - HOST_SHARE * HOST_GIB * GIB), least)
     shards = size * tokens * (6 * model.dim + 4 * q + 4 * kv) / tp
     return np.where(model.seq_len / layouts.cp > cal.chunk_tokens, least + shards, usual)

@@ -11,8 +11,8 @@ from weft.planner.memory.compiled import compiled_memory
 from weft.planner.memory.peak import peak_parts
 from weft.planner.memory.rank_bytes import traffic_of
 from weft.planner.plan import Plan
-from weft.planner.sync import exchange_bytes, inside, outer_gib
-from weft.planner.time.compression_warmup import age, ages
+from weft.planner.sync import exchange_bytes, one_replica, outer_state_gib
+from weft.planner.time.compression_warmup import age, age_ranges
 
 GIB = 2**30
 RUNTIME_GIB = {"cpu": 0.35, "cuda": 0.0}
@@ -23,12 +23,12 @@ def predict_memory(job: Job, plan: Plan) -> dict[str, float]:
     """GiB by part of the fullest rank; empty for a person's own module, whose size is not known before it is built."""
     if job.model.module:
         return {}
-    found = _parts(job, inside(plan)) | {"runtime_gib": RUNTIME_GIB[plan.device]}
-    found["states_gib"] += outer_gib(job, plan)
+    found = _parts(job, one_replica(plan)) | {"runtime_gib": RUNTIME_GIB[plan.device]}
+    found["states_gib"] += outer_state_gib(job, plan)
     return {"memory_gib": sum(found.values()), **found}
 
 
-def counts(job: Job, plan: Plan) -> bool:
+def is_counted(job: Job, plan: Plan) -> bool:
     """Whether this count is Weft's own; some of experts, and cp in a pipeline, only the estimate (hold.py) can cut."""
     unknown = job.model.experts is not None and not _walked(plan)
     return not (job.model.module or unknown or (plan.cp > 1 and plan.pp > 1))
@@ -65,13 +65,13 @@ def _parts(job: Job, plan: Plan) -> dict[str, float]:
 def communication_bytes(job: Job, plan: Plan) -> dict[str, float]:
     """Bytes one rank of the pipeline's middle hands to collectives in a step, by axis, in the mean over the run;
     received messages apart."""
-    return _within(job, inside(plan), run_ages(job, plan)) | exchange_bytes(job, plan)
+    return _within(job, one_replica(plan), run_age_ranges(job, plan)) | exchange_bytes(job, plan)
 
 
-def last_bytes(job: Job, plan: Plan) -> dict[str, float]:
+def last_step_bytes(job: Job, plan: Plan) -> dict[str, float]:
     """The same in the run's last step."""
     last = [(1.0, age(job.train.steps - 1, plan.compression_warmup))]
-    return _within(job, inside(plan), last) | exchange_bytes(job, plan)
+    return _within(job, one_replica(plan), last) | exchange_bytes(job, plan)
 
 
 def _within(job: Job, plan: Plan, stretches: list[tuple[float, float]]) -> dict[str, float]:
@@ -85,7 +85,7 @@ def _within(job: Job, plan: Plan, stretches: list[tuple[float, float]]) -> dict[
     return dict(out)
 
 
-def run_ages(job: Job, plan: Plan) -> list[tuple[float, float]]:
+def run_age_ranges(job: Job, plan: Plan) -> list[tuple[float, float]]:
     """The stretches of a run in which compression sends differently, as shares of its steps, and their ages."""
     wanted = parse_compression(plan.compression)
-    return ages(wanted, job.train.steps, plan.compression_warmup, plan.dp_replicate * max(1, plan.cp_cut))
+    return age_ranges(wanted, job.train.steps, plan.compression_warmup, plan.dp_replicate * max(1, plan.cp_cut))

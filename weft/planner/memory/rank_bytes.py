@@ -10,19 +10,27 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from math import prod
 
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
+from weft.planner.engine_constants import GRADIENT_ALIGNMENT
 from weft.planner.memory.expert_bytes import EXPERT_AXES, expert_bytes, load_bytes
-from weft.planner.model.parameters import ParamShard, Weight, coords_of, param_shards, shards_of, stage_range, stages_of
+from weft.planner.model.parameters import (
+    ParamShard,
+    coords_of,
+    param_shards,
+    shard_count,
+    stage_range,
+    stages_of,
+)
 from weft.planner.plan import Plan
-from weft.planner.schedules.registry import Schedule, make_schedule
+from weft.planner.schedules.actions import Schedule
+from weft.planner.schedules.registry import make_schedule
 from weft.planner.time.compression import replica_bytes, shard_bytes
 from weft.planner.time.compression_warmup import age
 from weft.planner.time.context import context_bytes
 
-ALIGN = 64
-"""Elements between gradients in a bucket of replicas (parallel/data/bucket.py)."""
-FLOAT = 4
-COUNT = 8
+FP32_BYTES = 4
+COUNT_BYTES = 8
 """One number in fp64: the count of valid targets, a square of a norm."""
 
 Traffic = dict[str, dict[str, int]]
@@ -48,12 +56,12 @@ class States:
         return sum(asdict(self).values())
 
 
-def width(plan: Plan) -> int:
+def compute_bytes(plan: Plan) -> int:
     """Bytes of an element of weights and activations while they compute."""
-    return FLOAT if plan.precision == "fp32" else 2
+    return FP32_BYTES if plan.precision == "fp32" else 2
 
 
-def bare_gradients(plan: Plan) -> bool:
+def gradients_stay_low_precision(plan: Plan) -> bool:
     """Whether gradients stay in the compute dtype, where the backward pass left them: nothing is summed."""
     return plan.precision != "fp32" and plan.dp == plan.cp == plan.pp == plan.accumulation == 1
 
@@ -80,31 +88,25 @@ def states_of(job: Job, plan: Plan, rank: int = 0) -> States | None:
     held = sum(p.held for p in shards)
     if plan.dp_shard > 1:
         padded = sum(p.padded for p in shards)
-        parameters = gradients = FLOAT * padded
+        parameters = gradients = FP32_BYTES * padded
         copies = 0
     else:
         whole = sum(p.whole for p in shards)
         buckets = plan.dp_replicate > 1 or plan.precision != "fp32"
-        parameters = FLOAT * whole
-        gradients = FLOAT * (sum(-(-p.whole // ALIGN) * ALIGN for p in shards) if buckets else whole)
-        if bare_gradients(plan):
+        parameters = FP32_BYTES * whole
+        gradients = FP32_BYTES * (
+            sum(-(-p.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for p in shards) if buckets else whole
+        )
+        if gradients_stay_low_precision(plan):
             gradients = 2 * whole
         copies = 0 if plan.precision == "fp32" else 2 * whole
     optimizer = sum(_optimizer_bytes(job, p) for p in shards)
-    return States(parameters, copies, gradients, optimizer, FLOAT * held if job.train.ema else 0)
+    return States(parameters, copies, gradients, optimizer, FP32_BYTES * held if job.train.ema else 0)
 
 
 def _optimizer_bytes(job: Job, shard: ParamShard) -> int:
-    name, weight = job.optim.name, shard.weight
-    matrix = len(weight.shape) > 1
-    if name == "adafactor":
-        moments = prod(weight.shape[:-2]) * sum(weight.shape[-2:]) if matrix else shard.held
-        return FLOAT * (moments + 1)
-    if name == "sgd":
-        return FLOAT * shard.held if job.optim.momentum else 0
-    if name == "muon" and matrix and weight.unit:
-        return FLOAT * shard.held
-    return FLOAT * (2 * shard.held + 1)  # two moments, and the count of steps
+    entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
+    return int(FP32_BYTES * entry.state(job.optim, shard.for_optimizer))
 
 
 def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> Traffic:
@@ -126,7 +128,7 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
         others = [p for p in shards if not _on_ep(p, plan)]
         rest = plan.dp_shard * plan.cp * plan.tp // plan.ep
         if plan.dp_shard > 1:
-            _shards(plan, others, held, out[joint], shards_of(plan), out["dp_replicate"], at)
+            _shards(plan, others, held, out[joint], shard_count(plan), out["dp_replicate"], at)
             if plan.ep > 1 and rest * plan.dp_replicate > 1:
                 plain = replace(plan, compression="none")
                 _shards(plain, routed, held, out["ep_shard"], rest, out["dp_replicate"], at)
@@ -134,11 +136,15 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
             if (copies := plan.dp_replicate * plan.cp) > 1:
                 out[joint].update(replica_bytes(plan, others, copies, at))
             if plan.dp_replicate * rest > 1:
-                out["expert_replicate"]["all_reduce"] += FLOAT * sum(-(-p.whole // ALIGN) * ALIGN for p in routed)
+                out["expert_replicate"]["all_reduce"] += FP32_BYTES * sum(
+                    -(-p.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for p in routed
+                )
         if plan.tp > 1:
-            add = _mlp_tp if job.model.family == "mlp" else _transformer_tp
+            add = _mlp_tp if job.model.is_stack else _transformer_tp
             add(job, plan, stage, out["tp"])
-            out["tp"]["all_reduce"] += FLOAT * sum(p.held for p in shards if p.weight.partial and not _on_ep(p, plan))
+            out["tp"]["all_reduce"] += FP32_BYTES * sum(
+                p.held for p in shards if p.weight.partial and not _on_ep(p, plan)
+            )
         expert_bytes(job, plan, stage, out)
         if schedule is not None:
             _messages(job, plan, schedule, stage, coords["pp"], out["pp"])
@@ -148,14 +154,14 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
     _optimizer_traffic(job, plan, coords, out)
     if plan.cp > 1:
         seen = plan.microbatch * plan.accumulation * job.data.seq_len
-        sent = context_bytes(job.model, plan, seen, width(plan), coords["cp"] // plan.cp_group)
+        sent = context_bytes(job.model, plan, seen, compute_bytes(plan), coords["cp"] // plan.cp_group)
         whole = {"all_to_all": plan.cp_group / max(1, plan.cp_group - 1)}  # with what a rank keeps of its own
         for kind, amount in sent.items():
             out["cp"][kind] += round(amount * whole.get(kind, 1))
     if plan.world > 1:  # where one axis is all there is, it is everyone
         degrees = {**plan.axes, joint: (plan.dp_shard if plan.dp_shard > 1 else plan.dp_replicate) * plan.cp}
         everyone = next((axis for axis, degree in degrees.items() if degree == plan.world), "everyone")
-        out[everyone]["all_reduce"] += COUNT + load_bytes(job)
+        out[everyone]["all_reduce"] += COUNT_BYTES + load_bytes(job)
     return {axis: dict(kinds) for axis, kinds in out.items() if kinds.total()}
 
 
@@ -169,7 +175,7 @@ def _shards(
     """FSDP2's: weights are gathered in the compute dtype, gradients summed and cut in fp32, copies' once a step."""
     gathers = 2 * plan.accumulation if plan.zero == 3 and not held else 1
     scatters = 1 if plan.zero == 1 or held else plan.accumulation
-    cut, across = shard_bytes(plan, shards, ways, (gathers, scatters), width(plan), at)
+    cut, across = shard_bytes(plan, shards, ways, (gathers, scatters), compute_bytes(plan), at)
     out.update(cut)
     replicas.update(across)
 
@@ -179,12 +185,12 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     model, times = job.model, plan.accumulation
     first, end, begins, ends = stage_range(model, plan, stage)
     blocks = end - first
-    one = plan.microbatch * job.data.seq_len // plan.cp * (model.dim or 0) * width(plan)
+    one = plan.microbatch * job.data.seq_len // plan.cp * (model.dim or 0) * compute_bytes(plan)
     e = model.experts
     dense = blocks if e is None else max(0, min(end, e.first_dense) - first)
     unrouted = blocks if e is None or e.shared else dense
     enters = blocks + unrouted + (1 if ends else 0)
-    leaves = blocks + unrouted + (1 if begins and model.family != "vit" else 0)
+    leaves = blocks + unrouted + (1 if begins and not model.is_classifier else 0)
     # a block that runs again stops at the last matrix, whose input is all that is missing (unless dropout follows)
     once_more = (blocks + unrouted, blocks + unrouted - (0 if model.dropout else dense))
     again = once_more if plan.recompute == "full" else (0, 0)
@@ -194,8 +200,8 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     else:
         tp["all_reduce"] += times * one * (enters + leaves + again[1])
     if ends:  # for each target: the largest logit, and three sums over the vocabulary
-        targets = plan.microbatch * (1 if model.family == "vit" else job.data.seq_len // plan.cp)
-        tp["all_reduce"] += times * targets * 4 * FLOAT
+        targets = plan.microbatch * (1 if model.is_classifier else job.data.seq_len // plan.cp)
+        tp["all_reduce"] += times * targets * 4 * FP32_BYTES
 
 
 def _mlp_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
@@ -204,12 +210,14 @@ def _mlp_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     pairs = (job.model.layers or 0) // 2
     rows = sum(1 for i in range(first, end) if i < 2 * pairs and i % 2 == 1)
     columns = sum(1 for i in range(first, end) if i < 2 * pairs and i % 2 == 0 and not (begins and i == 0))
-    tp["all_reduce"] += plan.accumulation * (rows + columns) * plan.microbatch * (job.model.dim or 0) * width(plan)
+    tp["all_reduce"] += (
+        plan.accumulation * (rows + columns) * plan.microbatch * (job.model.dim or 0) * compute_bytes(plan)
+    )
 
 
 def _messages(job: Job, plan: Plan, schedule: Schedule, stage: int, here: int, pp: Counter[str]) -> None:
-    seq = 1 if job.model.family == "mlp" else job.data.seq_len // plan.cp // (plan.tp if plan.sequence else 1)
-    one = plan.accumulation * plan.microbatch * seq * (job.model.dim or 0) * width(plan)
+    seq = 1 if job.model.is_stack else job.data.seq_len // plan.cp // (plan.tp if plan.sequence else 1)
+    one = plan.accumulation * plan.microbatch * seq * (job.model.dim or 0) * compute_bytes(plan)
     for other in (stage - 1, stage + 1):
         if 0 <= other < schedule.stages and schedule.rank_of[other] != here:
             pp["send"] += one
@@ -220,13 +228,13 @@ def _tied(job: Job, plan: Plan, schedule: Schedule, coords: dict[str, int], pp: 
     """The first and the last stage swap the gradients of an embedding that is also the head."""
     ends = {0: "embed.weight", schedule.stages - 1: "head.weight"}
     first, last = schedule.rank_of[0], schedule.rank_of[-1]
-    if not job.model.tied or job.model.family == "mlp" or first == last:
+    if not job.model.tied or job.model.is_stack or first == last:
         return
     for stage, name in ends.items():
         if schedule.rank_of[stage] == coords["pp"]:
             held = next(p.held for p in param_shards(job.model, plan, stage, coords) if p.weight.name == name)
-            pp["send"] += FLOAT * held
-            pp["recv"] += FLOAT * held
+            pp["send"] += FP32_BYTES * held
+            pp["recv"] += FP32_BYTES * held
 
 
 def _norms(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[str]]) -> None:
@@ -235,32 +243,28 @@ def _norms(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[
     cuts = {p.weight.cut is not None and plan.tp > 1 for p in shards}
     for cut in cuts:
         if plan.dp_shard > 1:
-            out[joint_axis(plan)]["all_reduce"] += COUNT
+            out[joint_axis(plan)]["all_reduce"] += COUNT_BYTES
         if cut:
-            out["tp"]["all_reduce"] += COUNT
+            out["tp"]["all_reduce"] += COUNT_BYTES
     if any(_on_ep(p, plan) for p in shards):
-        out["ep"]["all_reduce"] += COUNT
+        out["ep"]["all_reduce"] += COUNT_BYTES
         if plan.dp_shard > 1 and plan.dp_shard * plan.cp * plan.tp > plan.ep:
-            out["ep_shard"]["all_reduce"] += COUNT
+            out["ep_shard"]["all_reduce"] += COUNT_BYTES
     if plan.pp > 1:
-        out["pp"]["all_reduce"] += COUNT
+        out["pp"]["all_reduce"] += COUNT_BYTES
 
 
 def _optimizer_traffic(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[str]]) -> None:
-    """Muon needs each block's matrix whole, Adafactor the sums of its rows and columns and two of its scalars."""
-    if job.optim.name not in ("muon", "adafactor"):
-        return
+    """What the optimizer sums over the axes that shard a weight (Optimizer.traffic)."""
     for stage in stages_of(plan, coords["pp"]):
         for shard in param_shards(job.model, plan, stage, coords):
-            weight = shard.weight
-            matrix = len(weight.shape) > 1
-            if job.optim.name == "muon":
-                sums = prod(weight.shape) if matrix and weight.unit else 0
-            else:
-                sums = 2 + (prod(weight.shape[:-2]) * sum(weight.shape[-2:]) if matrix else 0)
-            for axis, cuts in (("dp_shard", plan.dp_shard > 1), ("tp", plan.tp > 1 and weight.cut is not None)):
+            entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
+            if not (numbers := int(entry.traffic(shard.for_optimizer))):
+                continue
+            over_tp = plan.tp > 1 and shard.weight.cut is not None
+            for axis, cuts in (("dp_shard", plan.dp_shard > 1), ("tp", over_tp)):
                 if cuts:
-                    out[axis]["all_reduce"] += FLOAT * sums
+                    out[axis]["all_reduce"] += FP32_BYTES * numbers
 
 
 def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
@@ -268,7 +272,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
     counts the half that is needed, and what recompute does again is counted again."""
     model, coords = job.model, coords_of(plan, rank)
     samples = plan.microbatch * plan.accumulation
-    seq = 1 if model.family == "mlp" else job.data.seq_len
+    seq = 1 if model.is_stack else job.data.seq_len
     total = 0.0
     for stage in stages_of(plan, coords["pp"]):
         first, end, begins, ends = stage_range(model, plan, stage)
@@ -280,34 +284,26 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 continue
             if len(shard.weight.shape) != 2 or name == "positions.weight":
                 continue
-            if name == "embed.weight" and model.family != "vit":
+            if name == "embed.weight" and not model.is_classifier:
                 if model.tied and ends:
                     total += 6.0 * samples * seq * size
                 continue
             passes = 3.0
             if not shard.weight.unit:
-                tokens = samples * (1 if name == "head.weight" and model.family == "vit" else seq)
+                tokens = samples * (1 if name == "head.weight" and model.is_classifier else seq)
                 passes = 2.0 if name == "embed.weight" else 3.0  # nobody wants the gradient of patches
             else:
                 tokens = samples * seq
                 passes += 1.0 if plan.recompute == "full" and not name.endswith("mlp.down.weight") else 0.0
                 if name.endswith("router.weight"):  # each rank routes its own tokens
                     tokens //= plan.tp
-                if model.family == "mlp":
+                if model.is_stack:
                     passes = 2.0 if begins and shard.weight.unit == "layers.0" else 3.0
             total += 2.0 * passes * tokens * size / plan.cp
-        if model.family != "mlp":
+        if not model.is_stack:
             scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
             passes = 4.0 if plan.recompute == "full" else 3.0
             total += passes * (end - first) * scores / (2.0 if model.causal else 1.0)
-        if job.optim.name == "muon":
-            total += sum(_newton_schulz(p.weight) for p in param_shards(model, plan, stage, coords))
+        weights = [p.for_optimizer for p in param_shards(model, plan, stage, coords)]
+        total += sum(OPTIMIZERS[job.optim.name].of(weight).flops(weight) for weight in weights)
     return total
-
-
-def _newton_schulz(weight: Weight) -> float:
-    """Muon's five iterations on a whole matrix of a block, on every rank (optim/muon.py)."""
-    if len(weight.shape) < 2 or not weight.unit:
-        return 0.0
-    short, long = sorted(weight.shape[-2:])
-    return prod(weight.shape[:-2]) * 5 * (4.0 * short * short * long + 2.0 * short**3)

@@ -9,16 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.job.schema import Job
-from weft.planner.memory.rank_bytes import FLOAT, width
+from weft.planner.engine_constants import PREFETCHED_MESSAGES
+from weft.planner.memory.rank_bytes import FP32_BYTES, compute_bytes
 from weft.planner.memory.units import Stage, Unit, make_stage
 from weft.planner.model.parameters import coords_of, stages_of
 from weft.planner.plan import Plan
 from weft.planner.schedules.registry import make_schedule
 
-APART = -10
+FIRST_EXPERT_UNIT = -10
 """The number of the first block's experts, where they are a unit of their own; the next one's is one less."""
-AHEAD = 2
-"""Messages of a pipeline that are awaited before they are needed (parallel/pipeline/messages.py)."""
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Step:
         coords = coords_of(plan, rank)
         self.pp_rank = coords["pp"]
         self.stages = {s: make_stage(job, plan, s, coords) for s in stages_of(plan, coords["pp"])}
-        self.sharded, self.c = plan.dp_shard > 1, width(plan)
+        self.sharded, self.c = plan.dp_shard > 1, compute_bytes(plan)
         self.split = False
         self.graded: set[tuple[int, int]] = set()
         """Units whose gradients exist, by stage and number; -1 is the root."""
@@ -68,7 +67,7 @@ class Step:
         final = {a.stage: i for i, a in enumerate(actions) if a.kind in ("BI" if at_once else "BW")}
         sources = {schedule.rank_of[o] for s in self.stages for o in (s - 1, s + 1) if 0 <= o < schedule.stages}
         one = next(iter(self.stages.values())).hidden
-        self.walk.add(AHEAD * one * len(sources - {self.pp_rank}))
+        self.walk.add(PREFETCHED_MESSAGES * one * len(sources - {self.pp_rank}))
         for i, action in enumerate(actions):
             last = final[action.stage] == i
             if action.kind == "F":
@@ -118,7 +117,7 @@ class Step:
     @property
     def _adds(self) -> bool:
         """Whether whole fp32 gradients wait for the last microbatch, and autograd adds to them in place."""
-        return self.sharded and self.c == FLOAT and (self.plan.zero == 1 or self.split)
+        return self.sharded and self.c == FP32_BYTES and (self.plan.zero == 1 or self.split)
 
     def _gather(self, index: int, unit: Unit, root: bool = False) -> None:
         if self.sharded and index not in self.ready:
@@ -138,7 +137,7 @@ class Step:
             if self._adds and (index, -1) in self.graded:
                 w.add(-s.head_grad)
             if not self.sharded and not self._tied(s):
-                self._grads(index, -2, s.head_grad, s.head_grad / self.c * FLOAT)
+                self._grads(index, -2, s.head_grad, s.head_grad / self.c * FP32_BYTES)
         else:
             w.add(grad)
         for i in reversed(range(len(s.blocks))):
@@ -204,7 +203,7 @@ class Step:
         """A block lets go of what it kept; experts that are a unit of their own are done before the rest of it."""
         if unit.apart is not None:
             self.walk.add(-unit.passing.inner)
-            self._unit_grads(index, APART - number, unit.apart, last)
+            self._unit_grads(index, FIRST_EXPERT_UNIT - number, unit.apart, last)
         self.walk.add(-unit.passing.kept + (unit.passing.inner if unit.apart else 0.0))
         self._unit_grads(index, number, unit, last)
 
@@ -225,42 +224,42 @@ class Step:
         if not scatter:  # whole gradients wait in fp32
             if key not in self.graded:
                 self.graded.add(key)
-                w.add(unit.elements * FLOAT)
+                w.add(unit.elements * FP32_BYTES)
             w.add(-unit.gathered)
             return
         waited = key in self.graded and (self.plan.zero == 1 or self.split)
         if self._recuts:
             w.add(-unit.gathered)
         w.add(-self.scattering)
-        self.scattering = unit.elements * FLOAT
+        self.scattering = unit.elements * FP32_BYTES
         w.add(self.scattering)
-        w.add(-unit.gathered - (unit.elements * FLOAT if waited else 0.0))
+        w.add(-unit.gathered - (unit.elements * FP32_BYTES if waited else 0.0))
         self._scatter(unit)
         fresh = waited or key not in self.graded
         self.graded.add(key)
         if fresh:
-            w.add(unit.cut * FLOAT)
+            w.add(unit.cut * FP32_BYTES)
         else:
-            w.flash(unit.cut * FLOAT)
+            w.flash(unit.cut * FP32_BYTES)
 
     def _in_place(self, index: int, number: int, unit: Unit, last: bool) -> None:
         """Whole fp32 gradients that autograd adds to in place, until the last microbatch cuts them."""
         w, key = self.walk, (index, number)
         if key not in self.graded:
             self.graded.add(key)
-            w.add(unit.elements * FLOAT)
+            w.add(unit.elements * FP32_BYTES)
         if last:
             w.add(-self.scattering)
-            self.scattering = unit.elements * FLOAT
+            self.scattering = unit.elements * FP32_BYTES
             w.add(self.scattering)
-            w.add(-unit.elements * FLOAT)
+            w.add(-unit.elements * FP32_BYTES)
             self._scatter(unit)
-            w.add(unit.cut * FLOAT)
+            w.add(unit.cut * FP32_BYTES)
 
     def _scatter(self, unit: Unit) -> None:
         """Gloo copies what it is to sum and cut, and FSDP2 what a rank alone holds."""
         if self.plan.backend == "gloo" or unit.cut == unit.elements:
-            self.walk.flash(self.scattering + unit.cut * FLOAT)
+            self.walk.flash(self.scattering + unit.cut * FP32_BYTES)
 
 
 def _parts(unit: Unit) -> tuple[Unit, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from weft.job.schema import Model
 
-FLOAT = 4
+FP32_BYTES = 4
 
 
 @dataclass
@@ -84,20 +84,20 @@ class Passing:
 
 def keeps_input(m: Model, z: Sizes) -> bool:
     """Whether a norm saves its input as it is; a CPU's RMS norm in bf16 saves a copy in fp32 instead."""
-    return z.fused or m.norm == "layernorm" or z.c == FLOAT
+    return z.fused or m.norm == "layernorm" or z.c == FP32_BYTES
 
 
 def norm(t: Tape, m: Model, z: Sizes, into: str, out: str, rows: float, width: int, number: int) -> None:
     size = rows * width
     if m.norm == "layernorm" or z.fused:
-        t.take(**{f"{out}_stats": rows * FLOAT * (2 if m.norm == "layernorm" else 1), out: size * z.c})
+        t.take(**{f"{out}_stats": rows * FP32_BYTES * (2 if m.norm == "layernorm" else 1), out: size * z.c})
         return
-    if z.c < FLOAT:
-        t.take(**{f"{out}_f": size * FLOAT})
-    t.flash(size * FLOAT + 2 * rows * FLOAT)
-    t.take(**{f"{out}_r": rows * FLOAT, f"{out}_y": size * FLOAT})
-    if z.c < FLOAT:
-        t.flash(size * (FLOAT + z.c))
+    if z.c < FP32_BYTES:
+        t.take(**{f"{out}_f": size * FP32_BYTES})
+    t.flash(size * FP32_BYTES + 2 * rows * FP32_BYTES)
+    t.take(**{f"{out}_r": rows * FP32_BYTES, f"{out}_y": size * FP32_BYTES})
+    if z.c < FP32_BYTES:
+        t.flash(size * (FP32_BYTES + z.c))
     t.take(**{out: size * z.c})
 
 
@@ -108,14 +108,14 @@ def norm_backward(t: Tape, m: Model, z: Sizes, out: str, grad: str, rows: float,
         t.flash(size * z.c)
         t.drop(f"{out}_stats")
         return
-    wide = size * FLOAT
-    if z.c < FLOAT:
+    wide = size * FP32_BYTES
+    if z.c < FP32_BYTES:
         t.take(_f=wide)
         t.drop(grad)
     # gradient, its products with the weight and with y, then those of the input's two ways
     t.flash(2 * wide)
     t.take(_g=wide)
-    t.drop(f"{out}_y", "_f") if z.c < FLOAT else t.drop(f"{out}_y", grad)
+    t.drop(f"{out}_y", "_f") if z.c < FP32_BYTES else t.drop(f"{out}_y", grad)
     t.flash(4 * wide)
     t.drop(f"{out}_f", f"{out}_r")
     t.drop("_g")

@@ -8,12 +8,12 @@ from weft.job.schema import Job
 from weft.planner.engine_constants import LOGITS_BYTES
 from weft.planner.memory.block import block_passing, head_passing
 from weft.planner.memory.experts import mixture_of
-from weft.planner.memory.rank_bytes import FLOAT, width
+from weft.planner.memory.rank_bytes import FP32_BYTES, compute_bytes
 from weft.planner.memory.tape import Passing, Sizes
 from weft.planner.model.parameters import ParamShard, param_shards, stage_range
 from weft.planner.plan import Plan
 
-CHUNK = LOGITS_BYTES["cpu"] // FLOAT
+CHUNK = LOGITS_BYTES["cpu"] // FP32_BYTES
 """Logits that the loss holds at once (models/loss.py)."""
 
 
@@ -72,7 +72,7 @@ def sizes_of(job: Job, plan: Plan) -> Sizes:
         rows=tokens / plan.tp if plan.sequence else tokens, tokens=tokens, dim=m.dim or 0,
         heads=(m.heads or 0) * head_dim / plan.tp, kv=(m.kv_heads or 0) * head_dim / plan.tp,
         scores=(m.heads or 0) / plan.tp, ffn=(m.ffn or 0) / plan.tp,
-        c=width(plan), tp=plan.tp, sequence=plan.sequence,
+        c=compute_bytes(plan), tp=plan.tp, sequence=plan.sequence,
         retain=_retains(plan),
         fused=plan.device == "cuda",
     )  # fmt: skip
@@ -83,7 +83,7 @@ def _unit(plan: Plan, shards: list[ParamShard], passing: Passing) -> Unit:
     apart = _unit(replace(plan, ep=1), inside, NOTHING) if inside else None
     shards = [p for p in shards if p not in inside]
     elements = sum(p.gathered for p in shards)
-    return Unit(elements * width(plan), elements, sum(p.padded for p in shards), passing, apart)
+    return Unit(elements * compute_bytes(plan), elements, sum(p.padded for p in shards), passing, apart)
 
 
 NOTHING = Passing(0.0, 0.0, 0.0)
@@ -91,13 +91,13 @@ NOTHING = Passing(0.0, 0.0, 0.0)
 
 def make_stage(job: Job, plan: Plan, stage: int, coords: dict[str, int]) -> Stage:
     """A stage's units and what their passes take."""
-    m, c = job.model, width(plan)
+    m, c = job.model, compute_bytes(plan)
     first, end, begins, ends = stage_range(m, plan, stage)
     shards = param_shards(m, plan, stage, coords)
     units: dict[str, list[ParamShard]] = {}
     for p in shards:
         units.setdefault(p.weight.unit, []).append(p)
-    if m.family == "mlp":
+    if m.is_stack:
         return _mlp_stage(job, plan, units, ends)
     z = sizes_of(job, plan)
     full, mix = plan.recompute == "full", mixture_of(job, plan)
@@ -111,10 +111,10 @@ def make_stage(job: Job, plan: Plan, stage: int, coords: dict[str, int]) -> Stag
     if ends:
         vocab = next(p for p in root if p.weight.name in ("head.weight", "embed.weight")[:: -1 if m.tied else 1])
         rows = vocab.whole / (m.dim or 1)
-        targets = plan.microbatch if m.family == "vit" else z.tokens
+        targets = plan.microbatch if m.is_classifier else z.tokens
         tail, head_grad = head_passing(m, z, rows, targets, CHUNK)
     seq = job.data.seq_len
-    extra = float(FLOAT * seq * (m.head_dim or 0) * (plan.microbatch if job.data.mask_documents else 1))
+    extra = float(FP32_BYTES * seq * (m.head_dim or 0) * (plan.microbatch if job.data.mask_documents else 1))
     extra = extra if m.positions == "rope" else 8.0 * seq
     if job.data.mask_documents:
         extra += plan.microbatch * seq * seq
@@ -135,7 +135,7 @@ def _embed_passing(job: Job, plan: Plan, z: Sizes, root: list[ParamShard]) -> Pa
     m = job.model
     out, whole = z.rows * z.dim * z.c, z.tokens * z.dim * z.c
     learned = m.positions == "learned"
-    forward = out + (2 * whole + out if plan.tp > 1 and m.family != "vit" else 0) + (2 * out if learned else 0)
+    forward = out + (2 * whole + out if plan.tp > 1 and not m.is_classifier else 0) + (2 * out if learned else 0)
     kept = out + (z.tokens * 9 if plan.tp > 1 else 0)
     tables = [p.whole * z.c for p in root if p.weight.name in ("embed.weight", "positions.weight")]
     backward = max(tables, default=0.0) + (2 * whole if plan.tp > 1 and plan.sequence else 0)
@@ -144,10 +144,12 @@ def _embed_passing(job: Job, plan: Plan, z: Sizes, root: list[ParamShard]) -> Pa
 
 def _mlp_stage(job: Job, plan: Plan, units: dict[str, list[ParamShard]], ends: bool) -> Stage:
     """Square layers with a GELU before each but the first; each keeps what goes into the GELU and into the matrix."""
-    c, dim = width(plan), job.model.dim or 0
+    c, dim = compute_bytes(plan), job.model.dim or 0
     x = plan.microbatch * dim * c
     full = plan.recompute == "full"
     passing = Passing(x if full else 2 * x, 3 * x, (4 if full else 3) * x + dim * dim * c / plan.tp)
-    tail = Passing(0.0, 3 * plan.microbatch * dim * FLOAT, 3 * plan.microbatch * dim * FLOAT) if ends else None
+    tail = (
+        Passing(0.0, 3 * plan.microbatch * dim * FP32_BYTES, 3 * plan.microbatch * dim * FP32_BYTES) if ends else None
+    )
     blocks = tuple(_unit(plan, shards, passing) for shards in units.values())
     return Stage(blocks, Unit(0.0, 0.0, 0.0, NOTHING), None, tail, 0.0, x, 0.0, 2 * x)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from weft.planner.calibration import Calibration
-from weft.planner.model.facts import ClusterFacts, Level, ModelFacts, Size, stack
+from weft.planner.model.facts import ClusterFacts, Level, ModelFacts, Size, stack_models
 from weft.planner.published.rows import Row
 from weft.planner.search.candidates import PRECISIONS, Layouts
 from weft.planner.time.step import Estimates, estimate
@@ -34,7 +34,7 @@ def gather_rows(rows: Sequence[Row]) -> tuple[ModelFacts, ClusterFacts, Layouts,
         peak_tflops={name: np.array([c.peak_tflops[name] for c in clusters], float) for name in PRECISIONS},
         memory_gb_s=each("memory_gb_s"), units=each("units"), watts=each("watts"), host_gb_s=each("host_gb_s"),
     )  # fmt: skip
-    return stack([row.model for row in rows]), cluster, layouts, np.array([row.global_batch for row in rows])
+    return stack_models([row.model for row in rows]), cluster, layouts, np.array([row.global_batch for row in rows])
 
 
 def estimate_rows(rows: Sequence[Row], cal: Calibration) -> Estimates:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.planner.calibration import FOLDER, Calibration, load, read
+from weft.planner.calibration import CALIBRATION_FOLDER, Calibration, load_calibration, read_calibration
 from weft.planner.published.rows import Row
 
 
@@ -34,7 +34,7 @@ class Stack:
 @cache
 def load_stack(name: str) -> Stack:
     """A stack by its name, or from a JSON file."""
-    return Stack(name, load(name), read(name).get("variants", {}))
+    return Stack(name, load_calibration(name), read_calibration(name).get("variants", {}))
 
 
 # The sources whose rows a shipped calibration was fitted on.
@@ -95,6 +95,6 @@ PURE: dict[str, Any] = {"master_bytes": 0.0, "moment_bytes": 4.0, "gradient_byte
 def calibration_of(row: Row) -> Calibration:
     """The calibration a row is estimated with."""
     name = stack_of(row)
-    found = load_stack(name if (Path(FOLDER) / f"{name}.json").is_file() else "default").of(row)
+    found = load_stack(name if (Path(CALIBRATION_FOLDER) / f"{name}.json").is_file() else "default").of(row)
     pure = "bf16-true" in row.text.get("precision", "") or "mode PURE" in row.text.get("notes", "")
     return found.with_(**PURE) if pure else found

@@ -12,9 +12,10 @@ from typing import Any
 
 from weft.hardware.catalog import Device, device_by_product, find_device, find_network
 from weft.job.errors import JobError
-from weft.planner.model.facts import ClusterFacts, ModelFacts, cluster_of, usual_network
+from weft.planner.model.facts import ClusterFacts, ModelFacts, default_network, make_cluster
 from weft.planner.published.known_models import known_model
-from weft.planner.search.candidates import PRECISIONS, RECOMPUTES, SCHEDULE_NAMES
+from weft.planner.schedules.registry import SCHEDULE_NAMES
+from weft.planner.search.candidates import PRECISIONS, RECOMPUTES
 
 NEEDED = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
 """Columns without which no row says what was run; any other may be missing, or empty in a row."""
@@ -190,7 +191,7 @@ def row_cluster(line: Mapping[str, str], gpus: int) -> ClusterFacts:
     device = row_device(line["gpu"])
     per_node = int(_number(line.get("gpus_per_node", "")) or 8)
     gb_s, latency = network_of(line.get("inter_net", ""), per_node, device)
-    facts = cluster_of(device, gpus, min(per_node, gpus), gb_s, latency)
+    facts = make_cluster(device, gpus, min(per_node, gpus), gb_s, latency)
     if "fp4" in line.get("precision", ""):
         peaks = {**facts.peak_tflops, "fp8": facts.peak_tflops["fp8"] * FP4}
         facts = ClusterFacts(**{**facts.__dict__, "peak_tflops": peaks})
@@ -199,7 +200,7 @@ def row_cluster(line: Mapping[str, str], gpus: int) -> ClusterFacts:
 
 def network_of(text: str, per_node: int, device: Device) -> tuple[float, float]:
     """GB/s for each device of a node and µs, from words such as `IB HDR 8x200Gb` or `1600Gb/s per node`."""
-    usual = find_network(usual_network(device))
+    usual = find_network(default_network(device))
     latency = 5.0 if re.search(r"roce|ethernet|efa", text, re.I) else usual.latency_us
     if found := re.search(r"(\d+)\s*x\s*(?:ConnectX-\d+ IB \w+ )?(\d+)\s*(Gb|GB)", text):
         total = int(found.group(1)) * int(found.group(2)) / (8 if found.group(3) == "Gb" else 1)

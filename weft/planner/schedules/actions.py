@@ -1,4 +1,4 @@
-"""What a pipeline rank does: actions, the schedule made of them, and the proof that it can be carried out."""
+"""Pipeline actions, the schedule made of them, and the check that a schedule is complete and free of deadlock."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ KINDS = ("F", "B", "I", "W")
 
 
 class Action(NamedTuple):
-    """One thing a rank does with one microbatch in one of its stages."""
+    """One pass of one microbatch through one stage."""
 
     kind: str
-    """F forward, B the whole backward, I the backward for the input only, W the backward for the weights only."""
+    """F: forward. B: whole backward. I: gradient of the input only. W: gradient of the weights only."""
     stage: int
     microbatch: int
 
@@ -24,7 +24,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """One list of actions a rank, in the order in which it does them. The executor and the simulator read the same."""
+    """One ordered list of actions per rank. The executor and the simulator read the same lists."""
 
     name: str
     ranks: int
@@ -40,77 +40,77 @@ class Schedule:
 
 
 def loop(ranks: int, stages: int) -> tuple[int, ...]:
-    """Stages dealt out in turn: stage s is on rank s % ranks."""
+    """Round-robin placement: stage s is on rank s % ranks."""
     return tuple(s % ranks for s in range(stages))
 
 
 def vee(ranks: int) -> tuple[int, ...]:
-    """Two stages a rank, down and back up: rank r holds stages r and 2 × ranks - 1 - r."""
+    """V placement, two stages per rank: rank r holds stages r and 2 × ranks - 1 - r."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
-Fact = tuple[str, int, int]
-"""What an action brings about: the output ("F"), the gradient of the input ("I") or of the weights ("W") of a stage."""
+Result = tuple[str, int, int]
+"""What an action produces: the output ("F"), the gradient of the input ("I") or of the weights ("W") of a stage."""
 
 
-def gives(action: Action) -> tuple[Fact, ...]:
-    """What is known once an action is done."""
+def results_of(action: Action) -> tuple[Result, ...]:
+    """The results of an action."""
     kinds = ("I", "W") if action.kind == "B" else (action.kind,)
     return tuple((kind, action.stage, action.microbatch) for kind in kinds)
 
 
-def needs(action: Action, stages: int) -> tuple[Fact, ...]:
-    """What must be known before an action can begin, on its own rank or on another."""
+def needs(action: Action, stages: int) -> tuple[Result, ...]:
+    """The results that an action needs, from its own rank or another."""
     kind, stage, microbatch = action
     if kind == "F":
         return () if stage == 0 else (("F", stage - 1, microbatch),)
     if kind == "W":
         return (("I", stage, microbatch),)
-    own: Fact = ("F", stage, microbatch)
+    own: Result = ("F", stage, microbatch)
     return (own,) if stage == stages - 1 else (own, ("I", stage + 1, microbatch))
 
 
-def messages(schedule: Schedule) -> dict[tuple[int, int], tuple[Fact, ...]]:
-    """What goes from one rank to another, by (from, to), in the order in which it is sent.
+def messages(schedule: Schedule) -> dict[tuple[int, int], tuple[Result, ...]]:
+    """Messages between ranks, by (sender, receiver), in sending order.
 
-    The V schedules may need it in another order than that, since activations and gradients go the same way; over a
-    channel that keeps its order the receiver must take them as they are sent.
+    V schedules may need them in another order, since activations and gradients travel in the same direction; over an
+    ordered channel the receiver takes them as they are sent.
     """
-    sent: dict[tuple[int, int], list[Fact]] = {}
+    sent: dict[tuple[int, int], list[Result]] = {}
     for rank, actions in enumerate(schedule.actions):
         for kind, stage, microbatch in actions:
             to = stage + 1 if kind == "F" else stage - 1
             if kind == "W" or not 0 <= to < schedule.stages or schedule.rank_of[to] == rank:
                 continue
             sent.setdefault((rank, schedule.rank_of[to]), []).append(("F" if kind == "F" else "I", stage, microbatch))
-    return {pair: tuple(facts) for pair, facts in sent.items()}
+    return {pair: tuple(results) for pair, results in sent.items()}
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Every (rank, action) in an order in which it can happen; it ends early where the ranks wait for one another."""
-    known: set[Fact] = set()
-    waiting: dict[Fact, int] = {}
+    """Every (rank, action) in an order that satisfies all dependencies; ends early if the ranks are deadlocked."""
+    known: set[Result] = set()
+    waiting: dict[Result, int] = {}
     position = [0] * schedule.ranks
-    able = list(range(schedule.ranks))
-    while able:
-        rank = able.pop()
+    ready = list(range(schedule.ranks))
+    while ready:
+        rank = ready.pop()
         actions = schedule.actions[rank]
         while position[rank] < len(actions):
             action = actions[position[rank]]
-            missing = next((f for f in needs(action, schedule.stages) if f not in known), None)
+            missing = next((r for r in needs(action, schedule.stages) if r not in known), None)
             if missing is not None:
                 waiting[missing] = rank
                 break
             position[rank] += 1
-            for fact in gives(action):
-                known.add(fact)
-                if fact in waiting:
-                    able.append(waiting.pop(fact))
+            for result in results_of(action):
+                known.add(result)
+                if result in waiting:
+                    ready.append(waiting.pop(result))
             yield rank, action
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise ValueError unless ranks that receive when they must and send without waiting can do every action once."""
+    """Raise ValueError unless every action runs exactly once without deadlock, given non-blocking sends."""
     _check_shape(schedule)
     _check_complete(schedule)
     for rank, actions in enumerate(schedule.actions):
@@ -122,7 +122,7 @@ def validate(schedule: Schedule) -> None:
         if done[rank] < len(actions)
     ]
     if stuck:
-        raise ValueError(f"{schedule.name}: the ranks wait for one another: {'; '.join(stuck)}")
+        raise ValueError(f"{schedule.name}: deadlock: {'; '.join(stuck)}")
 
 
 def _check_shape(schedule: Schedule) -> None:
@@ -137,8 +137,8 @@ def _check_shape(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every forward and every backward once, whole or in its two halves, on the rank that holds the stage."""
-    counts: Counter[Fact] = Counter()
+    """Check that each forward and backward (whole or in halves) exists once, on the rank that holds the stage."""
+    counts: Counter[Result] = Counter()
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
             if action.kind not in KINDS:
@@ -148,7 +148,7 @@ def _check_complete(schedule: Schedule) -> None:
             if schedule.rank_of[action.stage] != rank:
                 home = schedule.rank_of[action.stage]
                 raise ValueError(f"{schedule.name}: rank {rank} has {action}, but that stage is on rank {home}")
-            counts.update(gives(action))
+            counts.update(results_of(action))
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
             for kind in ("F", "I", "W"):
@@ -161,10 +161,23 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_own_order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
-    """What a rank makes for itself it makes before it needs it: no other rank can help it out of that."""
-    known: set[Fact] = set()
+    """Check that a rank produces its own results before it uses them."""
+    known: set[Result] = set()
     for action in actions:
-        for fact in needs(action, schedule.stages):
-            if schedule.rank_of[fact[1]] == rank and fact not in known:
-                raise ValueError(f"{schedule.name}: rank {rank} has {action} before the {Action(*fact)} that it needs")
-        known.update(gives(action))
+        for result in needs(action, schedule.stages):
+            if schedule.rank_of[result[1]] == rank and result not in known:
+                raise ValueError(
+                    f"{schedule.name}: rank {rank} has {action} before the {Action(*result)} that it needs"
+                )
+        known.update(results_of(action))
+
+
+def join_backward(actions: Sequence[Action]) -> list[Action]:
+    """Join adjacent halves of a backward in the first stage into one: no other rank waits for its input gradient."""
+    out: list[Action] = []
+    for action in actions:
+        if out and action.stage == 0 and action.kind == "W" and out[-1] == action._replace(kind="I"):
+            out[-1] = action._replace(kind="B")
+        else:
+            out.append(action)
+    return out

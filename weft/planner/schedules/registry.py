@@ -1,82 +1,49 @@
-"""Pipeline schedules by name: what each needs of a job, and the lists of actions it gives."""
+"""The pipeline schedules by name. To add one: write its file, and list it here."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from weft.job.errors import JobError
 from weft.planner.plan import Plan
-from weft.planner.schedules.actions import Action, Schedule, messages, validate
-from weft.planner.schedules.one_backward import Lists, gpipe, interleaved, naive, one_forward_one_backward
-from weft.planner.schedules.zero_bubble import dualpipe_v, zb_h1, zbv
+from weft.planner.schedules import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zbv, zero_bubble
+from weft.planner.schedules.actions import Schedule
+from weft.planner.schedules.entry import ScheduleEntry
 
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Kind",
-    "Schedule",
-    "check_schedule",
-    "make_schedule",
-    "messages",
-    "splits",
-    "validate",
-]
-
-
-def _zero_bubble(ranks: int, microbatches: int, per_rank: int) -> Lists:
-    return (zbv if per_rank == 2 else zb_h1)(ranks, microbatches, per_rank)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A schedule by name: who makes it, how many stages a rank it is meant for, and what it can be made for."""
-
-    make: Callable[[int, int, int], Lists]
-    says: str
-    """What it does, in a few words."""
-    usual: int = 1
-    """Stages a rank when parallel.virtual_stages is left out."""
-    allowed: tuple[int, ...] | None = None
-    """The numbers of stages a rank that work; None: any."""
-    splits: bool = False
-    """Goes back through a stage twice: for its input, and later for its weights."""
-
-
-SCHEDULES: dict[str, Kind] = {
-    "naive": Kind(naive, "one microbatch at a time, forward and back; one rank works, the others wait"),
-    "gpipe": Kind(gpipe, "all forwards, then all backwards"),
-    "1f1b": Kind(one_forward_one_backward, "a backward as soon as there is one, so fewer activations wait", 1, (1,)),
-    "interleaved-1f1b": Kind(interleaved, "1f1b over several smaller stages a rank, so ranks wait less", 2),
-    "zero-bubble": Kind(_zero_bubble, "zb-h1 with one stage a rank, zbv with two", 1, (1, 2), True),
-    "zb-h1": Kind(zb_h1, "1f1b with the weight gradients put off into the bubble", 1, (1,), True),
-    "zbv": Kind(zbv, "two stages a rank in a V, weight gradients in the bubble", 2, (2,), True),
-    "dualpipe-v": Kind(
-        dualpipe_v, "two stages a rank in a V, forwards one way paired with backwards the other", 2, (2,), True
-    ),
+SCHEDULES: dict[str, ScheduleEntry] = {
+    module.SCHEDULE.name: module.SCHEDULE
+    for module in (one_f_one_b, interleaved, zb_h1, zbv, dualpipe_v, zero_bubble, gpipe, naive)
 }
+"""Every schedule, the default first."""
+
+SCHEDULE_NAMES: tuple[str, ...] = tuple(name for name, entry in SCHEDULES.items() if not entry.stands_for)
+"""Schedules with action lists of their own; arrays of layouts refer to a schedule by its position here."""
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
-    """The schedule of this name; virtual_stages is stages a rank, left out: the schedule's own."""
+    """The action lists of a schedule; `virtual_stages` is stages per rank, by default the schedule's own number."""
     problem = check_schedule(name, ranks, microbatches, virtual_stages)
     if problem:
         raise JobError(problem)
-    kind = SCHEDULES[name]
-    rank_of, lists = kind.make(ranks, microbatches, virtual_stages or kind.usual)
+    entry = SCHEDULES[name]
+    rank_of, lists = entry.build(ranks, microbatches, virtual_stages or entry.default_stages)
     return Schedule(name, ranks, len(rank_of), microbatches, rank_of, tuple(tuple(actions) for actions in lists))
 
 
-def splits(plan: Plan) -> bool:
-    """Whether a plan's backward passes make the gradients of inputs and of weights apart."""
-    return plan.pp > 1 and SCHEDULES[plan.schedule].splits
+def resolve_name(name: str, virtual_stages: int) -> str:
+    """The schedule that is run: `zero-bubble` is zb-h1 or zbv, by its stages per rank."""
+    return SCHEDULES[name].stands_for.get(virtual_stages, name)
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Whether a plan computes the gradients of inputs and of weights separately."""
+    return plan.pp > 1 and SCHEDULES[plan.schedule].splits_backward
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int | None = None) -> str | None:
     """None if the schedule can be made; else one sentence with the setting, its value and the nearest that works."""
-    kind = SCHEDULES.get(name)
-    if kind is None:
+    entry = SCHEDULES.get(name)
+    if entry is None:
         near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(SCHEDULES)} would work"
         return f"parallel.schedule={name} is not a pipeline schedule; {hint}"
@@ -87,19 +54,25 @@ def check_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int
     if virtual_stages is None:
         return None
     if virtual_stages < 1:
-        return f"parallel.virtual_stages={virtual_stages} must be at least 1; virtual_stages={kind.usual} would work"
-    if kind.allowed is None or virtual_stages in kind.allowed:
+        return (
+            f"parallel.virtual_stages={virtual_stages} must be at least 1; "
+            f"virtual_stages={entry.default_stages} would work"
+        )
+    if entry.allowed_stages is None or virtual_stages in entry.allowed_stages:
         return None
-    return _wrong_stages(name, kind.allowed, virtual_stages)
+    return _wrong_stages(entry, entry.allowed_stages, virtual_stages)
 
 
-def _wrong_stages(name: str, allowed: tuple[int, ...], given: int) -> str:
+def _wrong_stages(entry: ScheduleEntry, allowed: tuple[int, ...], given: int) -> str:
     words = {1: "one stage", 2: "two stages"}
-    few = " or ".join(words[n] for n in allowed)
     fit = min(allowed, key=lambda n: abs(n - given))
-    others = {"1f1b": "interleaved-1f1b", "zb-h1": "zbv" if given == 2 else "interleaved-1f1b"}
-    other = others.get(name, "zb-h1" if given == 1 else "interleaved-1f1b")
+    others = [
+        e
+        for e in SCHEDULES.values()
+        if e is not entry and (given in (e.allowed_stages or (given,))) and e.searched_stages
+    ]
+    other = min(others, key=lambda e: (e.splits_backward != entry.splits_backward, e.allowed_stages is None))
     return (
-        f"parallel.schedule={name} takes {few} a rank, not parallel.virtual_stages={given}; "
-        f"virtual_stages={fit} would work, or schedule={other}"
+        f"parallel.schedule={entry.name} supports {' or '.join(words[n] for n in allowed)} per rank, not "
+        f"parallel.virtual_stages={given}; virtual_stages={fit} would work, or schedule={other.name}"
     )

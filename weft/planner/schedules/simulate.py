@@ -1,30 +1,27 @@
-"""A pipeline's step before it is run: when each rank does what, how long it waits, and what it holds meanwhile."""
+"""Simulation of a pipelined step: the time line of each rank, its idle time, and the activations it holds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.planner.schedules.actions import Action, Fact, Schedule, gives, in_order, messages, needs
-from weft.planner.schedules.split import split_stages
-
-__all__ = ["Costs", "Span", "Timeline", "equal_costs", "simulate", "split_stages"]
+from weft.planner.schedules.actions import Action, Result, Schedule, in_order, messages, needs, results_of
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any unit) that one microbatch takes in each stage."""
+    """Time that one microbatch takes in each stage, in any unit."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     """The whole backward of each stage."""
     input_share: float = 0.5
-    """Part of the backward that the gradient of the input takes; the rest is that of the weights."""
+    """Share of the backward spent on the gradient of the input; the rest is spent on that of the weights."""
     send: float = 0.0
-    """From the end of an action to the arrival of its message at another rank."""
+    """Time from the end of an action to the arrival of its message at another rank."""
 
     def of(self, action: Action) -> float:
-        """How long an action takes."""
+        """Duration of an action."""
         if action.kind == "F":
             return self.forward[action.stage]
         share = {"B": 1.0, "I": self.input_share, "W": 1.0 - self.input_share}[action.kind]
@@ -33,7 +30,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Span:
-    """One action of one rank, and when it happens."""
+    """One action of one rank, with its start and end time."""
 
     rank: int
     kind: str
@@ -45,62 +42,62 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step as it would go."""
+    """A simulated step."""
 
     spans: tuple[Span, ...]
     """By rank, and on each rank by time."""
     length: float
     bubble: float
-    """Share of all ranks' time in which they wait."""
+    """Idle share of all ranks' time."""
     in_flight: tuple[int, ...]
-    """Most microbatches whose activations each rank holds at once, summed over its stages."""
+    """Largest number of microbatches whose activations each rank holds at once, summed over its stages."""
     messages: int
-    """Activations and gradients that go from one rank to another."""
+    """Number of activations and gradients sent between ranks."""
     idle: tuple[float, ...]
-    """How long each rank waits, from the first start to the last end of all."""
+    """Idle time of each rank between the first start and the last end of all ranks."""
 
 
 def equal_costs(stages: int) -> Costs:
-    """Every stage takes 1 forward and 2 backward, and messages take no time: what the formulas of the papers assume."""
+    """1 for a forward and 2 for a backward of every stage, messages free: the assumption of the papers' formulas."""
     return Costs(forward=(1.0,) * stages, backward=(2.0,) * stages)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Each rank does its list in order, waits for the messages it needs, and sends without waiting."""
+    """Run each rank's list in order; an action waits for the messages it needs, and sends do not block."""
     if not len(costs.forward) == len(costs.backward) == schedule.stages:
         raise ValueError(
             f"{schedule.name} has {schedule.stages} stages, but costs of {len(costs.forward)} forwards and "
             f"{len(costs.backward)} backwards were given"
         )
-    made: dict[Fact, tuple[int, float]] = {}
+    made: dict[Result, tuple[int, float]] = {}
     free = [0.0] * schedule.ranks
     spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
     for rank, action in in_order(schedule):
         start = free[rank]
-        for fact in needs(action, schedule.stages):
-            maker, at = made[fact]
+        for result in needs(action, schedule.stages):
+            maker, at = made[result]
             start = max(start, at + (costs.send if maker != rank else 0.0))
         free[rank] = start + costs.of(action)
-        made.update({fact: (rank, free[rank]) for fact in gives(action)})
+        made.update({result: (rank, free[rank]) for result in results_of(action)})
         spans[rank].append(Span(rank, *action, start, free[rank]))
     if any(len(done) < len(actions) for done, actions in zip(spans, schedule.actions, strict=True)):
-        raise ValueError(f"{schedule.name}: the ranks wait for one another")
+        raise ValueError(f"{schedule.name}: deadlock")
     length = max(free)
     idle = tuple(length - sum(costs.of(a) for a in actions) for actions in schedule.actions)
     return Timeline(
         spans=tuple(span for done in spans for span in done),
         length=length,
         bubble=sum(idle) / (schedule.ranks * length) if length else 0.0,
-        in_flight=tuple(_most_held(actions) for actions in schedule.actions),
+        in_flight=tuple(_max_held(actions) for actions in schedule.actions),
         messages=sum(len(sent) for sent in messages(schedule).values()),
         idle=idle,
     )
 
 
-def _most_held(actions: Sequence[Action]) -> int:
-    """A forward keeps its activations until the gradients of the weights are made from them."""
-    held = most = 0
+def _max_held(actions: Sequence[Action]) -> int:
+    """Activations of a forward are held until the gradients of the weights are computed."""
+    held = largest = 0
     for action in actions:
         held += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-        most = max(most, held)
-    return most
+        largest = max(largest, held)
+    return largest

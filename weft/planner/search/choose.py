@@ -1,4 +1,4 @@
-"""From a job to its best layout: the space its settings leave open, searched, with the reasons."""
+"""The best layout of a job within the space that its settings leave open, with the reasons."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ from weft.hardware.catalog import Device
 from weft.job.schema import Job, Memory
 from weft.planner.advice.why import reasons
 from weft.planner.calibration import Calibration
-from weft.planner.model.facts import cluster_facts, facts_of
+from weft.planner.model.facts import cluster_facts, model_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
-from weft.planner.rules.table import RUNNABLE, divisors
-from weft.planner.search.search import Bounds, Found, Scene
-from weft.planner.search.space import Space, space_of
+from weft.planner.rules.arithmetic import divisors
+from weft.planner.rules.table import RUNNABLE
+from weft.planner.schedules.registry import resolve_name
+from weft.planner.search.search import Estimator, LayoutSearch, SearchResult
+from weft.planner.search.space import Space, job_space
 
 
-def scene_for(job: Job, world: int, device: Device, memory_gib: float, calibration: Calibration | None = None) -> Scene:
-    """What a resolved job's layouts are estimated with."""
+def estimator_for(
+    job: Job, world: int, device: Device, memory_gib: float, calibration: Calibration | None = None
+) -> Estimator:
+    """The estimator of a resolved job."""
     calibration = calibration or own_calibration(device)
     if job.memory.budget_gib:
         memory_gib = min(memory_gib, job.memory.budget_gib / calibration.usable)
     cluster = cluster_facts(job, world, device, memory_gib)
-    return Scene(facts_of(job), cluster, calibration, job.train.global_batch)
+    return Estimator(model_facts(job), cluster, calibration, job.train.global_batch)
 
 
-def space_for(job: Job, plan: Plan, world: int, trainable: bool) -> Space:
-    """Every layout the job leaves open; with `trainable`, only what this version can train. `plan` has the pins."""
-    space = space_of(job, world, plan.precision)
+def plan_space(job: Job, plan: Plan, world: int, trainable: bool) -> Space:
+    """The layouts that the job leaves open; with `trainable`, only those this version trains. `plan` has the pins."""
+    space = job_space(job, world, plan.precision)
     if trainable:
         space = _trainable(space, job, plan)
     if job.parallel != "auto":
@@ -38,7 +42,7 @@ def space_for(job: Job, plan: Plan, world: int, trainable: bool) -> Space:
 
 
 def _on_cpus(space: Space) -> Space:
-    """CPU ranks share one machine's memory and links, so cutting the model gains nothing: as many samples as divide."""
+    """CPU ranks share one machine's memory and links, so model parallelism gains nothing: use data parallelism."""
     most = max(d for d in divisors(space.world) if space.batch % d == 0)
     return space.restricted(pp=(1,), cp=(1,), dp=(most,))
 
@@ -64,7 +68,7 @@ def _types(section: Any, name: str) -> tuple[Any, ...]:
 
 
 def choices(section: Any, name: str) -> set[str]:
-    """The words a field takes, wherever they stand in its type."""
+    """The literal values that a job field accepts."""
     words: set[str] = set()
     for each in _types(section, name):
         words |= {each} if isinstance(each, str) else set(typing.get_args(each))
@@ -72,12 +76,10 @@ def choices(section: Any, name: str) -> set[str]:
 
 
 def _pinned(space: Space, job: Job, plan: Plan) -> Space:
-    """The person's degrees exactly; what the section leaves open stays open."""
+    """The space with the pinned degrees; what the section leaves open stays open."""
     assert job.parallel != "auto"
     given = job.parallel
-    name = plan.schedule
-    if name == "zero-bubble":
-        name = "zbv" if plan.virtual_stages == 2 else "zb-h1"
+    name = resolve_name(plan.schedule, plan.virtual_stages)
     accumulation = space.accumulation if given.microbatches == "auto" else given.microbatches
     return space.restricted(
         tp=(plan.tp,), cp=(plan.cp,), pp=(plan.pp,), ep=(plan.ep,), dp_shard=(plan.dp_shard,), placement=(0,),
@@ -86,22 +88,28 @@ def _pinned(space: Space, job: Job, plan: Plan) -> Space:
     )  # fmt: skip
 
 
-def choose(job: Job, plan: Plan, space: Space, scene: Scene) -> tuple[Plan, Found, list[str]] | None:
+def search_layout(
+    job: Job, plan: Plan, space: Space, estimator: Estimator
+) -> tuple[Plan, SearchResult, list[str]] | None:
     """The best layout as a plan, what was found, and why; None where the space is empty."""
-    bounds = Bounds(space, scene)
-    if bounds.size == 0:
+    search = LayoutSearch(space, estimator)
+    if search.size == 0:
         return None
     # on CPU ranks plain replicas are taken wherever they fit: sharding gains memory that one machine shares anyway
-    found = bounds.find(dp_shard=(1,)) if plan.device == "cpu" and job.parallel == "auto" else bounds.find()
+    found = search.find(dp_shard=(1,)) if plan.device == "cpu" and job.parallel == "auto" else search.find()
     if len(found) == 0:
-        found = bounds.find()
+        found = search.find()
     if len(found) == 0:
-        return settle(job, plan, found.frugal.plan(0, plan)), found, []
-    return settle(job, plan, found.layouts.plan(0, plan)), found, reasons(bounds, found, pinned=job.parallel != "auto")
+        return keep_pinned(job, plan, found.smallest.plan(0, plan)), found, []
+    return (
+        keep_pinned(job, plan, found.layouts.plan(0, plan)),
+        found,
+        reasons(search, found, pinned=job.parallel != "auto"),
+    )
 
 
-def settle(job: Job, plan: Plan, chosen: Plan) -> Plan:
-    """What was chosen, with the words of the person where they pinned it."""
+def keep_pinned(job: Job, plan: Plan, chosen: Plan) -> Plan:
+    """The chosen plan with the job's pinned settings."""
     if job.memory.recompute != "auto":
         chosen = replace(chosen, recompute=plan.recompute)
     if job.parallel == "auto":

@@ -1,27 +1,27 @@
-"""What a search keeps of what it has estimated: the best of each set of degrees, and the front."""
+"""The best layouts found so far: the best of each set of degrees, and the Pareto front."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.search.candidates import Ints, Layouts
+from weft.planner.search.candidates import IntArray, Layouts
 from weft.planner.time.step import Estimates
 
-NEAR = 0.015
-"""Layouts whose times differ by less than this are as good as equal, for no estimate tells them apart: the simplest of
-them is taken."""
+TIME_TOLERANCE = 0.015
+"""Relative difference below which step times count as equal, as no estimate is that exact: of such layouts the simplest
+is chosen."""
 
 
-def degrees(layouts: Layouts) -> Ints:
+def degrees(layouts: Layouts) -> IntArray:
     key = np.zeros(len(layouts), np.int64)
     for axis in (layouts.pp, layouts.tp, layouts.cp, layouts.dp_shard, layouts.ep):
         key = key * 65_537 + axis  # degrees are far smaller; wrapping keeps keys apart well enough for a list of a few
     return key
 
 
-def plainness(layouts: Layouts) -> NDArray[np.float64]:
-    """How many things a layout needs to work; of equally fast ones the plainest is taken."""
+def complexity(layouts: Layouts) -> NDArray[np.float64]:
+    """Complexity of a layout; of equally fast ones the least complex is chosen."""
     several = [
         3 * (layouts.pp > 1), 2 * (layouts.tp > 1), 2 * (layouts.cp > 1), layouts.ep > 1, layouts.dp_shard > 1,
         (layouts.dp_replicate > 1) & (layouts.dp_shard > 1), 0.1 * layouts.zero, 0.5 * (layouts.schedule > 0),
@@ -31,19 +31,19 @@ def plainness(layouts: Layouts) -> NDArray[np.float64]:
     return np.asarray(sum(np.asarray(part, float) for part in several))
 
 
-def ranked(layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> Ints:
-    """The best first: by time in steps of NEAR, then the plainer, then the faster, then what needs less memory."""
-    steps = np.floor(np.log(times / times.min()) / NEAR)
-    return np.lexsort((peaks, times, plainness(layouts), steps)).astype(np.int64)
+def ranked(layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> IntArray:
+    """Order of layouts, the best first: by time in steps of TIME_TOLERANCE, then complexity, time and memory."""
+    steps = np.floor(np.log(times / times.min()) / TIME_TOLERANCE)
+    return np.lexsort((peaks, times, complexity(layouts), steps)).astype(np.int64)
 
 
-class Kept:
-    """What has been found so far, and what is not worth opening any more."""
+class BestLayouts:
+    """The best layouts so far, and the bounds beyond which nothing better can follow."""
 
     def __init__(self, top: int, front: bool) -> None:
         self.top, self.front = top, front
         self.bound = np.inf
-        """Times above this are not among the best any more."""
+        """Times above this are not among the best."""
         self.parts: list[Layouts] = []
         self.times, self.peaks = np.array([]), np.array([])
         self.keys = np.array([], np.int64)
@@ -53,7 +53,7 @@ class Kept:
         """The front so far: times rising, memory falling."""
 
     def open(self, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which bounds may still give something: a place among the best, or a step of the front."""
+        """Which bounds may still lead to one of the best layouts or to a point of the front."""
         wanted = times <= self.bound
         if self.front and len(self.stairs[0]):
             at = np.searchsorted(self.stairs[0], times, side="right") - 1
@@ -62,7 +62,7 @@ class Kept:
         return wanted
 
     def add(self, layouts: Layouts, made: list[Estimates]) -> None:
-        """Take in what was estimated, and let go of what is no longer among the best nor on the front."""
+        """Add estimated layouts, and drop those that are neither among the best nor on the front."""
         if len(layouts) == 0:
             return
         good = np.concatenate([np.asarray(m.fits, bool) for m in made])
@@ -76,7 +76,7 @@ class Kept:
         order = np.argsort(self.times, kind="stable")
         _, first = np.unique(self.keys[order], return_index=True)
         best = np.sort(self.times[order][first])
-        self.bound = best[self.top - 1] * (1 + 2 * NEAR) if len(best) >= self.top else np.inf
+        self.bound = best[self.top - 1] * (1 + 2 * TIME_TOLERANCE) if len(best) >= self.top else np.inf
         self.horizon = max(self.bound, 2 * best[0]) if self.front else self.bound
         keep = self.times <= self.bound
         if self.front:

@@ -1,4 +1,4 @@
-"""The space: every layout that a job could have on a number of ranks, enumerated with exact divisibility."""
+"""The search space: every layout of a job on a number of ranks, with exact divisibility."""
 
 from __future__ import annotations
 
@@ -8,51 +8,58 @@ from typing import Any
 
 import numpy as np
 
+from weft.job.compression import COMPRESSORS
 from weft.job.schema import Job
-from weft.planner.rules.table import divisors
-from weft.planner.schedules.registry import SCHEDULES
+from weft.planner.rules.arithmetic import divisors
+from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import (
-    COMPRESSIONS,
     CP_STYLES,
     OFFLOADS,
     PLACEMENTS,
     PRECISIONS,
     RECOMPUTES,
-    SCHEDULE_NAMES,
-    Ints,
+    IntArray,
     Layouts,
 )
 
 __all__ = [
-    "COMPRESSIONS", "CP_STYLES", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RECOMPUTES", "SCHEDULE_NAMES", "Layouts",
-    "Rows", "Space", "coarse", "count", "expand", "layouts_of", "make_space", "space_of",
+    "CP_STYLES",
+    "OFFLOADS",
+    "PLACEMENTS",
+    "PRECISIONS",
+    "RECOMPUTES",
+    "Columns",
+    "Layouts",
+    "Space",
+    "all_layouts",
+    "coarse",
+    "count",
+    "expand",
+    "job_space",
+    "layouts_of",
 ]  # fmt: skip
 
-MAX_TOKENS = 65_536
+MAX_MICROBATCH_TOKENS = 65_536
 """Tokens in one microbatch of a rank beyond which a larger one gains nothing."""
-MIN_TOKENS = 4096
-"""Tokens of a sequence that a rank of cp is left with, at least: shorter blocks leave attention kernels half idle."""
-INTERLEAVES = (2, 3, 4, 5, 6, 7, 8)
-"""Stages a rank that interleaved-1f1b is tried with."""
-_PIPELINES = (
-    ("1f1b", (1,)), ("interleaved-1f1b", INTERLEAVES), ("zb-h1", (1,)), ("zbv", (2,)), ("dualpipe-v", (2,)),
-)  # fmt: skip
-"""gpipe and naive are never tried: 1f1b takes as long as gpipe and holds fewer activations, and naive is slower."""
+MIN_CP_TOKENS = 4096
+"""Least tokens of a sequence per rank of cp: shorter blocks leave attention kernels partly idle."""
+_PIPELINES = tuple((name, entry.searched_stages) for name, entry in SCHEDULES.items() if entry.searched_stages)
+"""Schedules that the search tries, each with its stages per rank."""
 
 
-Rows = dict[str, Ints]
-"""Candidates on their way: an array for each choice made so far."""
+Columns = dict[str, IntArray]
+"""Partly enumerated candidates: an array for each setting chosen so far."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """What a search may choose among: the choices of each setting, and what divides what."""
+    """The options of each setting, and what must divide what."""
 
     world: int
     batch: int
     seq_len: int
     parts: int
-    """Embedding, blocks and head: what stages are made of."""
+    """Embedding, blocks and head: the units that stages are made of."""
     tp: tuple[int, ...] = (1,)
     cp: tuple[int, ...] = (1,)
     pp: tuple[int, ...] = (1,)
@@ -78,22 +85,22 @@ class Space:
     kv_heads: int = 0
     experts: int = 0
     blocks: int | None = None
-    """How many of all blocks are recomputed, where the job says a number."""
+    """How many of all blocks are recomputed, where the job sets a number."""
     by_block: bool = True
-    """Recompute may also be for some of a stage's blocks."""
+    """Whether only some of a stage's blocks may be recomputed."""
 
     def restricted(self, **only: Any) -> Space:
         """The same space with fewer choices."""
         return replace(self, **only)
 
 
-def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RECOMPUTES) -> Space:
-    """Every layout of a resolved job on `world` ranks, as its rules allow."""
+def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = RECOMPUTES) -> Space:
+    """The space of a resolved job on `world` ranks, as its rules allow."""
     model, seq = job.model, job.data.seq_len
     share: dict[str, Any] = {
         "world": world,
         "batch": job.train.global_batch,
-        "seq_len": 1 if model.family == "mlp" else seq,
+        "seq_len": 1 if model.is_stack else seq,
     }
     fixed: dict[str, Any] = {
         "precision": (precision,), "offload": (job.memory.offload,), 
@@ -108,10 +115,10 @@ def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RE
         return Space(**share, parts=1, **fixed)
     options = divisors(world)
     heads, kv = model.heads or 0, model.kv_heads or 0
-    width = (model.ffn if model.family != "mlp" else model.dim) or 1
+    width = (model.ffn if not model.is_stack else model.dim) or 1
     layers = model.layers or 1
     tp = [d for d in options if width % d == 0 and (not heads or (heads % d == 0 and kv % d == 0))]
-    cp = [d for d in options if d == 1 or (heads and seq % (2 * d) == 0 and seq // d >= MIN_TOKENS and model.causal)]
+    cp = [d for d in options if d == 1 or (heads and seq % (2 * d) == 0 and seq // d >= MIN_CP_TOKENS and model.causal)]
     experts = model.experts.count if model.experts else 0
     if experts:
         expert_width = (model.experts.ffn if model.experts else 0) or width
@@ -122,7 +129,7 @@ def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RE
         or job.memory.recompute == "selective"
     ):
         # these pass once through a block's backward, so a schedule that splits it is no choice (planner/rules/table.py)
-        fixed["schedules"] = tuple((name, stages) for name, stages in _PIPELINES if not SCHEDULES[name].splits)
+        fixed["schedules"] = tuple((name, stages) for name, stages in _PIPELINES if not SCHEDULES[name].splits_backward)
     return Space(
         **share, parts=layers + 2, tp=tuple(tp), cp=tuple(cp), pp=tuple(d for d in options if d <= layers + 2),
         ep=tuple(d for d in options if experts % d == 0) if experts else (1,), heads=heads, kv_heads=kv,
@@ -131,25 +138,25 @@ def space_of(job: Job, world: int, precision: str, recompute: Iterable[str] = RE
 
 
 def _recomputes(job: Job, options: Iterable[str]) -> tuple[str, ...]:
-    """What may be tried; a number of blocks stands beside the others, as some of `full`."""
+    """The recompute modes to try; a number of blocks counts as a partial `full`."""
     asked = job.memory.recompute
     if asked == "auto":
         return tuple(options)
     return ("full" if asked else "none",) if isinstance(asked, int) else (asked,)
 
 
-def make_space(space: Space) -> Layouts:
-    """All of them, one array operation for each choice."""
+def all_layouts(space: Space) -> Layouts:
+    """All layouts of a space."""
     return layouts_of(space, expand(space, coarse(space)))
 
 
-def coarse(space: Space) -> Rows:
-    """Degrees, ZeRO stage, experts, precision and microbatch: what bounds are worked out for."""
+def coarse(space: Space) -> Columns:
+    """Degrees, ZeRO stage, experts, precision and microbatch: the settings that bounds are computed for."""
     rows = _degrees(space)
     rows = _spread(rows, "zero", [np.where(rows["dp_shard"] > 1, z, 0) for z in space.zero], unique=True)
     if space.experts:
         rows = _expert(space, rows)
-    for name, names in (("offload", OFFLOADS), ("precision", PRECISIONS), ("compression", COMPRESSIONS)):
+    for name, names in (("offload", OFFLOADS), ("precision", PRECISIONS), ("compression", COMPRESSORS.names())):
         codes = [names.index(word) for word in getattr(space, name)]
         rows = _spread(rows, name, [np.full(len(rows["tp"]), code) for code in codes])
     rows = _microbatches(space, rows)
@@ -158,7 +165,7 @@ def coarse(space: Space) -> Rows:
     return {**rows, "recompute_blocks": -(-space.blocks // rows["pp"])}
 
 
-def expand(space: Space, rows: Rows) -> Rows:
+def expand(space: Space, rows: Columns) -> Columns:
     """Each coarse row with each schedule, style of cp, placement and recompute that it can have."""
     rows = _styles(space, _schedules(space, rows))
     far = (rows["pp"] > 1) & (rows["dp_shard"] * rows["dp_replicate"] > 1)
@@ -167,14 +174,14 @@ def expand(space: Space, rows: Rows) -> Rows:
     return _spread(rows, "recompute", [np.full(len(rows["tp"]), code) for code in codes])
 
 
-def layouts_of(space: Space, rows: Rows) -> Layouts:
-    """Rows as layouts, with the sequence cut wherever tp can cut it."""
+def layouts_of(space: Space, rows: Columns) -> Layouts:
+    """Columns as layouts, with sequence parallelism wherever tp divides the sequence."""
     sequence = (rows["tp"] > 1) & (space.seq_len % rows["tp"] == 0) & space.sequence & (space.heads > 0)
     return Layouts.of(**rows, sequence=sequence)
 
 
-def count(space: Space, rows: Rows) -> int:
-    """How many layouts `expand` would make of coarse rows, without making them."""
+def count(space: Space, rows: Columns) -> int:
+    """The number of layouts that `expand` would make, without making them."""
     pipes = np.zeros(len(rows["pp"]), np.int64)
     for _, stages in space.schedules:
         for each in stages:
@@ -187,7 +194,7 @@ def count(space: Space, rows: Rows) -> int:
     return int((pipes * styles * places).sum()) * len(space.recompute)
 
 
-def _degrees(space: Space) -> Rows:
+def _degrees(space: Space) -> Columns:
     """Degrees whose product is the world, and data-parallel ranks among which the batch divides."""
     shards = space.dp_shard or tuple(divisors(space.world))
     grid = np.meshgrid(space.pp, space.tp, space.cp, shards, indexing="ij")
@@ -203,7 +210,7 @@ def _degrees(space: Space) -> Rows:
             {"pp": pp, "tp": tp, "cp": cp, "dp_shard": shard, "dp_replicate": rest}.items()}  # fmt: skip
 
 
-def _spread(rows: Rows, name: str, options: list[Ints], unique: bool = False) -> Rows:
+def _spread(rows: Columns, name: str, options: list[IntArray], unique: bool = False) -> Columns:
     """Each row once for each option; with `unique`, options that are the same for a row count once."""
     parts = []
     for i, option in enumerate(options):
@@ -215,24 +222,24 @@ def _spread(rows: Rows, name: str, options: list[Ints], unique: bool = False) ->
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
-def _expert(space: Space, rows: Rows) -> Rows:
+def _expert(space: Space, rows: Columns) -> Columns:
     """ep is laid over dp_shard × cp × tp, so it divides their product."""
     rows = _spread(rows, "ep", [np.full(len(rows["tp"]), ep) for ep in space.ep])
     return _keep(rows, rows["dp_shard"] * rows["cp"] * rows["tp"] % rows["ep"] == 0)
 
 
-def _keep(rows: Rows, mask: Any) -> Rows:
+def _keep(rows: Columns, mask: Any) -> Columns:
     return {key: array[mask] for key, array in rows.items()}
 
 
-def _microbatches(space: Space, rows: Rows) -> Rows:
+def _microbatches(space: Space, rows: Columns) -> Columns:
     """Sizes that divide a rank's share of the batch; beyond MAX_TOKENS only where nothing smaller is left."""
     share = space.batch // (rows["dp_shard"] * rows["dp_replicate"])
     tokens = np.maximum(1, space.seq_len // rows["cp"])
     kinds, index = np.unique(np.stack([share, tokens]), axis=1, return_inverse=True)
     sizes = []
     for whole, width in kinds.T:
-        fit = [d for d in divisors(int(whole)) if d * width <= MAX_TOKENS] or [1]
+        fit = [d for d in divisors(int(whole)) if d * width <= MAX_MICROBATCH_TOKENS] or [1]
         if space.microbatch is not None:
             fit = [space.microbatch] if whole % space.microbatch == 0 else []
         if space.accumulation is not None:
@@ -248,7 +255,7 @@ def _microbatches(space: Space, rows: Rows) -> Rows:
     return rows
 
 
-def _schedules(space: Space, rows: Rows) -> Rows:
+def _schedules(space: Space, rows: Columns) -> Columns:
     """Each pipelined row once for each schedule that its stages allow."""
     plain = rows["pp"] == 1
     parts = []
@@ -265,7 +272,7 @@ def _schedules(space: Space, rows: Rows) -> Rows:
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
-def _styles(space: Space, rows: Rows) -> Rows:
+def _styles(space: Space, rows: Columns) -> Columns:
     """ring for any cp; ulysses where the heads divide by tp × cp."""
     if len(space.cp) == 1 and space.cp[0] == 1:
         return {**rows, "cp_style": np.zeros(len(rows["cp"]), np.int64)}

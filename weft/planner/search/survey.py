@@ -1,4 +1,4 @@
-"""The survey of a job's layouts: the winner, the runner-ups and what each lacks, the front, money and energy."""
+"""The result of `weft plan`: the winner, runner-ups and their differences, the Pareto front, cost and energy."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from weft.planner.advice.beyond import Gain, beyond
 from weft.planner.advice.goodput import Goodput, goodput
 from weft.planner.advice.why import compare, reasons
 from weft.planner.calibration import Calibration
-from weft.planner.estimate import OVERHEAD, POWER_SHARE, estimate_job
-from weft.planner.make_plan import TRIES, Start, finish
+from weft.planner.estimate import POWER_OVERHEAD, POWER_SHARE, estimate_job
+from weft.planner.make_plan import MAX_SEARCHES, PlanStart, complete_plan
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.rules.table import RUNNABLE
-from weft.planner.search.choose import scene_for, settle, space_for
-from weft.planner.search.search import Bounds, Found
+from weft.planner.search.choose import estimator_for, keep_pinned, plan_space
+from weft.planner.search.search import LayoutSearch, SearchResult
 
-FRACTIONS = (1, 2, 4, 8)
-"""The front also asks what the same run takes on so many times fewer nodes."""
-FRONT = 24
-"""Points of the front that are shown, spread over it."""
-CHOICES = (
+NODE_FRACTIONS = (1, 2, 4, 8)
+"""The front also includes the same run on this many times fewer nodes."""
+MAX_FRONT_POINTS = 24
+"""Most points of the front that are listed."""
+SEARCHED_FIELDS = (
     "dp_replicate", "dp_shard", "zero", "tp", "sequence", "cp", "pp", "ep", "schedule", "virtual_stages", "microbatch",
     "accumulation", "recompute", "offload", "precision", "compression", "placement",
 )  # fmt: skip
-"""What a search chooses."""
+"""Plan fields that the search chooses."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One layout of the list or the front: what it takes, and what it lacks beside the winner."""
+    """One layout of the list or the front, and its difference from the winner."""
 
     plan: Plan
     nodes: int
     step_time_s: float
-    """As the run sees it: failures and checkpoints counted in."""
+    """Effective step time, with failures and checkpoints."""
     peak_gib: float
     usd: float | None
     """Of the whole run."""
@@ -50,7 +50,8 @@ class Point:
     def to_json(self) -> dict[str, Any]:
         p = self.plan
         return {
-            "layout": p.layout(), "nodes": self.nodes, "world": p.world, **{name: getattr(p, name) for name in CHOICES},
+            "layout": p.layout(), "nodes": self.nodes, "world": p.world,
+            **{name: getattr(p, name) for name in SEARCHED_FIELDS},
             "effective_step_time_s": self.step_time_s, "peak_memory_gib": self.peak_gib, "cost_usd": self.usd,
             "energy_kwh": self.kwh, "lacks": self.lacks,
         }  # fmt: skip
@@ -58,22 +59,22 @@ class Point:
 
 @dataclass(frozen=True)
 class Survey:
-    """Everything `weft plan` says of a job whose model is known."""
+    """Everything that `weft plan` reports for one of Weft's models."""
 
     job: Job
     plan: Plan
-    start: Start
-    bounds: Bounds
-    found: Found
-    told: dict[str, Any]
+    start: PlanStart
+    search: LayoutSearch
+    found: SearchResult
+    estimate: dict[str, Any]
     """The winner's estimate, as `weft estimate` gives it."""
-    kept: Goodput
-    others: tuple[Point, ...] = ()
+    goodput: Goodput
+    runner_ups: tuple[Point, ...] = ()
     front: tuple[Point, ...] = ()
     untrainable: tuple[str, ...] = ()
-    """Why this version cannot train the winner yet."""
+    """Why this version cannot train the winner."""
     gains: tuple[Gain, ...] = ()
-    """What settings that the job does not ask for would gain."""
+    """Gains of settings that the job does not use."""
 
     @property
     def fits(self) -> bool:
@@ -83,53 +84,55 @@ class Survey:
         found = self.found
         return {
             "job": self.job.model_dump(mode="json"), **self.plan.to_json(), "fits": self.fits,
-            "estimate": {k: v for k, v in self.told.items() if k != "sources"}, "goodput": self.kept.to_json(),
+            "estimate": {k: v for k, v in self.estimate.items() if k != "sources"}, "goodput": self.goodput.to_json(),
             "search": {"candidates": found.size, "estimated": found.estimated, "seconds": found.seconds},
-            "candidates": [p.to_json() for p in self.others], "pareto": [p.to_json() for p in self.front],
+            "candidates": [p.to_json() for p in self.runner_ups], "pareto": [p.to_json() for p in self.front],
             "trains": not self.untrainable, "beyond": [g.to_json() for g in self.gains],
         }  # fmt: skip
 
 
 def survey(
-    start: Start, top: int = 5, front: bool = True, trainable: bool = False, calibration: Calibration | None = None
+    start: PlanStart, top: int = 5, front: bool = True, trainable: bool = False, calibration: Calibration | None = None
 ) -> Survey:
-    """Search a job's layouts and say what was found; a JobError where no layout divides its batch and ranks."""
+    """Search a job's layouts; a JobError where no layout divides its batch and ranks."""
     job, plan = start.job, start.plan
     calibration = calibration or own_calibration(start.device)
-    scene = scene_for(job, start.world, start.device, start.memory_gib, calibration)
-    space = space_for(job, plan, start.world, trainable)
-    bounds = Bounds(space, scene)
-    if bounds.size == 0:
+    estimator = estimator_for(job, start.world, start.device, start.memory_gib, calibration)
+    space = plan_space(job, plan, start.world, trainable)
+    search = LayoutSearch(space, estimator)
+    if search.size == 0:
         raise JobError(
             f"no layout shares train.global_batch={job.train.global_batch} among {start.world} ranks; "
             f"a multiple of {start.world} would work"
         )
-    for _ in range(TRIES):
-        found = bounds.find(top, front)
-        said = reasons(bounds, found, pinned=job.parallel != "auto") if len(found) else []
-        winner = found.layouts if len(found) else found.frugal
-        _, chosen = finish(start, settle(job, plan, winner.plan(0, plan)), said)
+    for _ in range(MAX_SEARCHES):
+        found = search.find(top, front)
+        said = reasons(search, found, pinned=job.parallel != "auto") if len(found) else []
+        winner = found.layouts if len(found) else found.smallest
+        _, chosen = complete_plan(start, keep_pinned(job, plan, winner.plan(0, plan)), said)
         told = estimate_job(job, chosen, calibration)
         more = found.outgrown(told["peak_memory_gib"])
         if more == 1:
             break
-        bounds = Bounds(space, replace(bounds.scene, heavier=bounds.scene.heavier * more))
+        search = LayoutSearch(space, replace(search.estimator, heavier=search.estimator.heavier * more))
     if len(found) == 0 and told["fits"]:  # the engine's count of the most frugal layout is finer than the search's
-        found = found.taking(found.frugal, told["step_time_s"], told["peak_memory_gib"])
+        found = found.taking(found.smallest, told["step_time_s"], told["peak_memory_gib"])
     if len(found) == 0 or not told["fits"]:
         found = replace(
-            found, layouts=found.layouts.take(slice(0, 0)), least_gib=max(found.least_gib, told["peak_memory_gib"])
+            found,
+            layouts=found.layouts.take(slice(0, 0)),
+            smallest_gib=max(found.smallest_gib, told["peak_memory_gib"]),
         )
-        return Survey(job, chosen, start, bounds, found, told, _kept(job, chosen, 1.0))
-    kept = _kept(job, chosen, told["step_time_s"])
+        return Survey(job, chosen, start, search, found, told, _goodput(job, chosen, 1.0))
+    kept = _goodput(job, chosen, told["step_time_s"])
     others = tuple(_point(start, found, int(i), compare(found, found.layouts, int(i))) for i in found.best(top)[1:])
     refused = tuple(text for rule in RUNNABLE if (text := rule(job, chosen)))
-    gains = () if trainable else tuple(beyond(bounds, found))
-    made = Survey(job, chosen, start, bounds, found, told, kept, others, (), refused, gains)
+    gains = () if trainable else tuple(beyond(search, found))
+    made = Survey(job, chosen, start, search, found, told, kept, others, (), refused, gains)
     return replace(made, front=_front(made, trainable, calibration)) if front else made
 
 
-def _kept(job: Job, plan: Plan, step_time_s: float) -> Goodput:
+def _goodput(job: Job, plan: Plan, step_time_s: float) -> Goodput:
     from weft.planner.model.counts import count_parameters
 
     counts = count_parameters(job.model)
@@ -137,26 +140,26 @@ def _kept(job: Job, plan: Plan, step_time_s: float) -> Goodput:
     return goodput(job.cluster.failures, plan.world, plan.nodes, parameters, step_time_s, job.checkpoint.background)
 
 
-def bill(start: Start, found: Found, seconds: float, world: int) -> tuple[float | None, float]:
-    """USD and kWh of a whole run whose steps take so long."""
-    cluster = found.scene.cluster
+def run_cost(start: PlanStart, found: SearchResult, seconds: float, world: int) -> tuple[float | None, float]:
+    """USD and kWh of a whole run at this step time."""
+    cluster = found.estimator.cluster
     hours = seconds * start.job.train.steps / 3600
     price = start.job.cluster.price_usd_hour
     price = cluster.price_usd_hour if price is None else price
-    kwh = world * float(cluster.watts) * POWER_SHARE * OVERHEAD * hours / 1000
+    kwh = world * float(cluster.watts) * POWER_SHARE * POWER_OVERHEAD * hours / 1000
     return (None if price is None else price * world * hours), kwh
 
 
-def _point(start: Start, found: Found, i: int, lacks: str = "") -> Point:
+def _point(start: PlanStart, found: SearchResult, i: int, lacks: str = "") -> Point:
     plan = replace(found.layouts.plan(i, start.plan), nodes=start.job.cluster.nodes)
     seconds = float(found.times[i])
-    seconds /= _kept(start.job, plan, seconds).share
-    usd, kwh = bill(start, found, seconds, plan.world)
+    seconds /= _goodput(start.job, plan, seconds).share
+    usd, kwh = run_cost(start, found, seconds, plan.world)
     return Point(plan, plan.nodes, seconds, float(found.peaks[i]), usd, kwh, lacks)
 
 
-def smaller(start: Start, times: int) -> Start | None:
-    """The same run on so many times fewer nodes, where they divide and the batch still does."""
+def on_fewer_nodes(start: PlanStart, times: int) -> PlanStart | None:
+    """The same run on this many times fewer nodes; None where they do not divide."""
     nodes = start.job.cluster.nodes
     if nodes % times or start.job.parallel != "auto":
         return None
@@ -166,23 +169,23 @@ def smaller(start: Start, times: int) -> Start | None:
 
 
 def _front(made: Survey, trainable: bool, calibration: Calibration) -> tuple[Point, ...]:
-    """What nothing beats in time, memory, money and energy at once, over all of the nodes and over fewer."""
+    """The Pareto front in time, memory, cost and energy, on all nodes and on fewer."""
     points: list[Point] = []
-    for times in FRACTIONS:
-        start = made.start if times == 1 else smaller(made.start, times)
+    for times in NODE_FRACTIONS:
+        start = made.start if times == 1 else on_fewer_nodes(made.start, times)
         if start is None:
             continue
         if times == 1:
             found = made.found
         else:
-            scene = scene_for(start.job, start.world, start.device, start.memory_gib, calibration)
-            found = Bounds(space_for(start.job, start.plan, start.world, trainable), scene).find()
+            estimator = estimator_for(start.job, start.world, start.device, start.memory_gib, calibration)
+            found = LayoutSearch(plan_space(start.job, start.plan, start.world, trainable), estimator).find()
         if len(found):
-            points += [_point(start, found, int(i)) for i in _stairs(found)]
-    return tuple(_thin(undominated(points)))
+            points += [_point(start, found, int(i)) for i in _front_indices(found)]
+    return tuple(_sample_front(pareto_points(points)))
 
 
-def _stairs(found: Found) -> list[int]:
+def _front_indices(found: SearchResult) -> list[int]:
     """Indices of a search's own front of time and memory."""
     order = np.lexsort((found.peaks, found.times))
     low = np.minimum.accumulate(found.peaks[order])
@@ -190,8 +193,8 @@ def _stairs(found: Found) -> list[int]:
     return [int(i) for i in order[step] if found.times[i] <= 2 * found.times[order[0]]]
 
 
-def undominated(points: Sequence[Point]) -> list[Point]:
-    """Those that no other beats or equals in all four at once, the fastest first."""
+def pareto_points(points: Sequence[Point]) -> list[Point]:
+    """The points that no other dominates, the fastest first."""
     values = np.array([[p.step_time_s, p.peak_gib, p.usd or 0.0, p.kwh] for p in points]).reshape(-1, 4)
     kept = []
     for i, own in enumerate(values):
@@ -202,8 +205,8 @@ def undominated(points: Sequence[Point]) -> list[Point]:
     return sorted(kept, key=lambda p: (p.step_time_s, p.peak_gib))
 
 
-def _thin(points: list[Point]) -> list[Point]:
-    if len(points) <= FRONT:
+def _sample_front(points: list[Point]) -> list[Point]:
+    if len(points) <= MAX_FRONT_POINTS:
         return points
-    chosen = np.unique(np.linspace(0, len(points) - 1, FRONT).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(points) - 1, MAX_FRONT_POINTS).round().astype(int))
     return [points[i] for i in chosen]

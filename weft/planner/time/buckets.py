@@ -1,4 +1,4 @@
-"""How large the buckets are in which replicas sum their gradients, from what a message costs (α) and a byte (β)."""
+"""Size of the gradient buckets of replicas, from the cost of a message (α) and of a byte (β)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from weft.planner.model.counts import count_parameters
 from weft.planner.model.facts import cluster_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
-from weft.planner.time.collectives import group
+from weft.planner.time.collectives import rank_group
 
-LEAST_MB, MOST_MB = 1.0, 200.0
-HOST_ALPHA_S = 2e-3
-"""Of an all-reduce of CPU ranks over Gloo or MPI, where it was not measured. They often outnumber the cores, and
-wait for each other's turn: `weft bench collectives` gave 4.3 ms with four ranks on two cores."""
+MIN_BUCKET_MB, MAX_BUCKET_MB = 1.0, 200.0
+CPU_ALL_REDUCE_LATENCY_S = 2e-3
+"""Latency of an all-reduce between CPU ranks over Gloo or MPI, where not measured. They often outnumber the cores:
+`weft bench collectives` gave 4.3 ms with four ranks on two cores."""
 
 
-def cost_of_a_sum(job: Job, plan: Plan, device: Device) -> tuple[float, float]:
-    """α and β of an all-reduce over the replicas: as `weft calibrate` measured them here, else as the plan counts."""
+def all_reduce_cost(job: Job, plan: Plan, device: Device) -> tuple[float, float]:
+    """α and β of an all-reduce over the replicas: measured by `weft calibrate`, else from the catalog."""
     n = plan.dp_replicate * plan.cp
     measured = load_measured(device.name)
     seen = [m for m in measured.collectives if m.kind == "all_reduce" and m.seconds > 0] if measured else []
@@ -30,19 +30,19 @@ def cost_of_a_sum(job: Job, plan: Plan, device: Device) -> tuple[float, float]:
         alpha, beta = fit_line([m.bytes for m in seen], [m.seconds for m in seen])
         if alpha > 0 and beta > 0:
             return alpha, beta
-    found = group(cluster_facts(job, plan.world, device), n, plan.tp, own_calibration(device))
-    alpha = 2 * float(found.latency_s) + (HOST_ALPHA_S if plan.device == "cpu" else 0.0)
+    found = rank_group(cluster_facts(job, plan.world, device), n, plan.tp, own_calibration(device))
+    alpha = 2 * float(found.latency_s) + (CPU_ALL_REDUCE_LATENCY_S if plan.device == "cpu" else 0.0)
     return alpha, 2 * (n - 1) / n / (float(found.gb_s) * 1e9)
 
 
 def bucket_mb(job: Job, plan: Plan, device: Device) -> tuple[float, str]:
-    """The size, and why. Of S bytes in buckets of b, S/b messages cost α each, and the last, which no computation
-    hides, costs β · b: the sum is least at b = √(S · α / β)."""
+    """Bucket size and the reason. Of S bytes in buckets of b, S/b messages cost α each, and the last, which is not
+    overlapped, costs β · b: the sum is least at b = √(S · α / β)."""
     parameters = count_parameters(job.model)
     if parameters is None:
         return Plan.bucket_mb, ""
     size = 4 * parameters.total / (plan.tp * plan.pp)
-    alpha, beta = cost_of_a_sum(job, plan, device)
-    best = min(MOST_MB, max(LEAST_MB, sqrt(size * alpha / beta) / 2**20))
+    alpha, beta = all_reduce_cost(job, plan, device)
+    best = min(MAX_BUCKET_MB, max(MIN_BUCKET_MB, sqrt(size * alpha / beta) / 2**20))
     rounded = float(f"{best:.2g}")
     return rounded, f"buckets of {rounded:g} MiB: a sum costs {alpha * 1e6:.0f} µs and {beta * 1e9:.2g} ns a byte"

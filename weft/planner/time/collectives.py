@@ -1,4 +1,4 @@
-"""How long collectives take: latency and bandwidth (α–β) over the levels of the topology, for groups of ranks."""
+"""Time of collectives: latency and bandwidth (α–β) over the levels of the topology."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.planner.search.candidates import PLACEMENTS, Layouts
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one axis as they lie on the topology."""
+    """The ranks of one axis and their links."""
 
     ranks: Size
     inside: Size
@@ -25,10 +25,10 @@ class Group:
     across: Size
     """1 where the ring leaves the innermost level."""
     one_gb_s: Size
-    """Between two of them that lie on different groups of the innermost level."""
+    """Between two ranks in different groups of the innermost level."""
 
 
-def groups(cluster: ClusterFacts, layouts: Layouts, cal: Calibration) -> dict[str, Group]:
+def axis_groups(cluster: ClusterFacts, layouts: Layouts, cal: Calibration) -> dict[str, Group]:
     """The group of every axis; `dp` is dp_shard × dp_replicate together."""
     degree = {axis: getattr(layouts, axis) for axis in PLACEMENTS[0]}
     out = {}
@@ -39,14 +39,14 @@ def groups(cluster: ClusterFacts, layouts: Layouts, cal: Calibration) -> dict[st
             for other in order[: order.index(axis)]:
                 below = below * degree[other]
             stride = np.where(layouts.placement == code, below, stride)
-        out[axis] = group(cluster, degree[axis], stride, cal)
-    out["dp"] = group(cluster, layouts.dp, layouts.tp * layouts.cp, cal)
-    out["shard_cp"] = group(cluster, layouts.dp_shard * layouts.cp, layouts.tp, cal)
-    out["ep"] = group(cluster, layouts.ep, np.ones(len(layouts)), cal)
+        out[axis] = rank_group(cluster, degree[axis], stride, cal)
+    out["dp"] = rank_group(cluster, layouts.dp, layouts.tp * layouts.cp, cal)
+    out["shard_cp"] = rank_group(cluster, layouts.dp_shard * layouts.cp, layouts.tp, cal)
+    out["ep"] = rank_group(cluster, layouts.ep, np.ones(len(layouts)), cal)
     return out
 
 
-def group(cluster: ClusterFacts, ranks: Size, stride: Size, cal: Calibration) -> Group:
+def rank_group(cluster: ClusterFacts, ranks: Size, stride: Size, cal: Calibration) -> Group:
     """`ranks` ranks, each `stride` from the next."""
     ranks, stride = np.asarray(ranks, float), np.asarray(stride, float)
     gb_s = np.asarray(cluster.levels[0].gb_s * cal.link, float) + 0 * ranks
@@ -67,20 +67,20 @@ def group(cluster: ClusterFacts, ranks: Size, stride: Size, cal: Calibration) ->
     return Group(ranks, inside, gb_s, latency, (ranks > inside) * 1.0, one)
 
 
-def gather(g: Group, bytes_: Size) -> Size:
-    """All-gather or reduce-scatter of a buffer of so many bytes in whole."""
+def all_gather_time(g: Group, bytes_: Size) -> Size:
+    """All-gather or reduce-scatter; `bytes_` is the size of the whole buffer."""
     return np.where(g.ranks > 1, g.latency_s + bytes_ * (g.ranks - 1) / g.ranks / (g.gb_s * 1e9), 0.0)
 
 
-def reduce(g: Group, bytes_: Size) -> Size:
+def all_reduce_time(g: Group, bytes_: Size) -> Size:
     """All-reduce: a reduce-scatter and an all-gather."""
-    return 2 * gather(g, bytes_)
+    return 2 * all_gather_time(g, bytes_)
 
 
-def exchange(g: Group, bytes_: Size, copies: Size = 1) -> Size:
-    """All-to-all in which each rank sends so many bytes in whole, the same to each.
+def all_to_all_time(g: Group, bytes_: Size, copies: Size = 1) -> Size:
+    """All-to-all in which each rank sends `bytes_` in total, evenly to all.
 
-    Of `copies` of one row that go to ranks of the same node only one crosses the network, as DeepEP and HybridEP do it.
+    Of `copies` of a row to ranks of one node only one crosses the network, as in DeepEP and HybridEP.
     """
     nodes = np.maximum(g.ranks / g.inside, 1)
     copies = np.maximum(copies, 1)
@@ -92,7 +92,7 @@ def exchange(g: Group, bytes_: Size, copies: Size = 1) -> Size:
     return np.where(g.ranks > 1, g.latency_s + time, 0.0)
 
 
-def send(g: Group, bytes_: Size) -> Size:
-    """From one rank to the next of its group."""
+def send_time(g: Group, bytes_: Size) -> Size:
+    """Point-to-point message to the next rank of the group."""
     hop = g.latency_s / np.maximum(g.ranks - 1, 1)
     return np.where(g.ranks > 1, hop + bytes_ / (g.one_gb_s * 1e9), 0.0)

@@ -1,4 +1,4 @@
-"""How long a block's computing takes: the roofline of each matrix product, attention, and what only moves memory."""
+"""Compute time of a block: a roofline for each matrix product, attention, and memory-bound operations."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from weft.planner.calibration import Calibration
 from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
 from weft.planner.search.candidates import PRECISIONS, Layouts
 
-TILE = 128 * 128
-"""Results of a matrix product that one core of the device makes at once."""
-ALIGNED = 64
+TILE_ELEMENTS = 128 * 128
+"""Output elements of a matrix product that one core computes at once."""
+TILE_ALIGNMENT = 64
 MEMORY_SHARE = 0.85
-"""Share of the memory's peak bandwidth that a long copy gets."""
+"""Share of the peak memory bandwidth that a large copy reaches."""
 SCORE_BYTES = 12
-"""Unfused attention moves each score so often, forward: written, scaled and masked, normalised, dropped, read."""
+"""Bytes moved per score by unfused attention in the forward pass."""
 
 
 @dataclass(frozen=True)
-class Work:
+class ComputeTime:
     """Seconds of one microbatch on one rank, without communication and without waiting for the host."""
 
     forward: Size
     """One block."""
     backward: Size
     attention: Size
-    """The part of forward that context parallelism overlaps with."""
+    """The part of forward that overlaps with context-parallel communication."""
     inner: Size
-    """The part of forward that selective recompute does again."""
+    """The part of forward that selective recompute repeats."""
     head_forward: Size
     head_backward: Size
     embedding: Size
 
 
-def peaks(cluster: ClusterFacts, layouts: Layouts) -> tuple[Size, Size]:
-    """FLOP/s of the layouts' precision, and of what stays in 16 bits beside fp8."""
+def peak_flops_by_precision(cluster: ClusterFacts, layouts: Layouts) -> tuple[Size, Size]:
+    """Peak FLOP/s of the layouts' precision, and of operations that stay in 16 bits under fp8."""
     table = [np.asarray(cluster.peak_tflops[name], float) + 0.0 * layouts.tp for name in PRECISIONS]
     own = np.choose(layouts.precision, table) * 1e12
     wide = np.where(layouts.precision == PRECISIONS.index("fp8"), table[1] * 1e12, own)
     return own, wide
 
 
-def work(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibration) -> Work:
+def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibration) -> ComputeTime:
     tokens = layouts.microbatch * model.seq_len / layouts.cp
     tp = layouts.tp
-    own, wide = peaks(cluster, layouts)
+    own, wide = peak_flops_by_precision(cluster, layouts)
     low = np.where(own > wide, cal.low_precision, 1.0)
     fast, plain = own * cluster.reach * cal.matmul * low, wide * cluster.reach * cal.matmul
     memory = cluster.memory_gb_s * 1e9 * MEMORY_SHARE
     size = np.where(layouts.precision == 0, 4.0, 2.0)
-    tiles = cluster.units * TILE
+    tiles = cluster.units * TILE_ELEMENTS
 
     def product(rows: Size, out: Size, inner: Size, speed: Size) -> Size:
         rows, out, inner = np.maximum(rows, 1e-9), np.maximum(out, 1e-9), np.maximum(inner, 1e-9)
-        uneven = (np.mod(out, ALIGNED) > 0) | (np.mod(inner, ALIGNED) > 0)
+        uneven = (np.mod(out, TILE_ALIGNMENT) > 0) | (np.mod(inner, TILE_ALIGNMENT) > 0)
         loss = 1 + cal.odd * uneven + cal.wave * tiles / (rows * out) + cal.depth / inner
         moved = size * (rows * out + rows * inner + out * inner)
         return np.maximum(2 * rows * out * inner / speed * loss, moved / memory)
@@ -104,7 +104,7 @@ def work(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibr
     ragged = 1 + 4 * cal.odd * (np.mod(model.head_dim, 8) > 0)
     attention_f = ragged * np.where(has_attention, fused_f if cal.fused > 0 else split_f + written, 0.0)
     attention_b = attention_f * (2.5 if cal.fused > 0 else 2.0)
-    # what only moves memory: norms and residuals, rotations, the non-linearity
+    # memory-bound operations: norms and residuals, rotary embeddings, activation functions
     whole = np.where(np.asarray(model.norm_rows) > 0, 10.0, 0.0) * model.dim / np.where(layouts.sequence, tp, 1)
     hidden = (1 - share) * model.ffn + share * (model.top_k * (model.moe_ffn + 2 * model.dim) + model.shared_ffn)
     cut = (2 * (q + kv) + (model.gates + 1) * hidden) / tp
@@ -118,7 +118,7 @@ def work(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibr
     head_f, head_b = both(rows, model.vocab / tp, model.dim, head_speed)
     logits = rows * model.vocab / tp * 6 / memory * cal.traffic
     has_head = np.asarray(model.vocab) > 0
-    return Work(
+    return ComputeTime(
         forward=forward,
         backward=backward,
         attention=attention_f,

@@ -1,6 +1,6 @@
-"""How the sequence is cut among the ranks of cp, and what each style of bringing it together sends.
+"""Context parallelism: how the sequence is split over cp, and the traffic of each style.
 
-parallel/context/attention.py cuts and sends by the same functions.
+parallel/context uses the same functions.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def rings(style: str, cp: int, heads: int, kv_heads: int) -> tuple[int, int]:
 
 
 def ulysses_fits(ranks: int, heads: int, kv_heads: int) -> bool:
-    """Whether heads can be dealt out to so many ranks: each gets as many, with the key and value heads they read."""
+    """Whether heads divide evenly over so many ranks, with the key and value heads they read."""
     return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
-HIDES = 1.5
-"""Keys and values that a hop of a balanced causal ring brings, in units of a rank's tokens: 3 of 4 chunks, of each."""
-KERNEL = 0.4
-"""Share of the device's peak that attention reaches, where nothing was measured."""
+RING_HOP_KV = 1.5
+"""Keys and values received in a hop of a balanced causal ring, in units of a rank's tokens: 3 of 4 chunks, of each."""
+ATTENTION_EFFICIENCY = 0.4
+"""Share of the device's peak that attention reaches, where not measured."""
 
 
 def choose_style(
@@ -45,7 +45,7 @@ def choose_style(
 ) -> tuple[str, int, str]:
     """A style, the ranks of its groups, and the reason. `tokens` are a rank's own, `bytes_s` the slowest link's."""
     # a hop computes 2 · tokens² · heads · head_dim and receives 1.5 · tokens · kv_heads · head_dim values
-    shortest = HIDES * width * kv_heads / (2 * heads) * KERNEL * flops / bytes_s
+    shortest = RING_HOP_KV * width * kv_heads / (2 * heads) * ATTENTION_EFFICIENCY * flops / bytes_s
     if tokens >= shortest:
         return "ring", 1, f"a rank's {tokens:.0f} tokens compute longer than {shortest:.0f} tokens' keys travel"
     if cp <= in_node and ulysses_fits(cp, heads, kv_heads):

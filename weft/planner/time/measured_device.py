@@ -1,4 +1,4 @@
-"""Step time of one device from what was measured on it: Weft's own blocks, loss, optimizer and host, interpolated."""
+"""Step time on one device, interpolated from measurements of Weft's blocks, loss, optimizer and host."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from math import exp, log, prod
 
 from weft.hardware.measured import Attention, Block, Measured, Product
 from weft.job.schema import Job
-from weft.planner.memory.rank_bytes import bare_gradients
+from weft.planner.memory.rank_bytes import gradients_stay_low_precision
 from weft.planner.memory.recompute import recomputed_share
-from weft.planner.model.fp8 import cast_bytes, gain, low_weights
+from weft.planner.model.fp8 import cast_bytes, fp8_speedup, fp8_weights
 from weft.planner.model.parameters import stage_weights
 from weft.planner.plan import Plan
 
 
 def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
-    """One step on one device; None where the measurements or the layout do not allow it."""
+    """Seconds of one step on one device; None where the measurements do not cover the layout."""
     m = job.model
-    if plan.world > 1 or m.family not in ("llama", "gpt2") or not measured.blocks or not measured.heads:
+    if plan.world > 1 or not m.is_decoder or not measured.blocks or not measured.heads:
         return None
     tokens = plan.microbatch * job.data.seq_len
     scale = _matched(job, plan, measured)
@@ -24,21 +24,23 @@ def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
     ahead = sum(product_seconds(measured, "bf16" if fp8 else plan.precision, tokens, k, n) for k, n in _matrices(job))
     casts = 0.0
     if fp8:
-        low, every = low_weights(job, plan.tp)
-        ahead *= 1 - low / every * (1 - 1 / gain(plan))
+        low, every = fp8_weights(job, plan.tp)
+        ahead *= 1 - low / every * (1 - 1 / fp8_speedup(plan))
         casts = low / every * cast_bytes(job, tokens) / (measured.copy_gb_s[max(measured.copy_gb_s, key=int)] * 1e9)
     back = 2 * ahead
     forward, backward = attention_seconds(job, plan, measured)
     rest = elementwise_bytes(job, plan.microbatch * job.data.seq_len)
     again = recomputed_share(plan.recompute, m)
-    kept = plan.recompute == "selective"  # then only what is neither a product nor attention runs again
+    kept = plan.recompute == "selective"  # only what is neither a matrix product nor attention is recomputed
     once = (1 if kept else 1 + again) * (ahead + forward) + (1 + again) * rest / 3 / scale
     block = once + back + backward + 2 * rest / 3 / scale + casts
     head = _head_seconds(job, plan, measured)
     parameters = sum(prod(w.shape) for w in stage_weights(m, plan, 0))
     fastest = max(measured.copy_gb_s.values()) * 1e9
-    summed = 0 if bare_gradients(plan) or plan.precision == "fp32" else 4 + (2 + 4 + 4) * plan.accumulation
-    norm = 2 if bare_gradients(plan) else 4
+    summed = (
+        0 if gradients_stay_low_precision(plan) or plan.precision == "fp32" else 4 + (2 + 4 + 4) * plan.accumulation
+    )
+    norm = 2 if gradients_stay_low_precision(plan) else 4
     update = parameters * (measured.optimizer_ns * 1e-9 + (summed + norm) / fastest)
     return plan.accumulation * ((m.layers or 0) * block + head) + update
 
@@ -117,4 +119,4 @@ def _head_seconds(job: Job, plan: Plan, measured: Measured) -> float:
     dim, vocab = m.dim or 1, m.vocab or 1
     near = min(measured.heads, key=lambda h: log(h.vocab / vocab) ** 2 + log(h.dim / dim) ** 2)
     ratio = plan.microbatch * job.data.seq_len * dim * vocab / (near.tokens * near.dim * near.vocab)
-    return near.seconds * ratio / (gain(plan) if plan.precision == "fp8" and job.fp8.head else 1.0)
+    return near.seconds * ratio / (fp8_speedup(plan) if plan.precision == "fp8" and job.fp8.head else 1.0)

@@ -1,15 +1,16 @@
-"""A pipeline's step in closed form: how layers fall on stages, and how long all microbatches take to pass."""
+"""Time of a pipelined step in closed form, and how layers are divided over stages."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from weft.planner.model.facts import Size
-from weft.planner.search.candidates import SCHEDULE_NAMES, Layouts
+from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.search.candidates import Layouts
 
 
 def stage_layers(layers: Size, stages: Size) -> tuple[Size, Size]:
-    """Blocks of the fullest stage, and of the last. Embedding and head count as a block where that evens out."""
+    """Blocks of the largest stage, and of the last. Embedding and head count as a block where that evens out."""
     layers, stages = np.asarray(layers, float), np.asarray(stages, float)
     even = np.mod(layers, stages) == 0
     ends = (np.mod(layers + 2, stages) == 0) & ~even
@@ -22,7 +23,7 @@ def stage_layers(layers: Size, stages: Size) -> tuple[Size, Size]:
 def step_time(
     layouts: Layouts, layers: Size, forward: Size, backward: Size, head: Size, embedding: Size, send: Size
 ) -> tuple[Size, Size]:
-    """Seconds from the first forward to the last backward, and how much of them the busiest rank waits.
+    """Seconds from the first forward to the last backward, and the bubble of the busiest rank.
 
     `forward` and `backward` are one block's for one microbatch, `head` and `embedding` both passes, `send` one message
     that is not hidden. A rank's own work, then what the schedule leaves it waiting while the pipeline fills and drains:
@@ -40,12 +41,8 @@ def step_time(
     busiest = np.where(pp > 1, busiest, alone)
     once = (alone - busiest) / v  # the other stages' passes of one microbatch, while this one waits
     weight = backward / np.maximum(block, 1e-30) / 2
-    kept = {
-        "1f1b": 1.0, "interleaved-1f1b": 1.0, "zb-h1": np.maximum(1 - 2 * weight, 0.34) * 1.0, "zbv": 0.05,
-        "dualpipe-v": 0.15, "gpipe": 1.0, "naive": 1.0,
-    }  # fmt: skip
-    share = np.choose(layouts.schedule, [np.asarray(kept[name], float) + 0 * pp for name in SCHEDULE_NAMES])
-    wait = np.where(layouts.schedule == SCHEDULE_NAMES.index("naive"), count, share)
+    kept = [np.asarray(SCHEDULES[name].bubble(weight, count), float) + 0 * pp for name in SCHEDULE_NAMES]
+    wait = np.choose(layouts.schedule, kept)
     bubble = np.where(pp > 1, np.maximum(once, 0) * wait, 0.0)
     messages = np.where(pp > 1, 2 * send * (count * v + pp - 1), 0.0)
     return count * busiest + bubble + messages, bubble

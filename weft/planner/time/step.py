@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 
 from weft.planner.calibration import Calibration
-from weft.planner.memory.layouts_memory import GIB, hold, weights
+from weft.planner.memory.layouts_memory import GIB, memory_by_part, weights
 from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
 from weft.planner.search.candidates import CP_STYLES, OFFLOADS, RECOMPUTES, Layouts
 from weft.planner.time import collectives as links
 from weft.planner.time.compression import encoding_bytes, gradient_bytes, weight_bytes
-from weft.planner.time.compute import MEMORY_SHARE, peaks, work
+from weft.planner.time.compute import MEMORY_SHARE, compute_time, peak_flops_by_precision
 from weft.planner.time.pipeline import stage_layers, step_time
 
-CLOSE = 0.25
-"""Doublings of a shape's sides within which a measured block speaks for it."""
-FALLBACK = 1.3
-"""Launches of a block whose scores take the slower kernels, over those of one whose scores do not."""
+PROFILE_WIDTH = 0.25
+"""Width, in doublings of a shape's sides, of the kernel that interpolates measured blocks."""
+SLOW_KERNEL_LAUNCHES = 1.3
+"""Host time of a block whose attention scores use the slower kernels, over one with fast kernels."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Estimates:
     peak_gib: Size
     fits: Size
     time: dict[str, Size]
-    """Exposed seconds of a step by what they go to; they add up to step_time_s."""
+    """Exposed seconds of a step by part; they add up to step_time_s."""
     bytes: dict[str, Size]
-    """Bytes one rank hands to collectives in a step, by axis."""
+    """Bytes one rank passes to collectives in a step, by axis."""
     level_bytes: dict[str, Size]
     """Bytes one rank sends over each level of the topology in a step."""
     tflops: Size
@@ -44,17 +44,17 @@ class Estimates:
     hfu: Size
 
 
-def _longer(a: Size, b: Size, power: float) -> Size:
-    """The larger of two, rounded where they are about equal."""
+def _smooth_max(a: Size, b: Size, power: float) -> Size:
+    """A smooth maximum."""
     top = np.maximum(np.maximum(a, b), 1e-30)
     return top * ((a / top) ** power + (b / top) ** power) ** (1 / power)
 
 
 def _profiled(cal: Calibration, tokens: Size, dim: Size, tp: Size) -> Size:
-    """Measured over computed for blocks like these: that of the measured shapes close by, else 1."""
+    """Ratio of measured to computed time for similar measured shapes; 1 where there are none."""
     points = np.log2(np.array(cal.profile))
     here = np.stack(np.broadcast_arrays(np.log2(tokens), np.log2(dim), np.log2(tp)), axis=-1)
-    near = np.exp(-(((here[:, None, :] - points[None, :, :3]) / CLOSE) ** 2).sum(-1) / 2)
+    near = np.exp(-(((here[:, None, :] - points[None, :, :3]) / PROFILE_WIDTH) ** 2).sum(-1) / 2)
     return np.exp2(near @ points[:, 3] / (near.sum(-1) + 0.02))
 
 
@@ -66,8 +66,8 @@ def estimate(
     model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibration, global_batch: Size
 ) -> Estimates:
     """Time, memory and traffic of every layout."""
-    w = work(model, cluster, layouts, cal)
-    g = links.groups(cluster, layouts, cal)
+    w = compute_time(model, cluster, layouts, cal)
+    g = links.axis_groups(cluster, layouts, cal)
     tokens = layouts.microbatch * model.seq_len / layouts.cp
     size = np.where(layouts.precision == 0, 4.0, 2.0)
     row = tokens * model.dim * size
@@ -81,11 +81,11 @@ def estimate(
     )
 
     # tensor parallel: two sums forward and two backward a block, as large as the residual stream
-    tp_one = 2 * links.reduce(g["tp"], row) * (1 - cal.overlap_tp)
+    tp_one = 2 * links.all_reduce_time(g["tp"], row) * (1 - cal.overlap_tp)
     # context parallel: keys and values go round, or heads are exchanged
     kv_bytes = 2 * tokens * model.kv_width / layouts.tp * size
-    ring = (layouts.cp - 1) * links.send(g["cp"], kv_bytes)
-    swap = links.exchange(g["cp"], tokens * (2 * model.q_width + 2 * model.kv_width) / layouts.tp * size)
+    ring = (layouts.cp - 1) * links.send_time(g["cp"], kv_bytes)
+    swap = links.all_to_all_time(g["cp"], tokens * (2 * model.q_width + 2 * model.kv_width) / layouts.tp * size)
     cp_comm = np.where(layouts.cp > 1, np.where(layouts.cp_style == CP_STYLES.index("ring"), ring, swap), 0.0)
     cp_f, cp_b = (
         _exposed(cp_comm, w.attention, cal.overlap_cp),
@@ -94,7 +94,7 @@ def estimate(
     # expert parallel: tokens go to their experts and back
     share = model.moe_layers / model.layers
     routed = tokens / layouts.tp * model.top_k * model.dim * size
-    ep_one = share * 2 * links.exchange(g["ep"], routed, model.top_k) * (1 - cal.overlap_ep)
+    ep_one = share * 2 * links.all_to_all_time(g["ep"], routed, model.top_k) * (1 - cal.overlap_ep)
 
     host = (
         np.full(len(layouts), cal.host_us * 1e-6)
@@ -102,21 +102,21 @@ def estimate(
     )
     if cal.score_batch:
         odd = np.mod(layouts.microbatch * model.heads / layouts.tp, cal.score_batch) != 0
-        host = host * np.where(odd, FALLBACK, 1.0)
+        host = host * np.where(odd, SLOW_KERNEL_LAUNCHES, 1.0)
     gpu_f, gpu_b = w.forward + tp_one + cp_f + ep_one, w.backward + tp_one + cp_b + ep_one
     again_gpu = (
         np.where(full, gpu_f, np.where(layouts.recompute == RECOMPUTES.index("selective"), w.inner, 0)) * again_share
     )
     again_host = np.where(full, host, 0.0) * again_share
-    forward = _longer(gpu_f, host, cal.host_blend)
-    again = _longer(again_gpu, again_host, cal.host_blend)
-    backward = _longer(gpu_b, host * cal.host_backward, cal.host_blend) + again
+    forward = _smooth_max(gpu_f, host, cal.host_blend)
+    again = _smooth_max(again_gpu, again_host, cal.host_blend)
+    backward = _smooth_max(gpu_b, host * cal.host_backward, cal.host_blend) + again
     if cal.profile:
         ratio = _profiled(cal, tokens, model.dim, layouts.tp)
         forward, backward = forward * ratio, backward * ratio
     head = w.head_forward + w.head_backward
     pp_bytes = row / np.where(layouts.sequence, layouts.tp, 1)
-    sent = links.send(g["pp"], pp_bytes) * (1 - cal.overlap_pp)
+    sent = links.send_time(g["pp"], pp_bytes) * (1 - cal.overlap_pp)
     passed, bubble = step_time(layouts, model.layers, forward, backward, head, w.embedding, sent)
 
     # gradients and weights between data-parallel ranks
@@ -125,19 +125,29 @@ def estimate(
         for a, b in zip(weights(model, layouts, 0), weights(model, layouts, layouts.pp - 1), strict=True)
     )
     trained = np.where(np.asarray(model.frozen) > 0, 0.01, 1.0)
-    all_dp = links.group(cluster, layouts.dp * layouts.cp, layouts.tp, cal)
-    expert_dp = links.group(cluster, np.maximum(layouts.dp * layouts.cp * layouts.tp / layouts.ep, 1), layouts.ep, cal)
-    sharded = links.group(cluster, layouts.dp_shard * layouts.cp, layouts.tp, cal)
+    all_dp = links.rank_group(cluster, layouts.dp * layouts.cp, layouts.tp, cal)
+    expert_dp = links.rank_group(
+        cluster, np.maximum(layouts.dp * layouts.cp * layouts.tp / layouts.ep, 1), layouts.ep, cal
+    )
+    sharded = links.rank_group(cluster, layouts.dp_shard * layouts.cp, layouts.tp, cal)
     grad, weight = gradient_bytes(layouts, model, cal), weight_bytes(layouts, size)
     z = layouts.zero
     back = np.where(z >= 1, weight, grad)
-    flat = links.gather(all_dp, shared * grad * trained) + links.gather(all_dp, shared * back * trained)
-    flat = flat + links.gather(expert_dp, experts * grad * trained) + links.gather(expert_dp, experts * back * trained)
-    gathers = links.gather(sharded, shared * weight) + links.gather(expert_dp, experts * weight)
-    scatter = links.gather(sharded, shared * grad * trained) + links.gather(expert_dp, experts * grad * trained)
+    flat = links.all_gather_time(all_dp, shared * grad * trained) + links.all_gather_time(
+        all_dp, shared * back * trained
+    )
+    flat = (
+        flat
+        + links.all_gather_time(expert_dp, experts * grad * trained)
+        + links.all_gather_time(expert_dp, experts * back * trained)
+    )
+    gathers = links.all_gather_time(sharded, shared * weight) + links.all_gather_time(expert_dp, experts * weight)
+    scatter = links.all_gather_time(sharded, shared * grad * trained) + links.all_gather_time(
+        expert_dp, experts * grad * trained
+    )
     between = np.where(
         layouts.dp_replicate > 1,
-        links.reduce(g["dp_replicate"], (shared + experts) / layouts.dp_shard * grad * trained),
+        links.all_reduce_time(g["dp_replicate"], (shared + experts) / layouts.dp_shard * grad * trained),
         0,
     )
     stage = here * (forward + backward)
@@ -163,7 +173,7 @@ def estimate(
     wait = cal.jitter * np.log2(nodes)
     total = (passed + dp_time + optimizer + moved_out + step) * (1 + wait)
 
-    # where the time went; a block's communication is exposed only as far as it made the block longer
+    # breakdown of the time; a block's communication counts only as far as it makes the block longer
     f_x, b_x = np.minimum(1, forward / np.maximum(gpu_f, 1e-30)), 1.0
     blocks = count * here
     passes = 2 + np.where(full, again_share, 0)
@@ -179,9 +189,9 @@ def estimate(
     }  # fmt: skip
     time = {"compute": total - sum(time.values()), **time}
 
-    parts = {name: bytes_ / GIB for name, bytes_ in hold(model, layouts, cal).items()}
+    parts = {name: bytes_ / GIB for name, bytes_ in memory_by_part(model, layouts, cal).items()}
     peak_gib = sum(parts.values())
-    own, _ = peaks(cluster, layouts)
+    own, _ = peak_flops_by_precision(cluster, layouts)
     flops = model.flops_per_token() * global_batch * model.seq_len / layouts.world
     redone = model.flops_per_token() / 3 * np.where(full, again_share, 0) * global_batch * model.seq_len / layouts.world
     rate = flops / total
@@ -197,7 +207,7 @@ def _traffic(
     model: ModelFacts, layouts: Layouts, shared: Size, experts: Size, row: Size, size: Size, grad: Size, passes: Size,
     here: Size, kv_bytes: Size, routed: Size, pp_bytes: Size,
 ) -> dict[str, Any]:  # fmt: skip
-    """Bytes a rank hands to each axis' collectives in a step."""
+    """Bytes a rank passes to the collectives of each axis in a step."""
     count, z = layouts.accumulation, layouts.zero
     owned = shared + experts
     gathered = np.choose(np.clip(z, 0, 3), [0 * size, size, size, 2 * count * size])
@@ -214,7 +224,7 @@ def _traffic(
 
 
 def _by_level(g: dict[str, links.Group], traffic: dict[str, Size]) -> dict[str, Size]:
-    """What stays inside a node, and what each rank sends over the network."""
+    """Bytes sent inside a node and over the network."""
     out = {"node": 0.0, "network": 0.0}
     for axis, bytes_ in traffic.items():
         leaves = g[axis].across / np.maximum(g[axis].inside, 1)

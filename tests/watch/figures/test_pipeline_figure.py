@@ -1,0 +1,165 @@
+"""The pipeline's card: both time lines and both bubbles, in a real browser too, and nothing where there is no file."""
+
+import json
+import random
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.job.run_folder import RunDir
+from weft.planner.schedules.registry import make_schedule
+from weft.planner.schedules.simulate import Costs, simulate
+from weft.watch.figures.pipeline import pipeline_figure
+from weft.watch.journal import Journal
+from weft.watch.report import write_report
+
+
+def line(name: str, ranks: int, microbatches: int, send: float, noise: random.Random | None = None) -> dict[str, Any]:
+    """A time line as pipeline.json holds it; with noise and messages, as if it had been measured."""
+    schedule = make_schedule(name, ranks, microbatches)
+    wide = [0.01 * (1 + (noise.random() * 0.2 if noise else 0)) for _ in range(schedule.stages)]
+    told = simulate(schedule, Costs(tuple(wide), tuple(2 * w for w in wide), send=send))
+    spans = [[s.rank, s.kind, s.stage, s.microbatch, s.start, s.end] for s in told.spans]
+    if noise:
+        spans += [[r, "send", s, m, e, e + send] for r, k, s, m, _, e in spans if k == "F" and s < schedule.stages - 1]
+        spans += [[r, "recv", s, m, b - send, b] for r, k, s, m, b, _ in spans if k == "F" and s > 0]
+    return {"spans": spans, "length": told.length, "bubble": told.bubble}
+
+
+def recorded(name: str = "1f1b", ranks: int = 4, microbatches: int = 8) -> dict[str, Any]:
+    return {
+        "schedule": name,
+        "simulated": line(name, ranks, microbatches, 0.0),
+        "measured": {"step": 1200, **line(name, ranks, microbatches, 0.002, random.Random(0))},
+    }
+
+
+def write(path: Path, raw: dict[str, Any]) -> RunDir:
+    run = RunDir(path)
+    with Journal(run) as journal:
+        journal.event("start", step=0)
+        journal.metrics({"step": 1, "loss": 2.0, "step_time_s": 0.1})
+    (path / "pipeline.json").write_text(json.dumps(raw), encoding="utf-8")
+    return run
+
+
+def test_both_lines_and_both_bubbles_are_told() -> None:
+    raw = recorded()
+    figure = pipeline_figure(json.dumps(raw))
+    assert figure is not None
+    measured, simulated = (f"{raw[k]['bubble']:.1%}" for k in ("measured", "simulated"))
+    assert figure.caption == (
+        f"Schedule 1f1b. The ranks waited {measured} of the step; the simulator expected {simulated}."
+    )
+    titles = [a["text"] for a in figure.layout["annotations"]]
+    assert titles == [
+        f"<b>simulated</b>: bubble {simulated}, 0.33 s",
+        f"<b>measured, step 1,200</b>: bubble {measured}, {raw['measured']['length']:.4g} s",
+    ]
+    # the measured one lies below, on the same axis
+    assert figure.layout["yaxis"]["domain"][0] > figure.layout["yaxis2"]["domain"][1]
+    assert figure.layout["xaxis2"]["matches"] == "x"
+    assert [(t["name"], t["xaxis"]) for t in figure.data] == [
+        ("idle", "x"),
+        ("forward", "x"),
+        ("backward", "x"),
+        ("idle", "x2"),
+        ("forward", "x2"),
+        ("backward", "x2"),
+        ("send", "x2"),
+        ("receive", "x2"),
+    ]
+    assert [t["name"] for t in figure.data if t["showlegend"]] == ["idle", "forward", "backward", "send", "receive"]
+    forward = figure.data[1]
+    assert len(forward["x"]) == 32
+    assert (forward["base"][0], forward["text"][0]) == (0, "0")
+
+
+def test_later_stages_of_a_rank_are_paler() -> None:
+    figure = pipeline_figure(json.dumps(recorded("zbv")))
+    assert figure is not None
+    forward = [t for t in figure.data if t["name"] == "forward" and t["xaxis"] == "x"]
+    assert [t["marker"]["color"] for t in forward] == ["#56b4e9", "#bbe1f6"]
+    assert sum(len(t["x"]) for t in forward) == 64
+    shown = [t for t in figure.data if t["showlegend"]]
+    said = ["idle", "forward", "backward", "gradient of the input", "gradient of the weights", "send", "receive"]
+    assert [t["name"] for t in shown] == said
+    assert [t["marker"]["color"] for t in shown][1:3] == ["#56b4e9", "#e69f00"]
+
+
+def test_a_simulation_in_other_units_has_its_own_axis() -> None:
+    raw = recorded()
+    raw["simulated"] = {**raw["simulated"], "length": 33.0}
+    figure = pipeline_figure(json.dumps(raw))
+    assert figure is not None
+    assert "matches" not in figure.layout["xaxis2"]
+    assert figure.layout["xaxis"]["title"]["text"] == "time"
+    assert "33 long" in figure.layout["annotations"][0]["text"]
+
+
+def test_one_line_alone_is_drawn() -> None:
+    raw = recorded()
+    for gone, said in [("measured", "no step was recorded."), ("simulated", "The ranks waited")]:
+        figure = pipeline_figure(json.dumps({**raw, gone: None}))
+        assert figure is not None
+        assert said in figure.caption
+        assert figure.layout["yaxis"]["domain"] == [0.0, 1.0]
+        assert "yaxis2" not in figure.layout
+
+
+def test_a_bubble_that_was_not_written_is_worked_out() -> None:
+    raw = recorded()
+    for key in ("bubble", "length"):
+        del raw["simulated"][key]
+    figure = pipeline_figure(json.dumps(raw))
+    assert figure is not None
+    assert "bubble 27.3%, 0.33 s" in figure.layout["annotations"][0]["text"]
+
+
+def test_a_long_step_on_many_ranks_stays_readable() -> None:
+    figure = pipeline_figure(json.dumps({"simulated": line("1f1b", 80, 100, 0.0)}))
+    assert figure is not None
+    assert "The first 64 of 80 ranks are shown." in figure.caption
+    assert "12,800 actions the first 12,000 are shown." in figure.caption
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "null",
+        '{"simulated": {"spans": [[0, "F"]]}}',
+        '{"simulated": {"spans": [["x", "F", 0, 0, 0, 1]]}}',
+        '{"measured": {"spans": [[0, "F", 0, 0, null, 1], [-1, "F", 0, 0, 0, 1], [0, "?", 0, 0, 0, 1]]}}',
+        '{"measured": {"spans": 3, "length": "long"}}',
+    ],
+)
+def test_a_broken_file_is_said_on_the_page(tmp_path: Path, text: str) -> None:
+    run = write(tmp_path / "run", {})
+    (run.path / "pipeline.json").write_text(text)
+    assert "pipeline.json could not be understood." in write_report(run).read_text(encoding="utf-8")
+
+
+def test_no_file_no_card(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", {})
+    (run.path / "pipeline.json").unlink()
+    assert "The pipeline&#x27;s step" not in write_report(run).read_text(encoding="utf-8")
+
+
+def test_a_browser_draws_every_bar(tmp_path: Path) -> None:
+    page = write_report(write(tmp_path / "run", recorded("dualpipe-v")))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]
+    more = ["--window-size=1400,3000", "--virtual-time-budget=5000", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run(
+        ["chromium", *flags, *more, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120
+    )
+    assert "CONSOLE" not in done.stderr
+    card = done.stdout[done.stdout.index('id="pipeline"') :].split("</section>")[0]
+    raw = recorded("dualpipe-v")
+    bars = 4 + 4 + len(raw["simulated"]["spans"]) + len(raw["measured"]["spans"])
+    assert len(re.findall(r'<g class="point">', card)) == bars
+    assert "measured, step 1,200" in card

@@ -1,0 +1,45 @@
+"""Rules of the batch: the global batch, microbatches and accumulation."""
+
+from __future__ import annotations
+
+from weft.job.schema import Job
+from weft.planner.plan import Plan
+from weft.planner.rules.arithmetic import divisors, nearest
+
+
+def batch_rule(job: Job, plan: Plan) -> str | None:
+    """The data-parallel ranks divide the global batch."""
+    batch = job.train.global_batch
+    if batch % plan.dp == 0:
+        return None
+    up, down = -(-batch // plan.dp) * plan.dp, batch // plan.dp * plan.dp
+    fit = f"{down} or {up}" if down else str(up)
+    return f"train.global_batch={batch} is not a multiple of the {plan.dp} data-parallel ranks; {fit} would work"
+
+
+def microbatch_rule(job: Job, plan: Plan) -> str | None:
+    """microbatch × accumulation is a rank's share of the global batch."""
+    if batch_rule(job, plan):
+        return None
+    share = job.train.global_batch // plan.dp
+    given, accumulation, setting = job.train.microbatch, job.train.accumulation, "train.accumulation"
+    if job.parallel != "auto" and job.parallel.microbatches != "auto":
+        if accumulation not in ("auto", job.parallel.microbatches):
+            return (
+                f"parallel.microbatches={job.parallel.microbatches} and train.accumulation={accumulation} are the same "
+                "setting; leave one of them out"
+            )
+        accumulation, setting = job.parallel.microbatches, "parallel.microbatches"
+    if isinstance(given, int) and isinstance(accumulation, int) and given * accumulation != share:
+        return (
+            f"train.microbatch={given} × {setting}={accumulation} is not the {share} sequences of a rank "
+            f"(global_batch {job.train.global_batch} / {plan.dp} ranks); leave one of them out"
+        )
+    for name, value in (("train.microbatch", given), (setting, accumulation)):
+        if isinstance(value, int) and share % value:
+            fit = nearest(value, divisors(share))
+            return (
+                f"{name}={value} does not divide the {share} sequences of a rank (global_batch "
+                f"{job.train.global_batch} / {plan.dp} ranks); {name.partition('.')[2]}={fit} would work"
+            )
+    return None

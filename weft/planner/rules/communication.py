@@ -1,0 +1,41 @@
+"""Rules of communication: all-reduce, compression and backends."""
+
+from __future__ import annotations
+
+from weft.hardware.rank_environment import under_mpi
+from weft.job.schema import Job
+from weft.planner.plan import Plan
+
+
+def allreduce_rule(job: Job, plan: Plan) -> str | None:
+    """comm.allreduce applies to uncompressed gradients of replicas."""
+    if job.comm.allreduce in ("auto", "native"):
+        return None
+    if job.comm.compression != "none":
+        return (
+            f"comm.allreduce={job.comm.allreduce} sums uncompressed gradients, and "
+            f"comm.compression={job.comm.compression} compresses them; allreduce=auto would work"
+        )
+    if plan.dp_shard == 1:
+        return None
+    return (
+        f"comm.allreduce={job.comm.allreduce} is how replicas sum their gradients, and under "
+        f"parallel.dp_shard={plan.dp_shard} the backend sums them; allreduce=auto or dp_replicate would work"
+    )
+
+
+def compressed_experts_rule(job: Job, plan: Plan) -> str | None:
+    """Compression does not support expert parallelism."""
+    if job.comm.compression == "none" or plan.ep == 1:
+        return None
+    return (
+        f"comm.compression={job.comm.compression} acts on gradients that all data-parallel ranks sum, and "
+        f"parallel.ep={plan.ep} gives each rank experts of its own; compression=none or ep=1 would work"
+    )
+
+
+def mpi_rule(job: Job, plan: Plan) -> str | None:
+    """The mpi backend needs ranks started by mpirun."""
+    if plan.backend != "mpi" or plan.world == 1 or under_mpi():
+        return None
+    return f"comm.backend=mpi needs ranks that MPI started: mpirun -n {plan.world} weft train …; gloo would work"

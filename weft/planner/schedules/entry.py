@@ -1,0 +1,45 @@
+"""What a pipeline schedule registers: its name, action-list builder, limits, and the facts the planner needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.planner.schedules.actions import Action
+
+ActionLists = tuple[tuple[int, ...], list[list[Action]]]
+"""The rank of each stage, and one list of actions a rank."""
+
+Size = Any
+"""A number or an array of numbers, one a layout."""
+
+
+@dataclass(frozen=True)
+class ScheduleEntry:
+    """One pipeline schedule. The job checks, planner, executor, docs and command line read this entry."""
+
+    name: str
+    """The value of parallel.schedule."""
+    description: str
+    """One line for docs and help."""
+    build: Callable[[int, int, int], ActionLists]
+    """Makes the action lists for (ranks, microbatches, stages per rank)."""
+    bubble: Callable[[Size, Size], Size]
+    """Idle time of a rank for (share of the weight gradients in a stage's time, microbatches), as a multiple of the
+    time that the other stages need for one microbatch."""
+    in_flight: Callable[[Size, Size, Size, Size], Size]
+    """Microbatches whose activations a rank holds at once, each over all of its blocks, for (ranks, stages per rank,
+    rank, microbatches)."""
+    default_stages: int = 1
+    """Stages per rank when parallel.virtual_stages is left out."""
+    allowed_stages: tuple[int, ...] | None = None
+    """Stages per rank that the schedule supports; None: any number."""
+    searched_stages: tuple[int, ...] = ()
+    """Stages per rank that the search tries; empty: it is used only when the job names it."""
+    splits_backward: bool = False
+    """Computes the gradient of a stage's input first and that of its weights later."""
+    last_stage_on_first_rank: bool = False
+    """The stages lie in a V, so the first rank holds the head as well as the embedding."""
+    stands_for: dict[int, str] = field(default_factory=dict, hash=False)
+    """For a name that covers several schedules: the one used with each number of stages per rank."""

@@ -1,0 +1,42 @@
+"""Interleaved 1F1B: several stages on each rank (Narayanan et al. 2021, arXiv 2104.04473)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from weft.planner.schedules import one_f_one_b
+from weft.planner.schedules.actions import Action, loop
+from weft.planner.schedules.entry import ActionLists, ScheduleEntry
+
+
+def build(ranks: int, microbatches: int, stages_per_rank: int) -> ActionLists:
+    """1F1B in which microbatches pass through a rank's stages in groups.
+
+    The paper uses groups of `ranks` microbatches. Groups of at least that size, as even as possible, work for any
+    number of microbatches and have the same bubble.
+    """
+    if stages_per_rank == 1:
+        return one_f_one_b.build(ranks, microbatches, 1)
+    count = max(1, microbatches // ranks)
+    edges = [microbatches * i // count for i in range(count + 1)]
+    groups = [range(a, b) for a, b in pairwise(edges)]
+    widest = max(len(g) for g in groups)
+    lists = []
+    for rank in range(ranks):
+        own = range(rank, ranks * stages_per_rank, ranks)
+        forward = [Action("F", s, m) for group in groups for s in own for m in group]
+        backward = [Action("B", s, m) for group in groups for s in reversed(own) for m in group]
+        warmup = 2 * (ranks - rank - 1) + (stages_per_rank - 1) * widest
+        lists.append(one_f_one_b.alternate(forward, backward, warmup))
+    return loop(ranks, ranks * stages_per_rank), lists
+
+
+SCHEDULE = ScheduleEntry(
+    name="interleaved-1f1b",
+    description="1f1b over several smaller stages per rank, so that ranks wait less",
+    build=build,
+    bubble=lambda weight, count: 1.0,
+    in_flight=lambda ranks, stages, rank, count: (ranks * (stages - 1) + 1 + 2 * (ranks - rank - 1)) / stages,
+    default_stages=2,
+    searched_stages=(2, 3, 4, 5, 6, 7, 8),
+)

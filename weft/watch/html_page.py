@@ -1,0 +1,66 @@
+"""An offline HTML page: frame, style and script, and a card for each figure."""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+from weft.watch.figures.figure import Figure
+from weft.watch.journal import to_plain
+
+
+def shell(title: str, body: str, plotly: str) -> str:
+    """The whole page around its body."""
+    # the policy forbids all network requests
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline'; img-src data: blob:; font-src data:">
+<link rel="icon" href="data:,">
+<title>{esc(title)} · Weft</title>
+<style>{_beside("report.css")}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+<script>{plotly}</script>
+<script>{_beside("report.js")}</script>
+</body>
+</html>
+"""
+
+
+def card(figure: Figure, above: str = "") -> str:
+    """A figure in its frame, or its sentence if there is nothing to draw."""
+    caption = f'<p class="caption">{esc(figure.caption)}</p>' if figure.caption else ""
+    if not figure.data:
+        inner = f'<p class="caption">{esc(figure.empty)}</p>'
+    else:
+        data = {"title": figure.title, "data": figure.data, "layout": figure.layout, "height": figure.height}
+        width = f"max-width:{figure.max_width}px;" if figure.max_width else ""
+        inner = f"""{caption}
+<div class="plot" id="{figure.id}" style="{width}min-height:{figure.height}px" role="img" \
+aria-label="{esc(figure.title)}"></div>
+<script type="application/json" id="{figure.id}-data">{embed(data)}</script>
+<button type="button" data-figure="{figure.id}">Download the data (JSON)</button>"""
+    return f'<section class="card"><h2>{esc(figure.title)}</h2>{above}{inner}</section>'
+
+
+def embed(value: Any) -> str:
+    """JSON for a script element, escaped so that no text can close the element."""
+    return json.dumps(to_plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def esc(text: str) -> str:
+    """Text as HTML."""
+    return html.escape(text)
+
+
+def _beside(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")

@@ -1,0 +1,169 @@
+"""Status, layout and key figures of a run, for the head of its report."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from weft.watch.figures.figure import Record, column, number
+from weft.watch.figures.steps import validation
+from weft.watch.progress import duration, human
+
+
+@dataclass(frozen=True)
+class Status:
+    """The status of a run."""
+
+    word: str
+    tone: str
+    """good, bad or open: the colour of the status."""
+    detail: str = ""
+
+
+# the last of these events gives the status
+_STANDS: dict[str, tuple[str, str]] = {
+    "start": ("Running or cut off", "open"),
+    "resume": ("Running or cut off", "open"),
+    "stop": ("Stopped, can resume", "open"),
+    "done": ("Done", "good"),
+    "diverged": ("Diverged", "bad"),
+    "failed": ("Failed", "bad"),
+}
+
+_AXES: dict[str, str] = {
+    "pp": "layers in {n} pipeline stages",
+    "dp_replicate": "{n} replicas",
+    "dp_shard": "state sharded over {n}",
+    "cp": "sequences cut over {n}",
+    "tp": "matrices cut over {n}",
+    "ep": "experts spread over {n}",
+}
+
+
+def status_of(events: Sequence[Record], records: Sequence[Record]) -> Status:
+    """The run's status, with the reason if an event has one."""
+    for event in reversed(events):
+        kind = str(event.get("event"))
+        if kind in _STANDS:
+            word, tone = _STANDS[kind]
+            said = next((event[k] for k in ("reason", "message", "error", "why") if event.get(k)), "")
+            step = number(event.get("step"))
+            at = f"At step {step:.0f}" if step is not None and kind not in ("start", "resume", "done") else ""
+            return Status(word, tone, ": ".join(part for part in (at, str(said)) if part))
+    return Status("Running or cut off" if records else "Not started", "open")
+
+
+def layout_in_words(plan: Record) -> str:
+    """The plan in one sentence."""
+    if not plan:
+        return "The layout is not known: this run has no plan.json."
+    axes = plan.get("axes")
+    degrees = axes if isinstance(axes, dict) else {}
+    parts = []
+    for name, degree in degrees.items():
+        n = number(degree)
+        if n is not None and n > 1:
+            parts.append(_AXES.get(str(name), f"{name} over {{n}}").format(n=f"{n:.0f}"))
+            if name == "dp_shard" and plan.get("zero") is not None:
+                parts[-1] += f" (ZeRO {plan['zero']})"
+    world = number(plan.get("world"))
+    ranks = "" if world is None else "1 rank" if world == 1 else f"{world:.0f} ranks"
+    spread = " × ".join(parts) or ("the whole model on it" if world == 1 else "")
+    said = [": ".join(p for p in (ranks, spread) if p)]
+    if plan.get("precision"):
+        said.append(str(plan["precision"]))
+    if plan.get("microbatch") is not None and plan.get("accumulation") is not None:
+        said.append(f"microbatch {plan['microbatch']} × {plan['accumulation']} accumulated")
+    if plan.get("recompute") is not None:
+        said.append(f"recompute {plan['recompute']}")
+    text = ", ".join(part for part in said if part)
+    return text[:1].upper() + text[1:] + "." if text else "The layout is not described in plan.json."
+
+
+def started(events: Sequence[Record]) -> list[str]:
+    """When the run started and where; the report's own date and host where no event tells."""
+    said = []
+    times = _times(events)
+    said.append(f"started {times[0]:%Y-%m-%d %H:%M} UTC" if times else "start not recorded")
+    hosts = list(dict.fromkeys(str(h) for e in events if (h := e.get("host") or e.get("hostname"))))
+    if hosts:
+        said.append(f"on {', '.join(hosts[:4])}{' …' if len(hosts) > 4 else ''}")
+    said.append(f"report written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC on {platform.node() or 'an unnamed host'}")
+    return said
+
+
+def key_figures(records: Sequence[Record], events: Sequence[Record], plan: Record) -> list[tuple[str, str, str]]:
+    """Title, value and a small note for each tile at the top."""
+    losses = [y for y in column(records, "loss")[1] if y is not None]
+    val = validation(records, events)
+    first, last = (next(iter(val.values())), list(val.values())[-1]) if val else (None, None)
+    restarts = sum(e.get("event") == "resume" for e in events)
+    stepping = sum(y for y in column(records, "step_time_s")[1] if y is not None)
+    wall = max(_span(events), stepping)
+    mfu = measured("mfu", records)
+    rate = measured("tokens_per_s", records)
+    peak = measured("memory_gib", records)
+    tokens = total_tokens(records)
+    steps = f"{records[-1]['step']:,}" if records else "0"
+    return [
+        ("Final loss", _form(losses[-1] if losses else None, ".4f"), f"first {losses[0]:.4f}" if losses else ""),
+        (
+            "Validation loss",
+            _form(last, ".4f"),
+            f"{first:.4f} → {last:.4f}" if first is not None and last is not None and len(val) > 1 else "",
+        ),
+        ("Steps", steps, f"{len(records):,} recorded" if records and len(records) != records[-1]["step"] else ""),
+        ("Tokens", human(tokens), ""),
+        ("Tokens per second", human(rate), "median over steps" if rate is not None else ""),
+        ("MFU", _form(mfu, ".1%"), "median over steps" if mfu is not None else "not known" if records else ""),
+        ("Peak memory", "–" if peak is None else f"{peak:.2f} GiB", "highest of any step"),
+        ("Wall time", duration(wall) if wall else "–", f"{duration(stepping)} in steps" if stepping else ""),
+        ("Restarts", str(restarts), ""),
+    ]
+
+
+def measured(key: str, records: Sequence[Record]) -> float | None:
+    """What a run measured for a figure of the plan: the median over steps, of memory the highest."""
+    if key == "memory_gib":
+        return max((y for y in column(records, "peak_memory_gib")[1] if y is not None), default=None)
+    held = [y for y in column(records, key)[1] if y is not None]
+    return median(held) if held else None
+
+
+def total_tokens(records: Sequence[Record]) -> float | None:
+    """Tokens trained on, whether the records count each step's or all so far."""
+    held = [(t, r) for r in records if (t := number(r.get("tokens"))) is not None]
+    if not held:
+        return None
+    last, record = held[-1]
+    rate, took = number(record.get("tokens_per_s")), number(record.get("step_time_s"))
+    if rate and took:
+        running = last > 1.5 * rate * took
+    else:
+        running = len(held) > 1 and all(a[0] < b[0] for a, b in pairwise(held))
+    return last if running else sum(t for t, _ in held)
+
+
+def _span(events: Sequence[Record]) -> float:
+    times = _times(events)
+    return (max(times) - min(times)).total_seconds() if times else 0.0
+
+
+def _times(events: Sequence[Record]) -> list[datetime]:
+    found = []
+    for event in events:
+        try:
+            time = datetime.fromisoformat(str(event.get("time")))
+        except ValueError:
+            continue
+        found.append(time if time.tzinfo else time.replace(tzinfo=UTC))
+    return found
+
+
+def _form(value: Any, form: str) -> str:
+    return "–" if value is None else format(value, form)
