@@ -72,9 +72,9 @@ class SupervisedRank:
             from weft.data.dataset import open_dataset
 
             self.dataset = open_dataset(job)
-        from weft.comm.teardown import leave, set_aside, settle
+        from weft.comm.teardown import freeze_imports, freeze_more, leave
 
-        settle()
+        freeze_imports()
         number, phase = 0, "spare"
         while True:
             self.heartbeat.now(phase, 0)
@@ -84,7 +84,7 @@ class SupervisedRank:
             if code is not None:
                 return code
             leave()  # the error and the tensors it referenced are gone
-            set_aside()
+            freeze_more()
 
     def _plan(self) -> Plan:
         return Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
@@ -200,9 +200,9 @@ def main(hook: Hook | None = None) -> int:
     if "WEFT_FORK_SERVER" in os.environ:
         set_process_name("weft-forkserver")
         import_training(run)
-        from weft.comm.teardown import settle
+        from weft.comm.teardown import freeze_imports
 
-        settle()
+        freeze_imports()
         if not serve():
             return 0
         die_with_parent()
