@@ -32,10 +32,10 @@ def train(
 
     described = load_job(job, overrides or ())
     if (place := this_node(described, nproc)) is not None:
-        raise typer.Exit(start_node(described, place, nproc, say=say))
+        raise typer.Exit(start_node(described, place, nproc, log=say))
     if adopt():
-        raise typer.Exit(join(described, say=say))
-    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, say=say))
+        raise typer.Exit(join(described, log=say))
+    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, log=say))
 
 
 def _leave_when_asked() -> None:
