@@ -51,7 +51,7 @@ def start(
     """
     run = RunDir(Path(job.runs_dir) / job.name)
     if plan.device == "cuda" and shares_devices(job, probe(), plan.world):
-        say(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for rehearsal, not for speed")
+        log(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for rehearsal, not for speed")
     with run_lock(run) as lock:
         if fresh:
             _keep_earlier_run(run, log)
