@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft.comm.wait_counters import Meter
 
+from weft.comm.meter import Meter
 from weft.parallel.pipeline import messages
 from weft.parallel.pipeline.messages import Message, StageLinks, sent_by, transfer_order, transfers_of
 from weft.planner.schedules.actions import Action, Schedule
