@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from weft.job.section import Section
 
 
-class Level(Section):
+class TopologyLevel(Section):
     """One level of a cluster's topology: what a rank has to ranks outside the level below."""
 
     name: str
@@ -25,7 +25,7 @@ class Level(Section):
     """How many times less than gb_s is there when all ranks of a group talk to other groups at once."""
 
 
-class Group(Section):
+class DeviceGroup(Section):
     """More machines, of another kind."""
 
     device: str
@@ -66,9 +66,9 @@ class Cluster(Section):
     """Memory of one device, when it differs from the catalog's."""
     catalog: str | None = None
     """A YAML file with devices, networks and prices of your own; it is read over Weft's, weft/hardware/catalog.yaml."""
-    levels: list[Level] = Field(default_factory=list)
+    levels: list[TopologyLevel] = Field(default_factory=list)
     """The topology from the innermost level outwards. Left out: the node's links, then the network."""
-    also: list[Group] = Field(default_factory=list)
+    also: list[DeviceGroup] = Field(default_factory=list)
     """Machines of other kinds beside these. They can be planned for, but not trained on yet."""
     failures: Failures = Failures()
     """Failure rate, restart and checkpoint cost."""
@@ -83,7 +83,7 @@ class Cluster(Section):
 
     @field_validator("levels")
     @classmethod
-    def _rising(cls, value: list[Level]) -> list[Level]:
+    def _rising(cls, value: list[TopologyLevel]) -> list[TopologyLevel]:
         for inner, outer in itertools.pairwise(value):
             if outer.size <= inner.size:
                 raise ValueError(

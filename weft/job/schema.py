@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from weft.job.checkpoint import Checkpoint
-from weft.job.cluster import Cluster, Failures, Group, Level
+from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
 from weft.job.fp8 import Fp8
@@ -22,8 +22,26 @@ from weft.job.train import Train
 from weft.job.watch import Watch
 
 __all__ = [
-    "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
-    "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "Train", "Watch",
+    "Checkpoint",
+    "Cluster",
+    "Comm",
+    "Data",
+    "DeviceGroup",
+    "Experts",
+    "Failures",
+    "Fp8",
+    "Job",
+    "Memory",
+    "Model",
+    "Optim",
+    "Parallel",
+    "Resilience",
+    "RopeScaling",
+    "Section",
+    "Sync",
+    "TopologyLevel",
+    "Train",
+    "Watch",
 ]  # fmt: skip
 
 
