@@ -24,7 +24,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from weft.comm import Axis  # noqa: E402
+from weft.comm.axis import Axis  # noqa: E402
 from weft.launch.rank_pool import RankPool  # noqa: E402
 from weft.mesh import connect  # noqa: E402
 from weft.parallel.data.data_parallel import Replicas  # noqa: E402

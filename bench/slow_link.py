@@ -45,9 +45,9 @@ def ddp(path: str, out: str) -> None:
     from weft.data.dataset import open_dataset
     from weft.data.loader import Loader, val_batches
     from weft.job.load import load_job
-    from weft.models import build_model, loss_sum
+    from weft.models.build import build_model, loss_sum
     from weft.models.init import initialise
-    from weft.optim import rate
+    from weft.optim.schedule import rate
     from weft.planner import make_plan
 
     torch.set_num_threads(1)

@@ -13,6 +13,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from weft.hardware.catalog import DEVICES, NETWORKS
+from weft.job.compression import COMPRESSORS
+from weft.job.model import FAMILIES
+from weft.job.optim import LR_SCHEDULES, OPTIMIZERS
+from weft.job.registry import NameIn
 from weft.job.schema import Data, DeviceGroup, Experts, Failures, Job, Model, RopeScaling, Sync, TopologyLevel
 from weft.job.shapes import ALIASES, SHAPES, resolve
 from weft.planner.describe import human_count
@@ -45,16 +49,42 @@ In the tables, – as a default means that the shape, the family or another fiel
 <!-- Written by docs/make_jobs.py from the sections in weft/job/: change the text there. -->
 """
 
+KINDS = """\
+## Kinds, and kinds of your own
+
+Optimizers, learning-rate schedules, compressors and model families are entries of a registry. The schema, the planner
+and training read the entry, so a module of a few lines adds one:
+
+```python
+# my_package/lion.py
+from weft.job.optim import OPTIMIZERS, Optimizer
+
+def build(optim, groups):  # the `optim` section, and parameter groups as torch takes them
+    return Lion(groups, lr=optim.lr, betas=optim.betas)
+
+OPTIMIZERS.register(Optimizer("lion", "Lion.", "my_package.lion:build", state=lambda optim, weight: weight.held))
+```
+
+with `extensions: [my_package.lion]` and `optim: {name: lion}` in the job. `weft/job/optim.py`, `compression.py` and
+`model.py` describe the fields of an entry; `tests/helpers/extensions/` has an optimizer, a compressor and a model
+family. Modules are imported from the installed packages and the current folder, for job files only: names in a
+checkpoint are never imported.
+"""
+
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 
 
 def kind(annotation: Any) -> str:
     """What a field takes, in words."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return names(inner[1:]) or kind(inner[0])
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in inner)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(kind(a) for a in inner if a is not type(None))
+    if origin is tuple and inner[1] is ...:
+        return f"list of {kind(inner[0])}"
     if origin is tuple:
         return f"{len(inner)} {kind(inner[0])}s"
     if origin is list:
@@ -64,6 +94,11 @@ def kind(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a section, below"
     return WORDS[annotation]
+
+
+def names(metadata: typing.Iterable[Any]) -> str:
+    """The registered names that a field takes, or nothing for other fields."""
+    return ", ".join(f"`{name}`" for mark in metadata if isinstance(mark, NameIn) for name in mark.registry.names())
 
 
 def shown(value: Any) -> str:
@@ -83,7 +118,8 @@ def table(section: type[BaseModel]) -> str:
     rows = ["| field | default | takes | what it is |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
         default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
-        cells = [f"`{name}`", shown(default), kind(field.annotation), " ".join((field.description or "").split())]
+        takes = names(field.metadata) or kind(field.annotation)
+        cells = [f"`{name}`", shown(default), takes, " ".join((field.description or "").split())]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
@@ -119,7 +155,7 @@ def page() -> str:
         sections.insert(at, (f"{parent}.{name}", part))
     for name, section in sections:
         parts.append(f"## {name}\n\n{' '.join((section.__doc__ or '').split())}\n\n{table(section)}\n")
-    parts += [shapes(), catalog()]
+    parts += [shapes(), catalog(), kinds()]
     return "\n".join(parts)
 
 
@@ -142,6 +178,14 @@ def catalog() -> str:
         f"## Devices and networks\n\n`cluster.device`: {', '.join(f'`{n}`' for n in DEVICES)}.\n\n"
         f"`cluster.network`: {', '.join(f'`{n}`' for n in NETWORKS)}.\n"
     )
+
+
+def kinds() -> str:
+    """What is registered, and how more is."""
+    rows = ["| field | name | what it is |", "|---|---|---|"]
+    for registry in (OPTIMIZERS, LR_SCHEDULES, COMPRESSORS, FAMILIES):
+        rows += [f"| `{registry.field}` | `{entry.name}` | {entry.help} |" for entry in registry]
+    return "\n".join([KINDS, *rows]) + "\n"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.comm import Axis, Meter, mpi
+from weft.comm import mpi
+from weft.comm.axis import Axis
+from weft.comm.wait_counters import Meter
 from weft.hardware.network import name_interface
 from weft.hardware.rank_environment import standing, under_mpi
 from weft.job.errors import MachineError

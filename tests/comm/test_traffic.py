@@ -11,15 +11,15 @@ from helpers import parity
 from helpers.on_ranks import begin
 from torch import Tensor
 
-from weft.comm import Axis, algorithms
-from weft.comm.axis import Tally
+from weft.comm import algorithms
+from weft.comm.axis import Axis, Tally
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.planner.plan import Plan
 from weft.training.traffic import Traffic
-from weft.watch.figures import figures
+from weft.watch.figures.steps import figures
 from weft.watch.journal import Journal
 from weft.watch.report import write_report
 
@@ -79,7 +79,7 @@ def watched(job: Job) -> tuple[list[dict[str, float]], dict[str, Counted], bool]
 
 
 def weights_of(job: Job) -> Tensor:
-    from weft.models import build_model
+    from weft.models.build import build_model
     from weft.planner import make_plan
 
     return torch.tensor(sum(p.numel() for p in build_model(make_plan(job)[0].model, 0).parameters()))

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from helpers import parity
-from weft.comm import Axis, algorithms, mpi
-from weft.comm.axis import native_all_gather, native_reduce_scatter
+from weft.comm import algorithms, mpi
+from weft.comm.axis import Axis, native_all_gather, native_reduce_scatter
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.planner.plan import Plan

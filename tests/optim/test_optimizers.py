@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from weft.job import Job, Optim, Train
-from weft.optim import Ema, build_optimizers, peak_lr, rate
+from weft.optim.build import build_optimizers
+from weft.optim.ema import Ema
+from weft.optim.schedule import peak_lr, rate
 
 SHAPES = {"blocks.0.tall": (24, 6), "blocks.0.wide": (5, 17), "blocks.0.vector": (7,), "embed": (9, 4)}
 

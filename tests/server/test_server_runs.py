@@ -1,4 +1,4 @@
-"""Runs through a server, with real processes: workers and servers are killed, clients send what they should not."""
+"""Server runs with real processes: killed workers and servers, clients that send invalid updates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.job.load import load_job, parse_job
 from weft.job.run_folder import RunDir
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
-from weft.server.worker import Worker, make_worker, work
+from weft.server.worker import Worker, make_worker, run_tasks
 from weft.watch.journal import read_jsonl
 
 SMALL: dict[str, Any] = {
@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
 
 
 def kill(started: Started, role: str, index: int) -> None:
-    """End one process of a run as the system would that is short of memory."""
+    """Kill one process of a run with SIGKILL."""
     words = [role, str(index)]
     for process in psutil.Process(started.process.pid).children():
         if process.cmdline()[-2:] == words:
@@ -42,7 +42,7 @@ def kill(started: Started, role: str, index: int) -> None:
     raise AssertionError(f"no process is {role} {index}")
 
 
-def told(run: RunDir, kind: str) -> list[dict[str, Any]]:
+def events_of(run: RunDir, kind: str) -> list[dict[str, Any]]:
     return [e for e in read_jsonl(run.events) if e["event"] == kind]
 
 
@@ -51,7 +51,7 @@ Start = Callable[[Path, str], Started]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a run that would never end by itself; a test that fails leaves none behind."""
+    """Start a run without an end; it is killed after the test."""
     begun: list[Started] = []
 
     def run(folder: Path, workers: str) -> Started:
@@ -64,8 +64,8 @@ def start() -> Iterator[Start]:
         each.process.wait()
 
 
-def test_killed_workers_and_servers_leave_no_trace_in_the_weights(pool: RankPool, tmp_path: Path, start: Start) -> None:
-    """A synchronous server is ordinary training, whoever of two servers and two workers is killed on the way."""
+def test_kills_do_not_change_the_weights(pool: RankPool, tmp_path: Path, start: Start) -> None:
+    """A synchronous server equals ordinary training, also when servers and workers are killed."""
     sync = {"mode": "server", "order": "sync", "servers": 2, "snapshot_every": 3}
     write_job(tmp_path, **{**SMALL, "name": "ps", "train": {**SMALL["train"], "sync": sync}})
     started, run = start(tmp_path, "2"), run_of(tmp_path, "ps")
@@ -73,24 +73,24 @@ def test_killed_workers_and_servers_leave_no_trace_in_the_weights(pool: RankPool
     def beyond(step: int) -> None:
         started.wait_for(lambda: max(losses(run), default=0) > step)
 
-    started.wait_for(lambda: len(told(run, "worker_joined")) == 2)
+    started.wait_for(lambda: len(events_of(run, "worker_joined")) == 2)
     beyond(2)
     kill(started, "worker", 3)
-    started.wait_for(lambda: bool(told(run, "worker_lost")))
+    started.wait_for(lambda: bool(events_of(run, "worker_lost")))
     kill(started, "server", 1)
-    started.wait_for(lambda: len(told(run, "server_restored")) == 1)
-    beyond(told(run, "server_restored")[0]["step"] + 3)
+    started.wait_for(lambda: len(events_of(run, "server_restored")) == 1)
+    beyond(events_of(run, "server_restored")[0]["step"] + 3)
     kill(started, "chief", 0)
-    started.wait_for(lambda: len(told(run, "server_restored")) == 2)
-    beyond(told(run, "server_restored")[1]["step"] + 3)
+    started.wait_for(lambda: len(events_of(run, "server_restored")) == 2)
+    beyond(events_of(run, "server_restored")[1]["step"] + 3)
     started.process.send_signal(signal.SIGINT)
     ended = started.end()
     assert ended.code == 130, ended.err
-    assert "worker 3 was killed by SIGKILL; another is started" in ended.err
+    assert "worker 3 was killed by SIGKILL; restarting it" in ended.err
 
     found = newest_good(run.checkpoints)
     assert found is not None
-    last = told(run, "stop")[0]["step"]
+    last = events_of(run, "stop")[0]["step"]
     job = parse_job({**SMALL, "cluster": {"device": "cpu", "devices_per_node": 1}, "parallel": section("1")})
     plain = pool.run(sync_ranks.train_to, 1, job, last)[0][0]
     first = pool.run(sync_ranks.train_to, 1, job, 0)[0][0]
@@ -103,7 +103,7 @@ def test_killed_workers_and_servers_leave_no_trace_in_the_weights(pool: RankPool
 
 
 def poisoned(kind: str) -> Any:
-    """What a client does that means no good."""
+    """A client that sends an invalid update."""
 
     def do(worker: Worker, task: dict[str, Any]) -> None:
         worker.pull(task["servers"], task["version"])
@@ -121,7 +121,7 @@ def poisoned(kind: str) -> Any:
     return do
 
 
-def test_poisoned_clients_are_rejected_and_named(tmp_path: Path, start: Start) -> None:
+def test_invalid_clients_are_rejected_and_named(tmp_path: Path, start: Start) -> None:
     sync = {"mode": "federated", "clients": 8, "every": 2, "outer_momentum": 0.5, "clip": 10.0, "noise": 1e-6}
     write_job(tmp_path, **{**SMALL, "name": "fed", "train": {**SMALL["train"], "sync": sync}})
     started, run = start(tmp_path, "1"), run_of(tmp_path, "fed")
@@ -130,23 +130,23 @@ def test_poisoned_clients_are_rejected_and_named(tmp_path: Path, start: Start) -
     threads = []
     for client, kind in ((2, "nan"), (4, "shape"), (6, "size")):
         worker = make_worker(run, job, plan, f"mallory {client}", {"client": client})
-        threads.append(threading.Thread(target=work, args=(worker, poisoned(kind)), daemon=True))
+        threads.append(threading.Thread(target=run_tasks, args=(worker, poisoned(kind)), daemon=True))
         threads[-1].start()
 
     def named() -> set[int]:
-        return {e["client"] for e in told(run, "rejected")}
+        return {e["client"] for e in events_of(run, "rejected")}
 
     started.wait_for(lambda: named() == {2, 4, 6})
-    seen = max(losses(run), default=0)  # an update may be rejected before its round is told of
+    seen = max(losses(run), default=0)  # an update may be rejected before its round is recorded
     started.wait_for(lambda: max(losses(run), default=0) > seen + 4)
     started.process.send_signal(signal.SIGINT)
     ended = started.end()
     assert ended.code == 130, ended.err
     for thread in threads:
         until(lambda thread=thread: not thread.is_alive())
-    why = {e["client"]: e["why"] for e in told(run, "rejected")}
+    why = {e["client"]: e["why"] for e in events_of(run, "rejected")}
     assert "not finite" in why[2] and "has the shape [3] instead of" in why[4] and "times the median" in why[6]
-    assert all(e["worker"] == f"mallory {e['client']}" for e in told(run, "rejected"))
+    assert all(e["worker"] == f"mallory {e['client']}" for e in events_of(run, "rejected"))
     assert "the update of client 4 is rejected" in ended.err
     last = read_jsonl(run.metrics)[-1]
     assert last["rejected"] == [2, 4, 6] and last["clients"] == [0, 1, 3, 5, 7]
@@ -159,7 +159,7 @@ def test_poisoned_clients_are_rejected_and_named(tmp_path: Path, start: Start) -
 
 
 @pytest.mark.parametrize("sync", ["server:async", "federated"])
-def test_the_ranks_of_torchrun_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str) -> None:
+def test_torchrun_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str) -> None:
     from weft.job.errors import JobError
     from weft.job.schema import Job
     from weft.launch.train import join

@@ -3,7 +3,7 @@
 import pytest
 
 from weft.watch.kernel_classes import attention_flops, classify, moved_bytes, product_flops
-from weft.watch.trace import Event
+from weft.watch.profiler_trace import TraceEvent
 
 BLOCK = ["cuLaunchKernelEx", "CompiledFunctionBackward", "weft.gradients", "weft.window"]
 UPDATE = ["cudaLaunchKernel", "weft.update", "weft.window"]
@@ -44,8 +44,8 @@ def test_class_of_a_kernel(name: str, stack: list[str], label: str) -> None:
     assert classify(name, stack) == label
 
 
-def op(name: str, *dims: tuple[int, ...], of: str = "c10::BFloat16") -> Event:
-    return Event(name, "cpu_op", 0.0, 1.0, dims=dims, types=(of,) * len(dims))
+def op(name: str, *dims: tuple[int, ...], of: str = "c10::BFloat16") -> TraceEvent:
+    return TraceEvent(name, "cpu_op", 0.0, 1.0, dims=dims, types=(of,) * len(dims))
 
 
 def test_products_are_counted_from_their_shapes() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from weft.job.run_folder import RunDir
-from weft.watch.figures import figures, smooth, thin
+from weft.watch.figures.slices import group, parse_slices, slice_map, slice_numbers, spans
+from weft.watch.figures.steps import figures, smooth, thin
 from weft.watch.journal import Journal, read_metrics
 from weft.watch.report import write_report
-from weft.watch.slice_map import group, parse_slices, slice_map, slice_numbers, spans
-from weft.watch.summary import key_figures, layout_in_words, status_of, total_tokens
+from weft.watch.report_summary import key_figures, layout_in_words, status_of, total_tokens
 
 Make = Callable[..., Any]
 

@@ -23,7 +23,7 @@ def data_build(
 ) -> None:
     """Tokenize text into a memory-mapped token store. An interrupted build continues when it is run again."""
     from weft.data.build import build
-    from weft.watch.progress_bar import byte_bar
+    from weft.watch.progress import byte_bar
 
     clean_up_on_interrupt()
     with byte_bar("building", quiet=as_json) as progress:

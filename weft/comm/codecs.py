@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from weft.job.compression import Compression
+from weft.job.compression import Compression, share_of
+from weft.job.registry import find_object
 
 TABLE = 2**17
 """Different values that the dice show."""
@@ -381,19 +382,43 @@ class Way:
     weights: Codec | None = WEIGHTS
 
 
-_WAYS: dict[str, Callable[[float], Way]] = {
-    "none": lambda _: Way(None, None),
-    "fp16": lambda _: Way(Half(), Half()),
-    "bf16": lambda _: Way(BFloat(), BFloat()),
-    "int8": lambda _: Way(Integers(8, 256, feedback=False)),
-    "int4": lambda _: Way(Integers(4, 128, feedback=True)),
-    "topk": lambda share: Way(Largest(share=share)),
-    "threshold": lambda times: Way(Largest(math.erfc(times / math.sqrt(2)), times)),  # that many, were they normal
-    "powersgd": lambda _: Way(None),
-    "onebit": lambda _: Way(Signs()),
-}
+def none(number: float) -> Way:
+    return Way(None, None)
+
+
+def fp16(number: float) -> Way:
+    return Way(Half(), Half())
+
+
+def bf16(number: float) -> Way:
+    return Way(BFloat(), BFloat())
+
+
+def int8(number: float) -> Way:
+    return Way(Integers(8, 256, feedback=False))
+
+
+def int4(number: float) -> Way:
+    return Way(Integers(4, 128, feedback=True))
+
+
+def topk(share: float) -> Way:
+    return Way(Largest(share=share))
+
+
+def threshold(times: float) -> Way:
+    return Way(Largest(share_of(Compression("threshold", times)), times))
+
+
+def powersgd(rank: float) -> Way:
+    return Way(None)  # a matrix is sent as two thin ones, not by a codec
+
+
+def onebit(number: float) -> Way:
+    return Way(Signs())
 
 
 def way_of(compression: Compression) -> Way:
-    """The codecs of a setting; that of gradients is None for none and, which is no codec, for powersgd."""
-    return _WAYS[compression.kind](compression.number)
+    """The codecs of a setting; that of gradients is None for none and for powersgd, which is not a codec."""
+    found: Way = find_object(compression.entry.build, "comm.compression")(compression.number)
+    return found

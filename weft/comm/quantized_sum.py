@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 from weft.planner.engine_constants import QUANTIZATION_BLOCK, QUANTIZATION_SCALE_BYTES
 
 LEVELS = {8: 127, 4: 7}

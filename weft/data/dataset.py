@@ -45,7 +45,7 @@ def open_dataset(job: Job) -> Dataset:
         return open_own(data)
     if data.source not in CORPORA:
         _check_store_path(data.source)
-    if job.model.family in ("mlp", "vit"):
+    if job.model.is_classifier or job.model.is_stack:
         raise JobError(
             f"data.source {data.source} gives tokens, and model.family {job.model.family} does not take them; "
             "write data.source=synthetic, or your own dataset as package.module:name"
@@ -74,7 +74,7 @@ def open_dataset(job: Job) -> Dataset:
 def check_dataset(job: Job) -> None:
     """Refuse what open_dataset would refuse, as far as that can be known without reading a corpus or running code."""
     data = job.data
-    if data.source in CORPORA and job.model.family not in ("mlp", "vit"):
+    if data.source in CORPORA and not (job.model.is_classifier or job.model.is_stack):
         _check_vocab(job, load_tokenizer(data.tokenizer).vocab)
     elif not _is_own(data.source):
         open_dataset(job)

@@ -20,9 +20,9 @@ _VAL, _TEACHER = 1 << 62, 1 << 63
 def open_synthetic(job: Job) -> SyntheticDataset:
     """What the model's family eats: tokens, vectors with a teacher's answer, or patches with a class."""
     model, seed = job.model, job.train.seed
-    if model.family == "mlp":
+    if model.is_stack:
         return Regression(seed, _given(model.dim, "dim"))
-    if model.family == "vit":
+    if model.is_classifier:
         return Images(seed, job.data.seq_len, _given(model.vocab, "vocab"))
     return RandomTokens(seed, job.data.seq_len, _given(model.vocab, "vocab"), job.data.mask_documents)
 

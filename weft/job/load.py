@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from weft.job.errors import JobError
+from weft.job.registry import import_extensions
 from weft.job.schema import Job
 from weft.job.sync import expand
 
@@ -115,7 +116,9 @@ def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
         raise JobError(f"{path} must hold sections such as `model:` and `train:`, not a {type(raw).__name__}")
     raw = {key: value for key, value in raw.items() if value is not None}  # an empty section
     raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem))
-    return parse_job(apply_overrides(raw, overrides))
+    raw = apply_overrides(raw, overrides)
+    import_extensions(raw.get("extensions"))
+    return parse_job(raw)
 
 
 _SHORT: dict[str, Callable[[str], dict[str, Any]]] = {

@@ -1,12 +1,42 @@
-"""`model`: the model to train."""
+"""`model`: the model to train, and the registry of model families."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from weft.job.registry import NameIn, Registry
 from weft.job.section import Section
+
+Structure = Literal["decoder", "classifier", "stack"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: its structure, the defaults of its fields and what builds it."""
+
+    name: str
+    help: str
+    build: str
+    """`module:function` that takes the resolved Model section and returns an nn.Module, called on the meta device."""
+    structure: Structure
+    """decoder: tokens, blocks of attention and feed-forward, logits for each token. classifier: image patches, the same
+    blocks, one label a sample. stack: vectors and square linear layers. The planner counts, splits and prices by it."""
+    defaults: Mapping[str, Any]
+    """Fields of `model` that neither the job nor a shape gives."""
+    weights: Callable[[Model, bool, int, int, bool, bool], Iterable[Any]] | None = None
+    """Its table of weights, where they are not those of its structure (planner/model/weight_table.py)."""
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Fields that a job or a shape must give."""
+        return ("dim", "layers") if self.structure == "stack" else ("dim", "layers", "heads")
+
+
+FAMILIES: Registry[Family] = Registry("model.family", "weft.models.families")
 
 
 class RopeScaling(Section):
@@ -91,7 +121,7 @@ class Model(Section):
     loss: str = "auto"
     """Loss of your own module: auto (cross-entropy for integer targets, otherwise squared error), or a
     package.module:function that takes (outputs, targets) and returns one loss per target."""
-    family: Literal["gpt2", "llama", "vit", "mlp"] | None = None
+    family: Annotated[str, NameIn(FAMILIES)] | None = None
     """gpt2 and llama (decoder-only), vit (an encoder of image patches), mlp (the deep MLP of the lessons)."""
     dim: int | None = Field(None, ge=1)
     """Width of the residual stream."""
@@ -142,3 +172,21 @@ class Model(Section):
         if isinstance(value, str):
             return {"module": value} if ":" in value else {"shape": value}
         return value
+
+    def _is(self, structure: Structure) -> bool:
+        return self.family is not None and FAMILIES[self.family].structure == structure
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether it is a decoder of tokens of Weft's own."""
+        return self._is("decoder")
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether it takes image patches and gives one label a sample."""
+        return self._is("classifier")
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of square linear layers on vectors."""
+        return self._is("stack")

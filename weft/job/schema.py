@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from weft.job.checkpoint import Checkpoint
 from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
@@ -15,6 +15,7 @@ from weft.job.memory import Memory
 from weft.job.model import Experts, Model, RopeScaling
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
+from weft.job.registry import MODULE_NAME
 from weft.job.resilience import Resilience
 from weft.job.section import Section
 from weft.job.sync import Sync
@@ -79,6 +80,16 @@ class Job(Section):
     """Progress and metrics."""
     runs_dir: str = "runs"
     """Folder of all runs."""
+    extensions: tuple[str, ...] = ()
+    """Modules, such as my_package.lion, that register optimizers, schedules, compressors or model families of your own.
+    They are imported before the rest of a job file is read, by every rank too."""
+
+    @field_validator("extensions")
+    @classmethod
+    def _modules(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [name for name in value if not MODULE_NAME.fullmatch(name)]:
+            raise ValueError(f"must be names of Python modules such as my_package.lion, not {wrong[0]!r}")
+        return value
 
 
 Section.job_type = Job

@@ -1,4 +1,4 @@
-"""Model families and shapes, and the resolution of a model's fields."""
+"""Named shapes of models, and the resolution of a model's fields."""
 
 from __future__ import annotations
 
@@ -8,23 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
+from weft.job.model import FAMILIES
 from weft.job.schema import Data, Experts, Job, Model
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": dict(
-        norm="layernorm", norm_eps=1e-5, positions="learned", activation="gelu", tied=True, bias=True, qk_norm=False,
-        causal=True, dropout=0.0, rope_theta=10_000.0,
-    ),
-    "llama": dict(
-        norm="rmsnorm", norm_eps=1e-5, positions="rope", activation="swiglu", tied=False, bias=False, qk_norm=False,
-        causal=True, dropout=0.0, rope_theta=500_000.0,
-    ),
-    "vit": dict(
-        norm="layernorm", norm_eps=1e-6, positions="learned", activation="gelu", tied=False, bias=True, qk_norm=False,
-        causal=False, dropout=0.0, rope_theta=10_000.0,
-    ),
-    "mlp": dict(bias=True, dropout=0.0),
-}  # fmt: skip
 
 # dim, layers, heads, kv_heads, ffn, vocab; as published with each model
 SHAPES: dict[str, dict[str, Any]] = {
@@ -100,12 +85,12 @@ def _resolve_model(model: Model, data: Data) -> Model:
             **model.experts.model_dump(exclude_unset=True, exclude_none=True),
         }
     fields: dict[str, Any] = {"family": "llama", **shape, **given}
-    fields = {**FAMILIES[fields["family"]], **fields}
-    needed = ("dim", "layers") if fields["family"] == "mlp" else ("dim", "layers", "heads")
-    for name in needed:
+    family = FAMILIES[fields["family"]]
+    fields = {**family.defaults, **fields}
+    for name in family.needed:
         if name not in fields:
             raise JobError(f"model.{name} is missing; give it, or name a model.shape such as tiny or llama-1b")
-    if fields["family"] != "mlp":
+    if family.structure != "stack":
         _fill_transformer(fields, data)
     return Model.model_validate({**model.model_dump(exclude_none=True), **fields})
 
@@ -131,7 +116,7 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         usual = {name: Experts.model_fields[name].default for name in ("count", "top_k", "groups")}
         fields["experts"] = {"ffn": fields["ffn"], **usual, **fields["experts"]}
     tokens = data_vocab(data)
-    fields.setdefault("vocab", tokens or (10 if fields["family"] == "vit" else 256))
+    fields.setdefault("vocab", tokens or (10 if FAMILIES[fields["family"]].structure == "classifier" else 256))
     fields.setdefault("max_len", data.seq_len)
     if fields["positions"] == "learned" and data.seq_len > fields["max_len"]:
         raise JobError(

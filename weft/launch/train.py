@@ -18,11 +18,11 @@ from weft.job.load import dump_yaml
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
-from weft.server.launcher import launch_served
-from weft.server.rendezvous import open_meeting
+from weft.server.launcher import launch_server_run
+from weft.server.rendezvous import prepare_rendezvous
 from weft.supervisor.local_ranks import KILLED, QUIET, launch, locked
 from weft.supervisor.process_manager import guard
-from weft.watch.closing_lines import closing_words
+from weft.watch.closing_lines import closing_lines
 from weft.watch.report import write_report
 
 
@@ -70,8 +70,8 @@ def start_processes(
 ) -> int:
     """The ranks of a mesh, supervised or not, or the servers and workers of a run that goes through a server."""
     if plan.sync in ("server", "federated"):
-        open_meeting(run)
-        return launch_served(run, job.train.sync.servers, plan.world, lock, say)
+        prepare_rendezvous(run)
+        return launch_server_run(run, job.train.sync.servers, plan.world, lock, say)
     if plan.world > 1 if resilient is None else resilient:
         return guard(run, plan.world, job.resilience.spares, lock, say)
     return launch(run, plan.world, lock, say)
@@ -120,7 +120,7 @@ def train(job: Job, nproc: int | None = None, *, fresh: bool = False, resilient:
 
 def close(run: RunDir, say: Callable[[str], None]) -> None:
     """Draw the report and say how the run ended, predicted beside measured."""
-    for line in closing_words(run):
+    for line in closing_lines(run):
         say(line)
     try:
         say(f"report: {write_report(run)}")

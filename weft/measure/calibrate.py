@@ -36,7 +36,7 @@ from weft.models.attention import Where, attention
 from weft.models.build import build_model
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import frequencies, rotation
-from weft.optim import build_optimizers
+from weft.optim.build import build_optimizers
 from weft.parallel.apply import compile_parts, find_units
 from weft.planner.plan import Plan
 from weft.precision import COMPUTE

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.hardware.catalog import find_device
 from weft.job.errors import JobError
 from weft.planner.plan import Plan
-from weft.watch.profile import Roofs
+from weft.watch.kernel_profile import Rooflines
 
 SIDE = {"cuda": 8192, "cpu": 1024}
 """Of the square matrices: large enough to fill the device, small enough to take no time."""
@@ -21,11 +21,11 @@ COPIED = {"cuda": 1 << 30, "cpu": 1 << 26}
 TRIES = 5
 
 
-def measure_roofs(plan: Plan, device: torch.device, dtype: torch.dtype) -> Roofs:
+def measure_roofs(plan: Plan, device: torch.device, dtype: torch.dtype) -> Rooflines:
     """Products in the compute dtype (and in fp8 where the plan is), a copy in memory; the link by its data sheet."""
     side = SIDE[device.type]
     low = plan.precision == "fp8"
-    return Roofs(
+    return Rooflines(
         tflops=_rate(lambda: _product(side, device, dtype), 2.0 * side**3, 1e12, device),
         low_tflops=_rate(lambda: _low_product(side, device), 2.0 * side**3, 1e12, device) if low else None,
         memory_gb_s=_rate(lambda: _copy(device), 2.0 * COPIED[device.type], 1e9, device),

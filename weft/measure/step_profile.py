@@ -33,9 +33,9 @@ from weft.supervisor.local_ranks import launch, locked
 from weft.training.metrics import Ledger, peak_memory_gib
 from weft.training.session import Session
 from weft.training.signals import Signals
-from weft.watch.profile import Facts, from_json, summarise, table, to_json
+from weft.watch.kernel_profile import StepFacts, from_json, summarise, table, to_json
+from weft.watch.profiler_trace import Trace, read_trace
 from weft.watch.report import write_report
-from weft.watch.trace import Trace, read_trace
 
 WARM, TIMED = 4, {"cpu": 4, "cuda": 12}
 """Steps before anything is measured, and steps timed without the profiler: on a GPU the first waits for the host."""
@@ -134,7 +134,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
         found = {
             "job": job.name, "layout": plan.layout(), "device": plan.device_name, "precision": plan.precision,
             "step_ms": seconds * 1e3, "profiled_steps": steps,
-            "tokens_per_s": _tokens(job) / seconds if job.model.family != "mlp" else None,
+            "tokens_per_s": _tokens(job) / seconds if not job.model.is_stack else None,
             "mfu": flops / (seconds * peak * plan.world) if flops and peak else None,
             "catalog_tflops": peak / 1e12 if peak else None,
             "roofs": vars(roofs), "ranks": everyone,
@@ -200,27 +200,27 @@ def _marked_loss(session: Session) -> Iterator[None]:
 
 
 def _tokens(job: Job) -> int:
-    return job.train.global_batch * (1 if job.model.family == "mlp" else job.data.seq_len)
+    return job.train.global_batch * (1 if job.model.is_stack else job.data.seq_len)
 
 
-def facts_of(session: Session) -> Facts:
+def facts_of(session: Session) -> StepFacts:
     """What the job and the plan say of one step of this rank."""
     job, plan = session.job, session.plan
     model, width = job.model, COMPUTE[plan.precision].itemsize
     master_params = session.state.model.master_params.values()
     held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0
-    update = held * (width + 2 * optimizer_bytes(job.optim.name) + 8 + copies)
+    update = held * (width + 2 * optimizer_bytes(job.optim) + 8 + copies)
     tokens = _tokens(job) / plan.dp / plan.cp
-    targets = tokens / job.data.seq_len if model.family == "vit" else tokens
+    targets = tokens / job.data.seq_len if model.is_classifier else tokens
     ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or _has_head(session)
     loss = 2 * targets * (model.vocab or 0) / plan.tp * width if ends and count_parameters(model) else 0.0
     total, attention = flops_per_token(model, job.data.seq_len), 0.0
-    if total and model.family != "mlp":
+    if total and not model.is_stack:
         full = 12.0 * (model.layers or 0) * (model.heads or 0) * (model.head_dim or 0) * job.data.seq_len
         attention = full / 2 if model.causal else full
     share = tokens / plan.tp / plan.pp
-    return Facts(
+    return StepFacts(
         bool(model.causal), (total - attention) * share if total else None,
         attention * share * 7 / 6 or None,  # backward computes the scores again: seven products where six are counted
         update, loss, sum(communication_bytes(job, plan).values()),

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,16 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.job.errors import JobError
+from weft.job.model import FAMILIES
+from weft.job.registry import find_object
 from weft.job.schema import Model
-from weft.models.mlp import DeepMLP
-from weft.models.transformer import Transformer
-
-FAMILIES: dict[str, Callable[[Model], nn.Module]] = {
-    "gpt2": Transformer,
-    "llama": Transformer,
-    "vit": Transformer,
-    "mlp": DeepMLP,
-}
 
 
 def build_model(model: Model, seed: int = 0) -> nn.Module:
@@ -31,22 +20,10 @@ def build_model(model: Model, seed: int = 0) -> nn.Module:
     if model.module:
         return _own(model, seed)
     assert model.family, "the model is resolved before it is built"
+    build = find_object(FAMILIES[model.family].build, "model.family")
     with torch.device("meta"):
-        return FAMILIES[model.family](model)
-
-
-def find_object(spec: str, what: str) -> Any:
-    """package.module:name, looked up from the current folder too; a JobError says which part is missing."""
-    module_name, _, name = spec.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise JobError(f"{what}={spec!r}: cannot import {module_name}: {error}") from error
-    if not hasattr(module, name):
-        raise JobError(f"{what}={spec!r}: {module_name} has no {name!r}")
-    return getattr(module, name)
+        module: nn.Module = build(model)
+    return module
 
 
 def _own(model: Model, seed: int) -> nn.Module:

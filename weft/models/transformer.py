@@ -105,7 +105,7 @@ class Head(nn.Module):
         super().__init__()
         assert m.dim and m.vocab
         self.weight = nn.Parameter(torch.empty(m.vocab, m.dim))
-        self.pool = m.family == "vit"
+        self.pool = m.is_classifier
         self.products: Factory = Products
 
     def forward(
@@ -154,7 +154,7 @@ class Transformer(nn.Module):
         self.causal, self.rotary = bool(m.causal), m.positions == "rope"
         self.dim, self.depth = m.dim, m.layers
         self.embed: nn.Module | None = nn.Embedding(m.vocab, m.dim)
-        if m.family == "vit":
+        if m.is_classifier:
             self.embed = nn.Linear(PATCH_DIM, m.dim)
         self.positions = nn.Embedding(m.max_len, m.dim) if m.positions == "learned" else None
         self.drop = Dropout(m.dropout or 0.0, site=0)

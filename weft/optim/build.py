@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.comm.shards import like, local_of
+from weft.job.optim import OPTIMIZERS, WeightShard
+from weft.job.registry import find_object
 from weft.job.schema import Optim
 from weft.optim.adafactor import Adafactor
 from weft.optim.adamw import AdamW
@@ -17,6 +19,8 @@ from weft.optim.clip import scale_grads
 from weft.optim.muon import Muon
 
 Params = dict[str, Tensor]
+Groups = list[dict[str, Any]]
+"""Parameter groups as torch takes them."""
 
 
 class Optimizers:
@@ -147,18 +151,17 @@ def build_optimizers(
 ) -> Optimizers:  # fmt: skip
     """The job's optimizer. Matrices decay, vectors do not."""
     grad_params, compute_params = grad_params or master_params, compute_params or {}
-    if optim.name != "muon":
-        make, elementwise = _SINGLE[optim.name]
-        params = {n: _shard(m) for n, m in master_params.items()} if elementwise else master_params
-        return Optimizers([make(optim, params)], master_params, params, grad_params, compute_params)
-    inner = {n: p for n, p in master_params.items() if is_block(n) and (p.dim() == 2 or _is_stack(n, p))}
-    outer = {n: _shard(p) for n, p in master_params.items() if n not in inner}
-    parts: list[torch.optim.Optimizer] = []
-    if inner:
-        parts.append(Muon(_groups(inner, optim.weight_decay), optim.lr, optim.momentum, optim.weight_decay))
-    if outer:
-        parts.append(_adamw(optim, outer))
-    return Optimizers(parts, master_params, inner | outer, grad_params, compute_params)
+    chosen: dict[str, Params] = {}
+    for name, master in master_params.items():
+        block = is_block(name) and (master.dim() == 2 or _is_stack(name, master))
+        entry = OPTIMIZERS[optim.name].of(WeightShard(tuple(master.shape), master.numel(), block))
+        chosen.setdefault(entry.name, {})[name] = _shard(master) if entry.elementwise else master
+    parts = []
+    for name, params in chosen.items():
+        make = find_object(OPTIMIZERS[name].build, "optim.name")
+        parts.append(make(optim, _groups(params, optim.weight_decay)))
+    params = {name: param for some in chosen.values() for name, param in some.items()}
+    return Optimizers(parts, master_params, params, grad_params, compute_params)
 
 
 def _shard(master: Tensor) -> Tensor:
@@ -166,27 +169,23 @@ def _shard(master: Tensor) -> Tensor:
     return nn.Parameter(local_of(master.detach())) if isinstance(master, DTensor) else master
 
 
-def _adamw(optim: Optim, params: Params) -> torch.optim.Optimizer:
-    return AdamW(_groups(params, optim.weight_decay), optim.lr, optim.betas, optim.eps)
+def adamw(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return AdamW(groups, optim.lr, optim.betas, optim.eps)
 
 
-def _sgd(optim: Optim, params: Params) -> torch.optim.Optimizer:
-    return torch.optim.SGD(_groups(params, optim.weight_decay), lr=optim.lr, momentum=optim.momentum, fused=True)
+def sgd(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
 
 
-def _adafactor(optim: Optim, master_params: Params) -> torch.optim.Optimizer:
-    return Adafactor(_groups(master_params, optim.weight_decay), optim.lr)
+def adafactor(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return Adafactor(groups, optim.lr)
 
 
-_SINGLE: dict[str, tuple[Callable[[Optim, Params], torch.optim.Optimizer], bool]] = {
-    "adamw": (_adamw, True),
-    "sgd": (_sgd, True),
-    "adafactor": (_adafactor, False),
-}
-"""Each optimizer, and whether it treats every element by itself."""
+def muon(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return Muon(groups, optim.lr, optim.momentum, optim.weight_decay)
 
 
-def _groups(params: Params, weight_decay: float) -> list[dict[str, Any]]:
+def _groups(params: Params, weight_decay: float) -> Groups:
     matrices = [p for p in params.values() if p.dim() >= 2]
     vectors = [p for p in params.values() if p.dim() < 2]
     return [

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from weft.comm import Axis, copy_in, gather_along, reduce_out, scatter_along
+from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along
+from weft.comm.axis import Axis
 from weft.job.errors import JobError
 from weft.models.attention import Where
 from weft.models.dropout import Dropout

@@ -1,7 +1,7 @@
-"""Calibrations: what a stack of software reaches of what the hardware could do. A few numbers, each with a meaning.
+"""Calibrations: the efficiency of a software stack, as shares of what the hardware can do.
 
-The model of layouts (cost.py, work.py, links.py, hold.py) is the same for every stack; only these numbers differ. They
-are fitted from published runs by bench/fit_planner.py and live as JSON in weft/hardware/calibrations.
+The time and memory models are the same for every stack; only these numbers differ. They are
+fitted to published runs by bench/fit_planner.py and live as JSON in weft/hardware/calibrations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Calibration:
     depth: float = 100.0
     """Inner length at which half of a product's time is filling and draining."""
     odd: float = 0.1
-    """What a product loses whose sides are no multiples of 64, which is what the devices' tiles want."""
+    """Loss of a product whose sides are not multiples of 64, the tile size of the devices."""
     low_precision: float = 0.75
     """What fp8 keeps of its peak beside casts and scales, over what bf16 keeps."""
     # time: attention and the rest of a block
@@ -48,9 +48,9 @@ class Calibration:
     host_moe_us: float = 60.0
     """What each expert on a rank adds to that: routing, sorting, small products."""
     host_blend: float = 4.0
-    """How far host and device work side by side: 1 adds their times, a large number takes the longer."""
+    """How well host and device overlap: 1 adds their times, a large number takes the longer one."""
     score_batch: float = 0.0
-    """Heads × samples that the scores' kernel takes at once; other numbers fall back to slower kernels. 0: any."""
+    """Heads × samples that the score kernel processes at once; other counts use slower kernels. 0: any."""
     head_whole: float = 1.0
     """What the head's product keeps where tp does not cut (and pad) the vocabulary."""
     step_ms: float = 10.0
@@ -73,14 +73,14 @@ class Calibration:
     optimizer: float = 1.3
     """Bytes the optimizer moves, over one pass of its state."""
     jitter: float = 0.01
-    """What each doubling of the nodes adds to a step: waiting for the slowest."""
+    """Share of a step that each doubling of nodes adds, waiting for the slowest."""
     profile: tuple[tuple[float, float, float, float], ...] = ()
     """Measured blocks: tokens, width, tp, and the time over the formulas'. Shapes close to one take its ratio."""
     # memory
     parameter_bytes: float = 2.0
     gradient_bytes: float = 4.0
     reduce_bytes: float = 4.0
-    """What a gradient travels as."""
+    """Bytes per gradient value in collectives."""
     master_bytes: float = 4.0
     """An fp32 copy of the weights beside those multiplied; 0 where there is none."""
     moment_bytes: float = 8.0
@@ -98,7 +98,7 @@ class Calibration:
     context_gib: float = 1.0
     """Driver, libraries and communication buffers, outside the allocator."""
     fragment: float = 0.05
-    """What the allocator cannot use of what it holds."""
+    """Share of reserved memory lost to fragmentation."""
     usable: float = 1.0
     """Share of the device's memory a run may fill before it fails."""
     # what is not known
@@ -115,7 +115,7 @@ def calibration_names() -> list[str]:
 
 
 def read_calibration(name: str) -> dict[str, Any]:
-    """What the JSON of a calibration says, by its name or its path; a JobError where that is no calibration."""
+    """The JSON of a calibration, by name or path; a JobError where it is not a calibration."""
     path = Path(name) if name.endswith(".json") else CALIBRATION_FOLDER / f"{name}.json"
     if not path.is_file():
         raise JobError(

@@ -1,4 +1,4 @@
-"""A plan in words for a person."""
+"""Text descriptions of a plan for the terminal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from weft.planner.schedules.gantt import gantt_text
 from weft.planner.schedules.stage_costs import simulated
 
 MAX_LISTED_STAGES = 16
-"""Stages beyond which they are counted instead of listed."""
+"""Pipelines with more stages are summarised instead of listed."""
 
 
 def describe_plan(job: Job, plan: Plan) -> str:
-    """A few aligned lines: what, where, how it is spread, what it takes, and why."""
+    """A few aligned lines: model, ranks, layout, batch, memory, traffic and the reasons."""
     counts = count_parameters(job.model)
     model = (
         job.model.module
@@ -88,7 +88,7 @@ def _fp8_rows(job: Job, plan: Plan) -> list[tuple[str, str]]:
 
 
 def run_lengths(numbers: Sequence[int]) -> str:
-    """Numbers in a row, those that repeat said once: `1, 62 × 2, 1`."""
+    """Numbers with repeats counted: `1, 62 × 2, 1`."""
     groups = [(value, len(list(some))) for value, some in groupby(numbers)]
     return ", ".join(f"{count} × {value}" if count > 2 else ", ".join([str(value)] * count) for value, count in groups)
 

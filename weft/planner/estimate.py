@@ -1,4 +1,4 @@
-"""`weft estimate JOB`: memory, time, energy and money of a job's layout, with a range and the formulas' sources."""
+"""`weft estimate JOB`: memory, time, energy and money of a layout, with a range and the sources of the formulas."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SOURCES = {
 
 
 def job_facts(job: Job, plan: Plan) -> tuple[ModelFacts, ClusterFacts]:
-    """What the estimate of a planned job stands on."""
+    """Model and cluster facts of a planned job."""
     device = device_of(job, plan)
     memory = device_memory(job, device, probe(), plan.world)
     return model_facts(job), cluster_facts(job, plan.world, device, memory)
@@ -141,7 +141,7 @@ def _stages(model: ModelFacts, layouts: Layouts, cal: Calibration) -> list[dict[
 
 
 def show_estimate(told: dict[str, Any]) -> str:
-    """The same for a person to read."""
+    """The estimate as text for the terminal."""
     verdict = "fits" if told["fits"] else "does not fit"
     low, high = told["range_s"]
     lines = [

@@ -1,4 +1,4 @@
-"""From a Job to a Plan: fill in what the person left open, check the rules, and say why."""
+"""From a Job to a Plan: choose what the job leaves open, check the rules, and give the reasons."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from math import gcd
 from weft.hardware.catalog import Device, Network, find_network
 from weft.hardware.measured import load_measured
 from weft.hardware.probe import Machine, probe
+from weft.job.compression import parse_compression
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Experts, Job, Parallel
 from weft.job.shapes import resolve
@@ -34,12 +35,11 @@ from weft.planner.search.search import SearchResult
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.sync import default_layout, one_replica
 from weft.planner.time.buckets import bucket_mb
-from weft.planner.time.compression_warmup import KINDS_WITH_WARMUP
 from weft.planner.time.context import choose_style, rings
 from weft.planner.time.measured_device import step_seconds
 
 USABLE_MEMORY_SHARE = 0.9
-"""Share of a device's memory a plan may fill."""
+"""Share of a device's memory that a plan may use."""
 MAX_SEARCHES = 4
 """Searches for a layout that fits by the engine's own count too, which is finer than the search's."""
 
@@ -66,7 +66,7 @@ def best_plan(
 
 @dataclass(frozen=True)
 class PlanStart:
-    """A resolved job before its layout is chosen: the ranks, and the plan with what is pinned."""
+    """A resolved job before its layout is chosen: its ranks, and a plan with the pinned settings."""
 
     job: Job
     device: Device
@@ -78,8 +78,8 @@ class PlanStart:
 
 def _warmup(job: Job) -> int:
     asked, steps = job.comm.compression_warmup, job.train.steps
-    kind = job.comm.compression.partition(":")[0]
-    if kind not in (*KINDS_WITH_WARMUP, "adaptive"):
+    compressor = parse_compression(job.comm.compression).entry
+    if not (compressor.ramped or compressor.adaptive):
         return 0
     if asked != "auto":
         return asked
@@ -87,7 +87,7 @@ def _warmup(job: Job) -> int:
 
 
 def start_plan(job: Job, world: int | None = None) -> PlanStart:
-    """Find the ranks and the device, and take in what the person pinned."""
+    """Find the device and number of ranks, and apply the pinned settings."""
     job = default_layout(resolve(job))
     machine = probe()
     device = device_for(job, machine)
@@ -118,7 +118,7 @@ def start_plan(job: Job, world: int | None = None) -> PlanStart:
 def pick_layout(
     start: PlanStart, trainable: bool, calibration: Calibration | None = None, heavier: float = 1.0
 ) -> tuple[Plan, list[str], SearchResult | None]:
-    """The layout: searched where the model is known, else plain replicas."""
+    """The layout: searched for Weft's models, plain replicas for a custom module."""
     job, plan = start.job, start.plan
     if not job.model.module:
         estimator = estimator_for(job, start.world, start.device, start.memory_gib, calibration)
@@ -133,7 +133,7 @@ def pick_layout(
 
 
 def complete_plan(start: PlanStart, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
-    """The chosen layout with its stages, its reasons and what it is expected to take."""
+    """The chosen layout with its stages, its reasons and its predicted memory, time and traffic."""
     job, reasons = start.job, [*start.reasons, *said]
     if job.parallel == "auto":
         plan = _choose_context_parallel(job, plan, start.device, reasons)
@@ -165,7 +165,7 @@ def _choose_recompute(job: Job, plan: Plan, memory: float, reasons: list[str]) -
 
 
 def runs_here(start: PlanStart) -> bool:
-    """Whether the job runs on this machine, so that the plan must be one that this version trains."""
+    """Whether the job runs on this machine, so that its plan must be trainable by this version."""
     return start.job.cluster.device in ("auto", "cpu", "cuda") and start.job.cluster.nodes == 1
 
 
@@ -181,7 +181,7 @@ def check_fits(job: Job, plan: Plan) -> None:
 
 
 def _relief(job: Job, plan: Plan) -> str:
-    """What would make the states of a rank smaller and is not done already."""
+    """Which setting would reduce the states of a rank."""
     if plan.dp_shard > 1 and plan.zero < 3:
         return "cut more with parallel.zero=3, or use more ranks"
     if plan.dp_replicate > 1:
@@ -194,7 +194,7 @@ def _network(job: Job) -> Network:
 
 
 def _pin(given: Parallel, plan: Plan, world: int, experts: Experts | None = None) -> Plan:
-    """The person's degrees, with -1 filled in; ep takes as many of the ranks it is laid over as divide the experts."""
+    """The pinned degrees with -1 resolved; ep=-1 takes the most ranks that divide the experts."""
     degrees = {axis: getattr(given, axis) for axis in AXES}
     explicit_shard = "dp_shard" in given.model_fields_set
     if degrees["dp_replicate"] == -1 and not explicit_shard:
@@ -242,16 +242,16 @@ def _pin(given: Parallel, plan: Plan, world: int, experts: Experts | None = None
 
 
 def _compile(job: Job, plan: Plan) -> bool:
-    """By default on GPUs, where no collective stands inside a block and Weft knows the model."""
+    """By default on GPUs, for Weft's models and layouts without collectives inside a block."""
     if job.train.compile != "auto":
         return job.train.compile
-    return plan.device == "cuda" and not job.model.module and job.model.family != "mlp" and plan.tp == plan.cp == 1
+    return plan.device == "cuda" and not job.model.module and not job.model.is_stack and plan.tp == plan.cp == 1
 
 
 def _choose_sequence_parallel(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     if plan.tp == 1:
         return replace(plan, sequence=False)
-    if plan.sequence and plan.cp == 1 and job.model.family != "mlp" and job.data.seq_len % plan.tp:
+    if plan.sequence and plan.cp == 1 and not job.model.is_stack and job.data.seq_len % plan.tp:
         reasons.append(
             f"norms keep the whole sequence: data.seq_len {job.data.seq_len} does not divide by tp {plan.tp}"
         )
@@ -260,7 +260,7 @@ def _choose_sequence_parallel(job: Job, plan: Plan, reasons: list[str]) -> Plan:
 
 
 def _choose_context_parallel(job: Job, plan: Plan, device: Device, reasons: list[str]) -> Plan:
-    """How the ranks of cp attend to each other's tokens: as the person says, or as heads, links and length suggest."""
+    """The context-parallel style: pinned, or chosen from heads, links and sequence length."""
     if plan.cp == 1 or not job.model.heads or not job.model.kv_heads:
         return plan
     heads, kv = max(1, job.model.heads // plan.tp), max(1, job.model.kv_heads // plan.tp)
@@ -279,7 +279,7 @@ def _choose_context_parallel(job: Job, plan: Plan, device: Device, reasons: list
 
 
 def _chunking(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Plan:
-    """Whether the linear parts of a block run in chunks, and how much the host may hold."""
+    """Whether a block's linear layers run in chunks, and how much host memory is used."""
     chunk = job.memory.chunk
     if chunk == "auto":
         most = job.data.seq_len / plan.cp
@@ -294,13 +294,13 @@ def _chunking(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Pla
 
 
 def _split_stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
-    """Which blocks go to which stage: the person's split, or the one whose slowest stage is fastest."""
+    """Which blocks each stage has: the pinned split, or the one with the fastest slowest stage."""
     if plan.pp == 1:
         return plan
     pinned = job.parallel.split if job.parallel != "auto" else None
     parts = part_costs(job.model, job.data.seq_len)
     layers, stages = len(parts) - 2, plan.pp * plan.virtual_stages
-    if job.model.family == "mlp":
+    if job.model.is_stack:
         return replace(plan, split=tuple(split_layers(parts[1:-1], stages, pinned, pairs=plan.tp > 1)))
     split = tuple((max(0, a - 1), min(layers, b - 1)) for a, b in split_stages(parts, stages, pinned))
     if len({b - a for a, b in split}) > 1 and not pinned:
@@ -309,7 +309,7 @@ def _split_stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
 
 
 def _microbatch(job: Job, plan: Plan) -> Plan:
-    """For a model that cannot be estimated: what the person said, else the largest that is not absurd."""
+    """For a custom module: the pinned microbatch, else the largest up to MAX_MICROBATCH_TOKENS."""
     share = job.train.global_batch // plan.dp
     if job.train.microbatch != "auto":
         return replace(plan, microbatch=job.train.microbatch, accumulation=share // job.train.microbatch)

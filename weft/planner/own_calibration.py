@@ -1,4 +1,4 @@
-"""Weft's own calibration, corrected by what `weft calibrate` measured on a device of the same name."""
+"""Weft's own calibration, adjusted with what `weft calibrate` measured on the same device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ LARGE_MESSAGE_BYTES = 1 << 22
 
 
 def own_calibration(device: Device) -> Calibration:
-    """What Weft reaches on a device: as shipped, or as measured here."""
+    """Weft's calibration for a device: as shipped, or adjusted with this machine's measurements."""
     shipped, measured = load_calibration("weft"), load_measured(device.name)
     return shipped if measured is None else with_measurements(shipped, measured, device)
 
 
 def with_measurements(shipped: Calibration, measured: Measured, device: Device) -> Calibration:
-    """The shipped numbers, with those that were measured in their place."""
+    """The shipped calibration with the measured values in place."""
     changed: dict[str, float] = {}
     peak = device.peak_tflops.get("bf16") or device.peak_tflops.get("fp32")
     best = max((p.tflops for p in measured.products if p.dtype in ("bf16", "fp32")), default=0.0)

@@ -1,4 +1,4 @@
-"""The Plan: how a job is spread. Frozen, printable, and made without torch."""
+"""The Plan: the layout of a job over its devices. Immutable, printable, and made without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Plan:
     """The degree of every axis and every choice that follows from the job."""
 
     device: str
-    """cpu or cuda: where the ranks compute."""
+    """cpu or cuda: the kind of device that the ranks use."""
     device_name: str
     """The catalog's name of the device, for peaks and memory."""
     backend: str
@@ -27,17 +27,17 @@ class Plan:
     pp: int = 1
     ep: int = 1
     ep_hop: int = 1
-    """Ranks of ep on one node, where tokens pass on inside the node before they go to others; 1 goes directly."""
+    """Ranks of ep on one node for the two-hop exchange (inside the node, then between nodes); 1 sends directly."""
     ep_overlap: bool = False
-    """Tokens travel to experts in two halves."""
+    """Tokens are sent to experts in two halves, so that sending overlaps with computing."""
     ep_rebalance: float = 0.0
-    """At a checkpoint experts change ranks if the fullest rank would have less load by this share; 0: never."""
+    """At a checkpoint experts move to other ranks if that lowers the highest load by this share; 0: never."""
     ep_moves: bool = True
-    """Whether they may: groups go by the experts' numbers, which a move changes."""
+    """Whether experts may move; false where routing groups depend on expert numbers."""
     ep_copies: int = 0
-    """Experts of other ranks of which a rank may then compute a copy, in each block."""
+    """Copies of other ranks' experts that a rank may compute, in each block."""
     ep_copy_rows: float = 0.0
-    """Rows that the fullest rank must be spared in a pass for a copy to pay."""
+    """Rows by which a copy must lower the highest load to be worth its cost."""
     zero: int = 3
     sequence: bool = False
     schedule: str = "1f1b"
@@ -60,21 +60,21 @@ class Plan:
     """Blocks are compiled, one after the other."""
     offload: str = "none"
     chunk: int = 0
-    """Tokens of a sequence that pass through a block's linear parts at once; 0 takes them all."""
+    """Tokens of a sequence that pass through a block's linear layers at once; 0: all of them."""
     host_gib: float = 0.0
-    """Host memory for parked activations."""
+    """Host memory for offloaded activations."""
     compression: str = "none"
     compression_warmup: int = 0
-    """Steps at the beginning in which gradients travel as int8."""
+    """Steps at the start of a run in which gradients are sent as int8."""
     placement: str = "shards-near"
-    """What lies on neighbouring ranks beside tp and cp: shards-near, the mesh's own order, or stages-near."""
+    """Which axis is on neighbouring ranks after tp and cp: shards-near (the mesh order) or stages-near."""
     bucket_mb: float = 25.0
     allreduce: str = "auto"
     """How replicas sum their gradients."""
     sync: str = "step"
-    """How replicas come together: every step, or as train.sync says."""
+    """When replicas synchronise: every step, or as train.sync sets."""
     sync_every: int = 1
-    """Steps between their exchanges."""
+    """Steps between exchanges."""
     reasons: tuple[str, ...] = ()
     predicted: dict[str, float] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def alone(self) -> bool:
-        """Whether replicas train without each other between exchanges."""
+        """Whether replicas train independently between exchanges."""
         return self.sync in ("local", "diloco")
 
     @property
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def long(self) -> bool:
-        """Whether blocks run in the way of memory/chunked_block.py: in chunks, or with their inputs parked."""
+        """Whether blocks run chunked (memory/chunked_block.py) or with their inputs offloaded to the host."""
         return self.chunk > 0 or self.offload == "activations"
 
     @property
@@ -113,7 +113,7 @@ class Plan:
         return {axis: getattr(self, axis) for axis in AXES}
 
     def layout(self) -> str:
-        """The layout in a few words, such as `dp_shard 2 (zero 3) × tp 2`."""
+        """A short form of the layout, such as `dp_shard 2 (zero 3) × tp 2`."""
         words = []
         for axis, degree in self.axes.items():
             if degree > 1:

@@ -1,4 +1,4 @@
-"""Who computes: the device of a job, how many ranks there are, and how they talk."""
+"""The device of a job, its number of ranks and its communication backend."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from weft.job.schema import Job
 from weft.planner.plan import AXES, Plan
 
 MAX_CPU_RANKS = 4
-"""Ranks started on a CPU unless the job or --nproc says otherwise; they share all cores as threads."""
+"""Default limit on CPU ranks, unless the job or --nproc sets another; their threads share all cores."""
 DEVICES_PER_NODE = 8
-"""Devices on a node, where a job names a device of the catalog and not how many stand together."""
+"""Devices on a node where a job names a catalog device but not cluster.devices_per_node."""
 
 
 def device_memory(job: Job, device: Device, machine: Machine, world: int) -> float:
-    """GiB a rank may use: what the job says, else the catalog's; CPU ranks share this machine's memory."""
+    """GiB of memory per rank: from the job, else the catalog; CPU ranks share this machine's memory."""
     if job.cluster.memory_gib:
         return job.cluster.memory_gib
     return machine.memory_gib * job.cluster.nodes / world if device.kind == "cpu" else device.memory_gib
@@ -51,7 +51,7 @@ def device_of(job: Job, plan: Plan) -> Device:
 
 
 def with_nodes(job: Job, given: int | None) -> Job:
-    """As many nodes as the ranks that were given fill, on a cluster that stands elsewhere."""
+    """The job with as many nodes as the given ranks need, on a remote cluster."""
     cluster = job.cluster
     if given is None or cluster.device in ("auto", "cpu", "cuda"):
         return job
@@ -63,7 +63,7 @@ def with_nodes(job: Job, given: int | None) -> Job:
 
 
 def world_of(job: Job, machine: Machine, device: Device, given: int | None) -> tuple[int, list[str]]:
-    """How many ranks: those that were started, else those the cluster names, else what this machine can carry."""
+    """The number of ranks: those already started, else the cluster's, else what this machine supports."""
     if given is not None:
         return given, []
     per_node = job.cluster.devices_per_node

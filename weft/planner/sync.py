@@ -1,9 +1,10 @@
-"""Plans whose parts come together less often than every step (train.sync): what they cost, what they cannot have."""
+"""Plans whose replicas synchronise less often than every step (train.sync): their traffic, memory and limits."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job, Parallel
 from weft.planner.engine_constants import QUANTIZATION_BLOCK, QUANTIZATION_SCALE_BYTES
 from weft.planner.model.counts import count_parameters
@@ -13,32 +14,30 @@ GIB = 2**30
 _SCALE = QUANTIZATION_SCALE_BYTES / QUANTIZATION_BLOCK
 EXCHANGE_BYTES = {"none": 4.0, "int8": 2 * (1 + _SCALE), "int4": 2 * (0.5 + _SCALE)}
 """Bytes a rank sends per parameter in an exchange; quantized values are sent twice (reduce-scatter, all-gather)."""
-MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0}
-"""Numbers that an optimizer remembers of each parameter, or of most."""
 
 
 def one_replica(plan: Plan) -> Plan:
-    """What one replica does by itself between exchanges; the plan itself where gradients are summed in every step."""
+    """The plan of one replica between exchanges; the plan itself where gradients are summed every step."""
     return plan if plan.sync == "step" else replace(plan, dp_replicate=1, sync="step")
 
 
 def exchange_bytes(job: Job, plan: Plan) -> dict[str, float]:
-    """Bytes a rank hands over in a step for the exchanges between replicas, on average, by axis."""
+    """Average bytes that a rank sends per step for exchanges between replicas, by axis."""
     counts = count_parameters(job.model)
     if counts is None or plan.sync == "step":
         return {}
     here, sync = counts.total / (plan.tp * plan.pp * plan.dp_shard * plan.cp_cut), job.train.sync
     if plan.sync == "server":
-        return {"server": 8.0 * here}  # gradients there, weights back
+        return {"server": 8.0 * here}  # gradients to the server, weights back
     if plan.sync == "federated":
-        carries = plan.sync_every > 1 and not sync.clip  # what the optimizer remembers goes there and back too
-        each = 8.0 + (4 + 8 * MOMENTS[job.optim.name] if carries else 0)
+        carries = plan.sync_every > 1 and not sync.clip  # the optimizer state is sent both ways too
+        each = 8.0 + (4 + 8 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim) if carries else 0)
         return {"server": each * here / plan.sync_every}
     return {"dp_replicate": here * EXCHANGE_BYTES[sync.quantize] / plan.sync_every}
 
 
 def outer_state_gib(job: Job, plan: Plan) -> float:
-    """What an outer step remembers on a rank: the last common weights, and DiLoCo's momentum."""
+    """GiB of outer optimizer state on a rank: the last shared weights, and DiLoCo's momentum."""
     counts = count_parameters(job.model)
     if counts is None or not plan.alone:
         return 0.0
@@ -48,7 +47,7 @@ def outer_state_gib(job: Job, plan: Plan) -> float:
 
 
 def default_layout(job: Job) -> Job:
-    """`parallel: auto` where replicas train alone: one replica a node, else one a rank."""
+    """The default layout for independent replicas: one replica per node, or one per rank."""
     if job.train.sync.mode == "step" or job.parallel != "auto":
         return job
     nodes = job.cluster.nodes if job.train.sync.mode in ("local", "diloco") else 1
@@ -57,7 +56,7 @@ def default_layout(job: Job) -> Job:
 
 
 def sync_rule(job: Job, plan: Plan) -> str | None:
-    """What replicas that train alone, workers and clients cannot have."""
+    """Why a job's train.sync mode cannot be used with its other settings; None where it can."""
     sync = job.train.sync
     if sync.mode == "step":
         return None

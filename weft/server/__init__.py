@@ -1,10 +1,17 @@
-"""Runs through a server: the first server (chief) deals out work and keeps the run's files, workers compute.
+"""Parameter server and federated averaging: the first server (chief) assigns work, workers compute.
 
-chief.py      the first server's process: the run's files, evaluations, checkpoints
-hub.py        who is connected, what each works on, what is asked and answered
-updates.py    a parameter server: which gradients make an update
-rounds.py     federated averaging: which clients train, whose update is taken
-shard.py      some of the weights and their optimizer; the other servers' process
-worker.py     the process that computes gradients
-client.py     what it does where it plays a federated client
+launcher.py             starts and restarts the processes of a run
+main.py                 entry point of each process
+chief.py                process of the first server: run files, evaluation, checkpoints
+connections.py          sockets of the chief and the servers, one thread a peer
+parameter_server.py     which gradients make an update
+server_group.py         all parameter servers as one: update, snapshot, restore
+shard.py                weights and optimizer state of one server
+federated_averaging.py  rounds of federated averaging: which clients train, how updates are averaged
+federated_client.py     what a client computes in a round
+client_samples.py       which training samples belong to which client
+update_checks.py        which client updates are rejected
+worker.py               process that computes gradients
+records.py              metrics, events and progress that the chief writes
+rendezvous.py           where the processes find the chief's address
 """

@@ -1,4 +1,4 @@
-"""The first server of a run: it starts the desk, evaluates, saves, and writes the run's files, as rank 0 elsewhere."""
+"""Process of the first server (chief): coordinator, evaluation, checkpoints and the files of the run."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from weft.job.errors import DivergedError, Exit, JobError, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, local_device
-from weft.models import build_model
-from weft.optim import Optimizers, build_optimizers
+from weft.models.build import build_model
+from weft.optim.build import Optimizers, build_optimizers
 from weft.parallel.apply import find_units
 from weft.planner.plan import Plan
 from weft.planner.sync import one_replica
-from weft.server.connections import Desk, Hub
+from weft.server.connections import Connections, Coordinator
+from weft.server.federated_averaging import FederatedAveraging
 from weft.server.federated_client import client_shares
-from weft.server.federated_rounds import Averaging
-from weft.server.records import Book, Copy
-from weft.server.rendezvous import folder, say_address
-from weft.server.shard import Remote, Shard, deal_out
-from weft.server.updates import Updates
+from weft.server.parameter_server import ParameterServer
+from weft.server.records import RunRecords, StateCopy
+from weft.server.rendezvous import publish_address, servers_folder
+from weft.server.shard import RemoteShard, Shard, assign_weights
 from weft.training.build import build_state
 from weft.training.metrics import peak_memory_gib
 from weft.training.signals import Signals
@@ -42,13 +42,13 @@ from weft.watch.progress import Progress
 from weft.wire.secret import run_secret
 from weft.wire.tensors import connect
 
-TICK_S = 0.1
-LEAVE_S = 10.0
-"""How long workers may take to hear that the run is over."""
+POLL_S = 0.1
+EXIT_TIMEOUT_S = 10.0
+"""Time that workers get to disconnect after the last step."""
 
 
-class Lead(Desk, Protocol):
-    """The desk of a kind of run, as the chief sees it."""
+class RunCoordinator(Coordinator, Protocol):
+    """The part of a coordinator that the chief uses: ParameterServer or FederatedAveraging."""
 
     stop: bool
     failed: str | None
@@ -59,7 +59,7 @@ class Lead(Desk, Protocol):
     @property
     def step(self) -> int: ...
 
-    def whole(self) -> bool: ...
+    def complete(self) -> bool: ...
 
     def begin(self, tensors: dict[str, Tensor], sync: dict[str, Any]) -> None: ...
 
@@ -67,46 +67,46 @@ class Lead(Desk, Protocol):
 
     def tick(self) -> None: ...
 
-    def halt(self) -> None: ...
+    def stop_updates(self) -> None: ...
 
-    def copy(self, evaluates: bool, saves: bool) -> Copy: ...
+    def copy(self, evaluates: bool, saves: bool) -> StateCopy: ...
 
 
-def whole_master_params(job: Job, plan: Plan) -> tuple[State, Mesh]:
-    """A whole copy of the model in this process."""
+def build_whole_model(job: Job, plan: Plan) -> tuple[State, Mesh]:
+    """Build the whole model in this process, with a mesh of one rank."""
     mesh = Mesh(0, 1, local_device(plan, 0), None, {}, None, None, None)
     state = build_state(job, one_replica(plan), mesh)
     if learned := [n for n, b in state.model.buffers().items() if b.is_floating_point()]:
         raise JobError(
-            f"train.sync={plan.sync} carries weights, and the model also learns the buffer {learned[0]}; "
-            "train.sync=step would work"
+            f"train.sync={plan.sync} synchronizes parameters only, and the model has the floating-point buffer "
+            f"{learned[0]}; train.sync=step would work"
         )
     return state, mesh
 
 
 def make_shard(run: RunDir, job: Job, state: State, index: int) -> Shard:
-    """The weights that server `index` holds."""
+    """Create the shard of weights that server `index` holds."""
     master_params, servers = state.model.master_params, job.train.sync.servers
-    names = deal_out({n: m.numel() for n, m in master_params.items()}, servers)[index]
+    names = assign_weights({n: m.numel() for n, m in master_params.items()}, servers)[index]
     units = tuple(find_units(build_model(job.model)))
 
     def make(held: dict[str, Tensor]) -> Optimizers:
         return build_optimizers(job.optim, held, lambda name: name.startswith(units))
 
     held: dict[str, Tensor] = {n: nn.Parameter(master_params[n].detach().cpu().clone()) for n in names}
-    return Shard(held, make, folder(run), f"shard-{index}-of-{servers}")
+    return Shard(held, make, servers_folder(run), f"shard-{index}-of-{servers}")
 
 
-def reach_shard(address: str, secret: bytes) -> Remote:
-    """The chief's own link to another server."""
+def connect_shard(address: str, secret: bytes) -> RemoteShard:
+    """Connect the chief to another server's shard."""
     link = connect(address, secret)
     link.request({"role": "chief", "name": "chief"})
-    return Remote(link)
+    return RemoteShard(link)
 
 
 @dataclass
 class Chief:
-    """What the main thread does while the desk serves."""
+    """Evaluates and saves copies of the run's state while the coordinator serves."""
 
     run: RunDir
     job: Job
@@ -114,22 +114,22 @@ class Chief:
     state: State
     stepper: Stepper
     checkpoints: Checkpoints
-    book: Book
+    records: RunRecords
     held_out: list[list[Batch]]
     log: logging.Logger
 
     @torch.no_grad()
-    def evaluate(self, copy: Copy) -> None:
+    def evaluate(self, copy: StateCopy) -> None:
         master_params = self.state.model.master_params
         for name, tensor in copy.weights.items():
             if name.startswith("model."):
                 master_params[name.removeprefix("model.")].detach().copy_(tensor)
         self.state.model.refresh()
         val = self.stepper.evaluate(self.held_out)
-        self.book.event("eval", f"step {copy.step}: validation loss {val:.4f}", step=copy.step, val_loss=val)
+        self.records.event("eval", f"step {copy.step}: validation loss {val:.4f}", step=copy.step, val_loss=val)
 
-    def save(self, copy: Copy) -> None:
-        """An ordinary checkpoint, as one rank would write it."""
+    def save(self, copy: StateCopy) -> None:
+        """Write an ordinary checkpoint, in the format of a single rank."""
         state = self.state
         state.step, state.tokens = copy.step, copy.tokens
         state.samples = copy.sync.get("offset", 0) + copy.step * self.job.train.global_batch
@@ -137,14 +137,14 @@ class Chief:
         meta = {**state.meta(self.job, one_replica(self.plan)), "sync": copy.sync}
         self.checkpoints.save(copy.step, {**rest, **copy.weights}, meta)
 
-    def handle(self, copy: Copy) -> None:
+    def process(self, copy: StateCopy) -> None:
         if copy.evaluates and self.held_out:
             self.evaluate(copy)
         if copy.saves:
             self.save(copy)
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The newest checkpoint's tensors, and what its desk knew; nothing at the beginning."""
+        """Tensors and coordinator state of the newest checkpoint; both empty for a new run."""
         if self.checkpoints.newest() is None:
             return {}, {}
         tensors = self.state.empty_like(saved_world=0)
@@ -158,17 +158,17 @@ class Chief:
             self.checkpoints.load(found, outer)
             tensors |= outer
         before = Plan.from_json(found.meta["plan"])
-        self.book.event("resume", step=self.state.step, path=str(found.path), layout=self.plan.layout(),
+        self.records.event("resume", step=self.state.step, path=str(found.path), layout=self.plan.layout(),
                         was=before.layout())  # fmt: skip
         self.log.info("%s", f"resumed from step {self.state.step}, {found.path}")
         return tensors, found.meta.get("sync", {})
 
 
-def lead(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
-    """Be the chief until the run is over."""
+def run_chief(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
+    """Run the chief until the run ends. Returns the exit code."""
     began = time.perf_counter()
     log = logs.setup(run, 0, "server 0", plan.world)
-    state, mesh = whole_master_params(job, plan)
+    state, mesh = build_whole_model(job, plan)
     journal = Journal(run)
     c, dataset = job.checkpoint, open_dataset(job)
 
@@ -185,94 +185,96 @@ def lead(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
                                    dp_size=1, limit=job.train.eval_batches)
     ] if job.train.eval_every else []  # fmt: skip
     with Progress(job.train.steps, 0, job.watch.every) as progress:
-        book = Book(job, plan, journal, progress, log)
+        records = RunRecords(job, plan, journal, progress, log)
         chief = Chief(
-            run, job, plan, state, Stepper(job, one_replica(plan), mesh, state), checkpoints, book, held_out, log
+            run, job, plan, state, Stepper(job, one_replica(plan), mesh, state), checkpoints, records, held_out, log
         )
         tensors, sync = chief.load()
         secret = run_secret(run.path)
         shard = make_shard(run, job, state, 0)
-        desk: Lead = (
-            Updates(job, plan.dp, shard, book, lambda a: reach_shard(a, secret))
+        coordinator: RunCoordinator = (
+            ParameterServer(job, plan.dp, shard, records, lambda a: connect_shard(a, secret))
             if plan.sync == "server"
-            else Averaging(job, [len(s) for s in client_shares(job, dataset)], shard, book)
+            else FederatedAveraging(job, [len(s) for s in client_shares(job, dataset)], shard, records)
         )
-        hub = Hub(job.train.sync.host, secret, desk, log)
-        say_address(run, hub.address)
+        connections = Connections(job.train.sync.host, secret, coordinator, log)
+        publish_address(run, connections.address)
         first = state.step
-        stopped = _wait(desk.whole, signals)
+        stopped = _wait(coordinator.complete, signals)
         if not stopped:
-            first = _start(desk, chief, tensors, sync)
+            first = _start(coordinator, chief, tensors, sync)
             progress.start = first
             log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
-            book.event("start", step=first, layout=plan.layout(), world=plan.world)
-            book.began = time.perf_counter()
-            stopped = _serve(desk, chief, signals)
+            records.event("start", step=first, layout=plan.layout(), world=plan.world)
+            records.began = time.perf_counter()
+            stopped = _serve(coordinator, chief, signals)
         checkpoints.wait()
-        desk.halt()
-        _farewell(hub)
-        if desk.failed:
-            book.event("diverged", step=desk.step, why=desk.failed)
-            raise DivergedError(f"{desk.failed}; try a lower optim.lr (now {job.optim.lr:g}) or a longer optim.warmup")
-        if desk.step > first and checkpoints.durable != desk.step:
+        coordinator.stop_updates()
+        _dismiss_workers(connections)
+        if coordinator.failed:
+            records.event("diverged", step=coordinator.step, why=coordinator.failed)
+            raise DivergedError(
+                f"{coordinator.failed}; try a lower optim.lr (now {job.optim.lr:g}) or a longer optim.warmup"
+            )
+        if coordinator.step > first and checkpoints.durable != coordinator.step:
             raise MachineError(
-                f"step {desk.step} was reached, but its checkpoint could not be written; see events.jsonl"
+                f"step {coordinator.step} was reached, but its checkpoint could not be written; see events.jsonl"
             )
     summary = {
-        "step": desk.step, "steps_done": desk.step - first, "seconds": time.perf_counter() - began,
-        "loss": book.last.get("loss"), "predicted": plan.predicted,
-        "measured": {"memory_gib": peak_memory_gib(mesh.device), "step_time_s": book.last.get("step_time_s")},
+        "step": coordinator.step, "steps_done": coordinator.step - first, "seconds": time.perf_counter() - began,
+        "loss": records.last.get("loss"), "predicted": plan.predicted,
+        "measured": {"memory_gib": peak_memory_gib(mesh.device), "step_time_s": records.last.get("step_time_s")},
     }  # fmt: skip
-    stopped = stopped if desk.step < job.train.steps else None
+    stopped = stopped if coordinator.step < job.train.steps else None
     journal.event("stop" if stopped else "done", **summary, **({"code": int(stopped)} if stopped else {}))
-    for snapshot in folder(run).glob("*.safetensors"):  # the checkpoint has it all
+    for snapshot in servers_folder(run).glob("*.safetensors"):  # the final checkpoint contains everything
         snapshot.unlink(missing_ok=True)
     return stopped or Exit.DONE
 
 
-def _start(desk: Lead, chief: Chief, tensors: dict[str, Tensor], sync: dict[str, Any]) -> int:
-    """From the servers' snapshots, where those are newer than the newest checkpoint: a server was killed."""
+def _start(coordinator: RunCoordinator, chief: Chief, tensors: dict[str, Tensor], sync: dict[str, Any]) -> int:
+    """Load the servers' snapshots if newer than the newest checkpoint, else the checkpoint. Returns the step."""
     step = chief.state.step
-    if not (desk.resume() and desk.step > step):
+    if not (coordinator.resume() and coordinator.step > step):
         offset = chief.state.samples - step * chief.job.train.global_batch
-        desk.begin(tensors, {"step": step, "tokens": chief.state.tokens, "offset": offset, **sync})
-    if desk.step == 0:
-        chief.handle(desk.copy(evaluates=True, saves=False))
-    return desk.step
+        coordinator.begin(tensors, {"step": step, "tokens": chief.state.tokens, "offset": offset, **sync})
+    if coordinator.step == 0:
+        chief.process(coordinator.copy(evaluates=True, saves=False))
+    return coordinator.step
 
 
-def _wish(signals: Signals) -> Exit | None:
+def _stop_requested(signals: Signals) -> Exit | None:
     return Signals.decide(signals.flags())
 
 
 def _wait(what: Callable[[], bool], signals: Signals) -> Exit | None:
     while not what():
-        if wish := _wish(signals):
+        if wish := _stop_requested(signals):
             return wish
-        time.sleep(TICK_S / 4)
+        time.sleep(POLL_S / 4)
     return None
 
 
-def _serve(desk: Lead, chief: Chief, signals: Signals) -> Exit | None:
-    """Evaluate and save what the desk leaves to us, until the run has ended or someone wants it to."""
-    copies, first = chief.book.copies, desk.step
-    while not (desk.ended and copies.empty()):
+def _serve(coordinator: RunCoordinator, chief: Chief, signals: Signals) -> Exit | None:
+    """Evaluate and save queued copies until the run ends or a signal stops it. Returns the signal's exit code."""
+    copies, first = chief.records.copies, coordinator.step
+    while not (coordinator.ended and copies.empty()):
         try:
-            chief.handle(copies.get_nowait())
+            chief.process(copies.get_nowait())
         except queue.Empty:
-            desk.tick()
-            time.sleep(TICK_S / 4)  # not get(timeout=…): in CPython 3.11 a signal at its end lets it wait for ever
-        if wish := _wish(signals):
-            desk.halt()
-            if desk.step > first:
-                chief.save(desk.copy(evaluates=False, saves=True))
+            coordinator.tick()
+            time.sleep(POLL_S / 4)  # not get(timeout=…): in CPython 3.11 a signal at its end lets it wait for ever
+        if wish := _stop_requested(signals):
+            coordinator.stop_updates()
+            if coordinator.step > first:
+                chief.save(coordinator.copy(evaluates=False, saves=True))
             return wish
     return None
 
 
-def _farewell(hub: Hub) -> None:
-    """Let every worker hear that there is nothing left to do."""
-    deadline = time.monotonic() + LEAVE_S
-    while any(p.role == "worker" for p in hub.peers) and time.monotonic() < deadline:
-        time.sleep(TICK_S / 4)
-    hub.close()
+def _dismiss_workers(connections: Connections) -> None:
+    """Wait until every worker has received the stop message, then close the connections."""
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    while any(p.role == "worker" for p in connections.peers) and time.monotonic() < deadline:
+        time.sleep(POLL_S / 4)
+    connections.close()

@@ -1,4 +1,4 @@
-"""Who is connected to the chief: a thread for each, that passes what it asks to the desk and the answer back."""
+"""Connections of a server: one thread a peer, which passes requests to the coordinator and returns its answers."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from weft.wire.channel import Channel, WireError
 from weft.wire.listener import Listener
 from weft.wire.tensors import Answer, Link
 
-HELLO_S = 60.0
-"""Whoever has shown the secret says within this time who he is."""
+HELLO_TIMEOUT_S = 60.0
+"""Time for an authenticated peer to send its first message."""
 
 
 @dataclass(eq=False)
 class Peer:
-    """A process that connected."""
+    """A connected process."""
 
     name: str
     role: str
     link: Link
     about: dict[str, Any] = field(default_factory=dict)
-    """What it said of itself."""
+    """Fields of its first message."""
 
 
-class Desk(Protocol):
-    """What answers. Its methods are called from many threads, and may wait."""
+class Coordinator(Protocol):
+    """Answers the requests of peers. Methods are called from several threads and may block."""
 
-    def arrived(self, peer: Peer) -> None: ...
+    def joined(self, peer: Peer) -> None: ...
 
-    def answer(self, peer: Peer, head: dict[str, Any], tensors: dict[str, Tensor]) -> Answer: ...
+    def handle(self, peer: Peer, head: dict[str, Any], tensors: dict[str, Tensor]) -> Answer: ...
 
-    def gone(self, peer: Peer) -> None: ...
+    def left(self, peer: Peer) -> None: ...
 
 
-class Hub:
-    """Listens, and serves every peer that knows the secret until it goes away."""
+class Connections:
+    """Listens on a socket and serves every authenticated peer until it disconnects."""
 
-    def __init__(self, host: str, secret: bytes, desk: Desk, log: logging.Logger):
-        self.desk, self.log = desk, log
+    def __init__(self, host: str, secret: bytes, coordinator: Coordinator, log: logging.Logger):
+        self.coordinator, self.log = coordinator, log
         self.peers: list[Peer] = []
         self.listener = Listener(secret, self._serve, log.debug, host, "train.sync.host", unheard_s=None)
         self.address = f"{host}:{self.listener.address[1]}"
@@ -50,21 +50,21 @@ class Hub:
         self.listener.close()
 
     def _serve(self, channel: Channel) -> None:
-        hello, _ = channel.receive(HELLO_S)
+        hello, _ = channel.receive(HELLO_TIMEOUT_S)
         link = Link(channel)
         peer = Peer(str(hello["name"]), str(hello["role"]), link, hello)
         self.peers.append(peer)
         try:
-            self.desk.arrived(peer)
+            self.coordinator.joined(peer)
             link.send({"ok": True})
             while True:
-                link.send(*self.desk.answer(peer, *link.receive()))
+                link.send(*self.coordinator.handle(peer, *link.receive()))
         except WireError as error:
             self.log.debug("%s: %s", peer.name, error)
-        except Exception as error:  # what one peer sends must not end the run of the others
-            self.log.warning("%s", f"{peer.name} is sent away: {type(error).__name__}: {error}")
+        except Exception as error:  # a bad request ends the connection, not the run
+            self.log.warning("%s", f"{peer.name} is disconnected: {type(error).__name__}: {error}")
             self.log.debug("", exc_info=error)
         finally:
             self.peers.remove(peer)
             link.close()
-            self.desk.gone(peer)
+            self.coordinator.left(peer)

@@ -1,8 +1,8 @@
-"""What a federated client does in a round: it trains on data of its own from the server's weights and optimizer on.
+"""A federated client's part of a round: train on its own samples, starting from the server's weights.
 
-In a round of one step it sends a gradient: the mean of all clients' makes one step of the server's optimizer, which is
-ordinary training. In a longer round it makes the steps itself, and sends how far its weights went and what its
-optimizer remembers then; the server averages both.
+In a round of one step the client sends a gradient, and the mean of all gradients is one step of the server's optimizer,
+as in ordinary training. In a longer round the client runs the steps itself and sends the change of its weights and its
+optimizer state; the server averages both.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from weft.data.dataset import Dataset
 from weft.data.loader import Batch, read_samples, to_device
 from weft.data.sampler import sample_index
 from weft.job.schema import Job
-from weft.optim import Optimizers, rate
-from weft.server.client_data import Ints, deal, topics_of
+from weft.optim.build import Optimizers
+from weft.optim.schedule import rate
+from weft.server.client_samples import Ints, sample_labels, split_by_label
 from weft.server.worker import Worker
 from weft.training.build import make_optimizers
 from weft.training.step import Gradients
 
 
 def label_of(dataset: Dataset) -> Callable[[int], int | None]:
-    """The class of a training sample, where it has one."""
+    """Return a function that gives the class of a training sample, or None if it has none."""
 
     def label(index: int) -> int | None:
         targets = np.asarray(dataset.train(index)["targets"])
@@ -41,12 +42,12 @@ def label_of(dataset: Dataset) -> Callable[[int], int | None]:
 def client_shares(job: Job, dataset: Dataset) -> list[Ints]:
     """The samples of each client."""
     sync = job.train.sync
-    topics = topics_of(dataset.train_len, sync.clients, label_of(dataset))
-    return deal(topics, sync.clients, sync.skew, job.train.seed)
+    topics = sample_labels(dataset.train_len, sync.clients, label_of(dataset))
+    return split_by_label(topics, sync.clients, sync.skew, job.train.seed)
 
 
 def client_batches(worker: Worker, client: int, step: int) -> list[Batch]:
-    """What a client reads in a step: the next of its own samples, in an order of its own."""
+    """The microbatches of a client's step: the next of its own samples, in its own order."""
     job, own = worker.job, worker.shares[client]
     size = job.train.global_batch // job.train.sync.drawn
     ids = np.arange(step * size, (step + 1) * size, dtype=np.int64)
@@ -56,13 +57,13 @@ def client_batches(worker: Worker, client: int, step: int) -> list[Batch]:
 
 
 def train_client(worker: Worker, task: dict[str, Any]) -> None:
-    """One client's part of a round."""
+    """Run one client's part of a round and send the result."""
     if not worker.shares:
         worker.shares = client_shares(worker.job, worker.dataset)
     worker.pull(task["servers"], task["version"])
     told: dict[str, list[float]] = {"losses": [], "counts": [], "norms": []}
     sent = (_one_step if task["steps"] == 1 else _several)(worker, task, told)
-    worker.ask({"do": "done", "key": task["key"], **told, "bytes": worker.moved()}, sent)
+    worker.ask({"do": "done", "key": task["key"], **told, "bytes": worker.traffic()}, sent)
 
 
 def _gradients(worker: Worker, task: dict[str, Any], step: int, told: dict[str, list[float]]) -> Gradients:
@@ -83,7 +84,7 @@ def _one_step(worker: Worker, task: dict[str, Any], told: dict[str, list[float]]
 
 
 def _several(worker: Worker, task: dict[str, Any], told: dict[str, list[float]]) -> dict[str, Tensor]:
-    """The way of the weights and, where the round carries it on, the state of the optimizer."""
+    """The change of the weights and, if the round carries it, the optimizer state."""
     job, stepper, carries, parts = worker.job, worker.stepper, task["carries"], task["parts"]
     spread_model, optim = stepper.state.model, job.optim
     worker.version = None  # the weights are about to change
@@ -91,7 +92,7 @@ def _several(worker: Worker, task: dict[str, Any], told: dict[str, list[float]])
     optimizers = stepper.state.optimizers = make_optimizers(job, spread_model)
     if carries:
         _begin_from(optimizers, worker.server("").request({"do": "read", "what": "all"})[1])
-    # the noise of a mean over so many clients is smaller by the root of their number: a clip was meant for that
+    # the clipping threshold is set for the mean over all clients, whose noise is smaller by sqrt(parts)
     stepper.job = job.model_copy(update={"optim": optim.model_copy(update={"clip": optim.clip * math.sqrt(parts)})})
     for step in range(task["step"], task["step"] + task["steps"]):
         grads = _gradients(worker, task, step, told)
@@ -113,16 +114,18 @@ def _begin_from(optimizers: Optimizers, tensors: dict[str, Tensor]) -> None:
 
 
 def _moments(optimizers: Optimizers, kind: str) -> dict[str, Tensor]:
-    """Copies of what an optimizer keeps of one kind, by weight."""
+    """Copies of one kind of optimizer state, by weight."""
     held = optimizers.shards().items()
     return {n.removesuffix(f".{kind}"): t.clone() for n, t in held if n.endswith(f".{kind}")}
 
 
 @torch.no_grad()
 def _as_of_all(optimizers: Optimizers, old: dict[str, Tensor], betas: tuple[float, float], parts: float) -> None:
-    """Let Adam's second moment take in what the square of the mean over all clients would be, instead of that of one
-    client's gradient, which is mostly noise: with `parts` clients the noise of the mean has a square so many times
-    smaller. Divided by the one client's, all would go too short a way."""
+    """Correct Adam's second moment for the mean over all clients.
+
+    One client's gradient is mostly noise; in the mean over `parts` clients the variance of that noise is `parts` times
+    smaller. Without the correction the second moment is too large and every client's steps are too short.
+    """
     held = optimizers.shards()
     for name, before in old.items():
         first, second = held[f"{name}.exp_avg"], held[f"{name}.exp_avg_sq"]

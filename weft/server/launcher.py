@@ -1,4 +1,4 @@
-"""A run through a server on this machine: servers and workers are started, watched, and started again when killed."""
+"""Start the servers and workers of a run on this machine, and restart those that are killed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from weft.job.run_folder import RunDir
 from weft.supervisor.local_ranks import AT_ONCE, KILLED, QUIET, WISHES, forwarding, say_why
 
 MODULE = "weft.server.main"
-RESTARTS = 100
-"""Processes that are started again in one run, at the most."""
-LEAVE_S = 15.0
-"""How long servers and workers may take to end after the chief has."""
+MAX_RESTARTS = 100
+"""Restarts of killed processes in one run."""
+EXIT_TIMEOUT_S = 15.0
+"""Time that servers and workers get to exit after the chief."""
 
 
 @dataclass
 class Place:
-    """One process of the run, and whoever fills it now."""
+    """A role in the run and the process that currently has it."""
 
     role: str
     index: int
@@ -35,12 +35,12 @@ class Place:
         return "server 0" if self.role == "chief" else f"{self.role} {self.index}"
 
 
-def launch_served(run: RunDir, servers: int, workers: int, lock: int, say: Callable[[str], None]) -> int:
+def launch_server_run(run: RunDir, servers: int, workers: int, lock: int, say: Callable[[str], None]) -> int:
     """Start the processes of the run in this folder and wait for the chief. Returns the exit code."""
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
-    # a process inherits the mask and lifts it when it can answer: no Ctrl-C is lost or shot at torch's import
+    # child processes inherit the mask and unblock when their handlers are installed, so no signal is lost at start
     signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
     processes: list[subprocess.Popen[bytes]] = []
     with forwarding(processes) as interrupts:
@@ -49,7 +49,7 @@ def launch_served(run: RunDir, servers: int, workers: int, lock: int, say: Calla
         for index, role in enumerate(roles):
             places.append(Place(role, index, _start(run, role, index, lock)))
             if role == "chief":
-                processes.append(places[0].process)  # who alone is told to stop, and tells the others
+                processes.append(places[0].process)  # only the chief receives signals; it stops the others
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
 
         try:
@@ -68,7 +68,7 @@ def _start(run: RunDir, role: str, index: int, lock: int) -> subprocess.Popen[by
         env.pop(name, None)
     env.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", MODULE, str(run.path), role, str(index)]
-    # a session of its own: Ctrl-C reaches the launcher alone
+    # a new session, so that Ctrl-C reaches only the launcher
     return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(lock,))
 
 
@@ -76,7 +76,8 @@ def _watch(
     run: RunDir, places: list[Place], told: list[subprocess.Popen[bytes]], lock: int, say: Callable[[str], None],
     at_once: Callable[[], bool],
 ) -> int:  # fmt: skip
-    """Until the chief has ended; `at_once` says that someone wants it now. `told` are those whom signals reach."""
+    """Wait until the chief ends, restarting killed processes. `at_once` returns whether to stop without waiting;
+    `told` is the list of processes that signals are forwarded to."""
     chief, restarts = places[0], 0
     while not at_once():
         for place in places:
@@ -86,10 +87,10 @@ def _watch(
             if place is chief and code in QUIET:
                 _let_go(places[1:])
                 return code
-            if code < 0 and not (run.logs / f"failure-{place.index}.json").exists() and restarts < RESTARTS:
+            if code < 0 and not (run.logs / f"failure-{place.index}.json").exists() and restarts < MAX_RESTARTS:
                 restarts += 1
                 name = signal.Signals(-code).name
-                say(f"{place.name} was killed by {name}; another is started")
+                say(f"{place.name} was killed by {name}; restarting it")
                 signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
                 place.process = _start(run, place.role, place.index, lock)
                 told[:] = [chief.process]
@@ -98,17 +99,17 @@ def _watch(
             codes = [p.process.poll() or 0 for p in places]
             return say_why(run, codes, place.index, [], say)
         if chief.process.poll() is None and all(p.process.poll() is not None for p in places if p.role == "worker"):
-            _let_go([chief])  # workers end when the run does; nobody is left to go on
+            _let_go([chief])  # workers exit only at the end of a run
             if chief.process.poll() is None:
-                say("every worker has ended, and the run has not; see logs/")
+                say("all workers exited before the end of the run; see logs/")
                 return int(Exit.DIFFERS)
         time.sleep(0.02)
     return KILLED
 
 
 def _let_go(places: list[Place]) -> None:
-    deadline = time.monotonic() + LEAVE_S
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
     for place in places:
-        if place.role != "server":  # which waits for another chief
+        if place.role != "server":  # servers wait for a new chief and do not exit by themselves
             with contextlib.suppress(subprocess.TimeoutExpired):
                 place.process.wait(max(0.0, deadline - time.monotonic()))

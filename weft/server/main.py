@@ -1,7 +1,7 @@
-"""A process of a run through a server: `python -m weft.server.main RUN chief|server|worker INDEX [CLIENT]`.
+"""Entry point of one process of a run: `python -m weft.server.main RUN chief|server|worker INDEX [CLIENT]`.
 
-The launcher starts them. A person may let another worker join a run while it goes on, `worker 9` for example; in a
-federated run a CLIENT after it trains for that client alone.
+The launcher starts these. Another worker can be started by hand while the run goes on, for example `worker 9`; in a
+federated run, a CLIENT number restricts it to that client.
 """
 
 from __future__ import annotations
@@ -24,58 +24,58 @@ from weft.training.rank import end, exit_code, explain, keep_freed_memory, threa
 from weft.training.signals import Signals
 
 
-def serve(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
-    """Hold a shard for whoever knows the secret, and tell every chief that comes where it is."""
-    from weft.server.chief import make_shard, whole_master_params
-    from weft.server.connections import Hub
+def run_server(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
+    """Serve one shard, and register with the chief whenever a chief starts."""
+    from weft.server.chief import build_whole_model, make_shard
+    from weft.server.connections import Connections
     from weft.server.rendezvous import chief_address
-    from weft.server.shard import ShardDesk
-    from weft.server.worker import PATIENCE_S
+    from weft.server.shard import ShardCoordinator
+    from weft.server.worker import CHIEF_TIMEOUT_S
     from weft.watch import logs
     from weft.wire.channel import WireError
     from weft.wire.secret import run_secret
     from weft.wire.tensors import connect
 
     log = logs.setup(run, index, f"server {index}", plan.world)
-    shard = make_shard(run, job, whole_master_params(job, plan)[0], index)
-    hub = Hub(job.train.sync.host, run_secret(run.path), ShardDesk(shard), log)
+    shard = make_shard(run, job, build_whole_model(job, plan)[0], index)
+    connections = Connections(job.train.sync.host, run_secret(run.path), ShardCoordinator(shard), log)
     seen = time.monotonic()
-    while time.monotonic() - seen < PATIENCE_S:
+    while time.monotonic() - seen < CHIEF_TIMEOUT_S:
         try:
             link = connect(chief_address(run), run_secret(run.path))
-            link.request({"role": "server", "name": f"server {index}", "index": index, "address": hub.address})
+            link.request({"role": "server", "name": f"server {index}", "index": index, "address": connections.address})
             seen = time.monotonic()
-            link.receive()  # nothing comes, but the end
+            link.receive()  # blocks until the connection closes
         except (WireError, OSError, KeyError, ValueError):
             time.sleep(0.05)
     raise MachineError(f"server {index} cannot reach the first server of {run.path}")
 
 
-def toil(run: RunDir, job: Job, plan: Plan, index: int, about: dict[str, Any]) -> Exit:
-    """Work until there is nothing left to do."""
+def run_worker(run: RunDir, job: Job, plan: Plan, index: int, about: dict[str, Any]) -> Exit:
+    """Compute tasks until the chief has none left."""
     from weft.server.federated_client import train_client
-    from weft.server.worker import gradient, make_worker, work
+    from weft.server.worker import compute_share, make_worker, run_tasks
     from weft.watch import logs
 
     logs.setup(run, index, f"worker {index - first_worker(job)}", plan.world)
-    does = {"server": gradient, "federated": train_client}[plan.sync]
-    work(make_worker(run, job, plan, f"worker {index - first_worker(job)}", about), does)
+    does = {"server": compute_share, "federated": train_client}[plan.sync]
+    run_tasks(make_worker(run, job, plan, f"worker {index - first_worker(job)}", about), does)
     return Exit.DONE
 
 
 def first_worker(job: Job) -> int:
-    """Servers are numbered first."""
+    """Index of the first worker; servers come before it."""
     return job.train.sync.servers
 
 
-def play(run: RunDir, role: str, index: int, about: dict[str, Any]) -> int:
-    """One process of a run; like a rank, it leaves a reason behind when it fails."""
+def run_process(run: RunDir, role: str, index: int, about: dict[str, Any]) -> int:
+    """Run one process and return its exit code; a failure is recorded in logs/failure-INDEX.json, as for ranks."""
     signals = Signals()
     job, plan = load_job(str(run.job)), Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
     with importing():
         import torch
 
-        from weft.server.chief import lead
+        from weft.server.chief import run_chief
 
     if plan.device == "cpu":
         keep_freed_memory()
@@ -83,8 +83,8 @@ def play(run: RunDir, role: str, index: int, about: dict[str, Any]) -> int:
     os.environ["LOCAL_RANK"] = str(max(0, index - first_worker(job)))
     try:
         if role == "chief":
-            return int(lead(run, job, plan, signals))
-        return int(serve(run, job, plan, index) if role == "server" else toil(run, job, plan, index, about))
+            return int(run_chief(run, job, plan, signals))
+        return int(run_server(run, job, plan, index) if role == "server" else run_worker(run, job, plan, index, about))
     except BaseException as error:
         explain(run, index, f"{role} {index}", error, plan)
         return exit_code(error)
@@ -92,9 +92,9 @@ def play(run: RunDir, role: str, index: int, about: dict[str, Any]) -> int:
         signals.ignore()
 
 
-def main(words: list[str]) -> int:
-    folder, role, index, *client = words
-    return play(RunDir(Path(folder)), role, int(index), {"client": int(client[0])} if client else {})
+def main(arguments: list[str]) -> int:
+    folder, role, index, *client = arguments
+    return run_process(RunDir(Path(folder)), role, int(index), {"client": int(client[0])} if client else {})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the chief writes of a run while threads serve: metrics, events, progress; and what it leaves for later."""
+"""Metrics, events and progress of a server run, and the queue of states to evaluate or save."""
 
 from __future__ import annotations
 
@@ -20,50 +20,50 @@ from weft.watch.progress import Progress
 
 
 @dataclass(frozen=True)
-class Copy:
-    """The run as it was after a step: for an evaluation, a checkpoint, or both."""
+class StateCopy:
+    """The run's state after a step, for an evaluation, a checkpoint, or both."""
 
     step: int
     tokens: int
     weights: dict[str, Tensor]
-    """Under a checkpoint's names; with what else a checkpoint needs where `saves`."""
+    """By checkpoint name; with optimizer state if `saves`."""
     evaluates: bool
     saves: bool
     sync: dict[str, Any]
-    """What the desk needs to go on from here."""
+    """The coordinator's own state."""
 
 
 @dataclass
-class Book:
-    """Rank 0's pen. Called by whoever holds the desk's lock."""
+class RunRecords:
+    """Writes what rank 0 writes in other runs. The caller holds the coordinator's lock."""
 
     job: Job
     plan: Plan
     journal: Journal
     progress: Progress
     log: logging.Logger
-    copies: queue.SimpleQueue[Copy] = field(default_factory=queue.SimpleQueue)
+    copies: queue.SimpleQueue[StateCopy] = field(default_factory=queue.SimpleQueue)
     last: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
-    told: int = 0
-    """Bytes said so far."""
+    recorded_bytes: int = 0
+    """Bytes of traffic written to metrics so far."""
 
     def due(self, before: int, step: int, every: int) -> bool:
-        """Whether something that happens every so many steps, and after the last, falls into these."""
+        """Whether something that is due every `every` steps and after the last step falls in (before, step]."""
         return step > before and (step >= self.job.train.steps or (every > 0 and step // every > before // every))
 
     def lap(self, steps: int) -> float:
-        """Seconds that each of the steps took that were made since the last lap."""
+        """Seconds a step since the last call."""
         now = time.perf_counter()
         seconds, self.began = (now - self.began) / max(1, steps), now
         return seconds
 
     def step(self, number: int, loss: float, count: int, norm: float, lr: float, tokens: int, seconds: float,
              bytes_: int, **more: Any) -> None:  # fmt: skip
-        """A step's record."""
+        """Write the record of a step."""
         sample, peak = flops_per_sample(self.job.model, self.job.data.seq_len), peak_flops(self.plan, self.job)
         flops = sample * self.job.train.global_batch if sample else None
-        sent, self.told = bytes_ - self.told, bytes_
+        sent, self.recorded_bytes = bytes_ - self.recorded_bytes, bytes_
         self.last = {
             "step": number, "loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "step_time_s": seconds,
             "tokens_per_s": count / seconds if seconds > 0 else None,
@@ -74,7 +74,7 @@ class Book:
         self.progress.update(self.last)
 
     def event(self, kind: str, note: str | None = None, **fields: Any) -> None:
-        """A line in events.jsonl, and one on the console."""
+        """Write an event, and a note on the console if given."""
         self.journal.event(kind, **fields)
         if note:
             self.progress.note(note)

@@ -1,4 +1,4 @@
-"""Some of a run's weights and their optimizer, on one parameter server: staged gradients, updates, snapshots."""
+"""The weights and optimizer state of one parameter server: staged gradients, updates, snapshots on disk."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.optim import Optimizers
+from weft.optim.build import Optimizers
 from weft.server.connections import Peer
 from weft.wire.tensors import Answer, Link
 
 Tensors = dict[str, Tensor]
-KEPT = 2
-"""Snapshots kept: a kill may come while one is written."""
+KEPT_SNAPSHOTS = 2
+"""Snapshots kept on disk, because a process may be killed while it writes one."""
 
 
-def deal_out(sizes: dict[str, int], servers: int) -> list[list[str]]:
-    """Names by server, the largest first to whoever has least; whole weights, so that any optimizer works."""
+def assign_weights(sizes: dict[str, int], servers: int) -> list[list[str]]:
+    """Weight names by server, largest first to the least loaded; weights stay whole, so every optimizer works."""
     loads = [0] * servers
     dealt: list[list[str]] = [[] for _ in range(servers)]
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
@@ -34,10 +34,10 @@ def deal_out(sizes: dict[str, int], servers: int) -> list[list[str]]:
     return dealt
 
 
-class Holder(Protocol):
-    """A shard here, or the link to one elsewhere."""
+class ShardHandle(Protocol):
+    """A local shard, or a link to a remote one."""
 
-    def gather(self, keys: list[str], keep: list[str]) -> float: ...
+    def sum_staged(self, keys: list[str], keep: list[str]) -> float: ...
 
     def apply(self, lr: float, factor: float, version: int) -> None: ...
 
@@ -53,23 +53,23 @@ class Holder(Protocol):
 
 
 class Shard:
-    """Weights by name, which one lock guards: pushes, pulls and updates come from many threads."""
+    """Weights by name, guarded by one lock: gradients, reads and updates come from several threads."""
 
     def __init__(self, master_params: Tensors, make: Callable[[Tensors], Optimizers], folder: Path, name: str):
-        """`make` gives the job's optimizer over some master weights."""
+        """`make` builds the job's optimizer over the given master params."""
         self.master_params, self.make, self.folder, self.name = master_params, make, folder, name
         self.optimizers = make(master_params)
         self.optimizers.allocate()
-        for tensor in self.optimizers.state().values():  # it counted a step that was none
+        for tensor in self.optimizers.state().values():  # allocate() counts a step
             tensor.zero_()
         self.version = 0
         self.extra: Tensors = {}
-        """What else is saved with them, by its name in a checkpoint."""
+        """Other tensors to save, by checkpoint name."""
         self.lock = threading.Lock()
         self.staged: dict[str, Tensors] = {}
 
     def stage(self, key: str, grads: Tensors) -> None:
-        """Keep a gradient until it is known whether it counts."""
+        """Keep a gradient until an update uses or drops it."""
         wrong = [n for n, m in self.master_params.items() if n not in grads or grads[n].shape != m.shape]
         if wrong:
             raise ValueError(f"the gradient of {wrong[0]} is missing or has another shape")
@@ -77,9 +77,8 @@ class Shard:
             self.staged[key] = grads
 
     @torch.no_grad()
-    def gather(self, keys: list[str], keep: list[str]) -> float:
-        """Sum staged gradients, in this order; of the others only those to `keep` stay. Returns the square of the
-        sum's norm."""
+    def sum_staged(self, keys: list[str], keep: list[str]) -> float:
+        """Sum the staged gradients `keys` in this order and drop all others except `keep`. Returns the squared norm."""
         with self.lock:
             parts = [self.staged[key] for key in keys]
             self.staged = {k: g for k, g in self.staged.items() if k in keep}
@@ -92,7 +91,7 @@ class Shard:
             return float(norms.double().square().sum())
 
     def apply(self, lr: float, factor: float, version: int) -> None:
-        """One update by the gathered gradient · factor."""
+        """Take one optimizer step with the summed gradient times `factor`."""
         with self.lock:
             self.optimizers.step(lr, torch.tensor(factor))
             self.version = version
@@ -100,7 +99,7 @@ class Shard:
                 master.grad = None
 
     def read(self, what: str) -> Tensors:
-        """Copies of the `weights`, or of them and the optimizer (`all`), under a checkpoint's names."""
+        """Copies by checkpoint name: of the `weights`, or of weights and optimizer state (`all`)."""
         with self.lock:
             return {n: t.clone() for n, t in self._tensors(what).items()}
 
@@ -111,8 +110,7 @@ class Shard:
         return held | {f"optim.{n}": t for n, t in self.optimizers.state().items()} | self.extra
 
     def load(self, tensors: Tensors, version: int) -> None:
-        """Begin from these tensors, of which some may be foreign; without any, from what is here. Older snapshots are
-        of something else."""
+        """Start from these tensors, ignoring those of other shards, and delete older snapshots."""
         self._fill(tensors, version)
         for old in self.snapshots():
             self._path(old).unlink(missing_ok=True)
@@ -126,22 +124,22 @@ class Shard:
             self.version, self.staged = version, {}
 
     def snapshot(self, meta: dict[str, Any]) -> None:
-        """Write all that this shard is to disk; a kill leaves the one before."""
+        """Write the shard to disk; if the process is killed meanwhile, the previous snapshot remains."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.lock:
             held = {n: t.contiguous() for n, t in self._tensors("all").items()}
             path = self._path(self.version)
             save_file(held, path.with_suffix(".tmp"), {"meta": json.dumps(meta)})
         os.replace(path.with_suffix(".tmp"), path)
-        for old in self.snapshots()[:-KEPT]:
+        for old in self.snapshots()[:-KEPT_SNAPSHOTS]:
             self._path(old).unlink(missing_ok=True)
 
     def snapshots(self) -> list[int]:
-        """Versions that can be restored, oldest first."""
+        """Versions on disk, oldest first."""
         return sorted(int(p.stem.rpartition("-")[2]) for p in self.folder.glob(f"{self.name}-*.safetensors"))
 
     def restore(self, version: int) -> dict[str, Any]:
-        """Go back, or on, to a snapshot; newer ones, which others do not have, are dropped. Returns its meta."""
+        """Load a snapshot and delete newer ones, which other servers do not have. Returns its meta."""
         with safe_open(self._path(version), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             meta: dict[str, Any] = json.loads(file.metadata()["meta"])
@@ -154,14 +152,14 @@ class Shard:
     def _path(self, version: int) -> Path:
         return self.folder / f"{self.name}-{version}.safetensors"
 
-    def answer(self, head: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-        """What a request over a link gets."""
+    def handle(self, head: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+        """Answer a request from a link."""
         match head["do"]:
             case "stage":
                 self.stage(head["key"], tensors)
                 return {}, {}
             case "gather":
-                return {"square": self.gather(head["keys"], head["keep"])}, {}
+                return {"square": self.sum_staged(head["keys"], head["keep"])}, {}
             case "apply":
                 self.apply(head["lr"], head["factor"], head["version"])
                 return {}, {}
@@ -177,11 +175,11 @@ class Shard:
                 return {"versions": self.snapshots()}, {}
             case "restore":
                 return {"meta": self.restore(head["version"])}, {}
-        raise ValueError(f"nobody can {head['do']}")
+        raise ValueError(f"unknown request {head['do']!r}")
 
 
-class Remote:
-    """A shard on another server, through the chief's link to it."""
+class RemoteShard:
+    """A shard on another server, through a link."""
 
     def __init__(self, link: Link):
         self.link = link
@@ -189,7 +187,7 @@ class Remote:
     def _ask(self, do: str, tensors: Tensors | None = None, **fields: Any) -> tuple[dict[str, Any], Tensors]:
         return self.link.request({"do": do, **fields}, tensors)
 
-    def gather(self, keys: list[str], keep: list[str]) -> float:
+    def sum_staged(self, keys: list[str], keep: list[str]) -> float:
         return float(self._ask("gather", keys=keys, keep=keep)[0]["square"])
 
     def apply(self, lr: float, factor: float, version: int) -> None:
@@ -212,19 +210,19 @@ class Remote:
         return meta
 
 
-class ShardDesk:
-    """The desk of a server that is not the chief: whoever asks gets what the shard answers."""
+class ShardCoordinator:
+    """Coordinator of a server other than the chief: passes requests to the shard."""
 
     def __init__(self, shard: Shard):
         self.shard = shard
 
-    def arrived(self, peer: Peer) -> None:
-        """Nobody is kept waiting."""
+    def joined(self, peer: Peer) -> None:
+        """Nothing to do."""
 
-    def gone(self, peer: Peer) -> None:
-        """Nobody is missed: what it staged is dropped at the next update."""
+    def left(self, peer: Peer) -> None:
+        """Nothing to do: gradients it staged are dropped at the next update."""
 
-    def answer(self, peer: Peer, head: dict[str, Any], tensors: Tensors) -> Answer:
+    def handle(self, peer: Peer, head: dict[str, Any], tensors: Tensors) -> Answer:
         if peer.role == "worker" and head["do"] not in ("stage", "read"):
-            raise ValueError(f"a worker may not {head['do']}")
-        return self.shard.answer(head, tensors)
+            raise ValueError(f"a worker may not request {head['do']!r}")
+        return self.shard.handle(head, tensors)

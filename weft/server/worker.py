@@ -1,4 +1,4 @@
-"""A worker of a run through a server: it asks the chief for work until there is none. It may come and go anytime."""
+"""A worker: requests tasks from the chief and sends results until the run ends. It may join or leave at any time."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from weft.job.schema import Job
 from weft.mesh import Mesh, local_device
 from weft.planner.plan import Plan
 from weft.planner.sync import one_replica
-from weft.server.client_data import Ints
+from weft.server.client_samples import Ints
 from weft.server.rendezvous import chief_address
-from weft.server.shard import deal_out
+from weft.server.shard import assign_weights
 from weft.training.build import build_state
 from weft.training.step import Stepper
 from weft.wire.channel import WireError
 from weft.wire.secret import run_secret
-from weft.wire.tensors import Link, connect
+from weft.wire.tensors import Link
+from weft.wire.tensors import connect as connect_link
 
-PATIENCE_S = 120.0
-"""How long a worker tries to reach a chief that is gone before it gives up."""
+CHIEF_TIMEOUT_S = 120.0
+"""How long a worker or server tries to reach the chief before it fails."""
 
 
 @dataclass
 class Worker:
-    """A whole copy of the model, and the links it learns and delivers through."""
+    """A whole copy of the model, and links to the chief and the servers."""
 
     run: RunDir
     job: Job
@@ -47,24 +48,24 @@ class Worker:
     chief: Link | None = None
     servers: dict[str, Link] = field(default_factory=dict)
     version: str | None = None
-    """Of the weights it has, as the chief names it."""
-    told: int = 0
-    """Bytes that the chief was told of."""
+    """Version of the weights it has."""
+    reported_bytes: int = 0
+    """Bytes of traffic reported to the chief so far."""
     shares: list[Ints] = field(default_factory=list)
-    """Of a federated run: the samples of each client."""
+    """The samples of each client, in a federated run."""
 
     def ask(self, head: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> tuple[dict[str, Any], Any]:
         assert self.chief is not None
         return self.chief.request(head, tensors)
 
-    def reach(self) -> None:
-        """Connect to the chief, which may just be starting again."""
-        deadline = time.monotonic() + PATIENCE_S
-        self.drop()
+    def connect(self) -> None:
+        """Connect to the chief, waiting while it restarts."""
+        deadline = time.monotonic() + CHIEF_TIMEOUT_S
+        self.disconnect()
         while True:
             try:
                 secret = run_secret(self.run.path)
-                self.chief = connect(chief_address(self.run), secret)
+                self.chief = connect_link(chief_address(self.run), secret)
                 self.ask({"role": "worker", "name": self.name, **self.about})
                 return
             except (OSError, KeyError, ValueError) as error:
@@ -72,58 +73,58 @@ class Worker:
                     raise MachineError(f"{self.name} cannot reach the server of {self.run.path}: {error}") from None
                 time.sleep(0.05)
 
-    def moved(self) -> int:
-        """Bytes that were sent and received since this was last asked."""
+    def traffic(self) -> int:
+        """Bytes sent and received since the last call."""
         links = [*self.servers.values(), *([self.chief] if self.chief else [])]
-        before, self.told = self.told, sum(link.sent + link.received for link in links)
-        return max(0, self.told - before)
+        before, self.reported_bytes = self.reported_bytes, sum(link.sent + link.received for link in links)
+        return max(0, self.reported_bytes - before)
 
-    def drop(self) -> None:
+    def disconnect(self) -> None:
         for link in self.servers.values():
             link.close()
         if self.chief is not None:
             self.chief.close()
-        self.chief, self.servers, self.version, self.told = None, {}, None, 0
+        self.chief, self.servers, self.version, self.reported_bytes = None, {}, None, 0
 
     def server(self, address: str) -> Link:
-        """The link to a server; the chief, which holds the first shard, has no other address here."""
+        """The link to a server; an empty address is the chief, which holds the first shard."""
         assert self.chief is not None
         if not address:
             return self.chief
         if address not in self.servers:
-            link = connect(address, run_secret(self.run.path))
+            link = connect_link(address, run_secret(self.run.path))
             link.request({"role": "worker", "name": self.name})
             self.servers[address] = link
         return self.servers[address]
 
     def pull(self, addresses: list[str], version: str) -> None:
-        """Take the servers' weights, unless they are those we have."""
+        """Load the servers' weights, unless this version is already loaded."""
         if version == self.version:
             return
         for address in addresses:
             _, tensors = self.server(address).request({"do": "read", "what": "weights"})
-            self.fill(tensors)
+            self.load_weights(tensors)
         self.version = version
 
     @torch.no_grad()
-    def fill(self, tensors: dict[str, Tensor]) -> None:
-        """Weights under a checkpoint's names, into the model."""
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Copy weights, by checkpoint name, into the model."""
         master_params = self.stepper.state.model.master_params
         for name, tensor in tensors.items():
             local_of(master_params[name.removeprefix("model.")].detach()).copy_(tensor)
         self.stepper.state.model.refresh()
 
-    def deliver(self, addresses: list[str], key: str, grads: dict[str, Tensor]) -> None:
-        """Give each server the gradients of the weights that it holds."""
-        for address, names in zip(addresses, self.dealt(len(addresses)), strict=True):
+    def push(self, addresses: list[str], key: str, grads: dict[str, Tensor]) -> None:
+        """Send each server the gradients of the weights that it holds."""
+        for address, names in zip(addresses, self.assignment(len(addresses)), strict=True):
             self.server(address).request({"do": "stage", "key": key}, {n: grads[n] for n in names})
 
-    def dealt(self, servers: int) -> list[list[str]]:
-        return deal_out({n: m.numel() for n, m in self.stepper.state.model.master_params.items()}, servers)
+    def assignment(self, servers: int) -> list[list[str]]:
+        return assign_weights({n: m.numel() for n, m in self.stepper.state.model.master_params.items()}, servers)
 
 
-def gradient(worker: Worker, task: dict[str, Any]) -> None:
-    """One share of a step: pull, compute, deliver to every server, and only then say so."""
+def compute_share(worker: Worker, task: dict[str, Any]) -> None:
+    """Compute one share of a step: pull weights, push gradients to every server, then report to the chief."""
     worker.pull(task["servers"], task["version"])
     job, stepper = worker.job, worker.stepper
     batches = [
@@ -141,26 +142,26 @@ def gradient(worker: Worker, task: dict[str, Any]) -> None:
         if x.grad is not None
     }
     try:
-        worker.deliver(task["servers"], task["key"], sums)
+        worker.push(task["servers"], task["key"], sums)
     except WireError:
         worker.servers, worker.version = {}, None
-        worker.ask({"do": "back", "key": task["key"]})  # raises as well if it was the chief who went
+        worker.ask({"do": "back", "key": task["key"]})  # also raises if the chief was lost
         return
-    figures = {"loss": float(grads.loss), "count": float(grads.count), "bytes": worker.moved()}
+    figures = {"loss": float(grads.loss), "count": float(grads.count), "bytes": worker.traffic()}
     worker.ask({"do": "done", "key": task["key"], **figures})
 
 
 def make_worker(run: RunDir, job: Job, plan: Plan, name: str, about: dict[str, Any]) -> Worker:
-    """A whole copy of the model on this process alone."""
+    """Build the whole model in this process."""
     one = one_replica(plan)
     mesh = Mesh(0, 1, local_device(plan, int(os.environ.get("LOCAL_RANK", 0))), None, {}, None, None, None)
     state = build_state(job, one, mesh)
     return Worker(run, job, plan, Stepper(job, one, mesh, state), open_dataset(job), name, about)
 
 
-def work(worker: Worker, does: Callable[[Worker, dict[str, Any]], None]) -> None:
-    """Until the chief says that there is nothing left to do."""
-    worker.reach()
+def run_tasks(worker: Worker, does: Callable[[Worker, dict[str, Any]], None]) -> None:
+    """Process tasks until the chief has none left."""
+    worker.connect()
     while True:
         try:
             task, tensors = worker.ask({"do": "next"})
@@ -168,4 +169,4 @@ def work(worker: Worker, does: Callable[[Worker, dict[str, Any]], None]) -> None
                 return
             does(worker, {**task, "tensors": tensors})
         except WireError:
-            worker.reach()
+            worker.connect()

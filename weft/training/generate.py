@@ -26,7 +26,7 @@ def generate(
 ) -> Iterator[str]:
     """Pieces of text as they are made, the prompt not among them. Temperature 0 always takes the likeliest token."""
     job = parse_job(found.meta["job"])
-    if job.model.family not in ("gpt2", "llama"):
+    if not job.model.is_decoder:
         raise JobError(f"only a language model can generate; this run trains {job.model.module or job.model.family}")
     _, model = load_model(found, ema)
     tokenizer = open_tokenizer(job.data)

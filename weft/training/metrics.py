@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Waits
+from weft.comm.axis import Waits
 from weft.comm.timeline import Spans
 from weft.guards.guards import Guards, Step
 from weft.job.errors import Exit

@@ -21,7 +21,7 @@ from weft.guards.guards import Guards
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
-from weft.optim import peak_lr
+from weft.optim.schedule import peak_lr
 from weft.planner.plan import Plan
 from weft.supervisor.heartbeat import Pulse, Quiet
 from weft.training.build import build_state

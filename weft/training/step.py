@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Waits
+from weft.comm.axis import Waits
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.models import loss_sum
-from weft.optim import grad_norm, rate
+from weft.models.build import loss_sum
+from weft.optim.clip import grad_norm
+from weft.optim.schedule import rate
 from weft.parallel.context.sequence_split import Cut
 from weft.parallel.spread_model import Batch, LossOf
 from weft.planner.plan import Plan

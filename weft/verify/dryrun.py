@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm import shards
 from weft.comm.shards import local_of
 from weft.job.errors import JobError
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
 from weft.memory.tracer import Meter
@@ -75,8 +76,8 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
     check(job, plan, RUNNABLE)
     if not 0 <= rank < plan.world:
         raise JobError(f"--rank {rank} is not one of the {plan.world} ranks; 0 to {plan.world - 1} are")
-    if job.model.module or job.optim.name == "adafactor":
-        what = f"model.module={job.model.module}" if job.model.module else "optim.name=adafactor"
+    if job.model.module or not OPTIMIZERS[job.optim.name].dry_run:
+        what = f"model.module={job.model.module}" if job.model.module else f"optim.name={job.optim.name}"
         raise JobError(f"{what} reads values of tensors, and a dry run has none; one of Weft's models with adamw works")
     if plan.sync != "step":
         raise JobError(
@@ -154,10 +155,10 @@ def make_batch(job: Job, plan: Plan) -> Batch:
     size, seq, model = plan.microbatch, job.data.seq_len, job.model
     tokens = torch.zeros(size, seq, dtype=torch.int64)
     batch = {"ids": torch.zeros(size, dtype=torch.int64)}
-    if model.family == "mlp":
+    if model.is_stack:
         vectors = torch.zeros(size, model.dim or 0)
         return {**batch, "inputs": vectors, "targets": vectors.clone(), "valid": torch.ones(size, dtype=torch.bool)}
-    if model.family == "vit":
+    if model.is_classifier:
         classes, patches = torch.zeros(size, dtype=torch.int64), torch.zeros(size, seq, PATCH_DIM)
         return {**batch, "inputs": patches, "targets": classes, "valid": torch.ones(size, dtype=torch.bool)}
     batch |= {"inputs": tokens, "targets": tokens.clone(), "valid": torch.ones(size, seq, dtype=torch.bool)}

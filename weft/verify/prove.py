@@ -89,7 +89,7 @@ def small(job: Job) -> Job:
         raise JobError("a model of your own cannot be shrunk; give it smaller model.args instead")
     m = resolve(job).model
     updates: dict[str, Any] = {"shape": None, "layers": min(m.layers or 2, 3), "dim": min(m.dim or 64, 64)}
-    if m.family != "mlp":
+    if not m.is_stack:
         group = (m.heads or 4) // (m.kv_heads or 4)
         heads = max(4, 4 * group if group <= 2 else 2 * group)
         heads = min(heads, m.heads or heads)

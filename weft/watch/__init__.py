@@ -1,4 +1,4 @@
-"""What a person sees of a run: its journal, logs, progress and report."""
+"""Journal, logs, progress lines and reports of a run."""
 
 from weft.watch.journal import Journal, read_jsonl, read_metrics
 from weft.watch.progress import Progress

@@ -1,4 +1,4 @@
-"""The last lines of a run: how it ended, and what the plan promised beside what happened."""
+"""The last lines of a run: how it ended, and predicted beside measured figures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from weft.watch.progress import duration, human
 EVENTS = ("done", "stop")
 
 
-def closing_words(run: RunDir) -> list[str]:
-    """A few plain sentences from the run's own files."""
+def closing_lines(run: RunDir) -> list[str]:
+    """The closing lines, from the run's files."""
     events = read_jsonl(run.events)
     ends = [e for e in events if e.get("event") in EVENTS]
     if not ends:
@@ -23,9 +23,9 @@ def closing_words(run: RunDir) -> list[str]:
     records = read_metrics(run.metrics)
     if end["event"] == "stop" and not end.get("steps_done"):
         return [f"stopped at step {end['step']} before another was done; the same command goes on from here"]
-    words = "done" if end["event"] == "done" else "stopped and saved; the same command goes on from here"
-    lines = [f"{words}: step {end['step']}, {duration(end.get('seconds'))}{_losses(events, records)}"]
-    return lines + _promises(end, records)
+    status = "done" if end["event"] == "done" else "stopped and saved; the same command goes on from here"
+    lines = [f"{status}: step {end['step']}, {duration(end.get('seconds'))}{_losses(events, records)}"]
+    return lines + _predicted_and_measured(end, records)
 
 
 def _losses(events: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
@@ -36,7 +36,7 @@ def _losses(events: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
     return f", loss {last:.3f}" if last is not None else ""
 
 
-def _promises(end: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
+def _predicted_and_measured(end: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
     predicted: dict[str, float] = end.get("predicted") or {}
     pairs = []
     peak = max((r["peak_memory_gib"] for r in records if r.get("peak_memory_gib")), default=None)

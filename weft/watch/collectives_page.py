@@ -1,4 +1,4 @@
-"""The page of `weft bench collectives`: bus bandwidth and time over size, a line for each way to do it."""
+"""The HTML page of `weft bench collectives`: bus bandwidth over message size, one line a collective or algorithm."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from weft.watch.figures import Figure
-from weft.watch.page import card, esc, shell
+from weft.watch.figures.figure import Figure
+from weft.watch.html_page import card, esc, shell
 
 COLOURS = ("@blue", "@orange", "@green", "@purple", "#CCBB44", "#EE6677", "#44AA99", "#882255", "@quiet")
 Data = dict[str, Any]
 
 
 def write_collectives_page(path: Path, data: Data) -> Path:
-    """Write the page of what `weft bench collectives --json` gives."""
+    """Write the page for the output of `weft bench collectives --json`."""
     from plotly.offline import get_plotlyjs
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def collectives_page(data: Data, plotly: str) -> str:
 
 
 def figure(name: str, title: str, rows: list[Data], by: str) -> Figure:
-    """Bus bandwidth over size, both logarithmic; what is pointed at shows its time too."""
+    """Bus bandwidth over size on logarithmic axes; hovering shows the time too."""
     traces = []
     for i, (label, group) in enumerate(groupby(rows, lambda r: r[by])):
         some = list(group)
@@ -65,7 +65,7 @@ def figure(name: str, title: str, rows: list[Data], by: str) -> Figure:
 
 
 def table(data: Data) -> str:
-    """The fitted lines."""
+    """The table of fitted α and β."""
     cells = "".join(
         f"<tr><td>{esc(x['axis'])}</td><td>{esc(x['kind'])}</td><td>{esc(x['algorithm'])}</td><td>{esc(x['dtype'])}</td>"
         f"<td>{x['alpha_s'] * 1e6:.1f}</td><td>{x['beta_s_per_byte'] * 1e9:.4f}</td>"

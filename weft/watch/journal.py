@@ -1,4 +1,4 @@
-"""The journal of a run: metrics.jsonl and events.jsonl, appended line by line and read back after any kill."""
+"""metrics.jsonl and events.jsonl: append lines, and read them back after a crash."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any, Self
 
 from weft.job.run_folder import RunDir
 
-LATE = 10_000
-"""Lines that are kept while the disk takes none."""
+MAX_PENDING_LINES = 10_000
+"""Lines kept in memory while the disk accepts none."""
 
 
 class Journal:
-    """Appends to a run's metrics and events; a kill leaves at most one torn last line.
+    """Appends to a run's metrics and events; a killed process leaves at most one incomplete last line.
 
-    A disk that refuses does not end a run: what it would not take is written when it takes lines again.
+    A full disk does not end the run: lines are kept in memory and written when the disk accepts them again.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -32,11 +32,11 @@ class Journal:
         self._events = _Lines(run.events)
 
     def metrics(self, record: Mapping[str, Any]) -> None:
-        """One step's figures."""
+        """Append the record of a step."""
         self._metrics.append(record)
 
     def event(self, kind: str, /, **fields: Any) -> None:
-        """Something that happened, and when."""
+        """Append an event with the current time."""
         self._events.append({"time": datetime.now(UTC).isoformat(), "event": kind, **fields})
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class Journal:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Every whole line that holds an object; torn and foreign lines are passed over, a missing file is empty."""
+    """Every complete line that is a JSON object; other lines are skipped, and a missing file is empty."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps in order; of a step that a resumed run repeated, the last telling."""
+    """The steps in order; of a step that was repeated after a resume, the last record."""
     by_step: dict[int, dict[str, Any]] = {}
     for record in read_jsonl(path):
         step = record.get("step")
@@ -80,7 +80,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def to_plain(value: Any) -> Any:
-    """A value as strict JSON can hold it: what is not finite becomes null, what is foreign becomes text."""
+    """Convert a value to strict JSON: non-finite numbers become null, unknown types become text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -89,16 +89,16 @@ def to_plain(value: Any) -> Any:
         return {str(k): to_plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [to_plain(v) for v in value]
-    # numpy's scalars and arrays, and torch's tensors, know their plain form without being imported here
+    # numpy and torch values, without importing either
     tolist = getattr(value, "tolist", None)
     return to_plain(tolist()) if callable(tolist) else str(value)
 
 
 class _Lines:
-    """A file that only ever grows by whole lines."""
+    """An append-only file of whole lines."""
 
     def __init__(self, path: Path) -> None:
-        self._late: deque[bytes] = deque(maxlen=LATE)
+        self._late: deque[bytes] = deque(maxlen=MAX_PENDING_LINES)
         self._lock = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
         size = os.fstat(self._fd).st_size
@@ -108,9 +108,9 @@ class _Lines:
             self._torn = os.read(self._fd, 1) != b"\n"
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Hand the whole line to the system in one call: no buffer to lose, and no thread can write into it."""
+        """Write the line in one system call, so that no buffer is lost and lines of several threads do not mix."""
         line = (json.dumps(to_plain(record), allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8", "replace")
-        with self._lock, contextlib.suppress(OSError):  # a full disk; it is tried again with the next line
+        with self._lock, contextlib.suppress(OSError):  # disk full: tried again with the next line
             self._late.append(line)
             self._write_late()
 

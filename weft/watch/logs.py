@@ -1,4 +1,4 @@
-"""Logs: a full file for every rank, and on the console only what a person needs."""
+"""Logging: a full file for each rank, and short messages on the console."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ NAME = "weft"
 
 
 def setup(run: RunDir, rank: int, position: str, world: int) -> logging.Logger:
-    """The logger of this rank. Calling it again replaces its handlers, so nothing is said twice.
+    """Set up and return the logger of this rank; calling it again replaces its handlers.
 
-    position is the rank's place in the mesh, such as `dp_shard1 tp0`.
+    `position` is the rank's position in the mesh, such as `dp_shard1 tp0`.
     """
     run.logs.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger(NAME)
@@ -36,11 +36,11 @@ def setup(run: RunDir, rank: int, position: str, world: int) -> logging.Logger:
 
 
 class _File(logging.FileHandler):
-    """Ours, and so ours to replace."""
+    """Marks the handler as created here, so that setup() can replace it."""
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """Writes to whatever sys.stderr is at that moment, so that lines pass above a live progress bar."""
+    """Writes to the current sys.stderr, so that lines appear above a live progress bar."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -54,11 +54,11 @@ class _Console(logging.StreamHandler[TextIO]):
         raise AttributeError("the console's stream is always sys.stderr")
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A terminal that went away must not end a run; the log file has the line."""
+        """Ignore errors of a closed terminal; the log file has the line."""
 
 
 class _Prefixed(logging.Formatter):
-    """Plain words for news; from warnings up, who is speaking."""
+    """Adds rank and level to warnings and errors."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The page of a plan: what it holds, where its time goes, the front, the mesh on the nodes, and the pipeline."""
+"""The HTML page of a plan: memory, step time, Pareto front, mesh on the nodes, and pipeline."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
-from weft.watch.figures import Figure
-from weft.watch.mesh_figure import mesh_figure, pipeline_text
-from weft.watch.page import card, esc, shell
-from weft.watch.pipeline_figure import pipeline_figure
+from weft.watch.figures.figure import Figure
+from weft.watch.figures.mesh import mesh_figure, pipeline_text
+from weft.watch.figures.pipeline import pipeline_figure
+from weft.watch.html_page import card, esc, shell
 
 COLOURS = (
     "@blue", "@orange", "@green", "@purple", "@quiet", "#CCBB44", "#EE6677", "#882255", "#44AA99", "#DDCC77", "#999933",
@@ -29,7 +29,7 @@ Data = dict[str, Any]
 
 
 def write_plan_page(path: Path, data: Data) -> Path:
-    """Write the page of what `weft plan --json` gives."""
+    """Write the page for the output of `weft plan --json`."""
     from plotly.offline import get_plotlyjs
 
     if path.is_dir():
@@ -85,7 +85,7 @@ def _keys(data: Data) -> str:
 
 
 def memory_figure(data: Data) -> Figure | None:
-    """Memory by part, one bar a stage, under the device's limit."""
+    """Memory by part, one bar a stage, with the device's limit."""
     told = data.get("estimate")
     if not told:
         return None
@@ -113,7 +113,7 @@ def memory_figure(data: Data) -> Figure | None:
 
 
 def time_figure(data: Data) -> Figure | None:
-    """Where a step's time goes: the winner, and each runner-up that was listed with its parts."""
+    """Step time by part."""
     told = data.get("estimate")
     if not told:
         return None
@@ -129,7 +129,7 @@ def time_figure(data: Data) -> Figure | None:
 
 
 def front_figure(data: Data) -> Figure | None:
-    """Time over memory; the size of a mark is the money, or the energy where no price is known."""
+    """Memory over step time; the size of a mark is the cost, or the energy if no price is known."""
     points = data.get("pareto") or []
     if not points:
         return None

@@ -1,12 +1,13 @@
-"""Progress of a run: a live display on a terminal, plain lines elsewhere."""
+"""Progress of a run: the progress line, as a live display on a terminal and as plain lines elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,7 +20,7 @@ REFRESH_S = 0.1
 
 
 class Progress:
-    """Shows steps as they end. Nothing a record lacks, and no terminal that goes away, can stop a run."""
+    """Shows finished steps. Missing values and a closed terminal are ignored."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class Progress:
         plain: bool | None = None,
         silent: bool = False,
     ) -> None:
-        """`silent` shows nothing: for the ranks that do not speak."""
+        """`silent` shows nothing; for ranks other than 0."""
         self.total = total_steps
         self.start = start_step
         self.every = max(1, every)
@@ -53,7 +54,7 @@ class Progress:
             from rich.live import Live
 
             self._console = self._console or Console(stderr=True)
-            # Without rich's refresh thread: a run forks workers and must own its threads
+            # no refresh thread: the run forks processes
             self._live = Live(self._display(), console=self._console, auto_refresh=False)
             self._live.start(refresh=True)
         return self
@@ -72,7 +73,7 @@ class Progress:
             self._say(self.line())
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """A step has ended."""
+        """Show a finished step."""
         now = time.monotonic()
         elapsed, self._seen = now - self._seen, now
         step = _number(record.get("step"))
@@ -92,7 +93,7 @@ class Progress:
             self._printed = self._step
 
     def note(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a separate line, above the bar."""
         if self._live is None:
             self._say(text)
             return
@@ -102,11 +103,11 @@ class Progress:
             self._mute = True
 
     def line(self) -> str:
-        """The last step in one plain line."""
+        """The progress line of the last step."""
         return "  ".join([f"step {self._step}/{self.total}", *(f"{k} {v}" if k else v for k, v in self._figures())])
 
     def eta(self) -> float | None:
-        """Seconds left, by the smoothed time of recent steps."""
+        """Remaining seconds, from the smoothed time of recent steps."""
         return None if self._step_time is None else max(0, self.total - self._step) * self._step_time
 
     def _figures(self) -> list[tuple[str, str]]:
@@ -172,8 +173,23 @@ class Progress:
         return Group(bar, figures)
 
 
+@contextlib.contextmanager
+def byte_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of (bytes done, bytes in total) that draws a bar on a terminal and nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def human(n: float | None) -> str:
-    """A number as a person says it: 950, 7.3k, 1.2M."""
+    """A short form of a number: 950, 7.3k, 1.2M."""
     if n is None or not math.isfinite(n):
         return "–"
     for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -184,7 +200,7 @@ def human(n: float | None) -> str:
 
 
 def duration(s: float | None) -> str:
-    """A time as a person says it: 0.4s, 45s, 1m50s, 2h03m, 3d04h."""
+    """A short form of a time: 0.4s, 45s, 1m50s, 2h03m, 3d04h."""
     if s is None or not math.isfinite(s):
         return "–"
     if 0 < s < 9.95:
@@ -206,7 +222,7 @@ def _is_terminal(console: Console | None) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, or None for whatever else a record may hold."""
+    """The value as a finite number, or None if it is not one."""
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError):

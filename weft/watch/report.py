@@ -1,4 +1,4 @@
-"""The report: one offline page that tells a person how a run went."""
+"""The report of a run: one offline HTML page."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 import yaml
 
 from weft.job.run_folder import RunDir
-from weft.watch.expert_figure import expert_figure
-from weft.watch.figures import Figure, Record, figures, number, predictions
+from weft.watch.figures.experts import expert_figure
+from weft.watch.figures.figure import Figure, Record, number
+from weft.watch.figures.pipeline import pipeline_figure
+from weft.watch.figures.profile import profile_figure, profile_table
+from weft.watch.figures.slices import mesh_picture, parse_slices, slice_map
+from weft.watch.figures.steps import figures, predictions
+from weft.watch.html_page import card as _figure
+from weft.watch.html_page import esc as _esc
+from weft.watch.html_page import shell
 from weft.watch.journal import read_jsonl, read_metrics, to_plain
-from weft.watch.page import card as _figure
-from weft.watch.page import esc as _esc
-from weft.watch.page import shell
-from weft.watch.pipeline_figure import pipeline_figure
-from weft.watch.profile_figure import profile_figure, profile_table
-from weft.watch.slice_map import mesh_picture, parse_slices, slice_map
-from weft.watch.summary import Status, key_figures, layout_in_words, measured, started, status_of
+from weft.watch.report_summary import Status, key_figures, layout_in_words, measured, started, status_of
 
 HEAD_EVENTS, TAIL_EVENTS = 40, 160
-# What the plan's figures are called on the page; others keep their own names
+# labels of the plan's figures; others keep their own names
 _LABELS = {
     "memory_gib": "peak memory of one device, GiB",
     "step_time_s": "step time, s",
@@ -33,11 +34,11 @@ _LABELS = {
 
 
 def write_report(run: RunDir) -> Path:
-    """Write report.html from whatever the run's folder holds so far."""
+    """Write report.html from the files of the run's folder, which may still be incomplete."""
     from plotly.offline import get_plotlyjs
 
     page = _page(run, get_plotlyjs())
-    # A reader, or a second writer, never meets half a page
+    # written to a temporary file first, so that a reader never sees half a page
     waiting = run.report.with_name(f".{run.report.name}.{os.getpid()}")
     waiting.write_text(page, encoding="utf-8", errors="replace")
     waiting.replace(run.report)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Axis, sum_up
-from weft.comm.axis import Exchange
+from weft.comm.autograd import sum_up
+from weft.comm.axis import Axis, Exchange
 from weft.models.attention import Grads, Where, attend, attend_backward, merge
 from weft.models.transformer import Attention, Head
 from weft.parallel.context.sequence_split import Blocks, Cut

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from weft.comm import Axis, Waits
 from weft.comm.adaptive import LADDER, YOUNG, Adviser, Figures, agreed, measure_codes, measure_link
 from weft.comm.algorithms import Start
+from weft.comm.axis import Axis, Waits
 from weft.comm.background import Beside
 from weft.comm.codecs import Codec, Dice, Largest, Way, way_of
 from weft.comm.compressed_sum import Steps, scatter_sum, sum_all, sum_low_rank, summing
@@ -158,7 +158,7 @@ class Compressor:
         self.setting, self.axis, self.across, self.beside, self.device = setting, axis, across, beside, device
         self.axes = [a for a in (axis, across) if a is not None]
         self.names, self.warmup = names, warmup
-        self.adaptive, self.low_rank = setting.kind == "adaptive", setting.kind == "powersgd"
+        self.adaptive, self.low_rank = setting.entry.adaptive, setting.entry.low_rank
         first = parse_compression(LADDER[0]) if self.adaptive else setting
         self.way = way_of(first)
         self.holder = axis.rank + (across.rank * axis.size if across else 0)
@@ -336,7 +336,7 @@ def worth_it(setting: Compression, shape: torch.Size) -> bool:
     """Whether a weight is compressed at all: by the whole of it, so that every layout answers alike."""
     if len(shape) < 2 or shape.numel() < MIN_COMPRESSED_ELEMENTS:
         return False
-    return setting.kind != "powersgd" or pays_low_rank(shape[0], shape[1:].numel(), int(setting.number))
+    return not setting.entry.low_rank or pays_low_rank(shape[0], shape[1:].numel(), int(setting.number))
 
 
 def over_tp(local: Tensor, master: Tensor) -> Tensor:

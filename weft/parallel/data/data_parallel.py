@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from weft.comm import Axis, Meter, Waits
 from weft.comm.algorithms import Start
+from weft.comm.axis import Axis, Waits
 from weft.comm.shards import local_of
+from weft.comm.wait_counters import Meter
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import Queue
 from weft.parallel.data.compression import Compressor

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 from weft.mesh import Mesh
 
 Gather: Any = DefaultAllGather

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from weft.comm import Meter
+from weft.comm.wait_counters import Meter
 
 
 def reduce_now(module: nn.Module) -> None:

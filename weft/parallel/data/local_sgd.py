@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
 from weft.comm.algorithms import Start
+from weft.comm.axis import Axis
 from weft.comm.quantized_sum import sum_quantized
 from weft.comm.shards import like, local_of
 from weft.job.sync import Sync

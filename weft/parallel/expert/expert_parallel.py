@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from weft.comm import Axis, join_along, split_along
 from weft.comm.algorithms import Start
+from weft.comm.autograd import join_along, split_along
+from weft.comm.axis import Axis
 from weft.comm.overlapped_exchange import Trip
 from weft.mesh import Mesh
 from weft.models.experts import Around, ExpertParts, MixtureOfExperts, Spread, Stack, gated

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Axis, Waits
+from weft.comm.axis import Axis, Waits
 from weft.models.experts import MixtureOfExperts
 from weft.parallel.expert.expert_parallel import Spreading
 from weft.parallel.expert.replication import Copies

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 from weft.comm.overlapped_exchange import Trip
 from weft.models.grouped import dispatch, known
 from weft.parallel.expert.permutation import by_expert, sorted_by

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 from weft.planner.engine_constants import PREFETCHED_MESSAGES
 from weft.planner.schedules.actions import Action, Schedule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weft.job.compression import KINDS
+from weft.job.compression import COMPRESSORS
 from weft.job.schema import Comm, Job, Memory
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.choose import choices
@@ -40,7 +40,7 @@ def _taken(key: str, value: str) -> bool:
     """Whether a job can be written so: the estimate knows more settings than this version takes."""
     section, _, field = key.rpartition(".")
     if key == "comm.compression":
-        return value in KINDS
+        return value in COMPRESSORS
     return value in choices({"comm": Comm, "memory": Memory, "": Job}[section], field)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.job.optim import OPTIMIZERS, Optim
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import LOGITS_BYTES
 from weft.planner.memory.layouts_memory import microbatches_in_flight
@@ -23,7 +24,7 @@ def rough_memory(job: Job, plan: Plan) -> dict[str, float]:
     unit = max(counts.block, counts.embedding + counts.head) / plan.tp
     compute = 4 if plan.precision == "fp32" else 2
     shard = plan.dp_shard * plan.cp if plan.dp_shard > 1 else 1
-    states = parameters * (4 + 4 + optimizer_bytes(job.optim.name)) / shard
+    states = parameters * (4 + 4 + optimizer_bytes(job.optim)) / shard
     if plan.dp_shard == 1:
         gathered = parameters * (compute if plan.precision != "fp32" else 0)
     elif plan.zero == 3:
@@ -31,12 +32,12 @@ def rough_memory(job: Job, plan: Plan) -> dict[str, float]:
     else:
         gathered = parameters * compute
     whole_gradients = parameters * 4 if shard > 1 and plan.zero == 1 else 0
-    tokens = plan.microbatch * (1 if job.model.family == "mlp" else job.data.seq_len) / plan.cp
+    tokens = plan.microbatch * (1 if job.model.is_stack else job.data.seq_len) / plan.cp
     at_once = float(microbatches_in_flight(Layouts.one(plan), 0)[0])
     kept = activation_bytes(job.model, compute, plan, at_once) * tokens
     kept -= min(plan.host_gib * GIB, at_once * kept_bytes(job.model, compute, plan) * tokens)
     held = 3 * 4 * tokens * (job.model.vocab or 0) / plan.tp  # logits, their exponentials, their gradient
-    logits = 0 if job.model.family == "mlp" else min(3 * LOGITS_BYTES[plan.device], held)
+    logits = 0 if job.model.is_stack else min(3 * LOGITS_BYTES[plan.device], held)
     return {
         "states_gib": states / GIB,
         "gathered_gib": (gathered + whole_gradients) / GIB,
@@ -44,16 +45,16 @@ def rough_memory(job: Job, plan: Plan) -> dict[str, float]:
     }
 
 
-def optimizer_bytes(name: str) -> int:
-    """Bytes of optimizer state a parameter: AdamW keeps two moments, the others about one or none."""
-    return {"adamw": 8, "sgd": 4, "muon": 4, "adafactor": 0}[name]
+def optimizer_bytes(optim: Optim) -> int:
+    """Bytes of optimizer state a parameter."""
+    return 4 * OPTIMIZERS[optim.name].state_per_parameter(optim)
 
 
 def activation_bytes(model: Model, compute: int, plan: Plan, at_once: float = 1.0) -> float:
     """Bytes kept for the backward pass, a token, over this rank's layers and the microbatches that wait at once."""
     layers = (model.layers or 0) / plan.pp
     dim = model.dim or 0
-    if model.family == "mlp":
+    if model.is_stack:
         return at_once * layers * 2 * dim * compute / plan.tp
     if plan.long:  # what every block keeps, and one block's shards whole
         heads, kv = ((n or 0) * (model.head_dim or 0) for n in (model.heads, model.kv_heads))
@@ -88,12 +89,12 @@ def rough_traffic(job: Job, plan: Plan) -> dict[str, float]:
         out["dp_shard"] = parameters * (gathers * compute + scatters * 4)
     if plan.dp_replicate > 1 and (plan.dp_shard > 1 or plan.cp == 1):
         out["dp_replicate"] = 4 * parameters / (plan.dp_shard * plan.cp)
-    if plan.tp > 1 and job.model.family != "mlp":
+    if plan.tp > 1 and not job.model.is_stack:
         tokens = plan.microbatch * plan.accumulation * job.data.seq_len / plan.cp
         times = 8 + 4 * recomputed_share(plan.recompute, job.model)  # two gathers and two sums a block, each pass
         out["tp"] = times * (job.model.layers or 0) / plan.pp * tokens * (job.model.dim or 0) * compute
     if plan.pp > 1:
-        width = 1 if job.model.family == "mlp" else job.data.seq_len / plan.cp / (plan.tp if plan.sequence else 1)
+        width = 1 if job.model.is_stack else job.data.seq_len / plan.cp / (plan.tp if plan.sequence else 1)
         sent = plan.microbatch * plan.accumulation * width * (job.model.dim or 0) * compute
         out["pp"] = 2 * plan.virtual_stages * sent  # activations on, gradients back
     return out

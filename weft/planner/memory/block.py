@@ -188,7 +188,7 @@ def head_passing(m: Model, z: Sizes, vocab: float, targets: float, chunk: int) -
     start = tape.peak = tape.live
     tape.drop("dw")  # counted with the weights' gradients from here on
     tape.take(dn=0.0)
-    if m.family == "vit":
+    if m.is_classifier:
         tape.drop("dx")
         tape.take(dx=z.tokens * z.dim * z.c)
     out_of_region_backward(tape, z, "dx")

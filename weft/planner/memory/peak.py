@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
 from weft.planner.memory.rank_bytes import (
@@ -70,9 +71,9 @@ def peak_of(job: Job, plan: Plan, rank: int = 0) -> float:
 def batch_bytes(job: Job, plan: Plan) -> float:
     """One microbatch of data: ids, inputs, targets, valid and, where documents are masked, theirs."""
     model, size, seq = job.model, plan.microbatch, job.data.seq_len
-    if model.family == "mlp":
+    if model.is_stack:
         return size * (8 + 2 * FP32_BYTES * (model.dim or 0) + 1)
-    if model.family == "vit":
+    if model.is_classifier:
         return size * (8 + FP32_BYTES * seq * PATCH_DIM + 8 + 1)
     return size * (8 + seq * (8 + 8 + 1 + (16 if job.data.mask_documents else 0)))
 
@@ -87,12 +88,8 @@ def _partial_flash(job: Job, plan: Plan, rank: int) -> float:
 
 
 def _optimizer_flash(job: Job, plan: Plan, rank: int) -> float:
-    """AdamW and SGD are fused and need nothing; the others make a few tensors of one weight's size."""
-    if job.optim.name in ("adamw", "sgd"):
-        return 0.0
+    """Temporary tensors while the largest weight is updated (Optimizer.scratch); fused optimizers need none."""
     coords = coords_of(plan, rank)
-    shards = [p for s in stages_of(plan, coords["pp"]) for p in param_shards(job.model, plan, s, coords)]
-    if job.optim.name == "adafactor":
-        return 3 * FP32_BYTES * max(p.held for p in shards)
-    whole = [p.weight.shape[0] * p.weight.shape[1] for p in shards if len(p.weight.shape) == 2 and p.weight.unit]
-    return 5 * FP32_BYTES * max(whole, default=0)
+    shards = [p.for_optimizer for s in stages_of(plan, coords["pp"]) for p in param_shards(job.model, plan, s, coords)]
+    optimizer = OPTIMIZERS[job.optim.name]
+    return FP32_BYTES * max((optimizer.of(shard).scratch(shard) for shard in shards), default=0.0)

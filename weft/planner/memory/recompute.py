@@ -58,7 +58,7 @@ def least_recompute(
     if whole is None or whole <= limit:  # None: a module of a person's own
         return plan
     options: list[str | int] = ["selective", *range(1, job.model.layers or 1), "full"]
-    if job.model.family == "mlp" or splits_backward(plan):
+    if job.model.is_stack or splits_backward(plan):
         options.remove("selective")
     needed = whole
     for option in options:

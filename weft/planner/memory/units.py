@@ -97,7 +97,7 @@ def make_stage(job: Job, plan: Plan, stage: int, coords: dict[str, int]) -> Stag
     units: dict[str, list[ParamShard]] = {}
     for p in shards:
         units.setdefault(p.weight.unit, []).append(p)
-    if m.family == "mlp":
+    if m.is_stack:
         return _mlp_stage(job, plan, units, ends)
     z = sizes_of(job, plan)
     full, mix = plan.recompute == "full", mixture_of(job, plan)
@@ -111,7 +111,7 @@ def make_stage(job: Job, plan: Plan, stage: int, coords: dict[str, int]) -> Stag
     if ends:
         vocab = next(p for p in root if p.weight.name in ("head.weight", "embed.weight")[:: -1 if m.tied else 1])
         rows = vocab.whole / (m.dim or 1)
-        targets = plan.microbatch if m.family == "vit" else z.tokens
+        targets = plan.microbatch if m.is_classifier else z.tokens
         tail, head_grad = head_passing(m, z, rows, targets, CHUNK)
     seq = job.data.seq_len
     extra = float(FP32_BYTES * seq * (m.head_dim or 0) * (plan.microbatch if job.data.mask_documents else 1))
@@ -135,7 +135,7 @@ def _embed_passing(job: Job, plan: Plan, z: Sizes, root: list[ParamShard]) -> Pa
     m = job.model
     out, whole = z.rows * z.dim * z.c, z.tokens * z.dim * z.c
     learned = m.positions == "learned"
-    forward = out + (2 * whole + out if plan.tp > 1 and m.family != "vit" else 0) + (2 * out if learned else 0)
+    forward = out + (2 * whole + out if plan.tp > 1 and not m.is_classifier else 0) + (2 * out if learned else 0)
     kept = out + (z.tokens * 9 if plan.tp > 1 else 0)
     tables = [p.whole * z.c for p in root if p.weight.name in ("embed.weight", "positions.weight")]
     backward = max(tables, default=0.0) + (2 * whole if plan.tp > 1 and plan.sequence else 0)

@@ -1,6 +1,6 @@
-"""Facts that a layout's cost depends on: what the model is made of, and what the devices and the links between can do.
+"""Facts that the cost of a layout depends on: sizes of the model, speeds of devices and links.
 
-Every number may also be an array with one entry a candidate, so that the rows of a table are estimated in one go.
+Every number may be an array with one entry per candidate, so that a table's rows are estimated together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Size = Any
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What one model is made of, counted in widths and rows."""
+    """Sizes of one model."""
 
     layers: Size
     dim: Size
@@ -53,11 +53,11 @@ class ModelFacts:
     top_k: Size = 0
     moe_ffn: Size = 0
     shared_ffn: Size = 0
-    """Width of the experts that every token visits."""
+    """Total width of the shared experts."""
     first_dense: Size = 0
     """Blocks before the first with experts."""
     moe_every: Size = 1
-    """Every how manyth block has experts."""
+    """Interval between blocks with experts."""
     q_rank: Size = 0
     """Latent attention: rank of the queries, of keys and values, and the width of the rotary part; 0 is plain."""
     kv_rank: Size = 0
@@ -106,7 +106,7 @@ class ModelFacts:
 
     @property
     def moe_rest(self) -> Size:
-        """Parameters of a feed-forward part with experts, without the experts: the router and what all tokens visit."""
+        """Parameters of a MoE layer without the routed experts: router and shared experts."""
         return np.where(
             np.asarray(self.experts) > 0, self.dim * self.experts + (self.gates + 1) * self.dim * self.shared_ffn, 0
         )
@@ -145,7 +145,7 @@ class ModelFacts:
 
     @property
     def active_block(self) -> Size:
-        """Multiplied weights a token meets in an average block."""
+        """Weights multiplied per token in an average block."""
         share = self.moe_layers / self.layers
         routed = self.top_k * (self.gates + 1) * self.dim * self.moe_ffn + self.moe_rest
         return self.attention_weights + (1 - share) * (self.gates + 1) * self.dim * self.ffn + share * routed
@@ -160,21 +160,21 @@ class ModelFacts:
 
 
 def stack_models(rows: Sequence[ModelFacts]) -> ModelFacts:
-    """Many models as one whose every number is an array."""
+    """Several models stacked into arrays."""
     return ModelFacts(**{f.name: np.array([getattr(r, f.name) for r in rows], float) for f in fields(ModelFacts)})
 
 
 def model_facts(job: Job) -> ModelFacts:
-    """The facts of a job's model; a person's own module has none and is a ValueError."""
+    """The facts of a job's model; a ValueError for a custom module."""
     model = resolve(job).model
     if model.module:
-        raise ValueError("a model of a person's own is not known before it is built")
-    if model.family == "mlp":
+        raise ValueError("the size of a custom module is not known before it is built")
+    if model.is_stack:
         return ModelFacts(
             layers=model.layers, dim=model.dim, ffn=model.dim, heads=0, kv_heads=0, head_dim=0, vocab=0, seq_len=1,
             gates=0, causal=0, bias=int(bool(model.bias)), norm_rows=0, head_share=0.0,
         )  # fmt: skip
-    vit = model.family == "vit"
+    vit = model.is_classifier
     extra: dict[str, Any] = {}
     experts = getattr(model, "experts", None)
     if experts is not None:
@@ -198,31 +198,31 @@ def model_facts(job: Job) -> ModelFacts:
 
 @dataclass(frozen=True)
 class Level:
-    """One level of the topology: the ranks that share it, and how fast they reach one another across it."""
+    """One level of the topology: the ranks that share it, and the speed of its links."""
 
     name: str
     size: Size
     """Ranks inside one group of this level."""
     gb_s: Size
-    """One way, what a rank has to ranks outside the level below."""
+    """One-way bandwidth of a rank to ranks outside the level below."""
     latency_us: Size
     oversubscription: Size = 1.0
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """The devices and the levels that join them, innermost first."""
+    """The devices and the levels of their topology, innermost first."""
 
     world: Size
     levels: tuple[Level, ...]
     peak_tflops: dict[str, Size]
     """Dense peak by precision."""
     reach: Size
-    """Share of that peak which the best matrix product has been measured to reach."""
+    """Share of that peak which the best measured matrix product reaches."""
     memory_gib: Size
     memory_gb_s: Size
     units: Size
-    """Cores that take one tile of a matrix product each."""
+    """Cores (streaming multiprocessors)."""
     watts: Size = 0.0
     price_usd_hour: Size = None
     host_gb_s: Size = 25.0
@@ -238,7 +238,7 @@ class ClusterFacts:
 
 
 NODE_LATENCY_US = 4.0
-"""A collective's step between two devices of a node (NCCL's small messages, ../nccl tests of A100 and H100 nodes)."""
+"""Latency of a collective's step between two devices of a node (NCCL tests on A100 and H100 nodes)."""
 _DEFAULT_NETWORK = {
     "v100": "ib-edr", "a100": "ib-hdr", "h100": "ib-ndr", "h200": "ib-ndr", "h800": "ib-ndr", "h20": "ib-ndr",
     "gh200": "ib-ndr", "b200": "ib-ndr", "b300": "ib-xdr", "gb200": "ib-ndr", "gb300": "ib-xdr",
@@ -246,11 +246,11 @@ _DEFAULT_NETWORK = {
     "cpu": "ethernet-10",
 }  # fmt: skip
 NVLINK_RACK_SIZE = {"gb200": 72, "gb300": 72}
-"""Devices that NVLink joins beyond one node."""
+"""Devices in one NVLink domain that spans several nodes."""
 
 
 def default_network(device: Device) -> str:
-    """The network one finds behind such devices."""
+    """The usual network for a device."""
     return next((n for key, n in _DEFAULT_NETWORK.items() if device.name.startswith(key)), "ethernet-100")
 
 
@@ -278,14 +278,14 @@ def make_cluster(
 
 
 def _fallback(device: Device, precision: str) -> float:
-    """A precision that the device lacks runs in the next wider one."""
+    """Peak of the next wider precision, for one that the device lacks."""
     order = {"fp8": ("bf16", "fp16", "fp32"), "bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp32": ("bf16",)}
     known = [device.peak_tflops.get(name) for name in order[precision]]
     return next((peak for peak in known if peak), 0.05)
 
 
 def cluster_facts(job: Job, world: int, device: Device | None = None, memory_gib: float | None = None) -> ClusterFacts:
-    """The cluster that a job names, as `world` ranks see it."""
+    """Facts of a job's cluster with `world` ranks."""
     own = job.cluster.catalog
     device = device or find_device("cpu" if job.cluster.device == "auto" else job.cluster.device, own)
     nodes = job.cluster.nodes
@@ -300,7 +300,7 @@ def cluster_facts(job: Job, world: int, device: Device | None = None, memory_gib
 
 
 def _levels(job: Job, made: ClusterFacts) -> tuple[Level, ...]:
-    """The person's topology; the network joins what its last level leaves apart."""
+    """The job's topology; the network connects groups of its last level."""
     said = [
         Level(level.name, min(level.size, made.world), level.gb_s, level.latency_us, level.oversubscription)
         for level in job.cluster.levels

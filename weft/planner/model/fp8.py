@@ -1,4 +1,4 @@
-"""Which products of a model run in fp8, and the peak that a run in fp8 is measured against."""
+"""Which products of a model run in fp8, and the reference peak of an fp8 run."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from weft.planner.model.counts import flops_per_token
 from weft.planner.plan import Plan
 
 FP8_EFFICIENCY = 0.925
-"""What fp8 products reach of their peak, over what bf16 products do: on an H200 (bench/gpu.py, weft bench step)."""
+"""Efficiency of fp8 products relative to bf16 products, measured on an H200 (bench/gpu.py, weft bench step)."""
 CAST_BYTES = {"dynamic": 10, "delayed": 4}
-"""Bytes a number: read for its maximum, made again, and read and written each way round; or all that in one pass."""
+"""Bytes moved per cast value: for its maximum, and to write both orientations; delayed scaling needs one pass."""
 
 
 def stays_bf16(name: str, rows: int, columns: int, skip: tuple[str, ...]) -> bool:
-    """Whether a linear layer of a block stays in bf16: the person named it, or its sizes do not fit."""
+    """Whether a linear layer stays in bf16: listed in fp8.skip, or its sizes are not aligned."""
     return bool(rows % FP8_ALIGNMENT or columns % FP8_ALIGNMENT) or any(fnmatchcase(name, pattern) for pattern in skip)
 
 
 def fp8_share(job: Job, plan: Plan) -> float | None:
-    """The share of the model's FLOPs that are multiplied in fp8; None for a module of a person's own."""
+    """The share of the model's FLOPs in fp8; None for a custom module."""
     model = job.model
     flops = flops_per_token(model, job.data.seq_len)
     if plan.precision != "fp8" or flops is None:
         return None if flops is None else 0.0
     weights, _ = fp8_weights(job, plan.tp)
-    if job.fp8.head and model.family not in ("mlp", "vit"):
+    if job.fp8.head and model.is_decoder:
         weights += (model.vocab or 0) * (model.dim or 0)
     return 6.0 * weights / flops
 
 
 def fp8_weights(job: Job, tp: int) -> tuple[int, int]:
-    """Weights of the blocks that are multiplied in fp8, and all of them."""
+    """Block weights multiplied in fp8, and all block weights."""
     skip, low, every = tuple(job.fp8.skip), 0, 0
     for i in range(job.model.layers or 0):
         for path, rows, columns, cut in _linears(job, i):
@@ -46,7 +46,7 @@ def fp8_weights(job: Job, tp: int) -> tuple[int, int]:
 
 
 def cast_bytes(job: Job, tokens: float) -> float:
-    """Bytes that a block's casts into fp8 read and write: inputs, gradients and weights, each both ways round."""
+    """Bytes moved by a block's casts to fp8: inputs, gradients and weights, in both orientations."""
     m = job.model
     dim, ffn, heads = m.dim or 0, m.ffn or 0, (m.heads or 0) * (m.head_dim or 0)
     kv, gates = (m.kv_heads or 0) * (m.head_dim or 0), 2 if m.activation == "swiglu" else 1
@@ -56,7 +56,7 @@ def cast_bytes(job: Job, tokens: float) -> float:
 
 
 def fp8_speedup(plan: Plan) -> float:
-    """How many times as fast as in bf16 a device multiplies in fp8."""
+    """Speed of fp8 products relative to bf16 on a device."""
     peaks = DEVICES[plan.device_name].peak_tflops if plan.device_name in DEVICES else {}
     low, wide = peaks.get("fp8"), peaks.get("bf16")
     return max(1.0, FP8_EFFICIENCY * low / wide) if low and wide else 1.0
@@ -66,7 +66,7 @@ def _linears(job: Job, i: int) -> list[tuple[str, int, int, str]]:
     """Path, outputs, inputs and cut of each linear layer of a block."""
     m = job.model
     dim = m.dim or 0
-    if m.family == "mlp":
+    if m.is_stack:
         pairs = (m.layers or 0) // 2
         return [(f"layers.{i}", dim, dim, ("column", "row")[i % 2] if i < 2 * pairs else "whole")]
     heads, kv, ffn = (m.heads or 0) * (m.head_dim or 0), (m.kv_heads or 0) * (m.head_dim or 0), m.ffn or 0
@@ -79,5 +79,5 @@ def _linears(job: Job, i: int) -> list[tuple[str, int, int, str]]:
 
 
 def blended_peak(fp8: float, bf16: float, share: float) -> float:
-    """The rate of a device that runs each product at its own peak: FLOPs over the least time they can take."""
+    """Peak of a mix of fp8 and bf16 products: FLOPs over the least possible time."""
     return 1.0 / (share / fp8 + (1.0 - share) / bf16)

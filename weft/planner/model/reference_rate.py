@@ -1,4 +1,4 @@
-"""The rate that a run is measured against."""
+"""The reference FLOP/s for MFU."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from weft.planner.rules.arithmetic import divisors, either
 
 def experts_rule(job: Job, plan: Plan) -> str | None:
     """Experts need a decoder and whole blocks, and ep needs experts."""
-    experts, family = job.model.experts, job.model.family
+    experts = job.model.experts
     if experts is None:
         if plan.ep > 1:
             return (
@@ -17,8 +17,8 @@ def experts_rule(job: Job, plan: Plan) -> str | None:
                 "model.experts"
             )
         return None
-    if job.model.module or family in ("vit", "mlp"):
-        what = job.model.module or f"model.family={family}"
+    if job.model.module or not job.model.is_decoder:
+        what = job.model.module or f"model.family={job.model.family}"
         return f"model.experts needs a decoder, and {what} is not one; family=llama or gpt2 would work"
     if plan.long:
         setting = "memory.offload=activations" if plan.offload == "activations" else f"memory.chunk={plan.chunk}"

@@ -1,14 +1,15 @@
-"""Layouts: many candidate layouts at once, as one array for each choice."""
+"""Layouts: many candidate layouts, as one array per setting."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.job.compression import COMPRESSORS
 from weft.planner.plan import Plan
 from weft.planner.schedules.registry import SCHEDULE_NAMES, resolve_name
 
@@ -17,28 +18,26 @@ IntArray = NDArray[np.int64]
 RECOMPUTES = ("none", "selective", "full")
 """Keep every activation, all but attention's inner ones, or only each block's input."""
 OFFLOADS = ("none", "optimizer", "activations")
-"""What waits in host memory."""
+"""What is kept in host memory."""
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "topk", "threshold", "powersgd", "onebit", "adaptive")
-"""What gradients travel as between replicas."""
 CP_STYLES = ("ring", "ulysses", "hybrid")
 PLACEMENTS = (
     ("tp", "cp", "dp_shard", "dp_replicate", "pp"),
     ("tp", "cp", "pp", "dp_shard", "dp_replicate"),
 )
-"""Axes from neighbouring ranks outwards. The first is the mesh's own order: stages far apart, shards close; the second
-keeps a pipeline's stages close and lets the shards be far apart."""
+"""Axes from neighbouring ranks outwards. The first is the mesh order: shards near, stages far apart; the second has
+stages near and shards far apart."""
 PLACEMENT_NAMES = ("shards-near", "stages-near")
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Equal-length arrays, one entry a candidate. Codes point into the tuples above."""
+    """Equal-length arrays, one entry per candidate. Codes index the tuples above."""
 
     dp_replicate: IntArray
     dp_shard: IntArray
     zero: IntArray
-    """0 plain replicas (dp_shard is 1), else what dp_shard cuts, as in parallel.zero."""
+    """0: plain replicas (dp_shard is 1), else the ZeRO stage, as in parallel.zero."""
     tp: IntArray
     sequence: NDArray[np.bool_]
     cp: IntArray
@@ -51,7 +50,7 @@ class Layouts:
     accumulation: IntArray
     recompute: IntArray
     recompute_blocks: IntArray
-    """How many of each stage's blocks `recompute` is for; -1 all of them."""
+    """How many blocks of each stage are recomputed; -1: all of them."""
     offload: IntArray
     precision: IntArray
     compression: IntArray
@@ -70,7 +69,7 @@ class Layouts:
         return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.pp
 
     def take(self, chosen: Any) -> Layouts:
-        """Those under a mask, a slice or an array of indices."""
+        """The layouts selected by a mask, a slice or indices."""
         return Layouts(**{name: array[chosen] for name, array in self.arrays()})
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -79,7 +78,7 @@ class Layouts:
 
     @classmethod
     def of(cls, **given: Any) -> Layouts:
-        """From arrays or numbers; a number stands for all, and what is left out is the plain choice."""
+        """From arrays or numbers; a number applies to all, and what is left out takes its default."""
         filled = {**_DEFAULTS, **given}
         size = np.broadcast(*filled.values()).shape or (1,)
         return cls(
@@ -96,7 +95,7 @@ class Layouts:
 
     @classmethod
     def join(cls, parts: Iterable[Layouts]) -> Layouts:
-        """One after the other."""
+        """Several layouts concatenated."""
         parts = list(parts)
         return cls(**{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)})
 
@@ -107,7 +106,7 @@ class Layouts:
         values: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in numbers}
         for name, words in _CODED.items():
             if name in Plan.__dataclass_fields__:
-                values[name] = words[int(getattr(self, name)[i])]
+                values[name] = words()[int(getattr(self, name)[i])]
         if values["compression"] == known.compression.partition(":")[0]:
             values["compression"] = known.compression  # with its number
         if self.recompute_blocks[i] >= 0:
@@ -115,14 +114,14 @@ class Layouts:
         return replace(known, **values, zero=int(self.zero[i]) or 3, sequence=bool(self.sequence[i]), split=())
 
 
-_CODED: dict[str, tuple[str, ...]] = {
-    "schedule": SCHEDULE_NAMES,
-    "recompute": RECOMPUTES,
-    "offload": OFFLOADS,
-    "precision": PRECISIONS,
-    "compression": COMPRESSIONS,
-    "cp_style": CP_STYLES,
-    "placement": PLACEMENT_NAMES,
+_CODED: dict[str, Callable[[], tuple[str, ...]]] = {
+    "schedule": lambda: SCHEDULE_NAMES,
+    "recompute": lambda: RECOMPUTES,
+    "offload": lambda: OFFLOADS,
+    "precision": lambda: PRECISIONS,
+    "compression": COMPRESSORS.names,
+    "cp_style": lambda: CP_STYLES,
+    "placement": lambda: PLACEMENT_NAMES,
 }
 
 _DEFAULTS: dict[str, Any] = {
@@ -143,4 +142,4 @@ def _codes(plan: Plan) -> dict[str, Any]:
         per_stage = -(-int(said["recompute"]) // plan.pp)
         codes["recompute_blocks"], said["recompute"] = per_stage, "full"
     said["compression"] = said["compression"].partition(":")[0]
-    return codes | {name: _CODED[name].index(word) for name, word in said.items()}
+    return codes | {name: _CODED[name]().index(word) for name, word in said.items()}

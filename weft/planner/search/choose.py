@@ -1,4 +1,4 @@
-"""From a job to its best layout: the space its settings leave open, searched, with the reasons."""
+"""The best layout of a job within the space that its settings leave open, with the reasons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.planner.search.space import Space, job_space
 def estimator_for(
     job: Job, world: int, device: Device, memory_gib: float, calibration: Calibration | None = None
 ) -> Estimator:
-    """What a resolved job's layouts are estimated with."""
+    """The estimator of a resolved job."""
     calibration = calibration or own_calibration(device)
     if job.memory.budget_gib:
         memory_gib = min(memory_gib, job.memory.budget_gib / calibration.usable)
@@ -32,7 +32,7 @@ def estimator_for(
 
 
 def plan_space(job: Job, plan: Plan, world: int, trainable: bool) -> Space:
-    """Every layout the job leaves open; with `trainable`, only what this version can train. `plan` has the pins."""
+    """The layouts that the job leaves open; with `trainable`, only those this version trains. `plan` has the pins."""
     space = job_space(job, world, plan.precision)
     if trainable:
         space = _trainable(space, job, plan)
@@ -42,7 +42,7 @@ def plan_space(job: Job, plan: Plan, world: int, trainable: bool) -> Space:
 
 
 def _on_cpus(space: Space) -> Space:
-    """CPU ranks share one machine's memory and links, so cutting the model gains nothing: as many samples as divide."""
+    """CPU ranks share one machine's memory and links, so model parallelism gains nothing: use data parallelism."""
     most = max(d for d in divisors(space.world) if space.batch % d == 0)
     return space.restricted(pp=(1,), cp=(1,), dp=(most,))
 
@@ -68,7 +68,7 @@ def _types(section: Any, name: str) -> tuple[Any, ...]:
 
 
 def choices(section: Any, name: str) -> set[str]:
-    """The words a field takes, wherever they stand in its type."""
+    """The literal values that a job field accepts."""
     words: set[str] = set()
     for each in _types(section, name):
         words |= {each} if isinstance(each, str) else set(typing.get_args(each))
@@ -76,7 +76,7 @@ def choices(section: Any, name: str) -> set[str]:
 
 
 def _pinned(space: Space, job: Job, plan: Plan) -> Space:
-    """The person's degrees exactly; what the section leaves open stays open."""
+    """The space with the pinned degrees; what the section leaves open stays open."""
     assert job.parallel != "auto"
     given = job.parallel
     name = resolve_name(plan.schedule, plan.virtual_stages)
@@ -109,7 +109,7 @@ def search_layout(
 
 
 def keep_pinned(job: Job, plan: Plan, chosen: Plan) -> Plan:
-    """What was chosen, with the words of the person where they pinned it."""
+    """The chosen plan with the job's pinned settings."""
     if job.memory.recompute != "auto":
         chosen = replace(chosen, recompute=plan.recompute)
     if job.parallel == "auto":

@@ -1,4 +1,4 @@
-"""What a search keeps of what it has estimated: the best of each set of degrees, and the front."""
+"""The best layouts found so far: the best of each set of degrees, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from weft.planner.search.candidates import IntArray, Layouts
 from weft.planner.time.step import Estimates
 
 TIME_TOLERANCE = 0.015
-"""Layouts whose times differ by less than this are as good as equal, for no estimate tells them apart: the simplest of
-them is taken."""
+"""Relative difference below which step times count as equal, as no estimate is that exact: of such layouts the simplest
+is chosen."""
 
 
 def degrees(layouts: Layouts) -> IntArray:
@@ -21,7 +21,7 @@ def degrees(layouts: Layouts) -> IntArray:
 
 
 def complexity(layouts: Layouts) -> NDArray[np.float64]:
-    """How many things a layout needs to work; of equally fast ones the plainest is taken."""
+    """Complexity of a layout; of equally fast ones the least complex is chosen."""
     several = [
         3 * (layouts.pp > 1), 2 * (layouts.tp > 1), 2 * (layouts.cp > 1), layouts.ep > 1, layouts.dp_shard > 1,
         (layouts.dp_replicate > 1) & (layouts.dp_shard > 1), 0.1 * layouts.zero, 0.5 * (layouts.schedule > 0),
@@ -32,18 +32,18 @@ def complexity(layouts: Layouts) -> NDArray[np.float64]:
 
 
 def ranked(layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> IntArray:
-    """The best first: by time in steps of NEAR, then the plainer, then the faster, then what needs less memory."""
+    """Order of layouts, the best first: by time in steps of TIME_TOLERANCE, then complexity, time and memory."""
     steps = np.floor(np.log(times / times.min()) / TIME_TOLERANCE)
     return np.lexsort((peaks, times, complexity(layouts), steps)).astype(np.int64)
 
 
 class BestLayouts:
-    """What has been found so far, and what is not worth opening any more."""
+    """The best layouts so far, and the bounds beyond which nothing better can follow."""
 
     def __init__(self, top: int, front: bool) -> None:
         self.top, self.front = top, front
         self.bound = np.inf
-        """Times above this are not among the best any more."""
+        """Times above this are not among the best."""
         self.parts: list[Layouts] = []
         self.times, self.peaks = np.array([]), np.array([])
         self.keys = np.array([], np.int64)
@@ -53,7 +53,7 @@ class BestLayouts:
         """The front so far: times rising, memory falling."""
 
     def open(self, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which bounds may still give something: a place among the best, or a step of the front."""
+        """Which bounds may still lead to one of the best layouts or to a point of the front."""
         wanted = times <= self.bound
         if self.front and len(self.stairs[0]):
             at = np.searchsorted(self.stairs[0], times, side="right") - 1
@@ -62,7 +62,7 @@ class BestLayouts:
         return wanted
 
     def add(self, layouts: Layouts, made: list[Estimates]) -> None:
-        """Take in what was estimated, and let go of what is no longer among the best nor on the front."""
+        """Add estimated layouts, and drop those that are neither among the best nor on the front."""
         if len(layouts) == 0:
             return
         good = np.concatenate([np.asarray(m.fits, bool) for m in made])

@@ -1,4 +1,4 @@
-"""The search: the fastest layouts of a space that fit, found exactly, by bounds instead of by looking at all.
+"""Branch and bound over a space: the fastest layouts that fit, found exactly.
 
 Settings fall in two: coarse ones (degrees, ZeRO stage, microbatch) and fine ones (schedule, placement, recompute). For
 each coarse row the estimator itself gives a bound: no bubble, no messages between stages, no embedding and head beside
@@ -38,7 +38,7 @@ BOUND_SLACK = 0.98
 
 @dataclass(frozen=True)
 class Estimator:
-    """What stays the same over a search."""
+    """Model, cluster, calibration and batch that layouts are estimated with."""
 
     model: ModelFacts
     cluster: ClusterFacts
@@ -66,7 +66,7 @@ class Estimator:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found: layouts that fit, the best first."""
+    """Layouts that fit, the best first."""
 
     space: Space
     estimator: Estimator
@@ -78,7 +78,7 @@ class SearchResult:
     estimated: int
     """Candidates, and bounds of groups of them, that were estimated one by one."""
     smallest_gib: float
-    """Memory of the most frugal layout, whether it fits or not."""
+    """Memory of the layout that needs least, whether it fits or not."""
     smallest: Layouts
     """That layout."""
     seconds: float
@@ -111,7 +111,7 @@ def find_layouts(space: Space, estimator: Estimator, top: int = 1, front: bool =
 
 
 class LayoutSearch:
-    """The coarse rows of a space and their bounds, worked out once and searched under any number of conditions."""
+    """The coarse rows of a space with their bounds, computed once and searched under any conditions."""
 
     def __init__(self, space: Space, estimator: Estimator) -> None:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The space: every layout that a job could have on a number of ranks, enumerated with exact divisibility."""
+"""The search space: every layout of a job on a number of ranks, with exact divisibility."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from weft.job.compression import COMPRESSORS
 from weft.job.schema import Job
 from weft.planner.rules.arithmetic import divisors
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import (
-    COMPRESSIONS,
     CP_STYLES,
     OFFLOADS,
     PLACEMENTS,
@@ -23,7 +23,6 @@ from weft.planner.search.candidates import (
 )
 
 __all__ = [
-    "COMPRESSIONS",
     "CP_STYLES",
     "OFFLOADS",
     "PLACEMENTS",
@@ -43,24 +42,24 @@ __all__ = [
 MAX_MICROBATCH_TOKENS = 65_536
 """Tokens in one microbatch of a rank beyond which a larger one gains nothing."""
 MIN_CP_TOKENS = 4096
-"""Tokens of a sequence that a rank of cp is left with, at least: shorter blocks leave attention kernels half idle."""
+"""Least tokens of a sequence per rank of cp: shorter blocks leave attention kernels partly idle."""
 _PIPELINES = tuple((name, entry.searched_stages) for name, entry in SCHEDULES.items() if entry.searched_stages)
 """Schedules that the search tries, each with its stages per rank."""
 
 
 Columns = dict[str, IntArray]
-"""Candidates on their way: an array for each choice made so far."""
+"""Partly enumerated candidates: an array for each setting chosen so far."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """What a search may choose among: the choices of each setting, and what divides what."""
+    """The options of each setting, and what must divide what."""
 
     world: int
     batch: int
     seq_len: int
     parts: int
-    """Embedding, blocks and head: what stages are made of."""
+    """Embedding, blocks and head: the units that stages are made of."""
     tp: tuple[int, ...] = (1,)
     cp: tuple[int, ...] = (1,)
     pp: tuple[int, ...] = (1,)
@@ -86,9 +85,9 @@ class Space:
     kv_heads: int = 0
     experts: int = 0
     blocks: int | None = None
-    """How many of all blocks are recomputed, where the job says a number."""
+    """How many of all blocks are recomputed, where the job sets a number."""
     by_block: bool = True
-    """Recompute may also be for some of a stage's blocks."""
+    """Whether only some of a stage's blocks may be recomputed."""
 
     def restricted(self, **only: Any) -> Space:
         """The same space with fewer choices."""
@@ -96,12 +95,12 @@ class Space:
 
 
 def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = RECOMPUTES) -> Space:
-    """Every layout of a resolved job on `world` ranks, as its rules allow."""
+    """The space of a resolved job on `world` ranks, as its rules allow."""
     model, seq = job.model, job.data.seq_len
     share: dict[str, Any] = {
         "world": world,
         "batch": job.train.global_batch,
-        "seq_len": 1 if model.family == "mlp" else seq,
+        "seq_len": 1 if model.is_stack else seq,
     }
     fixed: dict[str, Any] = {
         "precision": (precision,), "offload": (job.memory.offload,), 
@@ -116,7 +115,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
         return Space(**share, parts=1, **fixed)
     options = divisors(world)
     heads, kv = model.heads or 0, model.kv_heads or 0
-    width = (model.ffn if model.family != "mlp" else model.dim) or 1
+    width = (model.ffn if not model.is_stack else model.dim) or 1
     layers = model.layers or 1
     tp = [d for d in options if width % d == 0 and (not heads or (heads % d == 0 and kv % d == 0))]
     cp = [d for d in options if d == 1 or (heads and seq % (2 * d) == 0 and seq // d >= MIN_CP_TOKENS and model.causal)]
@@ -139,7 +138,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
 
 
 def _recomputes(job: Job, options: Iterable[str]) -> tuple[str, ...]:
-    """What may be tried; a number of blocks stands beside the others, as some of `full`."""
+    """The recompute modes to try; a number of blocks counts as a partial `full`."""
     asked = job.memory.recompute
     if asked == "auto":
         return tuple(options)
@@ -147,17 +146,17 @@ def _recomputes(job: Job, options: Iterable[str]) -> tuple[str, ...]:
 
 
 def all_layouts(space: Space) -> Layouts:
-    """All of them, one array operation for each choice."""
+    """All layouts of a space."""
     return layouts_of(space, expand(space, coarse(space)))
 
 
 def coarse(space: Space) -> Columns:
-    """Degrees, ZeRO stage, experts, precision and microbatch: what bounds are worked out for."""
+    """Degrees, ZeRO stage, experts, precision and microbatch: the settings that bounds are computed for."""
     rows = _degrees(space)
     rows = _spread(rows, "zero", [np.where(rows["dp_shard"] > 1, z, 0) for z in space.zero], unique=True)
     if space.experts:
         rows = _expert(space, rows)
-    for name, names in (("offload", OFFLOADS), ("precision", PRECISIONS), ("compression", COMPRESSIONS)):
+    for name, names in (("offload", OFFLOADS), ("precision", PRECISIONS), ("compression", COMPRESSORS.names())):
         codes = [names.index(word) for word in getattr(space, name)]
         rows = _spread(rows, name, [np.full(len(rows["tp"]), code) for code in codes])
     rows = _microbatches(space, rows)
@@ -176,13 +175,13 @@ def expand(space: Space, rows: Columns) -> Columns:
 
 
 def layouts_of(space: Space, rows: Columns) -> Layouts:
-    """Rows as layouts, with the sequence cut wherever tp can cut it."""
+    """Columns as layouts, with sequence parallelism wherever tp divides the sequence."""
     sequence = (rows["tp"] > 1) & (space.seq_len % rows["tp"] == 0) & space.sequence & (space.heads > 0)
     return Layouts.of(**rows, sequence=sequence)
 
 
 def count(space: Space, rows: Columns) -> int:
-    """How many layouts `expand` would make of coarse rows, without making them."""
+    """The number of layouts that `expand` would make, without making them."""
     pipes = np.zeros(len(rows["pp"]), np.int64)
     for _, stages in space.schedules:
         for each in stages:

@@ -1,4 +1,4 @@
-"""The survey of a job's layouts: the winner, the runner-ups and what each lacks, the front, money and energy."""
+"""The result of `weft plan`: the winner, runner-ups and their differences, the Pareto front, cost and energy."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from weft.planner.search.choose import estimator_for, keep_pinned, plan_space
 from weft.planner.search.search import LayoutSearch, SearchResult
 
 NODE_FRACTIONS = (1, 2, 4, 8)
-"""The front also asks what the same run takes on so many times fewer nodes."""
+"""The front also includes the same run on this many times fewer nodes."""
 MAX_FRONT_POINTS = 24
-"""Points of the front that are shown, spread over it."""
+"""Most points of the front that are listed."""
 SEARCHED_FIELDS = (
     "dp_replicate", "dp_shard", "zero", "tp", "sequence", "cp", "pp", "ep", "schedule", "virtual_stages", "microbatch",
     "accumulation", "recompute", "offload", "precision", "compression", "placement",
 )  # fmt: skip
-"""What a search chooses."""
+"""Plan fields that the search chooses."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One layout of the list or the front: what it takes, and what it lacks beside the winner."""
+    """One layout of the list or the front, and its difference from the winner."""
 
     plan: Plan
     nodes: int
     step_time_s: float
-    """As the run sees it: failures and checkpoints counted in."""
+    """Effective step time, with failures and checkpoints."""
     peak_gib: float
     usd: float | None
     """Of the whole run."""
@@ -59,7 +59,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Survey:
-    """Everything `weft plan` says of a job whose model is known."""
+    """Everything that `weft plan` reports for one of Weft's models."""
 
     job: Job
     plan: Plan
@@ -72,9 +72,9 @@ class Survey:
     runner_ups: tuple[Point, ...] = ()
     front: tuple[Point, ...] = ()
     untrainable: tuple[str, ...] = ()
-    """Why this version cannot train the winner yet."""
+    """Why this version cannot train the winner."""
     gains: tuple[Gain, ...] = ()
-    """What settings that the job does not ask for would gain."""
+    """Gains of settings that the job does not use."""
 
     @property
     def fits(self) -> bool:
@@ -94,7 +94,7 @@ class Survey:
 def survey(
     start: PlanStart, top: int = 5, front: bool = True, trainable: bool = False, calibration: Calibration | None = None
 ) -> Survey:
-    """Search a job's layouts and say what was found; a JobError where no layout divides its batch and ranks."""
+    """Search a job's layouts; a JobError where no layout divides its batch and ranks."""
     job, plan = start.job, start.plan
     calibration = calibration or own_calibration(start.device)
     estimator = estimator_for(job, start.world, start.device, start.memory_gib, calibration)
@@ -141,7 +141,7 @@ def _goodput(job: Job, plan: Plan, step_time_s: float) -> Goodput:
 
 
 def run_cost(start: PlanStart, found: SearchResult, seconds: float, world: int) -> tuple[float | None, float]:
-    """USD and kWh of a whole run whose steps take so long."""
+    """USD and kWh of a whole run at this step time."""
     cluster = found.estimator.cluster
     hours = seconds * start.job.train.steps / 3600
     price = start.job.cluster.price_usd_hour
@@ -159,7 +159,7 @@ def _point(start: PlanStart, found: SearchResult, i: int, lacks: str = "") -> Po
 
 
 def on_fewer_nodes(start: PlanStart, times: int) -> PlanStart | None:
-    """The same run on so many times fewer nodes, where they divide and the batch still does."""
+    """The same run on this many times fewer nodes; None where they do not divide."""
     nodes = start.job.cluster.nodes
     if nodes % times or start.job.parallel != "auto":
         return None
@@ -169,7 +169,7 @@ def on_fewer_nodes(start: PlanStart, times: int) -> PlanStart | None:
 
 
 def _front(made: Survey, trainable: bool, calibration: Calibration) -> tuple[Point, ...]:
-    """What nothing beats in time, memory, money and energy at once, over all of the nodes and over fewer."""
+    """The Pareto front in time, memory, cost and energy, on all nodes and on fewer."""
     points: list[Point] = []
     for times in NODE_FRACTIONS:
         start = made.start if times == 1 else on_fewer_nodes(made.start, times)
@@ -194,7 +194,7 @@ def _front_indices(found: SearchResult) -> list[int]:
 
 
 def pareto_points(points: Sequence[Point]) -> list[Point]:
-    """Those that no other beats or equals in all four at once, the fastest first."""
+    """The points that no other dominates, the fastest first."""
     values = np.array([[p.step_time_s, p.peak_gib, p.usd or 0.0, p.kwh] for p in points]).reshape(-1, 4)
     kept = []
     for i, own in enumerate(values):

@@ -1,4 +1,4 @@
-"""How large the buckets are in which replicas sum their gradients, from what a message costs (α) and a byte (β)."""
+"""Size of the gradient buckets of replicas, from the cost of a message (α) and of a byte (β)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weft.planner.time.collectives import rank_group
 
 MIN_BUCKET_MB, MAX_BUCKET_MB = 1.0, 200.0
 CPU_ALL_REDUCE_LATENCY_S = 2e-3
-"""Of an all-reduce of CPU ranks over Gloo or MPI, where it was not measured. They often outnumber the cores, and
-wait for each other's turn: `weft bench collectives` gave 4.3 ms with four ranks on two cores."""
+"""Latency of an all-reduce between CPU ranks over Gloo or MPI, where not measured. They often outnumber the cores:
+`weft bench collectives` gave 4.3 ms with four ranks on two cores."""
 
 
 def all_reduce_cost(job: Job, plan: Plan, device: Device) -> tuple[float, float]:
-    """α and β of an all-reduce over the replicas: as `weft calibrate` measured them here, else as the plan counts."""
+    """α and β of an all-reduce over the replicas: measured by `weft calibrate`, else from the catalog."""
     n = plan.dp_replicate * plan.cp
     measured = load_measured(device.name)
     seen = [m for m in measured.collectives if m.kind == "all_reduce" and m.seconds > 0] if measured else []
@@ -36,8 +36,8 @@ def all_reduce_cost(job: Job, plan: Plan, device: Device) -> tuple[float, float]
 
 
 def bucket_mb(job: Job, plan: Plan, device: Device) -> tuple[float, str]:
-    """The size, and why. Of S bytes in buckets of b, S/b messages cost α each, and the last, which no computation
-    hides, costs β · b: the sum is least at b = √(S · α / β)."""
+    """Bucket size and the reason. Of S bytes in buckets of b, S/b messages cost α each, and the last, which is not
+    overlapped, costs β · b: the sum is least at b = √(S · α / β)."""
     parameters = count_parameters(job.model)
     if parameters is None:
         return Plan.bucket_mb, ""

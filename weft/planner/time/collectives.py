@@ -1,4 +1,4 @@
-"""How long collectives take: latency and bandwidth (α–β) over the levels of the topology, for groups of ranks."""
+"""Time of collectives: latency and bandwidth (α–β) over the levels of the topology."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.planner.search.candidates import PLACEMENTS, Layouts
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one axis as they lie on the topology."""
+    """The ranks of one axis and their links."""
 
     ranks: Size
     inside: Size
@@ -25,7 +25,7 @@ class Group:
     across: Size
     """1 where the ring leaves the innermost level."""
     one_gb_s: Size
-    """Between two of them that lie on different groups of the innermost level."""
+    """Between two ranks in different groups of the innermost level."""
 
 
 def axis_groups(cluster: ClusterFacts, layouts: Layouts, cal: Calibration) -> dict[str, Group]:
@@ -68,7 +68,7 @@ def rank_group(cluster: ClusterFacts, ranks: Size, stride: Size, cal: Calibratio
 
 
 def all_gather_time(g: Group, bytes_: Size) -> Size:
-    """All-gather or reduce-scatter of a buffer of so many bytes in whole."""
+    """All-gather or reduce-scatter; `bytes_` is the size of the whole buffer."""
     return np.where(g.ranks > 1, g.latency_s + bytes_ * (g.ranks - 1) / g.ranks / (g.gb_s * 1e9), 0.0)
 
 
@@ -78,9 +78,9 @@ def all_reduce_time(g: Group, bytes_: Size) -> Size:
 
 
 def all_to_all_time(g: Group, bytes_: Size, copies: Size = 1) -> Size:
-    """All-to-all in which each rank sends so many bytes in whole, the same to each.
+    """All-to-all in which each rank sends `bytes_` in total, evenly to all.
 
-    Of `copies` of one row that go to ranks of the same node only one crosses the network, as DeepEP and HybridEP do it.
+    Of `copies` of a row to ranks of one node only one crosses the network, as in DeepEP and HybridEP.
     """
     nodes = np.maximum(g.ranks / g.inside, 1)
     copies = np.maximum(copies, 1)
@@ -93,6 +93,6 @@ def all_to_all_time(g: Group, bytes_: Size, copies: Size = 1) -> Size:
 
 
 def send_time(g: Group, bytes_: Size) -> Size:
-    """From one rank to the next of its group."""
+    """Point-to-point message to the next rank of the group."""
     hop = g.latency_s / np.maximum(g.ranks - 1, 1)
     return np.where(g.ranks > 1, hop + bytes_ / (g.one_gb_s * 1e9), 0.0)

@@ -1,4 +1,4 @@
-"""How long a block's computing takes: the roofline of each matrix product, attention, and what only moves memory."""
+"""Compute time of a block: a roofline for each matrix product, attention, and memory-bound operations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
 from weft.planner.search.candidates import PRECISIONS, Layouts
 
 TILE_ELEMENTS = 128 * 128
-"""Results of a matrix product that one core of the device makes at once."""
+"""Output elements of a matrix product that one core computes at once."""
 TILE_ALIGNMENT = 64
 MEMORY_SHARE = 0.85
-"""Share of the memory's peak bandwidth that a long copy gets."""
+"""Share of the peak memory bandwidth that a large copy reaches."""
 SCORE_BYTES = 12
-"""Unfused attention moves each score so often, forward: written, scaled and masked, normalised, dropped, read."""
+"""Bytes moved per score by unfused attention in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class ComputeTime:
     """One block."""
     backward: Size
     attention: Size
-    """The part of forward that context parallelism overlaps with."""
+    """The part of forward that overlaps with context-parallel communication."""
     inner: Size
-    """The part of forward that selective recompute does again."""
+    """The part of forward that selective recompute repeats."""
     head_forward: Size
     head_backward: Size
     embedding: Size
 
 
 def peak_flops_by_precision(cluster: ClusterFacts, layouts: Layouts) -> tuple[Size, Size]:
-    """FLOP/s of the layouts' precision, and of what stays in 16 bits beside fp8."""
+    """Peak FLOP/s of the layouts' precision, and of operations that stay in 16 bits under fp8."""
     table = [np.asarray(cluster.peak_tflops[name], float) + 0.0 * layouts.tp for name in PRECISIONS]
     own = np.choose(layouts.precision, table) * 1e12
     wide = np.where(layouts.precision == PRECISIONS.index("fp8"), table[1] * 1e12, own)
@@ -104,7 +104,7 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
     ragged = 1 + 4 * cal.odd * (np.mod(model.head_dim, 8) > 0)
     attention_f = ragged * np.where(has_attention, fused_f if cal.fused > 0 else split_f + written, 0.0)
     attention_b = attention_f * (2.5 if cal.fused > 0 else 2.0)
-    # what only moves memory: norms and residuals, rotations, the non-linearity
+    # memory-bound operations: norms and residuals, rotary embeddings, activation functions
     whole = np.where(np.asarray(model.norm_rows) > 0, 10.0, 0.0) * model.dim / np.where(layouts.sequence, tp, 1)
     hidden = (1 - share) * model.ffn + share * (model.top_k * (model.moe_ffn + 2 * model.dim) + model.shared_ffn)
     cut = (2 * (q + kv) + (model.gates + 1) * hidden) / tp

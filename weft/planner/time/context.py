@@ -1,6 +1,6 @@
-"""How the sequence is cut among the ranks of cp, and what each style of bringing it together sends.
+"""Context parallelism: how the sequence is split over cp, and the traffic of each style.
 
-parallel/context/attention.py cuts and sends by the same functions.
+parallel/context uses the same functions.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def rings(style: str, cp: int, heads: int, kv_heads: int) -> tuple[int, int]:
 
 
 def ulysses_fits(ranks: int, heads: int, kv_heads: int) -> bool:
-    """Whether heads can be dealt out to so many ranks: each gets as many, with the key and value heads they read."""
+    """Whether heads divide evenly over so many ranks, with the key and value heads they read."""
     return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 RING_HOP_KV = 1.5
-"""Keys and values that a hop of a balanced causal ring brings, in units of a rank's tokens: 3 of 4 chunks, of each."""
+"""Keys and values received in a hop of a balanced causal ring, in units of a rank's tokens: 3 of 4 chunks, of each."""
 ATTENTION_EFFICIENCY = 0.4
-"""Share of the device's peak that attention reaches, where nothing was measured."""
+"""Share of the device's peak that attention reaches, where not measured."""
 
 
 def choose_style(

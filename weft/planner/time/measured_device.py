@@ -1,4 +1,4 @@
-"""Step time of one device from what was measured on it: Weft's own blocks, loss, optimizer and host, interpolated."""
+"""Step time on one device, interpolated from measurements of Weft's blocks, loss, optimizer and host."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from weft.planner.plan import Plan
 
 
 def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
-    """One step on one device; None where the measurements or the layout do not allow it."""
+    """Seconds of one step on one device; None where the measurements do not cover the layout."""
     m = job.model
-    if plan.world > 1 or m.family not in ("llama", "gpt2") or not measured.blocks or not measured.heads:
+    if plan.world > 1 or not m.is_decoder or not measured.blocks or not measured.heads:
         return None
     tokens = plan.microbatch * job.data.seq_len
     scale = _matched(job, plan, measured)
@@ -31,7 +31,7 @@ def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
     forward, backward = attention_seconds(job, plan, measured)
     rest = elementwise_bytes(job, plan.microbatch * job.data.seq_len)
     again = recomputed_share(plan.recompute, m)
-    kept = plan.recompute == "selective"  # then only what is neither a product nor attention runs again
+    kept = plan.recompute == "selective"  # only what is neither a matrix product nor attention is recomputed
     once = (1 if kept else 1 + again) * (ahead + forward) + (1 + again) * rest / 3 / scale
     block = once + back + backward + 2 * rest / 3 / scale + casts
     head = _head_seconds(job, plan, measured)

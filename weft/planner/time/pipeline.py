@@ -1,4 +1,4 @@
-"""A pipeline's step in closed form: how layers fall on stages, and how long all microbatches take to pass."""
+"""Time of a pipelined step in closed form, and how layers are divided over stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.planner.search.candidates import Layouts
 
 
 def stage_layers(layers: Size, stages: Size) -> tuple[Size, Size]:
-    """Blocks of the fullest stage, and of the last. Embedding and head count as a block where that evens out."""
+    """Blocks of the largest stage, and of the last. Embedding and head count as a block where that evens out."""
     layers, stages = np.asarray(layers, float), np.asarray(stages, float)
     even = np.mod(layers, stages) == 0
     ends = (np.mod(layers + 2, stages) == 0) & ~even
@@ -23,7 +23,7 @@ def stage_layers(layers: Size, stages: Size) -> tuple[Size, Size]:
 def step_time(
     layouts: Layouts, layers: Size, forward: Size, backward: Size, head: Size, embedding: Size, send: Size
 ) -> tuple[Size, Size]:
-    """Seconds from the first forward to the last backward, and how much of them the busiest rank waits.
+    """Seconds from the first forward to the last backward, and the bubble of the busiest rank.
 
     `forward` and `backward` are one block's for one microbatch, `head` and `embedding` both passes, `send` one message
     that is not hidden. A rank's own work, then what the schedule leaves it waiting while the pipeline fills and drains:

@@ -17,9 +17,9 @@ from weft.planner.time.compute import MEMORY_SHARE, compute_time, peak_flops_by_
 from weft.planner.time.pipeline import stage_layers, step_time
 
 PROFILE_WIDTH = 0.25
-"""Doublings of a shape's sides within which a measured block speaks for it."""
+"""Width, in doublings of a shape's sides, of the kernel that interpolates measured blocks."""
 SLOW_KERNEL_LAUNCHES = 1.3
-"""Launches of a block whose scores take the slower kernels, over those of one whose scores do not."""
+"""Host time of a block whose attention scores use the slower kernels, over one with fast kernels."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Estimates:
     peak_gib: Size
     fits: Size
     time: dict[str, Size]
-    """Exposed seconds of a step by what they go to; they add up to step_time_s."""
+    """Exposed seconds of a step by part; they add up to step_time_s."""
     bytes: dict[str, Size]
-    """Bytes one rank hands to collectives in a step, by axis."""
+    """Bytes one rank passes to collectives in a step, by axis."""
     level_bytes: dict[str, Size]
     """Bytes one rank sends over each level of the topology in a step."""
     tflops: Size
@@ -45,13 +45,13 @@ class Estimates:
 
 
 def _smooth_max(a: Size, b: Size, power: float) -> Size:
-    """The larger of two, rounded where they are about equal."""
+    """A smooth maximum."""
     top = np.maximum(np.maximum(a, b), 1e-30)
     return top * ((a / top) ** power + (b / top) ** power) ** (1 / power)
 
 
 def _profiled(cal: Calibration, tokens: Size, dim: Size, tp: Size) -> Size:
-    """Measured over computed for blocks like these: that of the measured shapes close by, else 1."""
+    """Ratio of measured to computed time for similar measured shapes; 1 where there are none."""
     points = np.log2(np.array(cal.profile))
     here = np.stack(np.broadcast_arrays(np.log2(tokens), np.log2(dim), np.log2(tp)), axis=-1)
     near = np.exp(-(((here[:, None, :] - points[None, :, :3]) / PROFILE_WIDTH) ** 2).sum(-1) / 2)
@@ -173,7 +173,7 @@ def estimate(
     wait = cal.jitter * np.log2(nodes)
     total = (passed + dp_time + optimizer + moved_out + step) * (1 + wait)
 
-    # where the time went; a block's communication is exposed only as far as it made the block longer
+    # breakdown of the time; a block's communication counts only as far as it makes the block longer
     f_x, b_x = np.minimum(1, forward / np.maximum(gpu_f, 1e-30)), 1.0
     blocks = count * here
     passes = 2 + np.where(full, again_share, 0)
@@ -207,7 +207,7 @@ def _traffic(
     model: ModelFacts, layouts: Layouts, shared: Size, experts: Size, row: Size, size: Size, grad: Size, passes: Size,
     here: Size, kv_bytes: Size, routed: Size, pp_bytes: Size,
 ) -> dict[str, Any]:  # fmt: skip
-    """Bytes a rank hands to each axis' collectives in a step."""
+    """Bytes a rank passes to the collectives of each axis in a step."""
     count, z = layouts.accumulation, layouts.zero
     owned = shared + experts
     gathered = np.choose(np.clip(z, 0, 3), [0 * size, size, size, 2 * count * size])
@@ -224,7 +224,7 @@ def _traffic(
 
 
 def _by_level(g: dict[str, links.Group], traffic: dict[str, Size]) -> dict[str, Size]:
-    """What stays inside a node, and what each rank sends over the network."""
+    """Bytes sent inside a node and over the network."""
     out = {"node": 0.0, "network": 0.0}
     for axis, bytes_ in traffic.items():
         leaves = g[axis].across / np.maximum(g[axis].inside, 1)

@@ -1,4 +1,4 @@
-"""One offline page: its frame, its style and script, and a card for each figure."""
+"""An offline HTML page: frame, style and script, and a card for each figure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from weft.watch.figures import Figure
+from weft.watch.figures.figure import Figure
 from weft.watch.journal import to_plain
 
 
 def shell(title: str, body: str, plotly: str) -> str:
-    """The whole page around its cards."""
-    # The policy is the promise that the page asks nothing of any network
+    """The whole page around its body."""
+    # the policy forbids all network requests
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -37,7 +37,7 @@ style-src 'unsafe-inline'; img-src data: blob:; font-src data:">
 
 
 def card(figure: Figure, above: str = "") -> str:
-    """A figure in its frame, or the sentence where there is nothing to draw."""
+    """A figure in its frame, or its sentence if there is nothing to draw."""
     caption = f'<p class="caption">{esc(figure.caption)}</p>' if figure.caption else ""
     if not figure.data:
         inner = f'<p class="caption">{esc(figure.empty)}</p>'
@@ -53,7 +53,7 @@ aria-label="{esc(figure.title)}"></div>
 
 
 def embed(value: Any) -> str:
-    """JSON inside a script element: no text in it can end the element."""
+    """JSON for a script element, escaped so that no text can close the element."""
     return json.dumps(to_plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: a trace added up by class of work, each beside the best its device could do."""
+"""Time of a step by class of work, each compared with the roofline of the device."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from typing import Any
 from weft.watch.kernel_classes import (
     ATTENTION,
     CLASSES,
+    FP8_PRODUCT,
     HOST,
-    LOW,
     attention_flops,
     classify,
     moved_bytes,
     product_flops,
 )
-from weft.watch.trace import Event, Trace, cover, overlap
+from weft.watch.profiler_trace import Trace, TraceEvent, cover, overlap
 
-TOP = 5
-"""Kernels named for each class."""
+TOP_KERNELS = 5
+"""Kernels listed for each class."""
 
 
 @dataclass(frozen=True)
-class Roofs:
-    """What the device can do, measured where it could be: the flat and the sloping part of the roofline."""
+class Rooflines:
+    """Peak rates of the device, measured where possible."""
 
     tflops: float | None
-    """Matrix products on random data, in the compute dtype."""
+    """Matrix products of random data in the compute dtype."""
     low_tflops: float | None
-    """The same in fp8, where the job computes in it."""
+    """The same in fp8, if the job uses it."""
     memory_gb_s: float | None
     link_gb_s: float | None
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of one step of this rank from the job and the plan, and not from the trace."""
+class StepFacts:
+    """Figures of one step of this rank that come from the job and the plan instead of the trace."""
 
     causal: bool
     matmul_flops: float | None
-    """By the model's shape; used where the trace shows no shapes (CUDA graphs)."""
+    """From the model's shape; used if the trace has no shapes (CUDA graphs)."""
     attention_flops: float | None
     optimizer_bytes: float
-    """One pass over gradients, states, master weights and weights: what no optimizer can do without."""
+    """One pass over gradients, optimizer states, master params and compute params: the least any optimizer moves."""
     loss_bytes: float
     """The logits read once and their gradient written once."""
     communication_bytes: float
 
 
 @dataclass(frozen=True)
-class Row:
+class ProfileRow:
     """One class of work in one step."""
 
     name: str
     ms: float
-    """Time in which the device did this and nothing before it in the table; the rows add up to the step."""
+    """Time attributed to this class alone; the rows add up to the step."""
     share: float
     busy_ms: float
     """All of its kernels' time, hidden behind others or not."""
@@ -70,7 +70,7 @@ class Row:
     """In the unit of the rate."""
     roof_ms: float | None
     distance: float | None
-    """Measured time over the time at the roof: 1 is at the roof."""
+    """Measured time over the time at the roof; 1 is at the roof."""
     top: list[dict[str, Any]]
 
 
@@ -96,11 +96,11 @@ class _Sum:
 Sums = dict[str, _Sum]
 
 
-def summarise(trace: Trace, steps: int, step_ms: float, facts: Facts, roofs: Roofs) -> list[Row]:
-    """The rows of one step. `step_ms` is a step without the profiler, whose own cost is taken out again.
+def summarise(trace: Trace, steps: int, step_ms: float, facts: StepFacts, roofs: Rooflines) -> list[ProfileRow]:
+    """The rows of one step. `step_ms` is a step without the profiler; the profiler's overhead is removed.
 
-    On a GPU the profiler slows only the host: busy times stand, and idle is what they leave of `step_ms`. On a CPU it
-    slows everything alike: all rows shrink by the same share.
+    On a GPU the profiler slows only the host, so kernel times are kept and idle time is the rest of `step_ms`. On a CPU
+    it slows everything, so all rows are scaled by the same factor.
     """
     sums: Sums = {name: _Sum() for name in CLASSES}
     on_device = bool(trace.device)
@@ -123,7 +123,7 @@ def summarise(trace: Trace, steps: int, step_ms: float, facts: Facts, roofs: Roo
 
 
 def _add_device(trace: Trace, sums: Sums) -> None:
-    """Work comes first, then messages, then copies from the host: only what is not hidden counts in the step."""
+    """Compute has priority, then communication, then host copies: overlapped time counts once."""
     labelled = []
     for event, launch in trace.device:
         stack = [*(launch.stack() if launch else ()), *trace.marks_at(launch.start if launch else event.start)]
@@ -143,14 +143,14 @@ def _add_device(trace: Trace, sums: Sums) -> None:
 
 
 def _waited_for_data(trace: Trace) -> float:
-    """Time in which the device did nothing while the host waited for a batch."""
+    """Time in which the device was idle while the host waited for a batch."""
     busy = cover((e.start, e.end) for e, _ in trace.device)
     asked = [m for m in trace.marks if m.name == "weft.data"]
     return sum(m.length - overlap(busy, m.start, m.end) for m in asked)
 
 
 def _add_host(trace: Trace, sums: Sums) -> None:
-    """Operators of the thread that steps; where it only waits, messages that are under way; the rest is Python."""
+    """Operators of the main thread, then exposed communication; the rest is Python."""
     start, end = trace.window
     main = {m.thread for m in trace.marks}
     ours = [e for e in trace.host if e.thread in main and start <= e.start < end]
@@ -169,8 +169,8 @@ def _add_host(trace: Trace, sums: Sums) -> None:
     sums["data/host"].add("Python, the autograd engine and the loader", max(0.0, rest), max(0.0, rest))
 
 
-def _count_work(trace: Trace, sums: Sums, facts: Facts, on_device: bool) -> None:
-    """FLOPs and bytes from the operators' shapes."""
+def _count_work(trace: Trace, sums: Sums, facts: StepFacts, on_device: bool) -> None:
+    """Add FLOPs and bytes from the operators' shapes."""
     start, end = trace.window
     inner: set[int] = set()
     ops = [e for e in trace.host if e.kind == "cpu_op" and start <= e.start < end]
@@ -191,13 +191,13 @@ def _count_work(trace: Trace, sums: Sums, facts: Facts, on_device: bool) -> None
             sums["attention"].flops += attended
         elif flops and label == "matmul":
             sums["matmul"].flops += flops
-            sums["matmul"].low_flops += flops if op.name == LOW else 0.0
+            sums["matmul"].low_flops += flops if op.name == FP8_PRODUCT else 0.0
         elif label == "elementwise" and (id(op) in launched if launched is not None else id(op) not in inner):
             sums["elementwise"].bytes += moved_bytes(op)
 
 
-def _launchers(trace: Trace) -> Iterable[Event]:
-    """Of every kernel, the nearest operator around its launch whose shapes tell what it moved."""
+def _launchers(trace: Trace) -> Iterable[TraceEvent]:
+    """For every kernel, the innermost enclosing operator with shapes."""
     for _, at in trace.device:
         while at is not None and not (at.kind == "cpu_op" and moved_bytes(at)):
             at = at.parent
@@ -205,8 +205,8 @@ def _launchers(trace: Trace) -> Iterable[Event]:
             yield at
 
 
-def _fill_in(sums: Sums, facts: Facts, steps: int) -> None:
-    """What is known from the job, where the trace cannot tell."""
+def _fill_in(sums: Sums, facts: StepFacts, steps: int) -> None:
+    """Fill in what the trace does not contain from the job's figures."""
     known = {"optimizer": facts.optimizer_bytes, "loss": facts.loss_bytes, "communication": facts.communication_bytes}
     for name, amount in known.items():
         sums[name].bytes = amount * steps
@@ -215,7 +215,7 @@ def _fill_in(sums: Sums, facts: Facts, steps: int) -> None:
             sums[name].flops = flops * steps
 
 
-def _row(name: str, s: _Sum, steps: int, scale: float, total: float, roofs: Roofs) -> Row:
+def _row(name: str, s: _Sum, steps: int, scale: float, total: float, roofs: Rooflines) -> ProfileRow:
     per_step = scale / steps / 1e3
     ms, busy = s.exclusive * per_step, s.busy * per_step
     flops, moved = s.flops / steps, s.bytes / steps
@@ -227,13 +227,13 @@ def _row(name: str, s: _Sum, steps: int, scale: float, total: float, roofs: Roof
     elif moved and not flops:
         roof = roofs.link_gb_s if name == "communication" else roofs.memory_gb_s
         roof_ms = moved / roof / 1e6 if roof else None
-    return Row(
+    return ProfileRow(
         name, ms, s.exclusive / total, busy, s.calls / steps, flops or None, moved or None,
         flops / busy / 1e9 if flops and busy else None, moved / busy / 1e6 if moved and busy else None,
         roof, roof_ms, busy / roof_ms if roof_ms and busy else None,
         [
             {"name": short(k), "ms": t * per_step, "calls": s.kernels[k] / steps}
-            for k, t in sorted(s.times.items(), key=lambda item: -item[1])[:TOP]
+            for k, t in sorted(s.times.items(), key=lambda item: -item[1])[:TOP_KERNELS]
         ],
     )  # fmt: skip
 
@@ -242,13 +242,13 @@ _NOISE = re.compile(r"^void |^std::|\(anonymous namespace\)::|at::native::|\(.*$
 
 
 def short(kernel: str, most: int = 72) -> str:
-    """A kernel's name without return type, arguments and the rooms it lives in."""
+    """A kernel's name without return type, arguments and namespaces."""
     name = _NOISE.sub("", kernel) or kernel
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def table(rows: list[Row]) -> list[str]:
-    """The rows for a terminal."""
+def table(rows: list[ProfileRow]) -> list[str]:
+    """The rows as lines for a terminal."""
     lines = [f"{'':14} {'ms':>9} {'share':>7} {'calls':>8}  {'rate':>15}  {'roof':>15}  {'× its roof':>10}"]
     lines.append("─" * len(lines[0]))
     for r in rows:
@@ -258,8 +258,8 @@ def table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def rate_of(row: Row) -> tuple[str, str]:
-    """The achieved rate and the roof, in words."""
+def rate_of(row: ProfileRow) -> tuple[str, str]:
+    """The achieved rate and the roof, as text."""
     if row.tflops is not None:
         unit, times = ("TFLOP/s", 1) if row.tflops >= 1 else ("GFLOP/s", 1000)
         return f"{_figure(row.tflops * times)} {unit}", f"{_figure(row.roof * times)} {unit}" if row.roof else "–"
@@ -272,10 +272,10 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def to_json(rows: list[Row]) -> list[dict[str, Any]]:
+def to_json(rows: list[ProfileRow]) -> list[dict[str, Any]]:
     return [asdict(r) for r in rows]
 
 
-def from_json(raw: list[dict[str, Any]]) -> list[Row]:
-    """The rows again; a KeyError or TypeError says that they are none."""
-    return [Row(**{k: r[k] for k in Row.__dataclass_fields__}) for r in raw]
+def from_json(raw: list[dict[str, Any]]) -> list[ProfileRow]:
+    """Rows from JSON; raises KeyError or TypeError if it is not valid."""
+    return [ProfileRow(**{k: r[k] for k in ProfileRow.__dataclass_fields__}) for r in raw]

@@ -1,4 +1,4 @@
-"""All parameter servers of a run as the chief sees them: one update, one snapshot, one version, or none at all."""
+"""All parameter servers of a run as one: updates, snapshots and restores apply to every server or to none."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any
 from torch import Tensor
 
 from weft.server.connections import Peer
-from weft.server.shard import Holder, Shard
+from weft.server.shard import Shard, ShardHandle
 from weft.wire.channel import WireError
 
 
-class Servers:
-    """The chief's own shard, and links to the others'. Its caller holds the desk's lock."""
+class ServerGroup:
+    """The chief's own shard and links to the others. The caller holds the coordinator's lock."""
 
-    def __init__(self, shard: Shard, count: int, connect: Callable[[str], Holder]):
+    def __init__(self, shard: Shard, count: int, connect: Callable[[str], ShardHandle]):
         """`connect` reaches the shard at an address."""
         self.shard, self.connect = shard, connect
-        self.holders: list[Holder | None] = [shard] + [None] * (count - 1)
+        self.holders: list[ShardHandle | None] = [shard] + [None] * (count - 1)
         self.addresses: list[str] = [""] * count
-        """By which workers reach each; the chief has none, since they are connected to it."""
+        """Where workers reach each server; empty for the chief, which they are already connected to."""
         self.peers: dict[int, Peer] = {}
 
     @property
-    def whole(self) -> bool:
-        """Whether every server is here."""
+    def complete(self) -> bool:
+        """Whether every server is connected."""
         return all(h is not None for h in self.holders)
 
-    def all(self) -> list[Holder]:
+    def all(self) -> list[ShardHandle]:
         return [h for h in self.holders if h is not None]
 
     def join(self, peer: Peer) -> None:
-        """A server has come, or come again; what it holds is another version than the others'."""
+        """Add a server that started or restarted; its version differs from the others'."""
         index, address = int(peer.about["index"]), str(peer.about["address"])
         self.holders[index] = self.connect(address)
         self.addresses[index], self.peers[index] = address, peer
 
     def leave(self, peer: Peer) -> int | None:
-        """The number of a server that is gone; None if another has taken its place already."""
+        """Index of a server that disconnected; None if it has already been replaced."""
         index = int(peer.about["index"])
         if self.peers.get(index) is not peer:
             return None
@@ -50,8 +50,8 @@ class Servers:
         known, self.holders[index] = self.holders[index] is not None, None
         return known
 
-    def silent(self) -> list[int]:
-        """Those that do not answer, which are dropped."""
+    def drop_unresponsive(self) -> list[int]:
+        """Drop the servers that do not answer; returns their indices."""
         found = []
         for index, holder in enumerate(self.holders):
             try:
@@ -61,8 +61,8 @@ class Servers:
                 found.append(index)
         return [index for index in found if self._drop(index)]
 
-    def call(self) -> None:
-        """One that is still connected to us may have refused a request: reach it again."""
+    def reconnect(self) -> None:
+        """Reconnect to dropped servers that are still registered."""
         for index in self.peers:
             if self.holders[index] is None:
                 with contextlib.suppress(WireError):
@@ -76,7 +76,7 @@ class Servers:
             holder.snapshot(meta)
 
     def restore(self) -> dict[str, Any] | None:
-        """Go back to the newest snapshot that all have in common; its meta, or None if there is none."""
+        """Restore the newest snapshot that all servers have; returns its meta, or None if there is none."""
         try:
             found = max(set.intersection(*(set(h.snapshots()) for h in self.all())), default=None)
             metas = [h.restore(found) for h in self.all()] if found is not None else [None]

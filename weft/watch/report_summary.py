@@ -1,4 +1,4 @@
-"""A run in a few words and figures: how it stands, how it is spread, what it reached."""
+"""Status, layout and key figures of a run, for the head of its report."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from weft.watch.figures import Record, column, number, validation
+from weft.watch.figures.figure import Record, column, number
+from weft.watch.figures.steps import validation
 from weft.watch.progress import duration, human
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a run stands."""
+    """The status of a run."""
 
     word: str
     tone: str
-    """good, bad or open: the colour, never the only sign."""
+    """good, bad or open: the colour of the status."""
     detail: str = ""
 
 
-# The last of these events says how the run stands
+# the last of these events gives the status
 _STANDS: dict[str, tuple[str, str]] = {
     "start": ("Running or cut off", "open"),
     "resume": ("Running or cut off", "open"),
@@ -45,7 +46,7 @@ _AXES: dict[str, str] = {
 
 
 def status_of(events: Sequence[Record], records: Sequence[Record]) -> Status:
-    """The run's status, with the reason where an event gives one."""
+    """The run's status, with the reason if an event has one."""
     for event in reversed(events):
         kind = str(event.get("event"))
         if kind in _STANDS:

@@ -12,8 +12,8 @@ import pytest
 from weft.job.run_folder import RunDir
 from weft.planner.schedules.registry import make_schedule
 from weft.planner.schedules.simulate import Costs, simulate
+from weft.watch.figures.pipeline import pipeline_figure
 from weft.watch.journal import Journal
-from weft.watch.pipeline_figure import pipeline_figure
 from weft.watch.report import write_report
 
 

@@ -1,4 +1,4 @@
-"""A plan's ranks on its nodes, and its pipeline as the simulator sees it."""
+"""The figure of a plan's ranks on its nodes, and its simulated pipeline."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from weft.planner.schedules.registry import make_schedule
 from weft.planner.schedules.simulate import simulate
 from weft.planner.schedules.stage_costs import stage_costs
 from weft.planner.search.candidates import PLACEMENT_NAMES, PLACEMENTS
-from weft.watch.figures import Figure
+from weft.watch.figures.figure import Figure
 
 MAX_NODES = 32
 MAX_ACTIONS = 6_000
-"""More make a page heavy and no picture clearer."""
+"""More make the page larger and the figure no clearer."""
 SHADES = ("#9ecae1", "#fcae91", "#a1d99b", "#fdd49e", "#bcbddc", "#fbb4b9", "#d9d9d9", "#8dd3c7")
 
 
 def coordinates(plan: Plan, rank: int) -> dict[str, int]:
-    """Where a rank stands on each axis, by the plan's placement."""
+    """A rank's coordinate on each axis, by the plan's placement."""
     place = {}
     for axis in PLACEMENTS[PLACEMENT_NAMES.index(plan.placement)]:
         degree = getattr(plan, axis)
@@ -30,7 +30,7 @@ def coordinates(plan: Plan, rank: int) -> dict[str, int]:
 
 
 def mesh_figure(data: dict[str, Any]) -> Figure | None:
-    """One cell a device, one row a node: the colour is the stage, or the replica where there is one stage."""
+    """One cell a device, one row a node; the colour is the stage, or the shard or replica without a pipeline."""
     plan = Plan.from_json(data)
     nodes, each = plan.nodes, max(1, plan.world // plan.nodes)
     shown = min(nodes, MAX_NODES)
@@ -68,7 +68,7 @@ def mesh_figure(data: dict[str, Any]) -> Figure | None:
 
 
 def pipeline_text(data: dict[str, Any]) -> str:
-    """The simulated step as pipeline.json would tell it; empty without a pipeline or where it is too large to draw."""
+    """The simulated step in the format of pipeline.json; empty without a pipeline or if it is too large to draw."""
     plan = Plan.from_json(data)
     if plan.pp == 1 or plan.pp > 64:
         return ""

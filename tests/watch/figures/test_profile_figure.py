@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.run_folder import RunDir
+from weft.watch.figures.profile import profile_figure, profile_table
 from weft.watch.journal import Journal
-from weft.watch.profile_figure import profile_figure, profile_table
 from weft.watch.report import write_report
 
 

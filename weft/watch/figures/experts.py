@@ -1,4 +1,4 @@
-"""The experts' load as a picture: every expert of every block over the steps of a run."""
+"""The figure of expert load: every expert of every block over the steps of a run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from weft.watch.figures import Figure, Record
+from weft.watch.figures.figure import Figure, Record
 
 COLUMNS, ROWS = 240, 512
-"""Steps and experts that a picture shows; of more steps, each column is the mean of some."""
+"""Most steps and experts that are drawn; with more steps, each column is a mean."""
 COLOURS = [[0.0, "#2166ac"], [0.5, "#f4f4f4"], [1.0, "#b2182b"]]
 
 
 def expert_figure(records: Sequence[Record]) -> Figure | None:
-    """A heat map of load over an even share, expert × step; None for a run without experts."""
+    """Heat map of each expert's load relative to an even share; None for a run without experts."""
     found = [(r["step"], e) for r in records if isinstance(e := r.get("experts"), dict) and _counts(e)]
     if not found:
         return None
@@ -32,8 +32,8 @@ def expert_figure(records: Sequence[Record]) -> Figure | None:
     dropped = f", {last['dropped_share']:.1%} of the last step's dropped" if last.get("dropped") else ""
     more = f" The first {ROWS} of {len(rows)} are shown." if len(rows) > ROWS else ""
     caption = (
-        f"Tokens of each expert over an even share: 1 is even, 2 is twice as many. In the last step the fullest expert "
-        f"had {last.get('max_over_mean', 0):.2f} times the mean of its block{dropped}.{more}"
+        f"Tokens of each expert relative to an even share: 1 is even, 2 is twice as many. In the last step the most "
+        f"loaded expert had {last.get('max_over_mean', 0):.2f} times the mean of its block{dropped}.{more}"
     )
     trace = {
         "type": "heatmap",

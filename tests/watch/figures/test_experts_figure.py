@@ -3,7 +3,7 @@
 from typing import Any
 
 from weft.job.run_folder import RunDir
-from weft.watch.expert_figure import COLUMNS, expert_figure
+from weft.watch.figures.experts import COLUMNS, expert_figure
 from weft.watch.journal import Journal
 from weft.watch.report import write_report
 

@@ -1,4 +1,4 @@
-"""The desk of federated averaging: clients train a while on data of their own, and what can be trusted is averaged."""
+"""Coordinator of federated averaging: assigns clients to workers, rejects bad updates and averages the rest."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from weft.job.schema import Job
-from weft.optim import rate
-from weft.server.client_data import draw, drawn
+from weft.optim.schedule import rate
+from weft.server.client_samples import random_generator, sample_clients
 from weft.server.connections import Peer
-from weft.server.records import Book, Copy
+from weft.server.records import RunRecords, StateCopy
 from weft.server.shard import Shard
-from weft.server.update_checks import flaw, norm, outliers
+from weft.server.update_checks import find_defect, norm, outliers
 from weft.training.metrics import peak_memory_gib
 from weft.wire.tensors import Answer
 
-REMEMBERED = 50
-"""Norms of earlier updates that are kept, for rounds of few clients."""
+KEPT_NORMS = 50
+"""Norms of earlier updates that are kept for rounds with few clients."""
 
 
 @dataclass(frozen=True)
-class Out:
-    """A client whose data a worker trains on."""
+class ClientAssignment:
+    """A client that a worker computes for."""
 
     client: int
     peer: Peer
@@ -34,28 +34,29 @@ class Out:
 
 
 @dataclass(frozen=True)
-class Update:
-    """What came back."""
+class ClientUpdate:
+    """A client's result of a round."""
 
     worker: str
     sent: dict[str, Tensor]
-    """A gradient, or how far the weights went and what the optimizer remembers (`optim.…`)."""
+    """A gradient, or the change of the weights and the optimizer state (`optim.…`)."""
     losses: list[float]
     counts: list[float]
     norms: list[float]
 
 
-class Averaging:
-    """FedAvg (McMahan et al. 2017): each round some clients, drawn by the seed, train from the common weights; their
-    changes are averaged by how many examples each has. The server alone knows those numbers: nobody can inflate his.
+class FederatedAveraging:
+    """FedAvg (McMahan et al. 2017): in each round some clients, sampled by the seed, train from the common weights, and
+    their changes are averaged, weighted by their number of examples. The server counts the examples itself, so a client
+    cannot inflate its weight.
 
-    What clients' optimizers remember is averaged like the weights, and the next round begins with it (an optimizer that
-    began anew would be lost for most of a short round). With `clip` it never leaves the clients: it is not covered by
-    the bound. In a round of one step the mean gradient makes a step of the server's own optimizer.
+    The clients' optimizer states are averaged like the weights, and the next round starts from the average; with a new
+    optimizer a short round would learn little. With `clip` the state stays on the client, because the bound does not
+    cover it. In a round of one step the mean gradient is a step of the server's own optimizer.
     """
 
-    def __init__(self, job: Job, examples: list[int], shard: Shard, book: Book):
-        self.job, self.examples, self.shard, self.book = job, examples, shard, book
+    def __init__(self, job: Job, examples: list[int], shard: Shard, records: RunRecords):
+        self.job, self.examples, self.shard, self.records = job, examples, shard, records
         self.sync = job.train.sync
         self.rate, self.momentum = self.sync.outer
         if self.momentum:
@@ -64,15 +65,15 @@ class Averaging:
         self.workers: set[Peer] = set()
         self.step = self.round = self.tokens = self.issued = self.offset = 0
         self.todo: list[int] = []
-        self.out: dict[str, Out] = {}
-        self.come: dict[int, Update] = {}
-        self.refused: set[int] = set()
+        self.assigned: dict[str, ClientAssignment] = {}
+        self.received: dict[int, ClientUpdate] = {}
+        self.rejected: set[int] = set()
         self.norms: dict[str, list[float]] = {}
-        """Of earlier updates, by what they are of."""
+        """Norms of earlier updates, by kind of tensor."""
         self.ready = self.stop = False
         self.failed: str | None = None
         self.bytes = 0
-        """That workers sent and received, by what they tell."""
+        """Traffic of all workers, as they report it."""
 
     @property
     def ended(self) -> bool:
@@ -80,62 +81,66 @@ class Averaging:
 
     @property
     def steps(self) -> int:
-        """Of the round under way."""
+        """Steps of the current round."""
         return min(self.sync.period, self.job.train.steps - self.step)
 
     @property
     def carries(self) -> bool:
-        """Whether the round under way goes on with the optimizer of the one before."""
+        """Whether the current round continues with the optimizer state of the previous one."""
         return self.steps > 1 and not self.sync.clip
 
     @property
     def parts(self) -> float:
-        """How many clients with equally many examples would make a mean of as little noise."""
-        held = [self.examples[c] for c in drawn(self.sync.clients, self.sync.drawn, self.job.train.seed, self.round)]
+        """Number of equally large clients whose mean would have the same noise."""
+        held = [
+            self.examples[c]
+            for c in sample_clients(self.sync.clients, self.sync.drawn, self.job.train.seed, self.round)
+        ]
         return sum(held) ** 2 / max(1, sum(n * n for n in held))
 
     def expected(self) -> dict[str, Tensor]:
-        """What a client sends in the round under way, by name and shape."""
+        """Tensors that a client sends in the current round, by name."""
         state = self.shard.optimizers.shards() if self.carries else {}
         return {**self.shard.master_params, **{f"optim.{n}": t for n, t in state.items() if t.dim()}}
 
-    # who comes and goes
+    # peers
 
-    def arrived(self, peer: Peer) -> None:
+    def joined(self, peer: Peer) -> None:
         with self.changed:
             if peer.role == "worker":
                 self.workers.add(peer)
-                self.book.event("worker_joined", worker=peer.name, step=self.step)
+                self.records.event("worker_joined", worker=peer.name, step=self.step)
                 self.changed.notify_all()
 
-    def gone(self, peer: Peer) -> None:
+    def left(self, peer: Peer) -> None:
         with self.changed:
             self.workers.discard(peer)
             if self.ended or peer.role != "worker":
                 return
-            lost = [key for key, out in self.out.items() if out.peer is peer]
-            self.todo += [self.out.pop(key).client for key in lost]
-            note = f"step {self.step}: {peer.name} is gone" + (": its client goes to another" if lost else "")
-            self.book.event("worker_lost", note, worker=peer.name, step=self.step, shares=len(lost))
+            lost = [key for key, out in self.assigned.items() if out.peer is peer]
+            self.todo += [self.assigned.pop(key).client for key in lost]
+            note = f"step {self.step}: {peer.name} disconnected"
+            note += "; its client is assigned to another worker" if lost else ""
+            self.records.event("worker_lost", note, worker=peer.name, step=self.step, shares=len(lost))
             self.changed.notify_all()
 
     def tick(self) -> None:
-        """Now and then: give up on workers that take too long."""
+        """Called periodically: disconnect workers that exceed comm.timeout_s."""
         with self.changed:
             late = time.monotonic() - self.job.comm.timeout_s
-            slow = [out.peer for out in self.out.values() if out.since < late]
+            slow = [out.peer for out in self.assigned.values() if out.since < late]
         for peer in slow:
             peer.link.close()
 
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         return True
 
-    def halt(self) -> None:
+    def stop_updates(self) -> None:
         with self.changed:
             self.stop = True
             self.changed.notify_all()
 
-    # from which state
+    # state
 
     def begin(self, tensors: dict[str, Tensor], sync: dict[str, Any]) -> None:
         with self.changed:
@@ -144,7 +149,7 @@ class Averaging:
             self.shard.snapshot(self.meta())
 
     def resume(self) -> bool:
-        """From the snapshot of a chief that was killed."""
+        """Restore the snapshot of a chief that was killed; returns whether there is one."""
         with self.changed:
             if not (found := self.shard.snapshots()):
                 return False
@@ -165,38 +170,38 @@ class Averaging:
         self.changed.notify_all()
 
     def _open_round(self) -> None:
-        self.todo = drawn(self.sync.clients, self.sync.drawn, self.job.train.seed, self.round)
-        self.out, self.come, self.refused = {}, {}, set()
+        self.todo = sample_clients(self.sync.clients, self.sync.drawn, self.job.train.seed, self.round)
+        self.assigned, self.received, self.rejected = {}, {}, set()
 
-    # what is asked
+    # requests
 
-    def answer(self, peer: Peer, head: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
+    def handle(self, peer: Peer, head: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         match head["do"]:
             case "next":
                 return self._next(peer), {}
             case "done":
                 return self._done(peer, head, tensors), {}
             case "read":
-                return self.shard.answer({"do": "read", "what": "all" if head["what"] == "all" else "weights"}, {})
-        raise ValueError(f"a {peer.role} may not ask for {head['do']}")
+                return self.shard.handle({"do": "read", "what": "all" if head["what"] == "all" else "weights"}, {})
+        raise ValueError(f"a {peer.role} may not request {head['do']!r}")
 
     def _next(self, peer: Peer) -> dict[str, Any]:
         with self.changed:
-            self.changed.wait_for(lambda: self.ended or peer not in self.workers or self._for(peer) is not None)
-            client = self._for(peer)
+            self.changed.wait_for(lambda: self.ended or peer not in self.workers or self._client_for(peer) is not None)
+            client = self._client_for(peer)
             if self.ended or client is None:
                 return {"stop": True}
             self.todo.remove(client)
             self.issued += 1
             key = f"{self.round}.{client}.{self.issued}"
-            self.out[key] = Out(client, peer, time.monotonic())
+            self.assigned[key] = ClientAssignment(client, peer, time.monotonic())
             return {
                 "key": key, "client": client, "round": self.round, "step": self.step, "steps": self.steps,
                 "servers": [""], "version": str(self.round), "carries": self.carries, "parts": self.parts,
             }  # fmt: skip
 
-    def _for(self, peer: Peer) -> int | None:
-        """A client for this worker: its own, if it is one's, else any that is nobody's."""
+    def _client_for(self, peer: Peer) -> int | None:
+        """A client for this worker: its own if it has one, else any that no worker has reserved."""
         if not self.ready:
             return None
         own = peer.about.get("client")
@@ -205,61 +210,61 @@ class Averaging:
 
     def _done(self, peer: Peer, head: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         with self.changed:
-            out = self.out.get(head["key"])
+            out = self.assigned.get(head["key"])
             if out is None or out.peer is not peer:
                 return {"taken": False}
-            del self.out[head["key"]]
+            del self.assigned[head["key"]]
             self.bytes += int(head.get("bytes", 0))
-            why = flaw(tensors, self.expected())
+            why = find_defect(tensors, self.expected())
             told = [[float(x) for x in head[what]] for what in ("losses", "counts", "norms")]
             if why is None and any(len(x) != self.steps for x in told):
-                why = f"it tells of {len(told[0])} steps instead of {self.steps}"
+                why = f"it reports {len(told[0])} steps instead of {self.steps}"
             if why is None:
-                self.come[out.client] = Update(peer.name, {n: t.float() for n, t in tensors.items()}, *told)
+                self.received[out.client] = ClientUpdate(peer.name, {n: t.float() for n, t in tensors.items()}, *told)
             else:
-                self._refuse(out.client, peer.name, why)
-            if not self.todo and not self.out:
+                self._reject(out.client, peer.name, why)
+            if not self.todo and not self.assigned:
                 self._close_round()
             self.changed.notify_all()
             return {"taken": why is None}
 
-    def _refuse(self, client: int, worker: str, why: str) -> None:
-        self.refused.add(client)
-        self.book.event(
+    def _reject(self, client: int, worker: str, why: str) -> None:
+        self.rejected.add(client)
+        self.records.event(
             "rejected", f"round {self.round + 1}: the update of client {client} is rejected: {why}",
             client=client, worker=worker, round=self.round + 1, step=self.step, why=why,
         )  # fmt: skip
 
     def _close_round(self) -> None:
-        sizes = self._trusted()
-        if self.come:
+        sizes = self._reject_outliers()
+        if self.received:
             self._average(sizes)
         before, steps = self.step, self.steps
-        seconds = self.book.lap(steps)
+        seconds = self.records.lap(steps)
         for i in range(steps):
             self._record(before + i, i, seconds)
         self.step, self.round = before + steps, self.round + 1
-        evaluates = self.book.due(before, self.step, self.job.train.eval_every) and self.job.train.eval_every > 0
-        saves = self.book.due(before, self.step, self.job.checkpoint.every)
+        evaluates = self.records.due(before, self.step, self.job.train.eval_every) and self.job.train.eval_every > 0
+        saves = self.records.due(before, self.step, self.job.checkpoint.every)
         if evaluates or saves:
-            self.book.copies.put(self.copy(evaluates, saves))
+            self.records.copies.put(self.copy(evaluates, saves))
         self.shard.snapshot(self.meta())
         self._open_round()
 
-    def _trusted(self) -> dict[int, float]:
-        """Refuse updates of which something is far larger than the others'; the norms of the rest."""
+    def _reject_outliers(self) -> dict[int, float]:
+        """Reject updates with a norm far above the others'. Returns the norms of all updates."""
         kinds: dict[str, list[str]] = {}
         for name in self.expected():
             kinds.setdefault(name.rpartition(".")[2] if name.startswith("optim.") else self._what, []).append(name)
         told: dict[str, dict[int, float]] = {}
         for kind, names in kinds.items():
-            sizes = {c: norm({n: u.sent[n] for n in names}) for c, u in self.come.items()}
+            sizes = {c: norm({n: u.sent[n] for n in names}) for c, u in self.received.items()}
             for client, why in outliers(sizes, self.norms.get(kind, []), self.sync.tolerance).items():
-                self._refuse(client, self.come.pop(client).worker, why if kind == self._what else f"{kind}: {why}")
+                self._reject(client, self.received.pop(client).worker, why if kind == self._what else f"{kind}: {why}")
             told[kind] = sizes
         for kind, sizes in told.items():
-            kept = [size for client, size in sizes.items() if client in self.come]
-            self.norms[kind] = [*self.norms.get(kind, []), *kept][-REMEMBERED:]
+            kept = [size for client, size in sizes.items() if client in self.received]
+            self.norms[kind] = [*self.norms.get(kind, []), *kept][-KEPT_NORMS:]
         return told[self._what]
 
     @property
@@ -268,20 +273,21 @@ class Averaging:
 
     @torch.no_grad()
     def _average(self, sizes: dict[int, float]) -> None:
-        """The outer step: clipped changes, averaged by examples, with noise, and momentum where it is wanted."""
-        clip, total = self.sync.clip, sum(self.examples[c] for c in self.come)
+        """The outer step: clipped changes, averaged by examples, plus noise and momentum if set."""
+        clip, total = self.sync.clip, sum(self.examples[c] for c in self.received)
         shares = {
-            c: self.examples[c] / total * (min(1.0, clip / max(sizes[c], 1e-12)) if clip else 1.0) for c in self.come
+            c: self.examples[c] / total * (min(1.0, clip / max(sizes[c], 1e-12)) if clip else 1.0)
+            for c in self.received
         }
         mean: dict[str, Tensor] = {}
         for name in self.expected():
-            mean[name] = torch.stack([self.come[c].sent[name] * shares[c] for c in sorted(self.come)]).sum(0)
-        if spread := self.sync.noise * clip / len(self.come):
-            random = draw(self.job.train.seed, f"noise {self.round}")
+            mean[name] = torch.stack([self.received[c].sent[name] * shares[c] for c in sorted(self.received)]).sum(0)
+        if spread := self.sync.noise * clip / len(self.received):
+            random = random_generator(self.job.train.seed, f"noise {self.round}")
             for name, tensor in mean.items():
                 mean[name] = tensor + torch.from_numpy(random.normal(0, spread, tuple(tensor.shape))).float()
         before = {n: m.detach().clone() for n, m in self.shard.master_params.items()}
-        self._step_or_take(mean)
+        self._apply_mean(mean)
         with self.shard.lock:
             for name, master in self.shard.master_params.items():
                 way = before[name] - master.detach()
@@ -292,8 +298,8 @@ class Averaging:
                     master.detach().copy_(before[name] - self.rate * way)
             self.shard.version = self.round + 1
 
-    def _step_or_take(self, mean: dict[str, Tensor]) -> None:
-        """Bring the weights, and what the optimizer remembers, to where the clients' mean says."""
+    def _apply_mean(self, mean: dict[str, Tensor]) -> None:
+        """Update weights and optimizer state with the mean of the clients."""
         master_params, optim, version = self.shard.master_params, self.job.optim, self.round + 1
         if self.steps == 1:
             size = norm(mean)
@@ -307,25 +313,25 @@ class Averaging:
                 master.detach().add_(mean[name])
             for name, held in self.shard.optimizers.shards().items() if self.carries else ():
                 if not held.dim():
-                    held.add_(self.steps)  # it counts steps
+                    held.add_(self.steps)  # the step counter
                 else:
                     held.copy_(mean[f"optim.{name}"])
                 if name.endswith(".exp_avg_sq"):
-                    held.clamp_(min=0)  # no square is below it, whatever a client says
+                    held.clamp_(min=0)  # a second moment is not negative, whatever a client sends
 
     def _record(self, step: int, i: int, seconds: float) -> None:
-        updates = list(self.come.values())
+        updates = list(self.received.values())
         count = sum(u.counts[i] for u in updates)
         self.tokens += int(count)
-        self.book.step(
+        self.records.step(
             step + 1, sum(u.losses[i] for u in updates) / max(1.0, count), int(count),
             sum(u.norms[i] for u in updates) / max(1, len(updates)), rate(self.job, step + 1), self.tokens, seconds,
             self.bytes,
             peak_memory_gib=peak_memory_gib(torch.device("cpu")), round=self.round + 1,
-            clients=sorted(self.come), rejected=sorted(self.refused), workers=len(self.workers),
+            clients=sorted(self.received), rejected=sorted(self.rejected), workers=len(self.workers),
         )  # fmt: skip
 
-    def copy(self, evaluates: bool, saves: bool) -> Copy:
-        return Copy(
+    def copy(self, evaluates: bool, saves: bool) -> StateCopy:
+        return StateCopy(
             self.step, self.tokens, self.shard.read("all" if saves else "weights"), evaluates, saves, self.meta()
         )

@@ -1,13 +1,13 @@
-"""The report's picture of a profiled step: one stacked bar a rank, and the table of the first rank's classes."""
+"""The figure of a profiled step: one stacked bar a rank, and the table of the first rank's classes."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from weft.watch.figures import Figure
+from weft.watch.figures.figure import Figure
 from weft.watch.kernel_classes import CLASSES
-from weft.watch.profile import Row, from_json, rate_of
+from weft.watch.kernel_profile import ProfileRow, from_json, rate_of
 
 MAX_RANKS = 32
 TITLE = "Where a step's time goes"
@@ -21,8 +21,8 @@ COLOURS = dict(
 )
 
 
-def read_profile(text: str) -> list[list[Row]] | None:
-    """The rows of every rank in a profile.json; None if it is no such file."""
+def read_profile(text: str) -> list[list[ProfileRow]] | None:
+    """The rows of every rank in a profile.json; None if it is not valid."""
     try:
         raw = json.loads(text)
         ranks = [from_json(rank["classes"]) for rank in raw["ranks"]]
@@ -33,7 +33,7 @@ def read_profile(text: str) -> list[list[Row]] | None:
 
 
 def profile_figure(text: str) -> Figure | None:
-    """The figure of a profile.json, or None where there is no such file (its text is empty)."""
+    """The figure of a profile.json, or None if its text is empty (there is no file)."""
     if not text:
         return None
     ranks = read_profile(text)
@@ -63,7 +63,7 @@ def profile_figure(text: str) -> Figure | None:
     return Figure("profile", TITLE, _said(text, ranks), data, layout, height=150 + 44 * len(shown))
 
 
-def _trace(name: str, rows: list[Row | None]) -> dict[str, Any]:
+def _trace(name: str, rows: list[ProfileRow | None]) -> dict[str, Any]:
     return {
         "type": "bar",
         "orientation": "h",
@@ -77,7 +77,7 @@ def _trace(name: str, rows: list[Row | None]) -> dict[str, Any]:
     }
 
 
-def _hover(row: Row) -> str:
+def _hover(row: ProfileRow) -> str:
     rate, roof = rate_of(row)
     lines = [f"<b>{row.name}</b>: {row.ms:.3g} ms, {row.share:.1%}"]
     if row.distance is not None:
@@ -87,12 +87,12 @@ def _hover(row: Row) -> str:
     return "<br>".join(lines)
 
 
-def _said(text: str, ranks: list[list[Row]]) -> str:
+def _said(text: str, ranks: list[list[ProfileRow]]) -> str:
     raw = json.loads(text)
     words = [f"One step of {raw.get('layout') or 'the job'} in {raw.get('precision') or 'its precision'}"]
     if isinstance(raw.get("step_ms"), int | float):
         words.append(f"takes {raw['step_ms']:.4g} ms.")
-    words.append("A roof is what the device reached on random data, or its data sheet says. The table is of rank 0.")
+    words.append("A roof is the rate measured on random data, or that of the data sheet. The table is for rank 0.")
     if len(ranks) > MAX_RANKS:
         words.append(f"The first {MAX_RANKS} of {len(ranks)} ranks are drawn.")
     return " ".join(words)

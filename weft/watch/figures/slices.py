@@ -1,4 +1,4 @@
-"""The map of which rank holds which slice of what, and the picture of the mesh."""
+"""The figure of which rank holds which slice of each parameter, and the mesh as a table."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.watch.figures import Figure
+from weft.watch.figures.figure import Figure
 
 MAX_ROWS = 90
 MAX_RANKS = 64
 MAX_LABEL = 34
 
-# Okabe and Ito's colours, told apart by colour-blind eyes too; the grey is for a tensor that is not cut
+# Okabe and Ito's colour-blind safe palette; grey is for a tensor that is not sharded
 WHOLE = "#9aa0a6"
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-# Past these, order shows better than contrast: a scale that grows lighter, dark enough and light enough for both themes
-MANY = ("#6a4c9c", "#3d6fb5", "#21918c", "#5ec962", "#fde725")
+# with more slices than that, a sequential scale that is visible in both themes
+SEQUENTIAL_COLOURS = ("#6a4c9c", "#3d6fb5", "#21918c", "#5ec962", "#fde725")
 
 Range = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """One parameter and what each rank holds of it."""
+class SlicedTensor:
+    """One parameter and the slices of it that each rank holds."""
 
     name: str
     shape: tuple[int, ...]
     held: dict[int, tuple[Range, ...]]
-    """By rank, the [start, stop) of every dim; a rank that holds nothing is absent."""
+    """By rank, [start, stop) of every dim; ranks that hold nothing are left out."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """slices.json, read."""
+    """The contents of slices.json."""
 
     ranks: dict[int, dict[str, int]]
     axes: dict[str, int]
-    tensors: list[Tensor]
+    tensors: list[SlicedTensor]
 
 
 @dataclass
-class Group:
-    """Parts of a model that are cut alike, such as the blocks of one pipeline stage."""
+class TensorGroup:
+    """Parts of a model with the same sharding, such as the blocks of one pipeline stage."""
 
     prefix: str
     indices: list[int] = field(default_factory=list)
-    rows: list[tuple[str, Tensor]] = field(default_factory=list)
+    rows: list[tuple[str, SlicedTensor]] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -59,7 +59,7 @@ class Group:
 
 
 def parse_slices(raw: Any) -> Slices | None:
-    """What slices.json says, or None where it says nothing that can be drawn."""
+    """Parse slices.json; None if it is not valid."""
     try:
         ranks = {int(r["rank"]): {str(k): int(v) for k, v in (r.get("coords") or {}).items()} for r in raw["ranks"]}
         axes = {str(k): int(v) for k, v in (raw.get("axes") or {}).items()}
@@ -70,7 +70,7 @@ def parse_slices(raw: Any) -> Slices | None:
                 cut = tuple((int(o), int(o) + int(s)) for o, s in zip(h["offset"], h["size"], strict=True))
                 if all(stop > start for start, stop in cut):
                     held[int(h["rank"])] = (*held.get(int(h["rank"]), ()), cut)
-            tensors.append(Tensor(str(p["name"]), tuple(int(n) for n in p["shape"]), held))
+            tensors.append(SlicedTensor(str(p["name"]), tuple(int(n) for n in p["shape"]), held))
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     for tensor in tensors:
@@ -80,7 +80,7 @@ def parse_slices(raw: Any) -> Slices | None:
 
 
 def slice_map(slices: Slices) -> Figure:
-    """Rows are parameters by part, columns are ranks, colour says which slice."""
+    """Heat map: rows are parameters by part, columns are ranks, the colour is the slice."""
     ranks = list(slices.ranks)[:MAX_RANKS]
     groups = group(slices.tensors)
     labels: list[str] = []
@@ -145,16 +145,16 @@ def slice_map(slices: Slices) -> Figure:
     )
 
 
-def slice_numbers(tensor: Tensor) -> dict[tuple[Range, ...], int]:
-    """0 for the whole tensor; 1, 2, … for its slices in the order in which they lie in it."""
+def slice_numbers(tensor: SlicedTensor) -> dict[tuple[Range, ...], int]:
+    """Number of each slice: 0 for the whole tensor, then 1, 2, … in order of position."""
     whole = tuple((0, n) for n in tensor.shape)
     cuts = sorted({cut for cut in tensor.held.values() if cut != (whole,)})
     return {(whole,): 0, **{cut: i for i, cut in enumerate(cuts, 1)}}
 
 
-def group(tensors: Sequence[Tensor]) -> list[Group]:
-    """Parts in the model's order; numbered parts that are cut alike become one group."""
-    parts: dict[tuple[str, int | None], list[tuple[str, Tensor]]] = {}
+def group(tensors: Sequence[SlicedTensor]) -> list[TensorGroup]:
+    """Parts in the model's order; numbered parts with the same sharding form one group."""
+    parts: dict[tuple[str, int | None], list[tuple[str, SlicedTensor]]] = {}
     for tensor in tensors:
         numbered = re.match(r"^(.*?)\.(\d+)\.(.+)$", tensor.name)
         if numbered:
@@ -164,10 +164,10 @@ def group(tensors: Sequence[Tensor]) -> list[Group]:
             head, dot, rest = tensor.name.partition(".")
             key, relative = ((head, None), rest) if dot else (("", None), tensor.name)
         parts.setdefault(key, []).append((relative, tensor))
-    groups: dict[Any, Group] = {}
+    groups: dict[Any, TensorGroup] = {}
     for (prefix, index), rows in parts.items():
         alike = (prefix, index is None, tuple((rel, t.shape, tuple(t.held.items())) for rel, t in rows))
-        found = groups.setdefault(alike, Group(prefix, [], rows))
+        found = groups.setdefault(alike, TensorGroup(prefix, [], rows))
         if index is not None:
             found.indices.append(index)
     return list(groups.values())
@@ -185,7 +185,7 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def mesh_picture(slices: Slices) -> str:
-    """The mesh as small grids: the innermost axis across, the next down, a grid for each place on the others."""
+    """The mesh as small tables: innermost axis across, the next one down, one table for each place on the others."""
     axes = [a for a, n in slices.axes.items() if n > 1] or list(slices.axes)[-1:]
     if not axes or not all(set(axes) <= set(c) for c in slices.ranks.values()):
         return ""
@@ -227,7 +227,9 @@ def _heatmap(ranks: list[int], z: list[list[int | None]], text: list[list[str]],
     else:
         first = 1 / (most + 1)
         scale = [[0, WHOLE], [first, WHOLE]]
-        scale += [[first + (1 - first) * i / (len(MANY) - 1), c] for i, c in enumerate(MANY)]
+        scale += [
+            [first + (1 - first) * i / (len(SEQUENTIAL_COLOURS) - 1), c] for i, c in enumerate(SEQUENTIAL_COLOURS)
+        ]
         ticks = [0, *range(1, most + 1, math.ceil(most / 8))]
     return {
         "type": "heatmap",
@@ -257,7 +259,9 @@ def _heatmap(ranks: list[int], z: list[list[int | None]], text: list[list[str]],
     }
 
 
-def _hover(name: str, tensor: Tensor, rank: int, coords: dict[str, int], numbers: dict[tuple[Range, ...], int]) -> str:
+def _hover(
+    name: str, tensor: SlicedTensor, rank: int, coords: dict[str, int], numbers: dict[tuple[Range, ...], int]
+) -> str:
     held = tensor.held.get(rank)
     if held is None:
         return ""

@@ -1,32 +1,18 @@
-"""The report's figures, as plain plotly descriptions; colours are names that the page's theme fills in."""
+"""The report's figures over steps, as plotly descriptions; colours are names that the page's theme resolves."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
-Record = dict[str, Any]
+from weft.watch.figures.figure import Figure, Record, column, number
 
-# Points beyond this make a page heavy and no picture clearer
-LIMIT = 3000
+# more points make the page larger and the figure no clearer
+MAX_POINTS = 3000
 MAX_BINS = 40
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One picture: traces and layout for plotly, or a sentence where there is nothing to draw."""
-
-    id: str
-    title: str
-    caption: str = ""
-    data: list[dict[str, Any]] = field(default_factory=list)
-    layout: dict[str, Any] = field(default_factory=dict)
-    height: int = 280
-    max_width: int | None = None
-    empty: str = "No step has recorded this yet."
 
 
 def figures(records: Sequence[Record], events: Sequence[Record], plan: Record) -> list[Figure]:
@@ -82,7 +68,7 @@ def loss_figure(records: Sequence[Record], events: Sequence[Record], marks: Sequ
 
 
 def traffic_figure(records: Sequence[Record], marks: Sequence[float]) -> Figure:
-    """How much of the watched steps was communication, and what of it nothing hid."""
+    """Share of communication in the measured steps, in total and exposed."""
     seen = [r for r in records if number(r.get("comm_share")) is not None]
     data = []
     for key, name, color in (("comm_share", "all", "@blue"), ("exposed_share", "exposed", "@orange")):
@@ -91,12 +77,12 @@ def traffic_figure(records: Sequence[Record], marks: Sequence[float]) -> Figure:
             data.append(_line(name, *thin(steps, values), color, width=2))
     layout = _layout("step", "share of the step", marks, zero=True)
     layout["yaxis"]["tickformat"] = ".0%"
-    caption = "Time in which something travelled, and in which this rank did nothing but wait for it; as rank 0 saw it."
+    caption = "Time with communication in progress, and time in which rank 0 only waited for it; measured on rank 0."
     return Figure("traffic", "Communication", caption, data, layout)
 
 
 def speed_figure(records: Sequence[Record], marks: Sequence[float]) -> Figure:
-    """Bytes handed over, by the time in which something travelled."""
+    """Bytes sent, over the time with communication in progress."""
     seen = [r for r in records if number(r.get("comm_gb_per_s")) is not None]
     figure = _over_steps("speed", "Bandwidth", seen, "comm_gb_per_s", "GB/s", marks, noisy=False, zero=True)
     sent = [v for v in column(seen, "comm_mib")[1] if v is not None]
@@ -124,7 +110,7 @@ def step_time_figure(records: Sequence[Record]) -> Figure:
     times = sorted(y for y in column(records, "step_time_s")[1] if y is not None)
     if not times:
         return Figure("step-time", "Step time")
-    # A first step that compiles or a step that waits for a disk would squeeze all others into one bar
+    # a first step that compiles, or one that waits for a disk, would squeeze all others into one bar
     usual = times[math.ceil(0.99 * len(times)) - 1] if len(times) > 20 else times[-1]
     low, high = times[0], usual if times[-1] > 2 * usual else times[-1]
     bins = max(8, min(MAX_BINS, round(2 * math.sqrt(len(times))))) if high > low else 1
@@ -166,7 +152,7 @@ def validation(records: Sequence[Record], events: Sequence[Record]) -> dict[floa
 
 
 def predictions(plan: Record) -> dict[str, float]:
-    """The plan's numbers, nested ones by dotted names."""
+    """The plan's predicted figures, nested ones by dotted names."""
 
     def walk(value: Any, name: str) -> None:
         if isinstance(value, dict):
@@ -180,22 +166,8 @@ def predictions(plan: Record) -> dict[str, float]:
     return found
 
 
-def number(value: Any) -> float | None:
-    """A finite number, or None for whatever else a file may hold."""
-    try:
-        found = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return found if math.isfinite(found) else None
-
-
-def column(records: Sequence[Record], key: str) -> tuple[list[float], list[float | None]]:
-    """Steps, and one figure of each."""
-    return [float(r["step"]) for r in records], [number(r.get(key)) for r in records]
-
-
 def smooth(values: Sequence[float | None]) -> list[float | None]:
-    """A running mean that starts unbiased and passes over gaps; slower in longer runs."""
+    """An exponential moving average with bias correction that skips gaps; smoother for longer runs."""
     rate = 1 / max(2.0, min(100.0, len(values) / 25))
     mean, weight = 0.0, 0.0
     out: list[float | None] = []
@@ -209,8 +181,10 @@ def smooth(values: Sequence[float | None]) -> list[float | None]:
     return out
 
 
-def thin(x: Sequence[float], y: Sequence[float | None], limit: int = LIMIT) -> tuple[list[float], list[float | None]]:
-    """Fewer points, same picture: of each stretch its lowest and its highest, and every gap."""
+def thin(
+    x: Sequence[float], y: Sequence[float | None], limit: int = MAX_POINTS
+) -> tuple[list[float], list[float | None]]:
+    """Fewer points with the same outline: the minimum and maximum of each stretch, and every gap."""
     if len(x) <= limit:
         return list(x), list(y)
     size = math.ceil(2 * len(x) / limit)
@@ -286,7 +260,7 @@ def _vertical(x: float, color: str, name: str, legend: bool = True) -> dict[str,
 
 
 def _layout(x: str, y: str, marks: Sequence[float], zero: bool = False) -> dict[str, Any]:
-    """Axes with their units, and a dotted line wherever the run was resumed."""
+    """Axes with their units, and a dotted line at every resume."""
     return {
         "xaxis": {"title": {"text": x}, "zeroline": False},
         "yaxis": {"title": {"text": y}, "rangemode": "tozero" if zero else "normal"},

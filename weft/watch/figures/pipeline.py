@@ -1,4 +1,4 @@
-"""The report's picture of a pipeline: the measured step under the simulated one, one row a rank."""
+"""The figure of a pipeline: the measured step below the simulated one, one row a rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from weft.planner.schedules.gantt import LOOKS, paler
 from weft.planner.schedules.simulate import Span
-from weft.watch.figures import Figure, number
+from weft.watch.figures.figure import Figure, number
 
 MAX_RANKS = 64
-# Bars beyond this make a page heavy and no picture clearer
+# more bars make the page larger and the figure no clearer
 MAX_SPANS = 12_000
 COMPUTE = ("F", "B", "I", "W")
 TITLE = "The pipeline's step"
@@ -20,7 +20,7 @@ TITLE = "The pipeline's step"
 
 @dataclass(frozen=True)
 class Panel:
-    """One of the two time lines."""
+    """The simulated or the measured time line."""
 
     name: str
     spans: list[Span]
@@ -30,7 +30,7 @@ class Panel:
 
 
 def pipeline_figure(text: str) -> Figure | None:
-    """The figure of a pipeline.json, or None where there is no such file (its text is empty)."""
+    """The figure of a pipeline.json, or None if its text is empty (there is no file)."""
     if not text:
         return None
     try:
@@ -68,7 +68,7 @@ def _figure(schedule: str, panels: Sequence[Panel]) -> Figure:
     notes = [_said(schedule, panels)]
     if shown < ranks:
         notes.append(f"The first {shown} of {ranks} ranks are shown.")
-    # A simulation in units other than seconds is drawn beside the measurement, not to its scale
+    # a simulation in other units than seconds has its own scale
     alike = len(panels) == 2 and 0.1 < panels[0].length / (panels[1].length or 1) < 10
     data: list[dict[str, Any]] = []
     layout: dict[str, Any] = {
@@ -109,7 +109,7 @@ def _said(schedule: str, panels: Sequence[Panel]) -> str:
 
 
 def _bars(panel: Panel, spans: Sequence[Span], ranks: int, axis: str, named: set[str]) -> list[dict[str, Any]]:
-    """A trace a kind and shade, over one of idle time; messages are a thin strip below what is computed."""
+    """One trace a kind and shade, over one of idle time; messages are a thin strip below the computation."""
     common = {"type": "bar", "orientation": "h", "xaxis": f"x{axis}", "yaxis": f"y{axis}"}
     own = {r: sorted({s.stage for s in spans if s.rank == r and s.kind in COMPUTE}) for r in range(ranks)}
     idle = {
@@ -166,7 +166,7 @@ def _trace(kind: str, place: float, spans: Sequence[Span]) -> dict[str, Any]:
 def _axes(layout: dict[str, Any], panels: Sequence[Panel], i: int, ranks: int, alike: bool) -> None:
     panel = panels[i]
     axis = "" if i == 0 else "2"
-    # With two panels each has its share of the height, and a gap for the lower one's title
+    # two panels share the height, with a gap for the lower one's title
     gap = 0.09
     top, bottom = (1.0, 0.0) if len(panels) == 1 else ((1.0, 0.5 + gap), (0.5 - gap, 0.0))[i]
     seconds = panel.name == "measured" or alike

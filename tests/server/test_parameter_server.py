@@ -1,4 +1,4 @@
-"""What makes an update and what does not, without processes: staleness, lost workers, shares of clients, trust."""
+"""The coordinators without processes: staleness, lost workers and servers, client samples, rejected updates."""
 
 from __future__ import annotations
 
@@ -17,28 +17,33 @@ from torch import Tensor, nn
 
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job, Optim
-from weft.optim import build_optimizers
+from weft.optim.build import build_optimizers
 from weft.planner import make_plan
-from weft.server.chief import reach_shard
-from weft.server.client_data import deal, drawn, topics_of
-from weft.server.connections import Hub, Peer
-from weft.server.federated_rounds import Averaging
-from weft.server.records import Book
-from weft.server.shard import Holder, Shard, ShardDesk, deal_out
-from weft.server.update_checks import flaw, norm, outliers
-from weft.server.updates import Updates
+from weft.server.chief import connect_shard
+from weft.server.client_samples import sample_clients, sample_labels, split_by_label
+from weft.server.connections import Connections, Peer
+from weft.server.federated_averaging import FederatedAveraging
+from weft.server.parameter_server import ParameterServer
+from weft.server.records import RunRecords
+from weft.server.shard import Shard, ShardCoordinator, ShardHandle, assign_weights
+from weft.server.update_checks import find_defect, norm, outliers
 from weft.watch.journal import Journal, read_jsonl
 from weft.watch.progress import Progress
 from weft.wire.tensors import Link, connect
 
 
-def nobody(address: str) -> Holder:
-    raise AssertionError(f"there is one server, and none at {address}")
+def no_server(address: str) -> ShardHandle:
+    raise AssertionError(f"unexpected connection to {address}")
 
 
-def desk_of(
-    folder: Path, shares: int, steps: int, connect: Callable[[str], Holder] = nobody, begin: bool = True, **sync: Any
-) -> tuple[Updates, Shard]:
+def server_of(
+    folder: Path,
+    shares: int,
+    steps: int,
+    connect: Callable[[str], ShardHandle] = no_server,
+    begin: bool = True,
+    **sync: Any,
+) -> tuple[ParameterServer, Shard]:
     raw = {
         "cluster": {"device": "cpu"},
         "train": {"global_batch": 2 * shares, "steps": steps, "eval_every": 0, "sync": {"mode": "server", **sync}},
@@ -50,15 +55,17 @@ def desk_of(
     shard = Shard(
         master_params, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1"
     )
-    book = Book(job, plan, Journal(RunDir(folder)), Progress(steps, 0, 10, silent=True), logging.getLogger("weft"))
-    desk = Updates(job, shares, shard, book, connect)
+    records = RunRecords(
+        job, plan, Journal(RunDir(folder)), Progress(steps, 0, 10, silent=True), logging.getLogger("weft")
+    )
+    coordinator = ParameterServer(job, shares, shard, records, connect)
     if begin:
-        desk.begin({}, {"step": 0, "tokens": 0, "offset": 0})
-    return desk, shard
+        coordinator.begin({}, {"step": 0, "tokens": 0, "offset": 0})
+    return coordinator, shard
 
 
 def peer(number: int) -> Peer:
-    return Peer(f"worker {number}", "worker", cast(Link, None))  # a desk never speaks by itself
+    return Peer(f"worker {number}", "worker", cast(Link, None))  # a coordinator only answers
 
 
 @given(
@@ -68,54 +75,54 @@ def peer(number: int) -> Peer:
 def test_every_share_counts_once_and_none_is_too_old(
     tmp_path_factory: pytest.TempPathFactory, shares: int, staleness: int, gather: int | None, moves: list[int]
 ) -> None:
-    """Three workers of any speed, of which some die; what they were told to compute goes to others."""
-    folder = tmp_path_factory.mktemp("desk")
-    desk, shard = desk_of(folder, shares, 8, staleness=staleness, gather=gather)
+    """Three workers of any speed, some of which die; their shares are assigned to others."""
+    folder = tmp_path_factory.mktemp("coordinator")
+    coordinator, shard = server_of(folder, shares, 8, staleness=staleness, gather=gather)
     peers, held = [peer(i) for i in range(3)], dict[int, dict[str, Any]]()
     done: list[int] = []
     for p in peers:
-        desk.arrived(p)
+        coordinator.joined(p)
     for move in [*moves, *[0, 1, 2] * 200]:
         who = move % 3
-        if desk.ended:
+        if coordinator.ended:
             break
         if who not in held:
-            if desk._may_go_out():
-                held[who] = desk.answer(peers[who], {"do": "next"}, {})[0]
+            if coordinator._may_assign():
+                held[who] = coordinator.handle(peers[who], {"do": "next"}, {})[0]
         elif move > 4:
-            desk.gone(peers[who])
+            coordinator.left(peers[who])
             peers[who] = peer(who)
-            desk.arrived(peers[who])
+            coordinator.joined(peers[who])
             del held[who]
         else:
             task = held.pop(who)
-            desk.answer(peers[who], {"do": "stage", "key": task["key"]}, {"w": torch.ones(2)})
+            coordinator.handle(peers[who], {"do": "stage", "key": task["key"]}, {"w": torch.ones(2)})
             asked = {"do": "done", "key": task["key"], "loss": 1.0, "count": 1}
-            assert desk.answer(peers[who], asked, {})[0]["taken"]
+            assert coordinator.handle(peers[who], asked, {})[0]["taken"]
             done.append(task["step"] * shares + task["share"])
     assert sorted(done) == list(range(8 * shares))
-    assert desk.step == 8 and desk.ended
+    assert coordinator.step == 8 and coordinator.ended
     records = read_jsonl(RunDir(folder).metrics)
     assert all(r["staleness"] <= staleness for r in records) and records[-1]["step"] == 8
     assert not shard.staged
 
 
-def test_a_server_goes_back_to_its_snapshot_as_it_was(tmp_path: Path) -> None:
-    desk, shard = desk_of(tmp_path, 1, 10, order="sync", snapshot_every=2)
+def test_a_server_restores_its_snapshot_exactly(tmp_path: Path) -> None:
+    coordinator, shard = server_of(tmp_path, 1, 10, order="sync", snapshot_every=2)
     one = peer(0)
-    desk.arrived(one)
+    coordinator.joined(one)
 
     def step() -> None:
-        task = desk.answer(one, {"do": "next"}, {})[0]
-        desk.answer(one, {"do": "stage", "key": task["key"]}, {"w": torch.ones(2) * (task["step"] + 1)})
-        desk.answer(one, {"do": "done", "key": task["key"], "loss": 1.0, "count": 1}, {})
+        task = coordinator.handle(one, {"do": "next"}, {})[0]
+        coordinator.handle(one, {"do": "stage", "key": task["key"]}, {"w": torch.ones(2) * (task["step"] + 1)})
+        coordinator.handle(one, {"do": "done", "key": task["key"], "loss": 1.0, "count": 1}, {})
 
     seen = []
     for _ in range(5):
         step()
         seen.append(shard.read("all"))
     assert shard.snapshots() == [2, 4]
-    assert desk.resume() and desk.step == 4
+    assert coordinator.resume() and coordinator.step == 4
     assert all(torch.equal(shard.read("all")[n], t) for n, t in seen[3].items())
     step()
     assert all(torch.equal(shard.read("all")[n], t) for n, t in seen[4].items())
@@ -123,54 +130,54 @@ def test_a_server_goes_back_to_its_snapshot_as_it_was(tmp_path: Path) -> None:
         shard.stage("x", {"w": torch.ones(3)})
 
 
-def test_a_second_server_is_reached_lost_and_taken_back(tmp_path: Path) -> None:
-    """Two shards, of which one lies behind a socket: updates reach both or are undone on both."""
+def test_a_second_server_is_lost_and_rejoins(tmp_path: Path) -> None:
+    """Two shards, one of them behind a socket: updates reach both or are undone on both."""
     log, secret = logging.getLogger("weft"), b"s" * 32
 
-    def other() -> tuple[Shard, Hub]:
+    def other() -> tuple[Shard, Connections]:
         held: dict[str, Tensor] = {"v": nn.Parameter(torch.zeros(3))}
         make = partial(build_optimizers, Optim.model_validate({"name": "sgd"}), is_block=lambda _: False)
         shard = Shard(held, make, tmp_path, "shard-1-of-2")
-        return shard, Hub("127.0.0.1", secret, ShardDesk(shard), log)
+        return shard, Connections("127.0.0.1", secret, ShardCoordinator(shard), log)
 
-    desk, shard = desk_of(tmp_path, 1, 10, connect=lambda a: reach_shard(a, secret), begin=False, servers=2,
+    coordinator, shard = server_of(tmp_path, 1, 10, connect=lambda a: connect_shard(a, secret), begin=False, servers=2,
                           order="sync", snapshot_every=2)  # fmt: skip
     one = peer(0)
 
-    def join(hub: Hub) -> Peer:
-        server = Peer("server 1", "server", cast(Link, None), {"index": 1, "address": hub.address})
-        desk.arrived(server)
+    def join(connections: Connections) -> Peer:
+        server = Peer("server 1", "server", cast(Link, None), {"index": 1, "address": connections.address})
+        coordinator.joined(server)
         return server
 
     def step() -> None:
-        task = desk.answer(one, {"do": "next"}, {})[0]
-        desk.answer(one, {"do": "stage", "key": task["key"]}, {"w": torch.ones(2)})
+        task = coordinator.handle(one, {"do": "next"}, {})[0]
+        coordinator.handle(one, {"do": "stage", "key": task["key"]}, {"w": torch.ones(2)})
         link = connect(task["servers"][1], secret)
         link.request({"role": "worker", "name": one.name})
         link.request({"do": "stage", "key": task["key"]}, {"v": torch.ones(3)})
         link.close()
-        desk.answer(one, {"do": "done", "key": task["key"], "loss": 1.0, "count": 1, "bytes": 7}, {})
+        coordinator.handle(one, {"do": "done", "key": task["key"], "loss": 1.0, "count": 1, "bytes": 7}, {})
 
-    assert not desk.whole()
-    far, hub = other()
-    first = join(hub)
-    desk.begin({}, {"step": 0, "tokens": 0, "offset": 0})
-    desk.arrived(one)
+    assert not coordinator.complete()
+    far, connections = other()
+    first = join(connections)
+    coordinator.begin({}, {"step": 0, "tokens": 0, "offset": 0})
+    coordinator.joined(one)
     for _ in range(3):
         step()
-    assert (desk.version, far.version, shard.version, desk.bytes) == (3, 3, 3, 21)
-    assert desk.copy(evaluates=False, saves=True).weights.keys() >= {"model.w", "model.v"}
-    hub.close()
-    desk.gone(first)
-    assert not desk.whole()
-    far, hub = other()
-    join(hub)
-    assert not desk._may_go_out()
-    desk.tick()
-    assert (desk.version, far.version, shard.version, desk.step) == (2, 2, 2, 2)
+    assert (coordinator.version, far.version, shard.version, coordinator.bytes) == (3, 3, 3, 21)
+    assert coordinator.copy(evaluates=False, saves=True).weights.keys() >= {"model.w", "model.v"}
+    connections.close()
+    coordinator.left(first)
+    assert not coordinator.complete()
+    far, connections = other()
+    join(connections)
+    assert not coordinator._may_assign()
+    coordinator.tick()
+    assert (coordinator.version, far.version, shard.version, coordinator.step) == (2, 2, 2, 2)
     step()
-    assert (far.version, desk.step) == (3, 3)
-    hub.close()
+    assert (far.version, coordinator.step) == (3, 3)
+    connections.close()
 
 
 def test_every_optimizer_steps_on_a_server(tmp_path: Path) -> None:
@@ -180,14 +187,14 @@ def test_every_optimizer_steps_on_a_server(tmp_path: Path) -> None:
         make = partial(build_optimizers, optim, is_block=lambda path: path.startswith("blocks"))
         shard = Shard(master_params, make, tmp_path, name)
         shard.stage("k", {n: torch.randn(4, 4) for n in master_params})
-        shard.gather(["k"], [])
+        shard.sum_staged(["k"], [])
         shard.apply(0.1, 1.0, 1)
         assert all(not torch.equal(m.detach(), torch.ones(4, 4)) for m in master_params.values())
 
 
-def test_weights_are_dealt_out_evenly_and_whole() -> None:
+def test_weights_are_assigned_evenly_and_whole() -> None:
     sizes = {f"w{i}": size for i, size in enumerate((100, 60, 50, 40, 30, 20))}
-    dealt = deal_out(sizes, 3)
+    dealt = assign_weights(sizes, 3)
     assert sorted(n for names in dealt for n in names) == sorted(sizes)
     assert max(sum(sizes[n] for n in names) for names in dealt) <= 110
 
@@ -195,45 +202,48 @@ def test_weights_are_dealt_out_evenly_and_whole() -> None:
 @given(st.integers(1, 9), st.integers(1, 300), st.floats(0.05, 100), st.integers(0, 2**40), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_every_sample_belongs_to_one_client(clients: int, length: int, skew: float, seed: int, labels: bool) -> None:
-    topics = topics_of(length, clients, lambda i: i % 5 if labels else None)
-    dealt = deal(topics, clients, skew, seed)
+    topics = sample_labels(length, clients, lambda i: i % 5 if labels else None)
+    dealt = split_by_label(topics, clients, skew, seed)
     assert len(dealt) == clients
     assert np.array_equal(np.sort(np.concatenate(dealt)), np.arange(length))
     if length >= 20 * clients:
         assert all(len(held) for held in dealt)
-    assert all(np.array_equal(a, b) for a, b in zip(dealt, deal(topics, clients, skew, seed), strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(dealt, split_by_label(topics, clients, skew, seed), strict=True))
 
 
 def test_a_small_skew_is_uneven_and_a_large_one_is_not() -> None:
-    topics = topics_of(8000, 8, lambda i: i % 10)
+    topics = sample_labels(8000, 8, lambda i: i % 10)
 
     def unevenness(skew: float) -> float:
-        counts = np.stack([np.bincount(topics[held], minlength=10) for held in deal(topics, 8, skew, 1)])
+        counts = np.stack([np.bincount(topics[held], minlength=10) for held in split_by_label(topics, 8, skew, 1)])
         return float((counts.std(0) / counts.mean(0)).mean())
 
     assert unevenness(0.1) > 1.5 and unevenness(100.0) < 0.3
 
 
-def test_clients_are_drawn_by_the_seed() -> None:
-    assert drawn(8, 3, 0, 5) == drawn(8, 3, 0, 5) and len(set(drawn(8, 3, 0, 5))) == 3
-    assert {c for r in range(40) for c in drawn(8, 3, 0, r)} == set(range(8))
+def test_clients_are_sampled_by_the_seed() -> None:
+    assert sample_clients(8, 3, 0, 5) == sample_clients(8, 3, 0, 5) and len(set(sample_clients(8, 3, 0, 5))) == 3
+    assert {c for r in range(40) for c in sample_clients(8, 3, 0, r)} == set(range(8))
 
 
-def test_what_is_wrong_with_an_update_is_said() -> None:
+def test_defects_of_an_update() -> None:
     weights = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
     good = {"a": torch.ones(2, 3), "b": torch.ones(4)}
-    assert flaw(good, weights) is None
-    assert flaw({"a": good["a"]}, weights) == "b is missing"
-    assert flaw({**good, "c": good["b"]}, weights) == "c is no weight of this model"
-    assert flaw({**good, "a": torch.ones(3, 2)}, weights) == "a has the shape [3, 2] instead of [2, 3]"
-    assert flaw({**good, "b": torch.tensor([1, 1, float("inf"), 1])}, weights) == "b holds a number that is not finite"
+    assert find_defect(good, weights) is None
+    assert find_defect({"a": good["a"]}, weights) == "b is missing"
+    assert find_defect({**good, "c": good["b"]}, weights) == "c is not a weight of this model"
+    assert find_defect({**good, "a": torch.ones(3, 2)}, weights) == "a has the shape [3, 2] instead of [2, 3]"
+    assert (
+        find_defect({**good, "b": torch.tensor([1, 1, float("inf"), 1])}, weights)
+        == "b contains a value that is not finite"
+    )
     assert norm(good) == pytest.approx(10**0.5)
     assert outliers({0: 1.0, 1: 1.2, 2: 50.0}, [], 10) == {2: "its norm is 50, 41.7 times the median"}
-    assert outliers({0: 1.0, 1: 50.0}, [], 10) == {}  # who of two is wrong?
+    assert outliers({0: 1.0, 1: 50.0}, [], 10) == {}  # of two, neither can be called wrong
     assert list(outliers({0: 1.0, 1: 50.0}, [1.0, 1.1, 0.9], 10)) == [1]
 
 
-def rounds_of(folder: Path, name: str, examples: list[int], **sync: Any) -> tuple[Averaging, Shard]:
+def rounds_of(folder: Path, name: str, examples: list[int], **sync: Any) -> tuple[FederatedAveraging, Shard]:
     raw = {
         "cluster": {"device": "cpu"},
         "train": {"global_batch": len(examples), "steps": 20, "eval_every": 0,
@@ -246,58 +256,60 @@ def rounds_of(folder: Path, name: str, examples: list[int], **sync: Any) -> tupl
     shard = Shard(
         master_params, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1"
     )
-    book = Book(job, plan, Journal(RunDir(folder)), Progress(20, 0, 10, silent=True), logging.getLogger("weft"))
-    desk = Averaging(job, examples, shard, book)
-    desk.begin({}, {"step": 0, "tokens": 0, "offset": 0})
-    return desk, shard
+    records = RunRecords(
+        job, plan, Journal(RunDir(folder)), Progress(20, 0, 10, silent=True), logging.getLogger("weft")
+    )
+    coordinator = FederatedAveraging(job, examples, shard, records)
+    coordinator.begin({}, {"step": 0, "tokens": 0, "offset": 0})
+    return coordinator, shard
 
 
-def play(desk: Averaging, sent: Callable[[int], dict[str, Tensor]]) -> dict[str, Any]:
-    """One round, by one worker that plays all clients; returns the last task."""
+def play(coordinator: FederatedAveraging, sent: Callable[[int], dict[str, Tensor]]) -> dict[str, Any]:
+    """One round by one worker that computes for all clients; returns the last task."""
     one = peer(0)
-    desk.arrived(one)
-    for _ in range(desk.sync.drawn):
-        task = desk.answer(one, {"do": "next"}, {})[0]
+    coordinator.joined(one)
+    for _ in range(coordinator.sync.drawn):
+        task = coordinator.handle(one, {"do": "next"}, {})[0]
         figures = {what: [1.0] * task["steps"] for what in ("losses", "counts", "norms")}
-        desk.answer(one, {"do": "done", "key": task["key"], **figures}, sent(task["client"]))
+        coordinator.handle(one, {"do": "done", "key": task["key"], **figures}, sent(task["client"]))
     return task
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor"])
 def test_a_round_of_one_step_is_a_step_of_ordinary_training(tmp_path: Path, name: str) -> None:
-    """The clients' mean gradient, by their examples, makes a step of the job's own optimizer."""
-    desk, shard = rounds_of(tmp_path, name, [1, 3])
+    """The clients' mean gradient, weighted by examples, is a step of the job's optimizer."""
+    coordinator, shard = rounds_of(tmp_path, name, [1, 3])
     plain: dict[str, Tensor] = {"w": nn.Parameter(torch.ones(2, 2))}
-    optimizers = build_optimizers(desk.job.optim, plain, lambda _: False)
+    optimizers = build_optimizers(coordinator.job.optim, plain, lambda _: False)
     for step in range(3):
         grads = [torch.full((2, 2), 1.0 + step), torch.full((2, 2), -3.0)]
-        play(desk, lambda client, grads=grads: {"w": grads[client]})
+        play(coordinator, lambda client, grads=grads: {"w": grads[client]})
         plain["w"].grad = (grads[0] + 3 * grads[1]) / 4
         optimizers.step(0.1)
         assert torch.allclose(shard.master_params["w"], plain["w"], atol=1e-6)
-    assert desk.step == 3
+    assert coordinator.step == 3
 
 
-def test_longer_rounds_carry_the_optimizer_on_and_trust_nobody_with_it(tmp_path: Path) -> None:
-    desk, shard = rounds_of(tmp_path, "adamw", [1, 1, 2], every=5)
+def test_longer_rounds_average_and_check_optimizer_state(tmp_path: Path) -> None:
+    coordinator, shard = rounds_of(tmp_path, "adamw", [1, 1, 2], every=5)
     moments = {"optim.w.exp_avg": torch.ones(2, 2), "optim.w.exp_avg_sq": torch.full((2, 2), -1.0)}
-    task = play(desk, lambda client: {"w": torch.full((2, 2), float(client)), **moments})
+    task = play(coordinator, lambda client: {"w": torch.full((2, 2), float(client)), **moments})
     assert task["carries"] and task["parts"] == pytest.approx(16 / 6)
     state = shard.optimizers.shards()
     assert torch.allclose(shard.master_params["w"].detach(), torch.full((2, 2), 1 + 5 / 4))
     assert torch.equal(state["w.exp_avg"], torch.ones(2, 2)) and state["w.step"] == 5
-    assert torch.equal(state["w.exp_avg_sq"], torch.zeros(2, 2)), "no square is below zero, whatever a client says"
+    assert torch.equal(state["w.exp_avg_sq"], torch.zeros(2, 2)), "a second moment is not negative"
     good = {"w": torch.ones(2, 2), **moments}
-    play(desk, lambda client: {**good, "optim.w.exp_avg": torch.full((2, 2), 1e6)} if client == 1 else good)
+    play(coordinator, lambda client: {**good, "optim.w.exp_avg": torch.full((2, 2), 1e6)} if client == 1 else good)
     rejected = [e for e in read_jsonl(RunDir(tmp_path).events) if e["event"] == "rejected"]
     assert [e["client"] for e in rejected] == [1] and rejected[0]["why"].startswith("exp_avg: its norm is")
-    play(desk, lambda client: good if client else {"w": torch.ones(2, 2)})
+    play(coordinator, lambda client: good if client else {"w": torch.ones(2, 2)})
     last = read_jsonl(RunDir(tmp_path).events)[-1]
     assert last["client"] == 0 and "optim.w.exp_avg is missing" in last["why"]
 
 
-def test_with_a_clip_what_optimizers_remember_stays_with_the_clients(tmp_path: Path) -> None:
-    desk, shard = rounds_of(tmp_path, "adamw", [1, 1, 1], every=5, clip=1.0)
-    task = play(desk, lambda client: {"w": torch.full((2, 2), 50.0)})
+def test_with_a_clip_optimizer_state_stays_on_the_clients(tmp_path: Path) -> None:
+    coordinator, shard = rounds_of(tmp_path, "adamw", [1, 1, 1], every=5, clip=1.0)
+    task = play(coordinator, lambda client: {"w": torch.full((2, 2), 50.0)})
     assert not task["carries"] and not any(t.any() for t in shard.optimizers.shards().values())
     assert float((shard.master_params["w"].detach() - 1).norm()) == pytest.approx(1.0)

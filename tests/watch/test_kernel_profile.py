@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from weft.watch.profile import Facts, Roofs, Row, from_json, short, summarise, table, to_json
-from weft.watch.trace import cover, overlap, parse_trace, read_trace
+from weft.watch.kernel_profile import ProfileRow, Rooflines, StepFacts, from_json, short, summarise, table, to_json
+from weft.watch.profiler_trace import cover, overlap, parse_trace, read_trace
 
-ROOFS = Roofs(tflops=100.0, low_tflops=200.0, memory_gb_s=1000.0, link_gb_s=50.0)
-FACTS = Facts(True, None, None, optimizer_bytes=40e3, loss_bytes=10e3, communication_bytes=5e3)
+ROOFS = Rooflines(tflops=100.0, low_tflops=200.0, memory_gb_s=1000.0, link_gb_s=50.0)
+FACTS = StepFacts(True, None, None, optimizer_bytes=40e3, loss_bytes=10e3, communication_bytes=5e3)
 
 
 class Recording:
@@ -84,7 +84,7 @@ def step_on_a_gpu() -> Recording:
     return r
 
 
-def by_name(rows: list[Row]) -> dict[str, Row]:
+def by_name(rows: list[ProfileRow]) -> dict[str, ProfileRow]:
     return {r.name: r for r in rows}
 
 
@@ -119,7 +119,7 @@ def test_without_shapes_the_model_s_own_count_is_taken() -> None:
     r = Recording()
     r.mark("weft.window", 0, 100)
     r.kernel("nvjet_tst_192", 5, 10, 40)
-    facts = Facts(True, 1e9, 1e8, 0.0, 0.0, 0.0)
+    facts = StepFacts(True, 1e9, 1e8, 0.0, 0.0, 0.0)
     rows = by_name(summarise(parse_trace(r.events), 1, 0.1, facts, ROOFS))
     assert rows["matmul"].flops == 1e9
     assert "attention" not in rows

@@ -1,4 +1,4 @@
-"""A profiler's trace, read: which work the device did when, and from which operators it was launched."""
+"""Read a profiler trace: what the device did when, and which operators launched it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime")
 ON_HOST = ("cpu_op", "user_annotation", *LAUNCHES)
 FLYING = re.compile(r"^(gloo|nccl|ucc|mpi|xccl):")
-"""A process group's record of a message: begun by one thread and ended by another, so it nests in nothing."""
+"""A process group's record of a collective, which starts and ends on different threads and so does not nest."""
 MARK = "weft."
-"""Ranges that Weft opens around the parts of a step begin with this."""
+"""Prefix of the ranges that Weft opens around the parts of a step."""
 
 
 @dataclass
-class Event:
-    """Something with a beginning and an end, in microseconds; on a host thread, with what it was called from."""
+class TraceEvent:
+    """An interval in microseconds; on a host thread, with the event that it was called from."""
 
     name: str
     kind: str
@@ -29,12 +29,12 @@ class Event:
     end: float
     thread: Any = None
     dims: tuple[tuple[int, ...], ...] = ()
-    """Shapes of the operator's tensors, lists of tensors laid flat."""
+    """Shapes of the operator's tensors, with lists of tensors flattened."""
     types: tuple[str, ...] = ()
     correlation: int | None = None
-    parent: Event | None = field(default=None, repr=False)
+    parent: TraceEvent | None = field(default=None, repr=False)
     inside: float = 0.0
-    """Of its time, what its children take."""
+    """Time of its children."""
     leaf: bool = True
 
     @property
@@ -43,11 +43,11 @@ class Event:
 
     @property
     def own(self) -> float:
-        """Time in it that is in none of its children."""
+        """Time outside its children."""
         return max(0.0, self.length - self.inside)
 
     def stack(self) -> list[str]:
-        """Its own name and those it was called from, innermost first."""
+        """Its name and those of its callers, innermost first."""
         names, at = [], self
         while True:
             names.append(at.name)
@@ -58,29 +58,29 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """Host events, nested thread by thread, and device events, each with the host event that launched it."""
+    """Host events, nested by thread, and device events with the host event that launched each."""
 
-    host: list[Event]
-    device: list[tuple[Event, Event | None]]
-    marks: list[Event]
-    """Weft's own ranges, in time."""
-    messages: list[Event] = field(default_factory=list)
-    """Collectives from their start to their end, which other work may overlap on any thread."""
+    host: list[TraceEvent]
+    device: list[tuple[TraceEvent, TraceEvent | None]]
+    marks: list[TraceEvent]
+    """Weft's own ranges, by start time."""
+    messages: list[TraceEvent] = field(default_factory=list)
+    """Collectives from start to end; work on any thread may overlap them."""
 
     @property
     def window(self) -> tuple[float, float]:
-        """When the steps began and ended."""
+        """Start and end of the steps."""
         whole = [m for m in self.marks if m.name == "weft.window"]
         spans = whole or self.host
         return min(e.start for e in spans), max(e.end for e in spans)
 
     def marks_at(self, time: float) -> list[str]:
-        """Names of Weft's ranges that are open at a time, innermost first, whichever thread asks."""
+        """Names of Weft's ranges that are open at a time, innermost first, on any thread."""
         return [m.name for m in reversed(self.marks) if m.start <= time < m.end]
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace that torch.profiler exported (Chrome's format)."""
+    """Read a trace exported by torch.profiler (Chrome's format)."""
     raw = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     return parse_trace(raw["traceEvents"])
 
@@ -89,25 +89,25 @@ def parse_trace(raw: Iterable[dict[str, Any]]) -> Trace:
     events = [_event(r) for r in raw if r.get("ph") == "X" and r.get("cat") in (*ON_HOST, *ON_DEVICE)]
     messages = [e for e in events if e.kind in ON_HOST and FLYING.match(e.name)]
     host = nest([e for e in events if e.kind in ON_HOST and not FLYING.match(e.name)])
-    by_correlation: dict[int | None, Event] = {e.correlation: e for e in host if e.correlation is not None}
+    by_correlation: dict[int | None, TraceEvent] = {e.correlation: e for e in host if e.correlation is not None}
     device = sorted((e for e in events if e.kind in ON_DEVICE), key=lambda e: e.start)
     marks = sorted((e for e in host if e.name.startswith(MARK)), key=lambda e: (e.start, -e.end))
     return Trace(host, [(e, by_correlation.get(e.correlation)) for e in device], marks, messages)
 
 
-def _event(raw: dict[str, Any]) -> Event:
+def _event(raw: dict[str, Any]) -> TraceEvent:
     args = raw.get("args") or {}
     start = float(raw["ts"])
     dims, types = _flat(args.get("Input Dims") or (), args.get("Input type") or ())
     launched = raw["cat"] in (*LAUNCHES, *ON_DEVICE)
-    return Event(
+    return TraceEvent(
         str(raw["name"]), raw["cat"], start, start + float(raw.get("dur") or 0.0), (raw.get("pid"), raw.get("tid")),
         dims, types, args.get("correlation") if launched else None,
     )  # fmt: skip
 
 
 def _flat(dims: Sequence[Any], types: Sequence[str]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """Shapes and types one by one; a list of tensors does not say its type, and keeps the word TensorList."""
+    """Shapes and types, flattened; tensors in a list keep the type TensorList."""
     shapes: list[tuple[int, ...]] = []
     names: list[str] = []
     for shape, name in zip(dims, types, strict=False):
@@ -117,10 +117,10 @@ def _flat(dims: Sequence[Any], types: Sequence[str]) -> tuple[tuple[tuple[int, .
     return tuple(shapes), tuple(names)
 
 
-def nest(events: list[Event]) -> list[Event]:
-    """Tell each event its parent on its thread. Sorted by beginning; of two that begin together the longer holds."""
+def nest(events: list[TraceEvent]) -> list[TraceEvent]:
+    """Set the parent of each event on its thread. Of two events that start together the longer is the parent."""
     events.sort(key=lambda e: (e.start, -e.end))
-    open_on: dict[Any, list[Event]] = {}
+    open_on: dict[Any, list[TraceEvent]] = {}
     for event in events:
         stack = open_on.setdefault(event.thread, [])
         while stack and stack[-1].end <= event.start:
@@ -134,7 +134,7 @@ def nest(events: list[Event]) -> list[Event]:
 
 
 def cover(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of some spans of time, in order."""
+    """The union of some intervals, in order."""
     out: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if out and start <= out[-1][1]:
@@ -145,7 +145,7 @@ def cover(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def overlap(covered: Sequence[tuple[float, float]], start: float, end: float) -> float:
-    """How much of start … end lies in a union made by cover()."""
+    """Length of [start, end] inside a union made by cover()."""
     first = max(0, bisect_right(covered, (start, float("inf"))) - 1)
     total = 0.0
     for a, b in covered[first:]:

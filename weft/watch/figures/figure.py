@@ -1,0 +1,38 @@
+"""A figure of a report: traces and layout for plotly, and how the values of run files are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Traces and layout for plotly, or a sentence if there is nothing to draw."""
+
+    id: str
+    title: str
+    caption: str = ""
+    data: list[dict[str, Any]] = field(default_factory=list)
+    layout: dict[str, Any] = field(default_factory=dict)
+    height: int = 280
+    max_width: int | None = None
+    empty: str = "No step has recorded this yet."
+
+
+def number(value: Any) -> float | None:
+    """The value as a finite number, or None if it is not one."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def column(records: Sequence[Record], key: str) -> tuple[list[float], list[float | None]]:
+    """The steps, and the value of one key at each."""
+    return [float(r["step"]) for r in records], [number(r.get(key)) for r in records]
