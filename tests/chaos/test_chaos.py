@@ -12,7 +12,7 @@ import torch
 from helpers.command import DEADLINE_S, ENV, weft, write_job
 
 from weft.chaos.disk import Disk, damage
-from weft.chaos.injection import Orders, flip, marker_of, poison
+from weft.chaos.rank_faults import Orders, flip_bit, marker_of, poison
 
 JOB = {
     "name": "small",
@@ -87,7 +87,7 @@ def test_an_order_strikes_a_rank_once_even_in_another_process(tmp_path: Path) ->
 
 def test_weights_targets_and_checkpoints_are_really_damaged(tmp_path: Path) -> None:
     weights = {"a": torch.ones(3), "b": torch.ones(2, 2), "h": torch.ones(4, dtype=torch.bfloat16)}
-    flip(weights, 0.5)
+    flip_bit(weights, 0.5)
     changed = sum(int((w != 1).sum()) for w in weights.values())
     assert changed == 1 and bool((weights["b"] == 1.5).any())
     tokens = poison({"targets": torch.arange(6).view(2, 3)}, 50)["targets"]

@@ -15,7 +15,7 @@ from helpers.command import Said, python, weft, write_job
 from safetensors.torch import load_file
 
 import weft as package
-from weft.checkpoint.checkpointer import load_full
+from weft.checkpoint.reader import load_full
 from weft.cli import main
 from weft.job import Job, load_job
 from weft.job.errors import Exit

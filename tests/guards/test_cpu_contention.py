@@ -7,13 +7,13 @@ import sys
 
 WAITS = """
 import os, sys, time
-from weft.guards.cpu_contention import Crowd
+from weft.guards.cpu_contention import CpuContention
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-crowd, waited = Crowd(), 0.0
+contention, waited = CpuContention(), 0.0
 deadline = time.monotonic() + 120
 while waited < 0.05 and time.monotonic() < deadline:
     sum(range(10000))
-    waited += crowd.since()[0]
+    waited += contention.since()[0]
 print(waited >= 0.05)
 """
 

@@ -53,10 +53,10 @@ def test_nan_spike_and_flipped_bit_leave_the_run_as_if_nothing_had_happened(pool
         back = by_kind["recovered", "spike"]
         assert (back["how"], back["step"]) == ("rollback", 30)
         assert back["steps_lost"] <= 3
-        odd = by_kind["fault", "divergence"]
-        assert odd["rank"] == 1
-        assert odd["position"].endswith("1")
-        assert "changed between two updates" in odd["why"]
+        outliers = by_kind["fault", "divergence"]
+        assert outliers["rank"] == 1
+        assert outliers["position"].endswith("1")
+        assert "changed between two updates" in outliers["why"]
         assert by_kind["recovered", "divergence"]["steps_lost"] <= 4
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers.on_ranks import begin, wholes
-from weft.checkpoint.checkpointer import Checkpoints
+from weft.checkpoint.checkpointer import Checkpointer
 from weft.comm.quantized_sum import sum_quantized
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
@@ -26,7 +26,7 @@ def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -
     state at the end, and the bytes that each step's exchange took."""
     job, plan, mesh, stepper, _ = begin(job)
     state = stepper.state
-    checkpoints = Checkpoints(Path(folder), group=mesh.disk_group, keep=9, keep_every=0, background=False)
+    checkpoints = Checkpointer(Path(folder), group=mesh.disk_group, keep=9, keep_every=0, background=False)
     if folder and checkpoints.newest() is not None:
         tensors = state.empty_like(saved_world=0)
         found = checkpoints.load_newest(tensors)

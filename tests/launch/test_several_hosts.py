@@ -11,7 +11,7 @@ import pytest
 from helpers import parity
 from helpers.command import ENV, losses, run_of, write_job
 
-from weft.chaos.virtual_hosts import Hosts
+from weft.chaos.virtual_hosts import VirtualHosts
 from weft.hardware.network import GLOO, NCCL, Choice, choose, interfaces, name_interface
 from weft.launch.rank_pool import RankPool
 
@@ -29,7 +29,7 @@ def test_two_hosts_train_the_run_of_one(tmp_path: Path, pool: RankPool) -> None:
     sections: dict[str, Any] = {**parity.BASE, "name": "run", "parallel": LAYOUT}
     sections["train"] = {**sections["train"], "steps": 3, "eval_every": 0}
     write_job(tmp_path, **sections, watch={"comm_every": 1}, checkpoint={"every": 0})
-    with Hosts(2, mbit=200) as hosts:
+    with VirtualHosts(2, mbit=200) as hosts:
         before = [hosts.sent(host) for host in range(2)]
         nodes = []
         for host in range(2):

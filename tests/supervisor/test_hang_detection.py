@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from weft.checkpoint import memory_snapshots as snapshots
 from weft.checkpoint.memory_snapshots import AGREE_AFTER, FEWEST, Snapshots, newest_common
 from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
-from weft.supervisor.diagnosis import blame, late, main_stack, where
-from weft.supervisor.hang_timeout import Patience
-from weft.supervisor.status_board import Board, Record
+from weft.supervisor.diagnosis import blame, main_stack, ranks_behind, where
+from weft.supervisor.hang_detection import HangDetector
+from weft.supervisor.status_board import Record, StatusBoard
 
 GRID = {0: {"dp": [0, 2], "tp": [0, 1]}, 1: {"dp": [1, 3], "tp": [0, 1]}, 2: {"dp": [0, 2], "tp": [2, 3]},
         3: {"dp": [1, 3], "tp": [2, 3]}}  # fmt: skip
@@ -27,7 +27,7 @@ GRID = {0: {"dp": [0, 2], "tp": [0, 1]}, 1: {"dp": [1, 3], "tp": [0, 1]}, 2: {"d
 def test_who_waits_for_a_waiter_is_not_to_blame() -> None:
     """Rank 3 hangs: 2 waits for it on tp, 1 on dp, and 0 waits for both of these."""
     counts = {0: {"dp": 6, "tp": 9}, 1: {"dp": 6, "tp": 8}, 2: {"dp": 5, "tp": 9}, 3: {"dp": 5, "tp": 8}}
-    assert list(late(counts, GRID)) == [3]
+    assert list(ranks_behind(counts, GRID)) == [3]
     assert blame(counts, GRID, {0: "dp", 1: "dp", 2: "tp", 3: ""})[3].startswith("it did not begin collective ")
 
 
@@ -43,7 +43,7 @@ def test_a_pipeline_is_judged_by_who_is_in_no_exchange() -> None:
 @given(st.integers(0, 3), st.integers(1, 50), st.integers(1, 50))
 def test_a_rank_that_begins_nothing_is_always_found(culprit: int, dp: int, tp: int) -> None:
     counts = {r: {"dp": dp - (r == culprit), "tp": tp - (r == culprit)} for r in GRID}
-    assert list(late(counts, GRID)) == [culprit]
+    assert list(ranks_behind(counts, GRID)) == [culprit]
 
 
 @given(st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=4), st.none() | st.integers(0, 9))
@@ -69,12 +69,12 @@ def record(**fields: object) -> Record:
     return replace(blank, **fields)  # type: ignore[arg-type]
 
 
-class Watched:
+class ObservedRun:
     """A rank that moves at times of a clock of its own, and the looks at it, so far apart as is asked for."""
 
-    def __init__(self, calm_s: float) -> None:
-        self.now, self.step, self.moved, self.beats, self.calm_s = 100.0, 0, 100.0, 0, calm_s
-        self.patience = Patience(1.5, 120.0, clock=lambda: self.now, looks_s=calm_s)
+    def __init__(self, idle_poll_s: float) -> None:
+        self.now, self.step, self.moved, self.beats, self.idle_poll_s = 100.0, 0, 100.0, 0, idle_poll_s
+        self.hangs = HangDetector(1.5, 120.0, clock=lambda: self.now, poll_s=idle_poll_s)
 
     def until(self, end: float, every: float | None = None) -> float | None:
         """Take a step so often, or none; returns the standstill, as soon as it is too long."""
@@ -83,38 +83,38 @@ class Watched:
                 self.step, self.moved = self.step + 1, self.moved + every
             self.beats += 1
             shown = record(pid=0, step=self.step, beats=self.beats, moved=int(self.moved * 1e9))
-            if (found := self.patience.look({0: shown})) is not None:
+            if (found := self.hangs.check({0: shown})) is not None:
                 return found
-            self.patience.looks_s = 0.05 if self.patience.uneasy else self.calm_s
-            self.now += self.patience.looks_s
+            self.hangs.poll_s = 0.05 if self.hangs.is_late else self.idle_poll_s
+            self.now += self.hangs.poll_s
         return None
 
 
 @pytest.mark.parametrize(("every", "limit"), [(1.5, 12.0), (0.02, 1.5)])
-@pytest.mark.parametrize("calm_s", [0.05, 0.2])
-def test_patience_is_learned_from_the_runs_own_pace(every: float, limit: float, calm_s: float) -> None:
+@pytest.mark.parametrize("idle_poll_s", [0.05, 0.2])
+def test_patience_is_learned_from_the_runs_own_pace(every: float, limit: float, idle_poll_s: float) -> None:
     """What is too long for a quick run is usual where steps take a second and a half; and looks that are far apart, as
     long as all is well, make nobody more patient."""
-    run = Watched(calm_s)
+    run = ObservedRun(idle_poll_s)
     assert run.until(112.0, every) is None
-    assert not run.patience.uneasy
+    assert not run.hangs.is_late
     found = run.until(200.0)
     assert found is not None
-    assert limit - 8 * calm_s <= found <= limit + 8 * 0.1
-    assert run.patience.load == 1.0
-    assert not run.patience.silent(0)
-    assert not run.patience.stopped(0)
-    assert run.patience.limit("eval") >= 600  # nothing is known of it
-    assert run.patience.limit("start") >= 120
+    assert limit - 8 * idle_poll_s <= found <= limit + 8 * 0.1
+    assert run.hangs.load == 1.0
+    assert not run.hangs.silent(0)
+    assert not run.hangs.stopped(0)
+    assert run.hangs.limit("eval") >= 600  # nothing is known of it
+    assert run.hangs.limit("start") >= 120
 
 
 def test_the_board_shows_what_was_put_there(tmp_path: Path) -> None:
-    board = Board(tmp_path / "board", slots=3)
+    board = StatusBoard(tmp_path / "board", slots=3)
     board.clear(1)
     board.put(1, "pid", 42)
     board.count(1, 2, 7)
     board["attempt"] = 2
-    again = Board(tmp_path / "board")
+    again = StatusBoard(tmp_path / "board")
     assert (again.slots, again.record(1).pid, again.record(1).counts[2], again.record(1).phase) == (3, 42, 7, "start")
     assert again.record(0).phase == "gone"
     assert again.valid(2)

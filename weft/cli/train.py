@@ -88,13 +88,13 @@ def chaos(
     as_json: AsJson = False,
 ) -> None:
     """Inject faults into a local run, and measure what they cost. Exit code 1 if samples were lost."""
-    from weft.chaos.inject import Rehearsal
+    from weft.chaos.fault_injector import Experiment
     from weft.cli.views.chaos import run_and_show
     from weft.job.load import load_job
 
     described = load_job(job, overrides or ())
-    asked = Rehearsal(
-        described, nproc, faults, seed, nodes, every_s=every, compare=compare, restart=restart, patience_s=patience
+    asked = Experiment(
+        described, nproc, faults, seed, nodes, every_s=every, compare=compare, restart=restart, timeout_s=patience
     )
     clean_up_on_interrupt()
     raise typer.Exit(run_and_show(asked, as_json))

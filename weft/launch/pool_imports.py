@@ -1,4 +1,4 @@
-"""What ranks of a pool need and takes seconds to import: imported once, by the process that they are forks of."""
+"""Slow imports of the rank pool, done once in the fork server of the pool."""
 
 from weft.training.imports import importing
 

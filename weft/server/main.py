@@ -34,7 +34,7 @@ def run_server(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
     from weft.watch import logs
     from weft.wire.channel import WireError
     from weft.wire.secret import run_secret
-    from weft.wire.tensors import connect
+    from weft.wire.tensors import open_tensor_channel
 
     log = logs.setup(run, index, f"server {index}", plan.world)
     shard = make_shard(run, job, build_whole_model(job, plan)[0], index)
@@ -42,7 +42,7 @@ def run_server(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
     seen = time.monotonic()
     while time.monotonic() - seen < CHIEF_TIMEOUT_S:
         try:
-            link = connect(chief_address(run), run_secret(run.path))
+            link = open_tensor_channel(chief_address(run), run_secret(run.path))
             link.request({"role": "server", "name": f"server {index}", "index": index, "address": connections.address})
             seen = time.monotonic()
             link.receive()  # blocks until the connection closes

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.comm.axis import Waits
 from weft.comm.timeline import Spans
-from weft.guards.guards import Guards, Step
+from weft.guards.guards import Guards, StepFigures
 from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -138,7 +138,7 @@ class Ledger:
         self.stop = Signals.decide(told[:wishes])
         loss = loss_sum / max(1, count)
         taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps
-        self.guards.judge(Step(entry.step, loss, norm, taken, entry.loss_scale), told[wishes:])
+        self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), told[wishes:])
         self.state.tokens += count
         rate = count / entry.seconds if entry.seconds > 0 else None
         mfu = self.flops / (entry.seconds * self.peak * self.plan.world) if rate and self.flops and self.peak else None

@@ -14,21 +14,21 @@ import psutil
 import pytest
 from helpers.command import DEADLINE_S, ENV, ids_by_step, losses, run_of, step_of, until, write_job
 
-from weft.chaos.virtual_hosts import Hosts
+from weft.chaos.virtual_hosts import VirtualHosts
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
-from weft.supervisor.nodes.attempt_claims import Claims
+from weft.supervisor.nodes.attempt_claims import AttemptClaims
 from weft.watch.journal import read_jsonl
 
 BATCH = 12
 
 
 class Cluster:
-    """Hosts on which the same command is started, one supervisor each."""
+    """VirtualHosts on which the same command is started, one supervisor each."""
 
-    def __init__(self, hosts: Hosts, folder: Path, run: RunDir) -> None:
+    def __init__(self, hosts: VirtualHosts, folder: Path, run: RunDir) -> None:
         self.hosts, self.folder, self.run = hosts, folder, run
-        self.claims = Claims(run.path / "attempts")
+        self.claims = AttemptClaims(run.path / "attempts")
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, node: int) -> None:
@@ -78,7 +78,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         cluster={"device": "cpu"}, checkpoint={"every": 0}, resilience={"node_lost_s": 5, "spares": 0},
         optim={"lr": 1e-3, "schedule": "constant", "warmup": 0},
     )  # fmt: skip
-    with Hosts(3) as hosts:
+    with VirtualHosts(3) as hosts:
         made = Cluster(hosts, tmp_path, run_of(tmp_path, "job"))
         for node in range(3):
             made.start(node)
