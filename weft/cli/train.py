@@ -31,10 +31,10 @@ def train(
     described = load_job(job, overrides or ())
     clean_up_on_interrupt()
     if (place := this_node(described, nproc)) is not None:
-        raise typer.Exit(start_node(described, place, nproc, say=print_stderr))
+        raise typer.Exit(start_node(described, place, nproc, log=print_stderr))
     if adopt():
-        raise typer.Exit(join(described, say=print_stderr))
-    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, say=print_stderr))
+        raise typer.Exit(join(described, log=print_stderr))
+    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, log=print_stderr))
 
 
 def _exit_on_signals() -> None:

@@ -4,6 +4,6 @@ from weft.training.imports import importing
 
 with importing():
     import weft.verify.prove  # noqa: F401
-    from weft.comm.teardown import settle
+    from weft.comm.teardown import freeze_imports
 
-settle()
+freeze_imports()

@@ -95,10 +95,10 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from weft.comm.teardown import leave, settle
+    from weft.comm.teardown import freeze_imports, leave
 
     torch.set_num_threads(1)
-    settle()
+    freeze_imports()
     while True:
         try:
             fn, args, rank, world, store = pipe.recv()

@@ -21,7 +21,7 @@ from weft.data.loader import to_device
 from weft.job.errors import Exit, JobError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.train import prepare, write_description
+from weft.launch.train import prepare, write_job_and_plan
 from weft.measure.device_peaks import measure_roofs
 from weft.parallel.pipeline.executor import Pipelined
 from weft.planner.memory.approximate import optimizer_bytes
@@ -51,7 +51,7 @@ def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], Non
     run = RunDir(Path(job.runs_dir) / job.name)
     with run_lock(run) as lock:
         _clear(run)
-        write_description(run, job, plan)
+        write_job_and_plan(run, job, plan)
         code = launch(run, plan.world, lock, say, worker=("weft.measure.step_profile", str(steps)))
         if code == Exit.DONE:
             write_report(run)
@@ -236,7 +236,7 @@ def _has_head(session: Session) -> bool:
 
 
 if __name__ == "__main__":
-    from weft.training.rank import end, run_launched_rank
+    from weft.training.rank import exit_process, run_launched_rank
 
     count = int(sys.argv[2])
-    end(run_launched_rank(lambda session, signals: measure(session, signals, count)))
+    exit_process(run_launched_rank(lambda session, signals: measure(session, signals, count)))
