@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.comm import mpi
+from weft.comm.agreement import all_gather_json
 from weft.comm.axis import Axis
 from weft.comm.dtensor_internals import flatten_mesh, join_meshes
 from weft.comm.fake_internals import join_fake_group
@@ -104,14 +107,10 @@ class Mesh:
         """This rank's place in words, such as `dp_shard1 tp0`."""
         return " ".join(f"{name}{i}" for name, i in self.coords.items()) or "alone"
 
-    def all_gather_object(self, value: object) -> list[object]:
-        """A small Python value from every rank, in rank order."""
-        if self.everyone is None:
-            return [value]
-        out: list[object] = [None] * self.world
-        with self.meter.inside("everyone", "all_gather_object"):
-            dist.all_gather_object(out, value, group=self.host_group)
-        return out
+    def all_gather_json(self, value: object) -> list[Any]:
+        """A small JSON value from every rank, in rank order."""
+        with self.meter.inside("everyone", "all_gather_json") if self.everyone is not None else nullcontext():
+            return all_gather_json(value, self.host_group)
 
     def barrier(self) -> None:
         if self.everyone is not None:

@@ -67,7 +67,7 @@ def save_shards(memory: Path, checkpoints: Checkpointer, mesh: Mesh, local_ranks
     """
     local = int(os.environ.get("LOCAL_RANK", mesh.rank))
     mine = sorted(find_shards(memory), key=lambda s: (s.step, s.places.rank, s.path.name))[local::local_ranks]
-    told = mesh.all_gather_object([(s.places.attempt, s.axes, s.step, s.places.rank) for s in mine])
+    told = mesh.all_gather_json([(s.places.attempt, s.axes, s.step, s.places.rank) for s in mine])
     everyone = [entry for entries in cast(list[list[Told]], told) for entry in entries]
     if not everyone:
         return None
@@ -79,7 +79,7 @@ def save_shards(memory: Path, checkpoints: Checkpointer, mesh: Mesh, local_ranks
     bring = [shard for shard in mine if shard.step == chosen and shard.axes == axes]
     there = {rank for step, rank in held if step == chosen}
     contents = SnapshotContents(bring, _absent(there, axes, mine) if mesh.rank == 0 else {})
-    metas = mesh.all_gather_object(contents.meta)
+    metas = mesh.all_gather_json(contents.meta)
     meta = next(m for m in cast(list[dict[str, Any] | None], metas) if m is not None)
     checkpoints.save_contents(chosen, contents, meta)
     return chosen if checkpoints.durable == chosen else None

@@ -75,7 +75,7 @@ class Guards:
     ) -> None:
         self.job, self.plan, self.mesh, self.state = job, plan, mesh, state
         self.settings = job.resilience
-        self.coords = cast(list[dict[str, int]], mesh.all_gather_object(mesh.coords))
+        self.coords = cast(list[dict[str, int]], mesh.all_gather_json(mesh.coords))
         self.weights = WeightChecks(state.model.master_params, mesh, self.coords, plan.alone, self.settings.check_every)
         self.faults = FaultLog(event, warn, self.coords)
         self.table = FigureLayout(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))
@@ -254,7 +254,7 @@ class Guards:
         if mismatch is None or step.number < mismatch.step:
             return
         self.mismatch = None
-        right = cast(list[float], self.mesh.all_gather_object(self.right)[mismatch.group[0]])
+        right = cast(list[float], self.mesh.all_gather_json(self.right)[mismatch.group[0]])
         for rank in wrong_ranks(mismatch, right) if right else ():
             why = f"step {mismatch.step}, computed again, shows that the weights of rank {rank} were the wrong ones"
             self.faults.fault("divergence", mismatch.step, why, rank)

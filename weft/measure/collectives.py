@@ -159,7 +159,7 @@ def on_rank(plan: Plan, asked: list[Case], axes: list[str], budget_s: float) -> 
         axis = mesh.everyone if name == EVERYONE else mesh.axes[name]
         axis.open()
         found[name] = measure(axis, mesh.device, asked, budget_s)
-    told = mesh.all_gather_object(found)
+    told = mesh.all_gather_json(found)
     mesh.close()
     return cast(list[Told], told)
 

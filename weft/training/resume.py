@@ -41,21 +41,21 @@ def told_before(session: Session) -> list[tuple[float, float]]:
                 told[step] = (loss, norm)
                 if record.get("skipped"):
                     del told[step]
-    everyone = session.mesh.all_gather_object([told[step] for step in sorted(told)][-256:])
+    everyone = session.mesh.all_gather_json([told[step] for step in sorted(told)][-256:])
     return cast(list[tuple[float, float]], everyone[0])
 
 
 def recall(session: Session, at_most: int | None = None) -> bool:
     """Continue from the newest step that every rank has whole in memory, if there is one."""
     state, snapshots = session.state, session.snapshots
-    held = cast(list[list[int]], session.mesh.all_gather_object(snapshots.held()))
+    held = cast(list[list[int]], session.mesh.all_gather_json(snapshots.held()))
     step = newest_common(held, at_most)
     if step is None or (at_most is None and step < newest_on_disk(session)):
         return False
     if not state.optimizers.shards():
         state.optimizers.allocate()
     shards = state.shards()
-    if not all(session.mesh.all_gather_object(_same_layout(session) and snapshots.holds(shards))):
+    if not all(session.mesh.all_gather_json(_same_layout(session) and snapshots.holds(shards))):
         return False
     counts = snapshots.load(step, shards)
     state.recall(shards, counts)
@@ -89,7 +89,7 @@ def newest_on_disk(session: Session) -> int:
     """As rank 0 sees it, from the names alone; -1 where there is none."""
     found = entries(session.run.checkpoints) if session.mesh.rank == 0 else []
     steps = [entry.step for entry in found if entry.kind == "good"]
-    return cast(int, session.mesh.all_gather_object(max(steps, default=-1))[0])
+    return cast(int, session.mesh.all_gather_json(max(steps, default=-1))[0])
 
 
 def resume(session: Session, at_most: int | None = None) -> None:

@@ -124,7 +124,7 @@ class Session:
                 places = places_of(self.mesh.rank, self.heartbeat.attempt, self.job, self.plan, state.tensors())
                 places.write(snapshots.folder)
         if snapshots.tick(state.step):
-            snapshots.every = max(cast(list[int], self.mesh.all_gather_object(snapshots.wish())))
+            snapshots.every = max(cast(list[int], self.mesh.all_gather_json(snapshots.wish())))
             self.guards.weights.spacing = snapshots.every
 
     def commit(self, record: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ def open_session(
     checkpoints = Checkpointer(
         run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
-        any_rank=lambda mine: any(mesh.all_gather_object(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
+        any_rank=lambda mine: any(mesh.all_gather_json(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))

@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.axis import Axis
 from weft.comm.shards import local_of, shard_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
@@ -179,10 +181,25 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
 
 def join_stages(held: dict[str, Tensor], mesh: Mesh) -> None:
     """Bring the weights of every stage of a pipeline together."""
-    if mesh.axis("pp") is not None:  # as plain bytes: each tensor would be pickled as a file of its own
-        mine = {n: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).numpy()) for n, t in held.items()}
-        for other in cast(list[dict[str, Any]], mesh.all_gather_object(mine)):
-            held.update({n: torch.from_numpy(x).view(dtype).view(shape) for n, (dtype, shape, x) in other.items()})
+    join_tensors(held, mesh.axis("pp"), mesh)
+
+
+def join_tensors(held: dict[str, Tensor], axis: Axis | None, mesh: Mesh) -> None:
+    """Add the tensors of all ranks of an axis, by name. Collective over the mesh."""
+    if axis is None:
+        return
+    described = {n: (str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in held.items()}
+    everyone = mesh.all_gather_json(described)
+    for source, rank in enumerate(dist.get_process_group_ranks(axis.group)):
+        for dtype in sorted({dtype for dtype, _ in everyone[rank].values()}):
+            shapes = {n: shape for n, (kind, shape) in everyone[rank].items() if kind == dtype}
+            sizes = [prod(shape) for shape in shapes.values()]
+            flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype))
+            if axis.rank == source:
+                flat = torch.cat([held[n].reshape(-1) for n in shapes])
+            flat = axis.broadcast(flat.to(mesh.device), source).cpu()
+            for (name, shape), part in zip(shapes.items(), flat.split(sizes), strict=True):
+                held[name] = part.view(shape)
 
 
 def whole(x: Tensor | None) -> Tensor:
