@@ -1,4 +1,4 @@
-"""`weft prove` as a person sees it: a row as each layout is proven, and one sentence at the end."""
+"""`weft prove`: one row per layout as it is proven, and a summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTHS = (34, 5, 9, 11, 10, 13, 8)
 
 def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json: bool) -> int:
     """Prove, print, and give the exit code: 0 the same, 1 something differs, 2 a layout was refused."""
-    parse_layouts(layouts or DEFAULT_LAYOUTS)  # a name that is none is refused before anything is run
+    parse_layouts(layouts or DEFAULT_LAYOUTS)  # invalid names are refused before anything runs
     if not as_json:
         device = "GPU" if job.cluster.device == "cuda" else "CPU"
         what = "a small model of the same kind" if shrink else "the job's model"
@@ -48,7 +48,7 @@ def _show(v: Verdict) -> None:
         routers = "" if v.router_diff is None else f"; scores of the routers: {v.router_diff:.1e}"
         print(f"  worst: {v.worst_parameter}{routers}")
     if v.routed_apart:
-        print(f"  near ties: of the experts that tokens went to, it would have chosen {v.routed_apart:.2%} otherwise")
+        print(f"  near ties: of the experts that tokens went to, it would have chosen {v.routed_apart:.2%} differently")
     if v.why:
         print(f"  {v.why}")
 
