@@ -22,8 +22,8 @@ def generate(
 ) -> None:
     """Write text with a trained run."""
     from weft.job.run_folder import find_run
+    from weft.training.export import newest
     from weft.training.generate import generate as pieces
-    from weft.training.weights import newest
 
     found = newest(find_run(run))
     made = pieces(found, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, ema=ema)
@@ -49,7 +49,7 @@ def export(
     from weft.job.errors import JobError
     from weft.job.run_folder import find_run
     from weft.precision import EXPORT
-    from weft.training.weights import export_safetensors, newest
+    from weft.training.export import export_safetensors, newest
 
     if to != "safetensors":
         raise JobError(f"--to {to!r} is not known; safetensors is")

@@ -76,9 +76,9 @@ def bring_in(run: RunDir) -> None:
     """Import all that training needs: seconds, in which a signal may already come."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read when torch is imported
 
-    from weft.training.imports import importing
+    from weft.training.garbage_collection import no_collection
 
-    with importing():
+    with no_collection():
         import weft.training.loop  # noqa: F401
 
 
@@ -90,7 +90,7 @@ def attempt(session: Session, signals: Signals, work: Work) -> Exit:
         except RollBack as wish:
             began, reached = time.perf_counter(), session.state.step
             skipped = session.state.skipped_steps | set(wish.skip)
-            session.rewind(wish.to_step)
+            session.roll_back(wish.to_step)
             session.state.skipped_steps |= skipped  # an older state does not know of all of them
             step = session.state.step
             session.event("recovered", fault=wish.fault, how="rollback", step=step + 1, steps_lost=reached - step,

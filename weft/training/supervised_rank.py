@@ -166,7 +166,7 @@ class Member:
         session.first_step = self.board["first_step"] - 1
         session.began = attempt.began
         if attempt.number > 1:
-            session.make_good()
+            session.save_if_due()
 
     def _is_over(self, error: BaseException) -> bool:
         """Whether an error only says that another rank is lost, and this one should come back for the next attempt."""

@@ -1,4 +1,4 @@
-"""Some steps are watched more closely: how much of them was communication, what of it nothing hid, and how fast."""
+"""Communication figures of a step for metrics.jsonl: its share of the step, the exposed share, bytes and bandwidth."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from weft.comm.timeline import Spans
 from weft.mesh import Mesh
 
 
-class Traffic:
-    """Lends the axes of a mesh a notebook for every so many steps; in the others they note nothing."""
+class CommMetrics:
+    """Records the communication of every `every`-th step."""
 
     def __init__(self, mesh: Mesh, every: int):
         self.mesh, self.every = mesh, every if mesh.everyone is not None else 0
         self.spans: Spans | None = None
 
-    def turn(self, step: int) -> Spans | None:
-        """A step is over, and the next begins. Returns the notes of the former, if there are any."""
-        over = self.spans
+    def next_step(self, step: int) -> Spans | None:
+        """Start recording the step after `step`, if it is due. Returns what was recorded of `step`."""
+        recorded = self.spans
         due = self.every > 0 and (step + 1) % self.every == 0
-        if due or over is not None:
+        if due or recorded is not None:
             self.spans = Spans(self.mesh.device) if due else None
             for axis in self.mesh.every_axis():
                 axis.spans = self.spans
-        return over
+        return recorded
 
     def figures(self, spans: Spans | None, seconds: float) -> dict[str, float]:
-        """For metrics.jsonl, of a step of so many seconds, as this rank saw it."""
+        """The fields of a record, on this rank, for a step that took `seconds`."""
         if spans is None:
             return {}
         found = spans.figures(seconds)
