@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.comm import mpi
 from weft.comm.axis import Axis
-from weft.comm.wait_counters import Meter
+from weft.comm.dtensor_internals import flatten_mesh, join_meshes
+from weft.comm.fake_internals import join_fake_group
+from weft.comm.meter import Meter
 from weft.hardware.network import name_interface
 from weft.hardware.rank_environment import standing, under_mpi
 from weft.job.errors import MachineError
@@ -120,11 +122,6 @@ class Mesh:
             dist.destroy_process_group()
 
 
-def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Parts of one mesh side by side; torch has no public name for it where one of them was flattened."""
-    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
-
-
 def local_device(plan: Plan, local_rank: int) -> torch.device:
     """Where a rank computes; several ranks may share a GPU (over Gloo)."""
     if plan.device == "cpu":
@@ -191,12 +188,10 @@ def _await_all(store: dist.Store, world: int, limit: datetime.timedelta) -> None
 
 def pretend(plan: Plan, rank: int) -> Mesh:
     """The mesh of a plan as one rank of it would see it, with peers that do not exist: nothing is sent or received."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     device = torch.device("cpu")
     if plan.world == 1:
         return Mesh(0, 1, device, None, {}, None, None, None)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world)
+    join_fake_group(rank, plan.world)
     return mesh_of(plan, device, datetime.timedelta(seconds=60), host_backend="fake")
 
 
@@ -226,14 +221,14 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     everyone = axis_of("everyone", dist.group.WORLD, per_node, meter)
     joined = None
     if (joint := joint_axis(plan)) in JOINT:
-        joined = device_mesh[JOINT[joint]]._flatten(joint)
+        joined = flatten_mesh(device_mesh[JOINT[joint]], joint)
         axes[joint] = axis_of(joint, joined.get_group(), per_node, meter)
     folded = None
     if plan.ep > 1:
         shape = (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp // plan.ep, plan.ep)
         folded = init_device_mesh(device.type, shape, mesh_dim_names=FOLDED)
         parts = {name: folded[name] for name in ("ep_shard", "ep")}
-        parts["expert_replicate"] = folded["dp_replicate", "ep_shard"]._flatten("expert_replicate")
+        parts["expert_replicate"] = flatten_mesh(folded["dp_replicate", "ep_shard"], "expert_replicate")
         if 1 < plan.ep_hop < plan.ep:
             nodes = (plan.world // plan.ep, plan.ep // plan.ep_hop, plan.ep_hop)
             hops = init_device_mesh(device.type, nodes, mesh_dim_names=("ep_groups", "ep_far", "ep_near"))

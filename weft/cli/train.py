@@ -32,10 +32,10 @@ def train(
 
     described = load_job(job, overrides or ())
     if (place := this_node(described, nproc)) is not None:
-        raise typer.Exit(start_node(described, place, nproc, say=say))
+        raise typer.Exit(start_node(described, place, nproc, log=say))
     if adopt():
-        raise typer.Exit(join(described, say=say))
-    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, say=say))
+        raise typer.Exit(join(described, log=say))
+    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, log=say))
 
 
 def _leave_when_asked() -> None:
@@ -82,12 +82,12 @@ def chaos(
     as_json: AsJson = False,
 ) -> None:
     """Rehearse: put faults into a real local run, and account for what they cost. Exit code 1 if anything was lost."""
-    from weft.chaos.inject import Rehearsal
+    from weft.chaos.fault_injector import Experiment
     from weft.cli.views.chaos import run_and_show
     from weft.job.load import load_job
 
     described = load_job(job, overrides or ())
-    asked = Rehearsal(
-        described, nproc, faults, seed, nodes, every_s=every, compare=compare, restart=restart, patience_s=patience
+    asked = Experiment(
+        described, nproc, faults, seed, nodes, every_s=every, compare=compare, restart=restart, timeout_s=patience
     )
     raise typer.Exit(run_and_show(asked, as_json))

@@ -1,4 +1,4 @@
-"""A pool of local ranks, started once and given functions to run: what `weft prove` and the tests stand on."""
+"""A pool of local ranks that run functions, used by `weft prove` and the tests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 IMPORTED = ["weft.launch.pool_imports"]
-"""What takes seconds to import, and is imported once for all ranks: they are forks of one process that did."""
+"""Modules preloaded in the fork server."""
 
 
 class RankFailed(RuntimeError):
-    """A function raised on a rank; the text holds that rank's traceback."""
+    """A function raised on a rank; the text contains its traceback."""
 
     def __init__(self, rank: int, text: str, error: BaseException | None):
         super().__init__(f"rank {rank} failed:\n{text}")
@@ -26,10 +26,10 @@ class RankFailed(RuntimeError):
 
 
 class RankPool:
-    """Processes that wait for work. `run(fn, world, *args)` gives fn's result on each of the first `world` ranks.
+    """Ranks that wait for work. `run(fn, world, *args)` returns fn's result on each of the first `world` ranks.
 
-    Each call is a world of its own: RANK, WORLD_SIZE and a fresh meeting file are set before fn runs, and process
-    groups are taken down after it. After a failure the ranks of the call are replaced, since their peers may hang.
+    Each call sets RANK, WORLD_SIZE and a new rendezvous file, and destroys the process groups afterwards. After a
+    failure all ranks are replaced, since peers may hang.
     """
 
     def __init__(self, timeout_s: float = 300.0):
@@ -95,10 +95,10 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from weft.comm.teardown import leave, settle
+    from weft.comm.teardown import freeze_imports, leave
 
     torch.set_num_threads(1)
-    settle()
+    freeze_imports()
     while True:
         try:
             fn, args, rank, world, store = pipe.recv()
@@ -107,7 +107,7 @@ def _serve(pipe: Connection) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), WEFT_STORE=store)
         try:
             answer = (True, fn(*args), "")
-            if dist.is_initialized():  # ranks leave together: one that ends sooner would cut those that still connect
+            if dist.is_initialized():  # ranks exit together, so that none disconnects while others connect
                 dist.barrier()
         except BaseException as error:
             answer = (False, _portable(error), traceback.format_exc())

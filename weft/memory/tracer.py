@@ -1,4 +1,4 @@
-"""A meter of a shard of work: live bytes of tensors and their peak, FLOPs, and every collective with its bytes.
+"""Counts what a piece of work does: live bytes of tensors and their peak, FLOPs, and every collective with its bytes.
 
 It counts tensors, not pages: what the kernels and the process need besides is not in it. Fake tensors count as real.
 """
@@ -35,7 +35,7 @@ COLLECTIVES: dict[str, tuple[str, int]] = {
 """What torch calls a collective, what we call it, and which of its arguments is the whole tensor."""
 
 
-class Meter(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """Counts what happens inside it. `groups` names process groups; those it does not name are `other`. `copied` are
     the collectives whose tensors a backend that does not exist here would copy first."""
 

@@ -40,7 +40,7 @@ from weft.watch import logs
 from weft.watch.journal import Journal
 from weft.watch.progress import Progress
 from weft.wire.secret import run_secret
-from weft.wire.tensors import connect
+from weft.wire.tensors import open_tensor_channel
 
 POLL_S = 0.1
 EXIT_TIMEOUT_S = 10.0
@@ -99,7 +99,7 @@ def make_shard(run: RunDir, job: Job, state: State, index: int) -> Shard:
 
 def connect_shard(address: str, secret: bytes) -> RemoteShard:
     """Connect the chief to another server's shard."""
-    link = connect(address, secret)
+    link = open_tensor_channel(address, secret)
     link.request({"role": "chief", "name": "chief"})
     return RemoteShard(link)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.comm.timeline import Spans
+from weft.comm.timeline import CommTimeline
 from weft.mesh import Mesh
 
 
@@ -11,23 +11,21 @@ class CommMetrics:
 
     def __init__(self, mesh: Mesh, every: int):
         self.mesh, self.every = mesh, every if mesh.everyone is not None else 0
-        self.spans: Spans | None = None
+        self.timeline: CommTimeline | None = None
 
-    def next_step(self, step: int) -> Spans | None:
+    def next_step(self, step: int) -> CommTimeline | None:
         """Start recording the step after `step`, if it is due. Returns what was recorded of `step`."""
-        recorded = self.spans
+        recorded = self.timeline
         due = self.every > 0 and (step + 1) % self.every == 0
         if due or recorded is not None:
-            self.spans = Spans(self.mesh.device) if due else None
-            for axis in self.mesh.every_axis():
-                axis.spans = self.spans
+            self.mesh.meter.timeline = self.timeline = CommTimeline(self.mesh.device) if due else None
         return recorded
 
-    def figures(self, spans: Spans | None, seconds: float) -> dict[str, float]:
+    def figures(self, timeline: CommTimeline | None, seconds: float) -> dict[str, float]:
         """The fields of a record, on this rank, for a step that took `seconds`."""
-        if spans is None:
+        if timeline is None:
             return {}
-        found = spans.figures(seconds)
+        found = timeline.figures(seconds)
         if not any(axis.nodes for axis in self.mesh.every_axis()):
             del found["comm_between_mib"]
         return found

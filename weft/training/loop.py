@@ -23,7 +23,11 @@ def fit(session: Session, signals: Signals) -> Exit:
     first_step = session.first_step
     held_out = session.held_out() if job.train.eval_every else []
     session.event(
-        "start", step=state.step, layout=session.plan.layout(), world=session.plan.world, attempt=session.pulse.attempt
+        "start",
+        step=state.step,
+        layout=session.plan.layout(),
+        world=session.plan.world,
+        attempt=session.heartbeat.attempt,
     )
 
     with Progress(steps, state.step, job.watch.every, silent=session.mesh.rank != 0) as progress:

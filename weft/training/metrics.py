@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.axis import Waits
-from weft.comm.timeline import Spans
-from weft.guards.guards import Guards, Step
+from weft.comm.axis import Pending
+from weft.comm.timeline import CommTimeline
+from weft.guards.guards import Guards, StepFigures
 from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -51,7 +51,7 @@ class StepSums:
     A GPU copies them to the host after the step's own kernels while the next step is queued; read() waits for them.
     """
 
-    def __init__(self, sums: Tensor, work: Waits | None, more: Tensor):
+    def __init__(self, sums: Tensor, work: Pending | None, more: Tensor):
         self.sums, self.work, self.more = sums, work, more
         self.copied: torch.cuda.Event | None = None
         if sums.is_cuda:
@@ -87,7 +87,7 @@ class _PendingStep:
     sums: StepSums
     start: StepClock
     end: StepClock
-    spans: Spans | None
+    timeline: CommTimeline | None
     more: dict[str, Any]
 
 
@@ -128,7 +128,7 @@ class StepMetrics:
         """Start the sums of the step just taken, and write the record of the step before."""
         start, end = self.clock, StepClock(self.mesh.device)
         self.clock = end
-        spans = self.comm.next_step(self.state.step)
+        timeline = self.comm.next_step(self.state.step)
         apart = self.plan.dp_replicate if self.plan.alone else 1
         mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world)
         host_seconds = end.host - start.host
@@ -137,7 +137,7 @@ class StepMetrics:
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
         started = StepSums(sums, work, self.state.model.figures())
         more = self.state.rounds.figures()
-        pending = _PendingStep(self.state.step, lr, grads.scale, started, start, end, spans, more)
+        pending = _PendingStep(self.state.step, lr, grads.scale, started, start, end, timeline, more)
         self.settle()
         self.pending = pending
 
@@ -155,7 +155,7 @@ class StepMetrics:
         self.stop = Signals.decide(reported[:flags])
         loss = loss_sum / max(1, count)
         taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps
-        self.guards.judge(Step(entry.step, loss, norm, taken, entry.loss_scale), reported[flags:])
+        self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), reported[flags:])
         self.state.tokens += count
         seconds = entry.start.seconds_until(entry.end)
         record = {
@@ -172,7 +172,7 @@ class StepMetrics:
             **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),
             **entry.more,
             **self.state.model.words(more, count),
-            **self.comm.figures(entry.spans, seconds),
+            **self.comm.figures(entry.timeline, seconds),
             **extra,
         }
         self.last = record

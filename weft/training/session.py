@@ -23,7 +23,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh, connect
 from weft.optim.schedule import peak_lr
 from weft.planner.plan import Plan
-from weft.supervisor.heartbeat import Pulse, Quiet
+from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
 from weft.training.build import build_state
 from weft.training.expert_rebalance import rebalance
 from weft.training.resume import (
@@ -56,7 +56,7 @@ class Session:
     """On rank 0 only."""
     log: logging.Logger
     snapshots: Snapshots
-    pulse: Pulse
+    heartbeat: Heartbeat
     """Reports the phase of the loop, and raises when the attempt is over."""
     guards: Guards
     first_step: int = 0
@@ -68,12 +68,12 @@ class Session:
     def event(self, kind: str, **fields: Any) -> None:
         """One line in events.jsonl, from rank 0."""
         if self.journal is not None:
-            self.pulse.fence()
+            self.heartbeat.fence()
             self.journal.event(kind, **fields)
 
     def now(self, phase: str) -> None:
         """Report the phase that begins."""
-        self.pulse.now(phase, self.state.step)
+        self.heartbeat.now(phase, self.state.step)
 
     def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
         """Record that adaptive compression has changed its codec."""
@@ -127,7 +127,7 @@ class Session:
                 self.log.warning("%s", snapshots.refused)
             elif snapshots.folder is not None and self.placed != len(shards):
                 self.placed = len(shards)  # the optimizer's tensors appear with its first step
-                places = places_of(self.mesh.rank, self.pulse.attempt, self.job, self.plan, state.tensors())
+                places = places_of(self.mesh.rank, self.heartbeat.attempt, self.job, self.plan, state.tensors())
                 places.write(snapshots.folder)
         if snapshots.tick(state.step):
             snapshots.every = max(cast(list[int], self.mesh.all_gather_object(snapshots.wish())))
@@ -135,11 +135,11 @@ class Session:
 
     def commit(self, record: dict[str, Any]) -> None:
         """Write a step's record: after a fault the run continues behind it."""
-        self.pulse.fence()
+        self.heartbeat.fence()
         if self.journal is not None:
             self.journal.metrics(record)
         self.snapshots.seal(record["step"], {"tokens": self.state.tokens})
-        self.pulse.committed(record["step"])
+        self.heartbeat.committed(record["step"])
 
     def save_if_due(self) -> None:
         """Write the checkpoint that was due in an attempt that failed before it was durable."""
@@ -167,12 +167,12 @@ Hook = Callable[[Session], None]
 
 
 def open_session(
-    job: Job, plan: Plan, run: RunDir, *, pulse: Pulse | None = None, mesh: Mesh | None = None,
+    job: Job, plan: Plan, run: RunDir, *, heartbeat: Heartbeat | None = None, mesh: Mesh | None = None,
     dataset: Dataset | None = None, snapshots: Snapshots | None = None, hook: Hook | None = None,
 ) -> Session:  # fmt: skip
     """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk."""
     began = time.perf_counter()
-    pulse, mesh = pulse or Quiet(), mesh or connect(plan, job.comm.timeout_s)
+    heartbeat, mesh = heartbeat or NoHeartbeat(), mesh or connect(plan, job.comm.timeout_s)
     log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
     torch.manual_seed(job.train.seed + mesh.rank)  # for a user's module; Weft's own models do not use this state
     dataset = dataset or open_dataset(job)
@@ -194,7 +194,7 @@ def open_session(
     checkpoints = Checkpointer(
         run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
-        any_rank=lambda mine: any(mesh.all_gather_object(mine)), meta_problem=meta_problem, fence=pulse.fence,
+        any_rank=lambda mine: any(mesh.all_gather_object(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder that the launcher made, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
@@ -207,8 +207,8 @@ def open_session(
 
     def event(kind: str, **fields: Any) -> None:
         if journal is not None:
-            pulse.fence()
-            journal.event(kind, attempt=pulse.attempt, **fields)
+            heartbeat.fence()
+            journal.event(kind, attempt=heartbeat.attempt, **fields)
 
     guards = Guards(job, plan, mesh, state, event, warn)
     guards.weights.spacing = snapshots.every
@@ -217,7 +217,7 @@ def open_session(
         guards.weights.before_update
     )  # after the snapshot is copied, so that a flipped bit in it is detected
     session = Session(
-        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse, guards
+        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards
     )
     for compressor in state.model.compressors:
         compressor.tell = session.compression
