@@ -24,8 +24,8 @@ def generate(
 ) -> None:
     """Generate text with a trained run."""
     from weft.job.run_folder import find_run
-    from weft.training.generate import generate as generate_text
     from weft.training.export import newest
+    from weft.training.generate import generate as generate_text
 
     found = newest(find_run(run))
     made = generate_text(found, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, ema=ema)
