@@ -15,6 +15,9 @@ Overrides = Annotated[
 ]
 RunArg = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name below runs/.")]
 Nproc = Annotated[int | None, typer.Option("--nproc", "-n", min=1, help="Number of ranks on this machine.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda; ranks share GPUs where there are fewer of them.", show_default=False)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -31,3 +34,13 @@ def print_json(value: Any) -> None:
 def clean_up_on_interrupt() -> None:
     """From now on Ctrl-C raises KeyboardInterrupt: the command starts processes or writes files."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def on_device(overrides: list[str] | None, device: str | None) -> list[str]:
+    """The overrides of a job for ranks of this machine on a device, which they may share."""
+    from weft.job.errors import JobError
+
+    if device not in (None, "cpu", "cuda"):
+        raise JobError(f"--device {device} is not a kind of local device; cpu or cuda would work")
+    chosen = [f"cluster.device={device}"] if device else []
+    return [*(overrides or ()), *chosen, *(["cluster.share_devices=true"] if device == "cuda" else [])]

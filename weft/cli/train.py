@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, JobArg, Nproc, Overrides, clean_up_on_interrupt, print_stderr
+from weft.cli.common import AsJson, Device, JobArg, Nproc, Overrides, clean_up_on_interrupt, on_device, print_stderr
 
 
 def train(
@@ -56,13 +56,14 @@ def prove(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 3,
     shrink: Annotated[bool, typer.Option(help="Use a small model of the same kind.")] = False,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that layouts train the same as one process, on local ranks."""
     from weft.cli.views.prove import run_and_show
     from weft.job.load import load_job
 
-    described = load_job(job, overrides or ())
+    described = load_job(job, on_device(overrides, device))
     clean_up_on_interrupt()
     raise typer.Exit(run_and_show(described, layouts or [], steps, shrink, as_json))
 
@@ -85,6 +86,7 @@ def chaos(
     patience: Annotated[
         float, typer.Option(min=1, help="Seconds without a step after which the run is given up.")
     ] = 300.0,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Inject faults into a local run, and measure what they cost. Exit code 1 if samples were lost."""
@@ -92,7 +94,7 @@ def chaos(
     from weft.cli.views.chaos import run_and_show
     from weft.job.load import load_job
 
-    described = load_job(job, overrides or ())
+    described = load_job(job, on_device(overrides, device))
     asked = Experiment(
         described, nproc, faults, seed, nodes, every_s=every, compare=compare, restart=restart, timeout_s=patience
     )

@@ -18,6 +18,7 @@ from weft.job.load import dump_yaml
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
+from weft.planner.ranks import shares_devices
 from weft.server.launcher import launch_server_run
 from weft.server.rendezvous import prepare_rendezvous
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, launch
@@ -49,6 +50,8 @@ def start(
     `resilient` starts a supervisor that replaces lost ranks; by default with several ranks.
     """
     run = RunDir(Path(job.runs_dir) / job.name)
+    if plan.device == "cuda" and shares_devices(job, probe(), plan.world):
+        log(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for rehearsal, not for speed")
     with run_lock(run) as lock:
         if fresh:
             _keep_earlier_run(run, log)
