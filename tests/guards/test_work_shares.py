@@ -7,7 +7,7 @@ from helpers import parity
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.data.batch_shares import Shares, divide
+from weft.data.batch_shares import BatchShares, divide_samples
 from weft.guards.straggler_detection import Pace
 from weft.guards.work_shares import Balance, limits, shares_of
 from weft.launch.rank_pool import RankPool
@@ -48,7 +48,7 @@ def test_samples_are_divided_so_that_nobody_could_hand_one_over_and_be_done_soon
     seconds: list[float], least: int, more: int, most: int
 ) -> None:
     samples = min(least * len(seconds) + more, most * len(seconds))
-    counts = divide(samples, seconds, least, most)
+    counts = divide_samples(samples, seconds, least, most)
     assert sum(counts) == samples
     assert all(least <= n <= most for n in counts)
     last = max(range(len(counts)), key=lambda r: counts[r] * seconds[r])
@@ -60,7 +60,7 @@ def test_samples_are_divided_so_that_nobody_could_hand_one_over_and_be_done_soon
 
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ValueError, match="8 samples cannot be divided among 2 ranks with 5 to 9 each"):
-        divide(8, [1, 1], 5, 9)
+        divide_samples(8, [1, 1], 5, 9)
 
 
 @given(counts=st.lists(st.integers(4, 16), min_size=2, max_size=5), zero=st.sampled_from([1, 3]))
@@ -133,7 +133,7 @@ def test_in_a_crowd_nobody_is_slow_for_a_moment_and_who_is_held_back_beside_idle
 
 
 def test_work_moves_when_enough_was_lost_and_comes_back_when_the_rank_is_well_again() -> None:
-    shares = Shares.even(32, 4, 4)
+    shares = BatchShares.even(32, 4, 4)
     balance = Balance(plan(dp_replicate=4), 32)
     busy = [0.1, 0.1, 0.2, 0.1]
     asked = 0

@@ -29,7 +29,7 @@ from weft.job.errors import DivergedError
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.plan import Plan
-from weft.precision import FLOOR
+from weft.precision import MIN_LOSS_SCALE
 
 TRIES = 3
 """As often the same steps are computed again because ranks disagree after them."""
@@ -143,7 +143,7 @@ class Guards:
 
     def _finite(self, step: Step) -> None:
         """Steps that are not finite were skipped; several in a row end the run."""
-        overflow = self.job_scales and not step.taken and step.loss_scale > FLOOR  # mended by a smaller scale
+        overflow = self.job_scales and not step.taken and step.loss_scale > MIN_LOSS_SCALE  # mended by a smaller scale
         if math.isfinite(step.loss) and (math.isfinite(step.norm) or overflow):
             self.bad = []
             return

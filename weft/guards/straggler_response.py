@@ -6,7 +6,7 @@ import os
 import statistics
 from collections.abc import Callable
 
-from weft.data.batch_shares import Shares
+from weft.data.batch_shares import BatchShares
 from weft.data.loader import Loader
 from weft.guards.notes import Notes
 from weft.guards.slow_links import Links
@@ -31,7 +31,7 @@ class Tempo:
         self.settings, self.plan, self.mesh, self.notes = job.resilience, plan, mesh, notes
         self._fixed = fixed
         self.links_of = {axis: self._groups(set(UNDER.get(axis, (axis,)))) for axis in mesh.axes}
-        self.shares = Shares.even(job.train.global_batch, plan.microbatch, plan.dp)
+        self.shares = BatchShares.even(job.train.global_batch, plan.microbatch, plan.dp)
         self.balance = Balance(plan, job.train.global_batch)
         self.pace, self.links = Pace(mesh.world), Links()
         self.loader: Loader | None = None
@@ -101,7 +101,7 @@ class Tempo:
             out[at] = max(out[at], seconds)
         return out
 
-    def _reshare(self, now: int, shares: Shares) -> None:
+    def _reshare(self, now: int, shares: BatchShares) -> None:
         before, self.shares = self.shares.counts, shares
         self.pace.forget()
         self.slow = None

@@ -25,7 +25,7 @@ from weft.job.errors import JobError
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
-from weft.memory.tracer import Meter
+from weft.memory.tracer import TensorTracer
 from weft.mesh import Mesh, connect, pretend
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import Batch
@@ -101,9 +101,11 @@ def measured_peak(job: Job) -> int:
     return meter.peak
 
 
-def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()) -> tuple[Meter, dict[str, int]]:
+def trace(
+    job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()
+) -> tuple[TensorTracer, dict[str, int]]:
     """Build this rank and take a step under a meter; also the bytes of what it keeps. `copied` as the meter's."""
-    with Meter(_names(mesh), copied) as meter:
+    with TensorTracer(_names(mesh), copied) as meter:
         state = build_state(job, plan, mesh)
         state.scale.dynamic = False  # whether a step overflowed is a value, and there are none
         if isinstance(state.model, Pipelined):
@@ -167,7 +169,7 @@ def make_batch(job: Job, plan: Plan) -> Batch:
     return batch
 
 
-def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Meter, parts: dict[str, int], began: float) -> DryRun:
+def _compare(job: Job, plan: Plan, mesh: Mesh, meter: TensorTracer, parts: dict[str, int], began: float) -> DryRun:
     states, traffic = states_of(job, plan, mesh.rank), traffic_of(job, plan, mesh.rank)
     assert states is not None
     groups, expected = _names(mesh), Counter[tuple[str, str]]()

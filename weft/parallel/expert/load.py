@@ -55,9 +55,9 @@ class ExpertLoad:
         """From now on these are the copies of experts, and no others."""
         self.copies = {block: tuple(sorted(pairs)) for block, pairs in copies.items() if pairs}
         for index, part in self.parts.items():
-            if isinstance(part.spread, Spreading):
+            if isinstance(part.layout, Spreading):
                 pairs = self.copies.get(index)
-                part.spread.copies = None if pairs is None else Copies(part.options.count // self.ep, self.ep, pairs)
+                part.layout.copies = None if pairs is None else Copies(part.options.count // self.ep, self.ep, pairs)
 
     def told(self) -> dict[str, Any]:
         """Where copies are, as a snapshot or a checkpoint keeps it."""
