@@ -45,7 +45,7 @@ def ddp(path: str, out: str) -> None:
     from weft.data.dataset import open_dataset
     from weft.data.loader import Loader, val_batches
     from weft.job.load import load_job
-    from weft.models.build import build_model, loss_sum
+    from weft.models.build_model import build_model, loss_sum
     from weft.models.init import initialise
     from weft.optim.schedule import learning_rate
     from weft.planner import make_plan
@@ -157,7 +157,7 @@ def reached(told: list[list[float]], target: float) -> tuple[float, float]:
 
 
 def main() -> None:
-    from weft.chaos.virtual_hosts import Hosts
+    from weft.chaos.virtual_hosts import VirtualHosts
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ddp", nargs=2)
@@ -177,7 +177,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="weft-slow-") as name:
         folder, target = Path(name), 0.0
         for mbit in (float(x) for x in asked.links.split(",")):
-            with Hosts(2, mbit=mbit) as hosts:
+            with VirtualHosts(2, mbit=mbit) as hosts:
                 every = max(1, asked.steps // 12)
                 label = f"{mbit:g} Mb/s"
                 plain, sent = ddp_run(hosts, folder, job_of(f"ddp{mbit:g}", asked.steps, every, folder), 900)

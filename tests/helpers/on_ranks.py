@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from weft.checkpoint.checkpointer import Checkpoints
+from weft.checkpoint.checkpointer import Checkpointer
 from weft.comm.shards import local_of, shard_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
@@ -128,7 +128,7 @@ def move(job: Job | Planned, folder: str, train: int, file: str) -> int | None:
     """Open the newest checkpoint of a folder, if it has one; train; save. Leaves (state as opened, state as saved)."""
     job, plan, mesh, stepper, _ = begin(job)
     state = stepper.state
-    checkpoints = Checkpoints(Path(folder), group=mesh.host_group, keep=9, keep_every=0, background=False)
+    checkpoints = Checkpointer(Path(folder), group=mesh.host_group, keep=9, keep_every=0, background=False)
     tensors = state.empty_like(saved_world=0)
     found = checkpoints.load_newest(tensors)
     if found is not None:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from helpers.on_ranks import begin, wholes
-from weft.checkpoint.checkpointer import Checkpoints
-from weft.comm.quantized_sum import sum_quantized
+from weft.checkpoint.checkpointer import Checkpointer
+from weft.comm.compressed_sum import sum_all
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
 from weft.guards.guards import Guards
 from weft.job.schema import Job
 from weft.mesh import connect
+from weft.parallel.data.local_sgd import CODECS
 from weft.planner import make_plan
 from weft.verify.prove import join_stages
 
@@ -26,7 +27,7 @@ def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -
     state at the end, and the bytes that each step's exchange took."""
     job, plan, mesh, stepper, _ = begin(job)
     state = stepper.state
-    checkpoints = Checkpoints(Path(folder), group=mesh.disk_group, keep=9, keep_every=0, background=False)
+    checkpoints = Checkpointer(Path(folder), group=mesh.disk_group, keep=9, keep_every=0, background=False)
     if folder and checkpoints.newest() is not None:
         tensors = state.empty_like(saved_world=0)
         found = checkpoints.load_newest(tensors)
@@ -56,13 +57,13 @@ def watched(job: Job) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
     return guards.weights.alike
 
 
-def quantized_sums(size: int, bits: int) -> tuple[Tensor, Tensor, int]:
-    """The sum of a tensor over all ranks as integers and as it is, and the bytes that this rank handed over."""
+def quantized_sums(size: int, kind: str) -> tuple[Tensor, Tensor, int]:
+    """The sum of a tensor over all ranks, quantized and exact, and the bytes that this rank sent."""
     world = int(os.environ["WORLD_SIZE"])
     raw = {"cluster": {"device": "cpu"}, "parallel": {"dp_replicate": -1}, "train": {"global_batch": world}}
     plan = make_plan(Job.model_validate(raw), world)[1]
     axis = connect(plan).axes["dp_replicate"]
     values = torch.randn(size, generator=torch.Generator().manual_seed(axis.rank)) * 10 ** (axis.rank - 1)
-    told = sum_quantized(values, axis, bits)
+    told = sum_all(axis, CODECS[kind], values, None)[0]
     sent = sum(axis.bytes.values())
     return told, axis.all_reduce(values.clone()), sent

@@ -1,4 +1,4 @@
-"""Two hosts of two ranks each, joined by a slow link and met by torchrun, train the run that one machine trains."""
+"""Two hosts with two ranks each, on a slow link under torchrun, train the same run as one machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from helpers import parity
 from helpers.command import ENV, losses, run_of, write_job
 
-from weft.chaos.virtual_hosts import Hosts
+from weft.chaos.virtual_hosts import VirtualHosts
 from weft.hardware.network import GLOO, NCCL, Choice, choose, interfaces, name_interface
 from weft.launch.rank_pool import RankPool
 
@@ -25,11 +25,11 @@ print(choose().name, "|", choose().why, "|", check_network().detail)
 """
 
 
-def test_two_hosts_train_the_run_of_one(tmp_path: Path, pool: RankPool) -> None:
+def test_two_hosts_train_the_same_run(tmp_path: Path, pool: RankPool) -> None:
     sections: dict[str, Any] = {**parity.BASE, "name": "run", "parallel": LAYOUT}
     sections["train"] = {**sections["train"], "steps": 3, "eval_every": 0}
     write_job(tmp_path, **sections, watch={"comm_every": 1}, checkpoint={"every": 0})
-    with Hosts(2, mbit=200) as hosts:
+    with VirtualHosts(2, mbit=200) as hosts:
         before = [hosts.sent(host) for host in range(2)]
         nodes = []
         for host in range(2):
@@ -58,7 +58,7 @@ def test_two_hosts_train_the_run_of_one(tmp_path: Path, pool: RankPool) -> None:
     assert losses(run_of(tmp_path, "run")) == expected
 
 
-def test_the_interface_is_the_one_a_person_names_or_a_route_leads_through() -> None:
+def test_interface_selection() -> None:
     assert choose({GLOO: "lo"}) == Choice("lo", "127.0.0.1", "GLOO_SOCKET_IFNAME=lo says so")
     assert any(i.loopback for i in interfaces())
     environ = {GLOO: "lo", NCCL: "lo"}

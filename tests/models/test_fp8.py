@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from weft.job.schema import Model
 from weft.models.feedforward import FeedForward
-from weft.models.fp8 import (
+from weft.models.fp8_gated import Fp8FeedForward
+from weft.models.fp8_head import Fp8HeadProducts
+from weft.models.fp8_linear import (
     E4M3,
     E5M2,
     AmaxHistory,
@@ -22,8 +24,6 @@ from weft.models.fp8 import (
     scale_for,
     scaled_mm,
 )
-from weft.models.fp8_gated import Fp8FeedForward
-from weft.models.fp8_head import Fp8HeadProducts
 from weft.models.loss import HeadProducts, linear_cross_entropy
 from weft.parallel.fp8 import use_fp8
 

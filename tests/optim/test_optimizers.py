@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.job import Job, Optim, Train
-from weft.optim.build import build_optimizers
+from weft.optim.build_optimizers import build_optimizers
 from weft.optim.ema import Ema
 from weft.optim.schedule import learning_rate, peak_lr
 

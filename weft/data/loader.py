@@ -66,7 +66,7 @@ class Loader:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"no share for {dp_rank=} {dp_size=}")
         self.shares = shares or BatchShares.even(global_batch, microbatch, dp_size)
-        """Shares from the next step on; all ranks change it between the same steps."""
+        """BatchShares from the next step on; all ranks change it between the same steps."""
         self.waited = 0.0
         """Seconds spent waiting for data."""
         self._offset = 0 if start_sample is None else start_sample - start_step * global_batch

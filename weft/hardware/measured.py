@@ -17,7 +17,7 @@ SHIPPED = Path(__file__).parent / "measured_devices"
 
 
 @dataclass(frozen=True)
-class Product:
+class MeasuredProduct:
     """One matrix product [m, k] × [k, n]."""
 
     dtype: str
@@ -32,7 +32,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class MeasuredAttention:
     """Causal attention over `batch` sequences, forward and backward."""
 
     dtype: str
@@ -46,7 +46,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Block:
+class MeasuredBlock:
     """One of Weft's own blocks, forward and backward, as the engine runs it."""
 
     dtype: str
@@ -62,7 +62,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Head:
+class MeasuredHead:
     """The loss over a vocabulary, with both gradients."""
 
     dtype: str
@@ -73,7 +73,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Message:
+class MeasuredMessage:
     """One collective over local ranks. `axis` says which: tp are neighbours, dp_replicate stand apart."""
 
     axis: str
@@ -94,10 +94,10 @@ class Measured:
     product: str
     torch: str
     threads: int
-    products: tuple[Product, ...]
-    attention: tuple[Attention, ...]
-    blocks: tuple[Block, ...]
-    heads: tuple[Head, ...]
+    products: tuple[MeasuredProduct, ...]
+    attention: tuple[MeasuredAttention, ...]
+    blocks: tuple[MeasuredBlock, ...]
+    heads: tuple[MeasuredHead, ...]
     copy_gb_s: dict[str, float]
     """By size in bytes."""
     launch_s: float
@@ -108,7 +108,7 @@ class Measured:
     from_device_gb_s: float | None
     disk_write_gb_s: float
     disk_read_gb_s: float
-    collectives: tuple[Message, ...]
+    collectives: tuple[MeasuredMessage, ...]
     seconds: float
     """How long measuring took."""
 
@@ -118,7 +118,8 @@ class Measured:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measured:
         lists = {
-            "products": Product, "attention": Attention, "blocks": Block, "heads": Head, "collectives": Message,
+            "products": MeasuredProduct, "attention": MeasuredAttention, "blocks": MeasuredBlock,
+            "heads": MeasuredHead, "collectives": MeasuredMessage,
         }  # fmt: skip
         known = {f.name: data[f.name] for f in fields(cls)}
         return cls(**{**known, **{key: tuple(kind(**row) for row in data[key]) for key, kind in lists.items()}})

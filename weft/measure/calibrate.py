@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.hardware.catalog import device_by_product
-from weft.hardware.measured import Attention, Block, Head, Measured, Message, Product, file_name
+from weft.hardware.measured import (
+    Measured,
+    MeasuredAttention,
+    MeasuredBlock,
+    MeasuredHead,
+    MeasuredMessage,
+    MeasuredProduct,
+    file_name,
+)
 from weft.hardware.probe import Machine, probe
 from weft.job.schema import Job, Optim
 from weft.job.shapes import resolve
@@ -25,10 +33,10 @@ from weft.measure import collective_times as bench
 from weft.measure.collective_times import Case
 from weft.mesh import connect
 from weft.models.attention import TokenInfo, attention
-from weft.models.build import build_model
+from weft.models.build_model import build_model
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import frequencies, rotation
-from weft.optim.build import build_optimizers
+from weft.optim.build_optimizers import build_optimizers
 from weft.parallel.apply import compile_parts, find_units
 from weft.planner.plan import Plan
 from weft.precision import COMPUTE_DTYPES
@@ -107,7 +115,7 @@ def measure(quick: bool = False, say: Callable[[str], None] = lambda text: None)
     )  # fmt: skip
 
 
-def _products(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[Product, ...]:
+def _products(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[MeasuredProduct, ...]:
     out = []
     widths, rows = WIDTHS[kind], ROWS[kind]
     shapes = [(m, k, n) for m in rows for k in widths for n in sorted({k, 4 * k, widths[0]})]
@@ -116,11 +124,11 @@ def _products(kind: str, device: torch.device, budget: float, quick: bool) -> tu
         for m, k, n in shapes[:: 5 if quick or not usual else 1]:
             a = torch.randn(m, k, device=device, dtype=COMPUTE_DTYPES[dtype])
             b = torch.randn(n, k, device=device, dtype=COMPUTE_DTYPES[dtype])
-            out.append(Product(dtype, m, k, n, timed(lambda a=a, b=b: F.linear(a, b), device, budget)))  # type: ignore[misc]
+            out.append(MeasuredProduct(dtype, m, k, n, timed(lambda a=a, b=b: F.linear(a, b), device, budget)))  # type: ignore[misc]
     return tuple(out)
 
 
-def _attention(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[Attention, ...]:
+def _attention(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[MeasuredAttention, ...]:
     out = []
     dtype = DTYPES[kind][0]
     for seq in SEQS[kind][: 1 if quick else None]:
@@ -140,7 +148,7 @@ def _attention(kind: str, device: torch.device, budget: float, quick: bool) -> t
                 return attention(q, k, v, True, TokenInfo(None, None, None, rows, rows.shape[0]))
 
             ahead, both = _both(forward, device, budget)
-            out.append(Attention(dtype, batch, heads, kv, seq, width, ahead, both - ahead))
+            out.append(MeasuredAttention(dtype, batch, heads, kv, seq, width, ahead, both - ahead))
     return tuple(out)
 
 
@@ -152,7 +160,7 @@ def _both(forward: Callable[[], Tensor], device: torch.device, budget: float) ->
     return ahead, timed(lambda: forward().backward(grad), device, budget)
 
 
-def _blocks(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[Block, ...]:
+def _blocks(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[MeasuredBlock, ...]:
     out = []
     dtype = DTYPES[kind][0]
     for dim, heads, kv, ffn in BLOCKS[kind][: 1 if quick else None]:
@@ -182,11 +190,11 @@ def _blocks(kind: str, device: torch.device, budget: float, quick: bool) -> tupl
             if kind == "cuda":  # as the plan does by default
                 compile_parts(block, ("forward",))
             ahead, both = _both(lambda b=block, x=x, w=where: b(x, w), device, budget)  # type: ignore[misc]
-            out.append(Block(dtype, dim, heads, kv, dim // heads, ffn, batch, seq, ahead, both - ahead))
+            out.append(MeasuredBlock(dtype, dim, heads, kv, dim // heads, ffn, batch, seq, ahead, both - ahead))
     return tuple(out)
 
 
-def _heads(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[Head, ...]:
+def _heads(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[MeasuredHead, ...]:
     out = []
     dtype, tokens = DTYPES[kind][0], ROWS[kind][1]
     for vocab, dim in VOCAB[kind][: 1 if quick else None]:
@@ -197,7 +205,7 @@ def _heads(kind: str, device: torch.device, budget: float, quick: bool) -> tuple
         def work(x: Tensor = x, weight: Tensor = weight, targets: Tensor = targets) -> None:
             linear_cross_entropy(x, weight, targets).backward()
 
-        out.append(Head(dtype, dim, vocab, tokens, timed(work, device, budget)))
+        out.append(MeasuredHead(dtype, dim, vocab, tokens, timed(work, device, budget)))
     return tuple(out)
 
 
@@ -259,7 +267,7 @@ def _disk(size: int) -> tuple[float, float]:
         return write, size / (time.perf_counter() - began) / 1e9
 
 
-def _collectives(kind: str, machine: Machine, budget: float, quick: bool) -> tuple[Message, ...]:
+def _collectives(kind: str, machine: Machine, budget: float, quick: bool) -> tuple[MeasuredMessage, ...]:
     """Over local ranks, on neighbours and on those that stand apart; one device has nobody to talk to."""
     ranks = torch.cuda.device_count() if kind == "cuda" else min(4, max(2, machine.cores_physical))
     ranks = 1 << (ranks.bit_length() - 1)
@@ -267,11 +275,11 @@ def _collectives(kind: str, machine: Machine, budget: float, quick: bool) -> tup
         return ()
     sizes = SIZES[kind][:: 2 if quick else 1]
     with RankPool(timeout_s=240) as pool:
-        found: list[Message] = pool.run(_talk, ranks, kind, ranks, sizes, budget)[0]
+        found: list[MeasuredMessage] = pool.run(_talk, ranks, kind, ranks, sizes, budget)[0]
     return tuple(found)
 
 
-def _talk(kind: str, ranks: int, sizes: tuple[int, ...], budget: float) -> list[Message]:
+def _talk(kind: str, ranks: int, sizes: tuple[int, ...], budget: float) -> list[MeasuredMessage]:
     """On one rank: every collective on every axis, the same number of times on all ranks."""
     inner = 2 if ranks > 2 else ranks
     backend = "nccl" if kind == "cuda" else "gloo"
@@ -281,7 +289,7 @@ def _talk(kind: str, ranks: int, sizes: tuple[int, ...], budget: float) -> list[
     asked = [Case(kind_, "native", "fp32", size) for size in sizes for kind_ in COLLECTIVES]
     axes = {**mesh.axes, "everyone": mesh.everyone} if ranks > inner else mesh.axes
     return [
-        Message(axis.name, case.kind, axis.size, bytes_, seconds)
+        MeasuredMessage(axis.name, case.kind, axis.size, bytes_, seconds)
         for axis in axes.values()
         for case, (bytes_, seconds) in zip(asked, bench.measure(axis, mesh.device, asked, budget), strict=True)
     ]

@@ -21,7 +21,7 @@ from weft.data.loader import to_device
 from weft.job.errors import Exit, JobError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.train import prepare, write_description
+from weft.launch.train import prepare, write_job_and_plan
 from weft.measure.device_peaks import measure_roofs
 from weft.parallel.pipeline.executor import Pipelined
 from weft.planner.memory.approximate import optimizer_bytes
@@ -29,7 +29,8 @@ from weft.planner.memory.prediction import communication_bytes
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.planner.model.reference_rate import peak_flops
 from weft.precision import COMPUTE_DTYPES
-from weft.supervisor.local_ranks import launch, locked
+from weft.supervisor.local_ranks import launch
+from weft.supervisor.run_lock import run_lock
 from weft.training.metrics import Ledger, peak_memory_gib
 from weft.training.session import Session
 from weft.training.signals import Signals
@@ -48,9 +49,9 @@ def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], Non
     job = job.model_copy(update={"name": job.name + SUFFIX, "train": job.train.model_copy(update=train)})
     job, plan = prepare(job, nproc)
     run = RunDir(Path(job.runs_dir) / job.name)
-    with locked(run) as lock:
+    with run_lock(run) as lock:
         _clear(run)
-        write_description(run, job, plan)
+        write_job_and_plan(run, job, plan)
         code = launch(run, plan.world, lock, say, worker=("weft.measure.step_profile", str(steps)))
         if code == Exit.DONE:
             write_report(run)
@@ -235,7 +236,7 @@ def _has_head(session: Session) -> bool:
 
 
 if __name__ == "__main__":
-    from weft.training.rank import end, run_here
+    from weft.training.rank import exit_process, run_launched_rank
 
     count = int(sys.argv[2])
-    end(run_here(lambda session, signals: measure(session, signals, count)))
+    exit_process(run_launched_rank(lambda session, signals: measure(session, signals, count)))

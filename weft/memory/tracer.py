@@ -45,7 +45,7 @@ COLLECTIVES: dict[str, tuple[str, int]] = {
 """Collectives by torch's name: our name, and the index of the argument that is the whole tensor."""
 
 
-class TensorTracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """Counts tensors, FLOPs and collectives inside its context. `groups` maps process groups to axis names; others are
     `other`. `copied` are collectives whose tensors the traced backend would copy first."""
 

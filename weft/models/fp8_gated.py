@@ -3,7 +3,7 @@
     h = silu(x · Wgᵀ) · (x · Wuᵀ)        y = h · Wdᵀ
 
 With scales from previous steps (fp8.amax: delayed) values can be cast where they are computed. x, h, the weights and
-the gradients are each read once and written in fp8 by rows and by columns, as the forward and backward products need them;
+the gradients are each read once and written in fp8 by rows and by columns, as the products need them;
 on CUDA by the kernels in fp8_kernels.py, elsewhere by torch operations.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.models.attention import TokenInfo
 from weft.models.feedforward import FeedForward
-from weft.models.fp8 import (
+from weft.models.fp8_linear import (
     E4M3,
     E5M2,
     FAST_ACCUMULATION,

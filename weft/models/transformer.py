@@ -13,9 +13,9 @@ from weft.job.schema import Model
 from weft.job.shapes import PATCH_DIM
 from weft.models.attention import TokenInfo, attention
 from weft.models.dropout import Dropout, salt
-from weft.models.experts import MixtureOfExperts
 from weft.models.feedforward import FeedForward
 from weft.models.loss import HeadProducts, HeadProductsFactory, linear_cross_entropy
+from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.rope import frequencies, rotate, rotation
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool, TokenInfo], Tensor]

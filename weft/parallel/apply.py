@@ -21,7 +21,7 @@ from weft.parallel.context.attention import Context, split_context
 from weft.parallel.context.sequence_split import Cut
 from weft.parallel.data.compression import Compressor, cut_over_tp, worth_it
 from weft.parallel.data.data_parallel import Replicas, Shards, shard
-from weft.parallel.data.fsdp_counters import count_shards
+from weft.parallel.data.fsdp_collectives import meter_collectives
 from weft.parallel.expert.expert_parallel import (
     compile_around,
     dress,
@@ -121,9 +121,8 @@ def spread_stage(
     if beside is not None:
         compressor = compressor_of(plan, mesh, beside, seed, dict(model.named_parameters()), split)
     if sharded:
-        if compressor is None:  # what compresses counts for itself
-            count_shards(model, mesh)
-        data: Replicas | Shards = Shards(model, plan.zero, bool(between), mesh.meter, joint_axis(plan), compressor)
+        meter_collectives(model, mesh, joint_axis(plan), bool(between))
+        data: Replicas | Shards = Shards(model, plan.zero, bool(between), compressor)
     else:
         start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
         data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor)

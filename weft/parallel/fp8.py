@@ -13,9 +13,9 @@ from weft.comm.axis import Axis
 from weft.job.errors import JobError, MachineError
 from weft.mesh import Mesh
 from weft.models.feedforward import FeedForward
-from weft.models.fp8 import AmaxHistory, Fp8Layer, Fp8Linear, Fp8Recipe
 from weft.models.fp8_gated import Fp8FeedForward, fuse_gated
 from weft.models.fp8_head import Fp8HeadProducts
+from weft.models.fp8_linear import AmaxHistory, Fp8Layer, Fp8Linear, Fp8Recipe
 from weft.models.transformer import Attention, Head
 from weft.parallel.tensor import ColumnLinear, RowLinear, local
 from weft.planner.model.fp8 import stays_bf16

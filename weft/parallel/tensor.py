@@ -27,8 +27,8 @@ from weft.comm.axis import Axis
 from weft.job.errors import JobError
 from weft.models.attention import TokenInfo
 from weft.models.dropout import Dropout
-from weft.models.experts import MixtureOfExperts
 from weft.models.loss import linear_cross_entropy
+from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.transformer import Attention, Head
 
 SEQ = 1  # activations are [batch, seq, dim]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.hardware.catalog import Device
 from weft.hardware.efficiency import reach_of
-from weft.hardware.measured import Attention, Measured, load_measured
+from weft.hardware.measured import Measured, MeasuredAttention, load_measured
 from weft.planner.calibration import Calibration, load_calibration
 
 LARGE_MESSAGE_BYTES = 1 << 22
@@ -41,7 +41,7 @@ def with_measurements(shipped: Calibration, measured: Measured, device: Device) 
     return shipped.with_(**changed, name=f"weft, measured on {measured.product}")
 
 
-def _attention_rate(a: Attention) -> float:
+def _attention_rate(a: MeasuredAttention) -> float:
     """TFLOP/s of causal attention, forward and backward, masked blocks not counted."""
     flops = 3.5 * 2 * a.batch * a.heads * a.head_dim * a.seq * a.seq
     return flops / (a.forward_s + a.backward_s) / 1e12

@@ -21,7 +21,7 @@ from weft.data.dataset import Dataset
 from weft.data.loader import Batch, read_samples, to_device
 from weft.data.sampler import sample_index
 from weft.job.schema import Job
-from weft.optim.build import Optimizers
+from weft.optim.build_optimizers import Optimizers
 from weft.optim.schedule import learning_rate
 from weft.server.client_samples import Ints, sample_labels, split_by_label
 from weft.server.worker import Worker

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from weft.checkpoint.format import Found
+from weft.checkpoint.format import SavedCheckpoint
 from weft.data.dataset import open_tokenizer
 from weft.job.errors import JobError
 from weft.job.load import parse_job
@@ -15,7 +15,7 @@ from weft.training.weights import load_model
 
 @torch.no_grad()
 def generate(
-    found: Found,
+    found: SavedCheckpoint,
     prompt: str,
     tokens: int,
     *,

@@ -23,7 +23,11 @@ def fit(session: Session, signals: Signals) -> Exit:
     first_step = session.first_step
     held_out = session.held_out() if job.train.eval_every else []
     session.event(
-        "start", step=state.step, layout=session.plan.layout(), world=session.plan.world, attempt=session.pulse.attempt
+        "start",
+        step=state.step,
+        layout=session.plan.layout(),
+        world=session.plan.world,
+        attempt=session.heartbeat.attempt,
     )
 
     with Progress(steps, state.step, job.watch.every, silent=session.mesh.rank != 0) as progress:
@@ -68,11 +72,11 @@ def fit(session: Session, signals: Signals) -> Exit:
                     ledger.start_clock()
                 if _due(state.step, job.checkpoint.every, steps):
                     ledger.settle()
-                    session.save(patient=state.step == steps)
+                    session.save(required=state.step == steps)
                 session.keep()
         ledger.settle()
         if ledger.stop and state.step > first_step:
-            session.save(patient=True)
+            session.save(required=True)
         session.now("checkpoint")
         session.checkpoints.wait()
         if state.step > first_step and session.checkpoints.durable != state.step:

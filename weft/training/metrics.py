@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.axis import Waits
-from weft.comm.timeline import Spans
-from weft.guards.guards import Guards, Step
+from weft.comm.axis import Pending
+from weft.comm.timeline import CommTimeline
+from weft.guards.guards import Guards, StepFigures
 from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -35,7 +35,7 @@ class Figures:
     they are read.
     """
 
-    def __init__(self, sums: Tensor, work: Waits | None, more: Tensor):
+    def __init__(self, sums: Tensor, work: Pending | None, more: Tensor):
         self.sums, self.work, self.more = sums, work, more
         self.copied: torch.cuda.Event | None = None
         if sums.is_cuda:
@@ -70,7 +70,7 @@ class _Open:
     loss_scale: float
     figures: Figures
     seconds: float
-    spans: Spans | None
+    timeline: CommTimeline | None
     more: dict[str, Any]
 
 
@@ -112,7 +112,7 @@ class Ledger:
         """Send off this step's figures, and settle those of the step before."""
         now = time.perf_counter()
         seconds, self.began = now - self.began, now
-        spans = self.traffic.turn(self.state.step)
+        timeline = self.traffic.turn(self.state.step)
         apart = self.plan.dp_replicate if self.plan.alone else 1
         mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world)
         sums = self.guards.tell(self.state.step, seconds, norm, [0.0] * len(mine) + self.signals.flags())
@@ -120,7 +120,7 @@ class Ledger:
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
         figures = Figures(sums, work, self.state.model.figures())
         more = self.state.rounds.figures()
-        opened = _Open(self.state.step, lr, grads.scale, figures, seconds, spans, more)
+        opened = _Open(self.state.step, lr, grads.scale, figures, seconds, timeline, more)
         self.settle()
         self.open = opened
 
@@ -138,7 +138,7 @@ class Ledger:
         self.stop = Signals.decide(told[:wishes])
         loss = loss_sum / max(1, count)
         taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps
-        self.guards.judge(Step(entry.step, loss, norm, taken, entry.loss_scale), told[wishes:])
+        self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), told[wishes:])
         self.state.tokens += count
         rate = count / entry.seconds if entry.seconds > 0 else None
         mfu = self.flops / (entry.seconds * self.peak * self.plan.world) if rate and self.flops and self.peak else None
@@ -156,7 +156,7 @@ class Ledger:
             **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),
             **entry.more,
             **self.state.model.words(more, count),
-            **self.traffic.figures(entry.spans, entry.seconds),
+            **self.traffic.figures(entry.timeline, entry.seconds),
             **extra,
         }
         self.last = record

@@ -11,13 +11,14 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from weft.checkpoint.checkpointer import Checkpoints, Found
+from weft.checkpoint.checkpointer import Checkpointer
+from weft.checkpoint.format import SavedCheckpoint
 from weft.checkpoint.reader import Index
 from weft.comm.shards import local_of
 from weft.training.state import OWED, State
 
 
-def load_owed(checkpoints: Checkpoints, found: Found, state: State) -> str | None:
+def load_owed(checkpoints: Checkpointer, found: SavedCheckpoint, state: State) -> str | None:
     """Take in what a checkpoint says is owed. Collective; returns a note where a person should know of it."""
     index = Index(found.path)
     holders: dict[str, set[int]] = defaultdict(set)
@@ -50,7 +51,7 @@ def load_owed(checkpoints: Checkpoints, found: Found, state: State) -> str | Non
     return None
 
 
-def load_maxima(checkpoints: Checkpoints, found: Found, state: State) -> None:
+def load_maxima(checkpoints: Checkpointer, found: SavedCheckpoint, state: State) -> None:
     """Take in fp8's maxima, where a checkpoint has them of every layer and over as many steps. Collective."""
     mine, index = state.model.maxima(), Index(found.path)
     alike = all(n in index.tensors and index.tensors[n].size == t.shape for n, t in mine.items())

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from weft.checkpoint.checkpointer import Checkpoints
+from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.memory_snapshots import Snapshots
 from weft.checkpoint.merge_snapshots import places_of
 from weft.data.dataset import Dataset, open_dataset
@@ -23,7 +23,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh, connect
 from weft.optim.schedule import peak_lr
 from weft.planner.plan import Plan
-from weft.supervisor.heartbeat import Pulse, Quiet
+from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
 from weft.training.build import build_state
 from weft.training.expert_rebalance import rebalance
 from weft.training.resume import newest_on_disk, put_together, recall, resume, told_before
@@ -45,12 +45,12 @@ class Session:
     state: State
     stepper: Stepper
     dataset: Dataset
-    checkpoints: Checkpoints
+    checkpoints: Checkpointer
     journal: Journal | None
     """Only on rank 0: one file, one writer."""
     log: logging.Logger
     snapshots: Snapshots
-    pulse: Pulse
+    heartbeat: Heartbeat
     """Where the loop shows what it does, and hears that its attempt is over."""
     guards: Guards
     first_step: int = 0
@@ -62,12 +62,12 @@ class Session:
     def event(self, kind: str, **fields: Any) -> None:
         """One line in events.jsonl, from rank 0."""
         if self.journal is not None:
-            self.pulse.fence()
+            self.heartbeat.fence()
             self.journal.event(kind, **fields)
 
     def now(self, phase: str) -> None:
         """Show what begins."""
-        self.pulse.now(phase, self.state.step)
+        self.heartbeat.now(phase, self.state.step)
 
     def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
         """Adaptive compression has changed its mind."""
@@ -99,15 +99,15 @@ class Session:
             )
         ]  # fmt: skip
 
-    def save(self, patient: bool = False) -> None:
-        """Write a checkpoint while training goes on; a patient one waits for those that are still being written."""
+    def save(self, required: bool = False) -> None:
+        """Write a checkpoint while training goes on; a required one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
         if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan)):
             self.event("rebalance", step=self.state.step, **moved)
             self.guards.weights.begin(self.state.model.master_params)  # they have changed, and nobody is to blame
         state, meta = self.state, self.state.meta(self.job, self.plan)
-        self.checkpoints.save(state.step, state.saved(), meta, patient=patient)
+        self.checkpoints.save(state.step, state.saved(), meta, required=required)
 
     def keep(self) -> None:
         """Copy the step just done into memory that outlives this process, as often as that costs next to nothing."""
@@ -121,7 +121,7 @@ class Session:
                 self.log.warning("%s", snapshots.refused)
             elif snapshots.folder is not None and self.placed != len(shards):
                 self.placed = len(shards)  # the optimizer's appear with its first step
-                places = places_of(self.mesh.rank, self.pulse.attempt, self.job, self.plan, state.tensors())
+                places = places_of(self.mesh.rank, self.heartbeat.attempt, self.job, self.plan, state.tensors())
                 places.write(snapshots.folder)
         if snapshots.tick(state.step):
             snapshots.every = max(cast(list[int], self.mesh.all_gather_object(snapshots.wish())))
@@ -129,11 +129,11 @@ class Session:
 
     def commit(self, record: dict[str, Any]) -> None:
         """Write a step's record: from here on it is done, and need not be done again after a fault."""
-        self.pulse.fence()
+        self.heartbeat.fence()
         if self.journal is not None:
             self.journal.metrics(record)
         self.snapshots.seal(record["step"], {"tokens": self.state.tokens})
-        self.pulse.committed(record["step"])
+        self.heartbeat.committed(record["step"])
 
     def make_good(self) -> None:
         """Write the checkpoint that a broken attempt owed and did not finish."""
@@ -161,12 +161,12 @@ Hook = Callable[[Session], None]
 
 
 def open_session(
-    job: Job, plan: Plan, run: RunDir, *, pulse: Pulse | None = None, mesh: Mesh | None = None,
+    job: Job, plan: Plan, run: RunDir, *, heartbeat: Heartbeat | None = None, mesh: Mesh | None = None,
     dataset: Dataset | None = None, snapshots: Snapshots | None = None, hook: Hook | None = None,
 ) -> Session:  # fmt: skip
     """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk."""
     began = time.perf_counter()
-    pulse, mesh = pulse or Quiet(), mesh or connect(plan, job.comm.timeout_s)
+    heartbeat, mesh = heartbeat or NoHeartbeat(), mesh or connect(plan, job.comm.timeout_s)
     log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
     torch.manual_seed(job.train.seed + mesh.rank)  # for modules of a person's own; Weft's use no state
     dataset = dataset or open_dataset(job)
@@ -185,10 +185,10 @@ def open_session(
             journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
 
     c = job.checkpoint
-    checkpoints = Checkpoints(
+    checkpoints = Checkpointer(
         run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
-        any_rank=lambda mine: any(mesh.all_gather_object(mine)), misfit=meta_problem, fence=pulse.fence,
+        any_rank=lambda mine: any(mesh.all_gather_object(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
@@ -201,15 +201,15 @@ def open_session(
 
     def event(kind: str, **fields: Any) -> None:
         if journal is not None:
-            pulse.fence()
-            journal.event(kind, attempt=pulse.attempt, **fields)
+            heartbeat.fence()
+            journal.event(kind, attempt=heartbeat.attempt, **fields)
 
     guards = Guards(job, plan, mesh, state, event, warn)
     guards.weights.spacing = snapshots.every
 
     stepper.before_update = guards.weights.before_update  # after the copies: what flips earlier is in them, and told
     session = Session(
-        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, pulse, guards
+        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards
     )
     for compressor in state.model.compressors:
         compressor.tell = session.compression

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weft.comm.axis import Waits
+from weft.comm.axis import Pending
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.models.build import loss_sum
+from weft.models.build_model import loss_sum
 from weft.optim.clip import grad_norm
 from weft.optim.schedule import learning_rate
 from weft.parallel.context.sequence_split import Cut
@@ -127,7 +127,7 @@ class Stepper:
         """Parts of the global batch whose gradients are not summed in a step."""
         return self.plan.dp_replicate if self.plan.alone else 1
 
-    def _global_count(self, batches: list[Batch]) -> tuple[Tensor, Waits | None]:
+    def _global_count(self, batches: list[Batch]) -> tuple[Tensor, Pending | None]:
         """Valid targets of all ranks that sum their gradients; it travels while the first microbatch computes."""
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
         axis = self.mesh.axis("dp_shard") if self.plan.alone else self.mesh.everyone

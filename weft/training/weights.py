@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint.checkpointer import load_full
-from weft.checkpoint.format import Found, newest_good
+from weft.checkpoint.format import SavedCheckpoint, newest_good
+from weft.checkpoint.reader import load_full
 from weft.job.errors import JobError
 from weft.job.load import parse_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.models.build import build_model
+from weft.models.build_model import build_model
 
 
-def newest(run: RunDir) -> Found:
+def newest(run: RunDir) -> SavedCheckpoint:
     """The newest good checkpoint of a run."""
     found = newest_good(run.checkpoints)
     if found is None:
@@ -24,7 +24,7 @@ def newest(run: RunDir) -> Found:
     return found
 
 
-def load_weights(found: Found, ema: bool = False) -> dict[str, Tensor]:
+def load_weights(found: SavedCheckpoint, ema: bool = False) -> dict[str, Tensor]:
     """Every weight whole, by the model's own names."""
     prefix = "ema." if ema else "model."
     weights = {n.removeprefix(prefix): t for n, t in load_full(found.path, prefix).items()}
@@ -33,12 +33,12 @@ def load_weights(found: Found, ema: bool = False) -> dict[str, Tensor]:
     return weights
 
 
-def load_buffers(found: Found) -> dict[str, Tensor]:
+def load_buffers(found: SavedCheckpoint) -> dict[str, Tensor]:
     """What else a module of one's own keeps, such as running statistics."""
     return {n.removeprefix("buffer."): t for n, t in load_full(found.path, "buffer.").items()}
 
 
-def load_model(found: Found, ema: bool = False) -> tuple[Job, nn.Module]:
+def load_model(found: SavedCheckpoint, ema: bool = False) -> tuple[Job, nn.Module]:
     """The trained model on one device, ready to use."""
     job = parse_job(found.meta["job"])
     model = build_model(job.model, job.train.seed)
@@ -50,7 +50,7 @@ def load_model(found: Found, ema: bool = False) -> tuple[Job, nn.Module]:
     return job, model.eval()
 
 
-def export_safetensors(found: Found, to: Path, ema: bool = False, dtype: torch.dtype | None = None) -> Path:
+def export_safetensors(found: SavedCheckpoint, to: Path, ema: bool = False, dtype: torch.dtype | None = None) -> Path:
     """One file with every weight and buffer whole; the job travels in its metadata."""
     from safetensors.torch import save_file
 

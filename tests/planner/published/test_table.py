@@ -11,7 +11,7 @@ from helpers.command import weft
 
 from weft.job.errors import JobError
 from weft.planner.calibration import read_calibration
-from weft.planner.published.framework import calibration_of, stack_of
+from weft.planner.published.framework import calibration_of, framework_of
 from weft.planner.published.rows import network_of, read_table, row_device
 from weft.planner.published.score import predict, rank_correlation, score_table, show_table, sweeps
 
@@ -288,5 +288,5 @@ def test_the_stack_is_recognised(tmp_path: Path) -> None:
             {"source": "someone", "fsdp_or_zero": "", "gpu": "MI300X"},
         )
     )[0]
-    assert [stack_of(r) for r in rows] == ["megatron-deepspeed", "fsdp", "megatron", "megatron-bridge", "default"]
-    assert [calibration_of(r).name for r in rows] == [stack_of(r) for r in rows]
+    assert [framework_of(r) for r in rows] == ["megatron-deepspeed", "fsdp", "megatron", "megatron-bridge", "default"]
+    assert [calibration_of(r).name for r in rows] == [framework_of(r) for r in rows]

@@ -8,7 +8,7 @@ import numpy as np
 
 from weft.planner.calibration import Calibration
 from weft.planner.published.batch import gather_rows
-from weft.planner.published.rows import Row
+from weft.planner.published.rows import PublishedRun
 from weft.planner.time.step import estimate
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -41,7 +41,7 @@ def from_free(free: float, name: str) -> float:
 
 
 def fit(
-    rows: Sequence[Row], start: Calibration, names: Sequence[str], steps: int = 25, width: float = PRIOR
+    rows: Sequence[PublishedRun], start: Calibration, names: Sequence[str], steps: int = 25, width: float = PRIOR
 ) -> Calibration:
     """The calibration near `start` under which the rows' predicted times are closest to the measured, in logarithms."""
     model, cluster, layouts, batch = gather_rows(rows)
@@ -88,7 +88,7 @@ def _descend(
     return free
 
 
-def profile(rows: Sequence[Row], cal: Calibration, rounds: int = 4) -> Calibration:
+def profile(rows: Sequence[PublishedRun], cal: Calibration, rounds: int = 4) -> Calibration:
     """The same calibration with measured blocks: for every shape, the ratio that makes its rows' median error 0."""
     model, cluster, layouts, batch = gather_rows(rows)
     measured = np.log([row.seconds or 1.0 for row in rows])

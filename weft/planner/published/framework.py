@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.planner.calibration import CALIBRATION_FOLDER, Calibration, load_calibration, read_calibration
-from weft.planner.published.rows import Row
+from weft.planner.published.rows import PublishedRun
 
 
 @dataclass(frozen=True)
-class Stack:
+class Framework:
     """A stack's calibration with what differs by device and by attention kernel."""
 
     name: str
@@ -21,7 +21,7 @@ class Stack:
     variants: dict[str, dict[str, float]]
     """Changes under keys such as `gpu:h100` or `kernel:torch`."""
 
-    def of(self, row: Row) -> Calibration:
+    def of(self, row: PublishedRun) -> Calibration:
         changed: dict[str, Any] = {}
         gpu = row.text.get("gpu", "").lower()
         for key, change in self.variants.items():
@@ -32,9 +32,9 @@ class Stack:
 
 
 @cache
-def load_stack(name: str) -> Stack:
+def load_framework(name: str) -> Framework:
     """A stack by its name, or from a JSON file."""
-    return Stack(name, load_calibration(name), read_calibration(name).get("variants", {}))
+    return Framework(name, load_calibration(name), read_calibration(name).get("variants", {}))
 
 
 # The sources whose rows a shipped calibration was fitted on.
@@ -72,7 +72,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def stack_of(row: Row) -> str:
+def framework_of(row: PublishedRun) -> str:
     """The name of the stack a row is estimated with."""
     if row.source in SOURCES:
         name = SOURCES[row.source]
@@ -92,9 +92,9 @@ PURE: dict[str, Any] = {"master_bytes": 0.0, "moment_bytes": 4.0, "gradient_byte
 """Runs that keep everything in bf16."""
 
 
-def calibration_of(row: Row) -> Calibration:
+def calibration_of(row: PublishedRun) -> Calibration:
     """The calibration a row is estimated with."""
-    name = stack_of(row)
-    found = load_stack(name if (Path(CALIBRATION_FOLDER) / f"{name}.json").is_file() else "default").of(row)
+    name = framework_of(row)
+    found = load_framework(name if (Path(CALIBRATION_FOLDER) / f"{name}.json").is_file() else "default").of(row)
     pure = "bf16-true" in row.text.get("precision", "") or "mode PURE" in row.text.get("notes", "")
     return found.with_(**PURE) if pure else found

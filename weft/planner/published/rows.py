@@ -24,7 +24,7 @@ FP4 = 2.0
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRun:
     """One published run."""
 
     source: str
@@ -63,7 +63,7 @@ class Row:
         )
 
 
-def read_table(path: Path) -> tuple[list[Row], dict[str, int]]:
+def read_table(path: Path) -> tuple[list[PublishedRun], dict[str, int]]:
     """The rows that describe a whole run, and how many do not, by reason."""
     if not path.is_file():
         raise JobError(f"--table {path}: there is no such file")
@@ -80,7 +80,7 @@ def read_table(path: Path) -> tuple[list[Row], dict[str, int]]:
     missing = [name for name in NEEDED if name not in columns]
     if missing:
         raise JobError(f"--table {path}: the columns {', '.join(missing)} are missing; see the columns of a runs.csv")
-    rows: list[Row] = []
+    rows: list[PublishedRun] = []
     skipped: dict[str, int] = {}
     for number, line in enumerate(lines):
         try:
@@ -120,7 +120,7 @@ def _says(line: Mapping[str, str], name: str, usual: str) -> bool:
     return line.get(name, usual).lower() in ("1", "1.0", "true", "yes")
 
 
-def _row(line: dict[str, str], number: int) -> Row:
+def _row(line: dict[str, str], number: int) -> PublishedRun:
     status = (line.get("status") or "ok").lower()
     if status not in ("ok", "oom"):
         raise Unusable("status is neither ok nor OOM")
@@ -136,7 +136,7 @@ def _row(line: dict[str, str], number: int) -> Row:
     if memory is not None:
         memory = None if "formula" in basis else memory * (1 if basis.startswith(("GiB", "torchtune")) else 1e9 / 2**30)
     kernel = re.search(r"kernel=([^;]*)", line.get("notes", ""))
-    return Row(
+    return PublishedRun(
         source=line.get("source") or "unnamed", row_id=line.get("row_id") or str(number),
         model_name=line.get("model") or "unnamed", text=line,
         model=model, cluster=cluster, layout=layout, global_batch=batch, seconds=seconds, why_not=why_not,

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from weft.planner.calibration import Calibration
 from weft.planner.published.batch import estimate_rows
 from weft.planner.published.fitting import fit
-from weft.planner.published.framework import calibration_of, is_known, stack_of
-from weft.planner.published.rows import Row, read_table
+from weft.planner.published.framework import calibration_of, framework_of, is_known
+from weft.planner.published.rows import PublishedRun, read_table
 from weft.planner.search.candidates import RECOMPUTES
 
 Floats = NDArray[np.float64]
@@ -31,7 +31,7 @@ FOLDS = 5
 class Predicted:
     """What was told of each row, in the table's order."""
 
-    rows: list[Row]
+    rows: list[PublishedRun]
     seconds: Floats
     peak_gib: Floats
     fits: NDArray[np.bool_]
@@ -40,7 +40,7 @@ class Predicted:
 
 
 def predict(
-    rows: Sequence[Row], choose: Callable[[Row], Calibration] = calibration_of, scale: bool = True
+    rows: Sequence[PublishedRun], choose: Callable[[PublishedRun], Calibration] = calibration_of, scale: bool = True
 ) -> Predicted:
     """Every row by its stack's calibration.
 
@@ -60,13 +60,13 @@ def predict(
     silent = [i for i, row in enumerate(rows) if not fits[i] and (vague[i] or not row.text.get("recompute"))]
     for i in silent:
         row = rows[i]
-        saving = Row(**{**row.__dict__, "layout": {**row.layout, "recompute": RECOMPUTES.index("full")}})
+        saving = PublishedRun(**{**row.__dict__, "layout": {**row.layout, "recompute": RECOMPUTES.index("full")}})
         fits[i] = estimate_rows([saving], choose(row)).fits[0]
     factor = _refit(rows, seconds, choose) if scale else np.ones(len(rows))
     return Predicted(list(rows), seconds * factor, peak, fits, factor)
 
 
-def _refit(rows: Sequence[Row], seconds: Floats, choose: Callable[[Row], Calibration]) -> Floats:
+def _refit(rows: Sequence[PublishedRun], seconds: Floats, choose: Callable[[PublishedRun], Calibration]) -> Floats:
     """Predicted times over those as shipped, for sources that no calibration was fitted on; 1 elsewhere."""
     out = np.ones(len(rows))
     for source in {row.source for row in rows if not is_known(row.source)}:
@@ -83,14 +83,18 @@ def _refit(rows: Sequence[Row], seconds: Floats, choose: Callable[[Row], Calibra
     return out
 
 
-def _groups(rows: Sequence[Row]) -> list[str]:
+def _groups(rows: Sequence[PublishedRun]) -> list[str]:
     """What is held out together: a model, or a cluster size and sequence length where there is only one model."""
     names = [row.model_name for row in rows]
     return names if len(set(names)) > 1 else [f"{row.cluster.world} {row.model.seq_len}" for row in rows]
 
 
 def _by_others(
-    rows: Sequence[Row], seconds: Floats, inside: list[int], others: list[int], choose: Callable[[Row], Calibration]
+    rows: Sequence[PublishedRun],
+    seconds: Floats,
+    inside: list[int],
+    others: list[int],
+    choose: Callable[[PublishedRun], Calibration],
 ) -> Floats:
     """From enough other rows of the same stack a few numbers are fitted, from fewer one factor."""
     off = [np.log(rows[i].seconds or 1.0) - np.log(seconds[i]) for i in others]
@@ -161,7 +165,7 @@ def sweeps(told: Predicted, index: Sequence[int]) -> list[dict[str, Any]]:
     return out
 
 
-def _layout(row: Row) -> tuple[int, ...]:
+def _layout(row: PublishedRun) -> tuple[int, ...]:
     return tuple(row.layout.values())
 
 
@@ -210,15 +214,15 @@ def score_table(path: Path, scale: bool = True, stack: str | None = None) -> dic
     if out["scaled"]:
         out["as_shipped"] = score(predict(rows, choose, scale=False), everything)
     out["stacks"] = {
-        s: sorted({stack_of(r) if stack is None else stack for r in rows if r.source == s}) for s in sources
+        s: sorted({framework_of(r) if stack is None else stack for r in rows if r.source == s}) for s in sources
     }
     return out
 
 
-def _always(stack: str) -> Callable[[Row], Calibration]:
-    from weft.planner.published.framework import load_stack
+def _always(stack: str) -> Callable[[PublishedRun], Calibration]:
+    from weft.planner.published.framework import load_framework
 
-    return load_stack(stack).of
+    return load_framework(stack).of
 
 
 def _line(name: str, s: dict[str, Any]) -> str:

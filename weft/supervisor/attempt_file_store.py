@@ -1,4 +1,4 @@
-"""Where the ranks of one attempt meet: a file that no other attempt uses, and that nobody waits at for a dead rank."""
+"""The rendezvous store of one attempt on one machine: a FileStore whose waits end with the attempt."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 POLL_S = 0.002
 
 
-class FencedStore(dist.Store):
-    """A file store whose waits end when the attempt is over; torch's own would wait out its timeout."""
+class AttemptFileStore(dist.Store):
+    """A FileStore whose waits raise as soon as the attempt is over; torch's own waits for its whole timeout."""
 
     def __init__(self, path: str, world: int, timeout_s: float, fence: Callable[[], None]):
         super().__init__()

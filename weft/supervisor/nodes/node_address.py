@@ -1,4 +1,4 @@
-"""Which node of a run this machine is, and the address by which the others reach it."""
+"""This machine's node number, and the address at which other nodes reach it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from weft.job.errors import MachineError
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which node of how many this is, and the address by which the others reach it."""
+class NodeAddress:
+    """A node's number, the number of nodes, and its address."""
 
     node: int
     count: int
     host: str
 
     @classmethod
-    def from_env(cls, bind: str | None = None) -> Place | None:
-        """As torchrun (one process a node), a scheduler or a person tells it; None where nobody does."""
+    def from_env(cls, bind: str | None = None) -> NodeAddress | None:
+        """Read from the environment of torchrun (one process a node), a scheduler or a person; None if not set."""
         env = os.environ
         for node, count in (("NODE_RANK", "NNODES"), ("RANK", "WORLD_SIZE")):
             if node in env and count in env:
@@ -36,12 +36,12 @@ class Place:
 
 
 def local_address(master: str | None) -> str:
-    """The address of this machine on the network that leads to MASTER_ADDR; loopback where nothing is said."""
+    """This machine's address on the route to MASTER_ADDR, or loopback without one."""
     if not master:
         return "127.0.0.1"
     try:
         family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent: the kernel only looks up the route
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent: connect() only selects a route
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the guards of a run say of a fault: a line in events.jsonl and a sentence on the console."""
+"""Logs faults found by the guards: an event in events.jsonl and a line on the console."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Notes:
-    """Where faults are told; `coords` are the places of the ranks on the mesh."""
+class FaultLog:
+    """Where faults are logged; `coords` are the mesh coordinates of the ranks."""
 
     event: Callable[..., None]
     warn: Callable[[str], None]

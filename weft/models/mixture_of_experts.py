@@ -127,7 +127,7 @@ class ExpertLayout:
         return experts(x, counts), meanwhile()
 
 
-class Routing(NamedTuple):
+class TokenRouting(NamedTuple):
     """Where tokens go."""
 
     chosen: Tensor
@@ -188,7 +188,7 @@ class MixtureOfExperts(nn.Module):
         out = self.layout.leave(y.view(batch, seq, dim), x.shape[1])
         return out if always is None else out + always
 
-    def route(self, flat: Tensor, batch: int, rows: Tensor, info: TokenInfo) -> Routing:
+    def route(self, flat: Tensor, batch: int, rows: Tensor, info: TokenInfo) -> TokenRouting:
         """Choose experts for tokens [batch · seq, dim] at `rows` of their sequences."""
         e, length = self.options, info.length
         logits = self.router(flat)  # [tokens, experts]
@@ -208,7 +208,7 @@ class MixtureOfExperts(nn.Module):
         weights = weights * e.scale * (chosen < e.count)
         if torch.is_grad_enabled():
             weights = self._balanced(weights, logits, scores, asked, chosen, batch, length)
-        return Routing(chosen, weights)
+        return TokenRouting(chosen, weights)
 
     def choose(self, ranked: Tensor) -> Tensor:
         """Indices of each token's experts [tokens, k] from scores [tokens, experts] with the bias, which affects only

@@ -1,4 +1,4 @@
-"""A session whose ranks suffer the faults that a rehearsal orders from inside: `weft chaos` sets WEFT_FAULTS."""
+"""Faults injected inside a rank, as ordered by `weft chaos` through WEFT_FAULTS."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from weft.training.session import Session
 
 VARIABLE = "WEFT_FAULTS"
-"""Names the file of orders: a JSON list, replaced whole by the rehearsal. Markers of what struck lie beside it."""
+"""Names the orders file: a JSON list, replaced atomically. Markers of injected faults are next to it."""
 
 Order = dict[str, Any]
 
 
 def arm(session: Session) -> None:
-    """Let the orders of a rehearsal strike this session; without one, nothing is changed."""
+    """Add ordered faults to this session, if WEFT_FAULTS is set."""
     if path := os.environ.get(VARIABLE):
-        session.stepper = Armed.of(session.stepper, Orders(Path(path), session.mesh.rank))
+        session.stepper = FaultyStepper.of(session.stepper, Orders(Path(path), session.mesh.rank))
 
 
 class Orders:
-    """What this rank is to suffer, looked up at the head of each step."""
+    """The orders of this rank, read before each step."""
 
     def __init__(self, path: Path, rank: int):
         self.path, self.rank = path, rank
@@ -53,11 +53,11 @@ class Orders:
             self.seen = now
 
     def due(self, step: int, phase: str, kinds: tuple[str, ...]) -> list[Order]:
-        """Those that strike now: in this phase, of this step or of one that has passed."""
+        """Orders that are due: of this phase and of this or an earlier step."""
         return [o for o in self.known if o["step"] <= step and o["phase"] == phase and o["kind"] in kinds]
 
     def first_time(self, order: Order, step: int) -> bool:
-        """Note that it strikes; false where it has struck this rank before, perhaps in another process."""
+        """Write the marker; False if this order was already executed on this rank, perhaps by another process."""
         marker = marker_of(self.path, order["id"], self.rank)
         try:
             handle = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -69,13 +69,13 @@ class Orders:
 
 
 def marker_of(path: Path, number: int, rank: int) -> Path:
-    """Where a rank says that an order struck it."""
+    """The marker file of an order on a rank."""
     return path.with_name(f"{path.stem}-{number}-rank-{rank}.struck")
 
 
 @dataclass
-class Armed(Stepper):
-    """A stepper that suffers. Everything else is the stepper that it stands for."""
+class FaultyStepper(Stepper):
+    """A stepper that injects faults."""
 
     orders: Orders | None = None
 
@@ -84,18 +84,18 @@ class Armed(Stepper):
         return cls(**{f.name: getattr(stepper, f.name) for f in fields(stepper)}, orders=orders)
 
     def learning_rate(self) -> float:
-        """Asked for at the head of each step, before its data are."""
+        """Called at the start of each step, before its data are read."""
         assert self.orders is not None
         self.orders.look()
-        self._suffer("data")
+        self._inject("data")
         return super().learning_rate()
 
     def gradients(self, batches: list[Batch]) -> Gradients:
         assert self.orders is not None
-        self._suffer("forward")
+        self._inject("forward")
         step = self.state.step + 1
         for order in self.orders.due(step, "forward", ("spike",)):
-            if order["step"] == step:  # this batch is poisoned, however often it is read
+            if order["step"] == step:  # this batch is poisoned whenever it is read
                 self.orders.first_time(order, step)
                 batches = [poison(b, self.job.model.vocab) for b in batches]
         orders = self.orders.due(step, "backward", ("nan", *ACTIONS))
@@ -103,7 +103,7 @@ class Armed(Stepper):
             return super().gradients(batches)
 
         def strike(gradient: Tensor) -> Tensor:
-            self._suffer("backward")
+            self._inject("backward")
             nan = [o for o in orders if o["kind"] == "nan" and self.orders and self.orders.first_time(o, step)]
             return gradient * float("nan") if nan else gradient
 
@@ -112,15 +112,15 @@ class Armed(Stepper):
 
     def update(self, grads: Gradients, lr: float) -> Any:
         assert self.orders is not None
-        self._suffer("update")
+        self._inject("update")
         done = super().update(grads, lr)
         for order in self.orders.due(self.state.step, "update", ("bitflip",)):
             if self.orders.first_time(order, self.state.step):
-                flip(self.state.model.master_params, order["moment"])
+                flip_bit(self.state.model.master_params, order["moment"])
                 self.state.model.refresh()
         return done
 
-    def _suffer(self, phase: str) -> None:
+    def _inject(self, phase: str) -> None:
         assert self.orders is not None
         step = self.state.step + 1
         for order in self.orders.due(step, phase, tuple(ACTIONS)):
@@ -128,12 +128,12 @@ class Armed(Stepper):
                 ACTIONS[order["kind"]](self.mesh.device)
 
 
-def fall_asleep(device: torch.device) -> None:
+def sleep_forever(device: torch.device) -> None:
     time.sleep(3600)
 
 
-def hold_the_lock(device: torch.device) -> None:
-    """Wait for oneself inside C with Python's lock in hand; no signal ends that but SIGKILL."""
+def hold_gil(device: torch.device) -> None:
+    """Deadlock inside C while holding the GIL; only SIGKILL ends it."""
     library = ctypes.PyDLL(None)
     mutex = ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
@@ -141,31 +141,31 @@ def hold_the_lock(device: torch.device) -> None:
 
 
 def run_out_of_memory(device: torch.device) -> None:
-    """Ask for more than any machine has: the error is the allocator's own."""
+    """Allocate more than any machine has, to get the allocator's own error."""
     torch.empty(1 << 48, dtype=torch.uint8, device=device)
 
 
 ACTIONS: dict[str, Callable[[torch.device], None]] = {
-    "sleep": fall_asleep,
-    "gil": hold_the_lock,
+    "sleep": sleep_forever,
+    "gil": hold_gil,
     "oom": run_out_of_memory,
 }
 
 
 def poison(batch: Batch, vocab: int | None) -> Batch:
-    """The batch with targets that nothing could foresee; the same for every rank that reads these samples."""
+    """The batch with unpredictable targets, the same on every rank that reads these samples."""
     targets = batch["targets"]
     if targets.is_floating_point():
         wrong = targets * 1000
     elif vocab and targets.dim() > 1:
-        wrong = torch.full_like(targets, vocab - 1)  # the rarest token of most vocabularies
+        wrong = torch.full_like(targets, vocab - 1)  # a rare token in most vocabularies
     else:
         wrong = targets.roll(1, 0)
     return {**batch, "targets": wrong}
 
 
-def flip(weights: dict[str, Tensor], moment: float) -> None:
-    """Flip a bit that changes a number visibly and stays silent: one of the highest of its fraction."""
+def flip_bit(weights: dict[str, Tensor], moment: float) -> None:
+    """Flip the highest mantissa bit of one weight: a visible change without a non-finite value."""
     held = sorted((n, local_of(t)) for n, t in weights.items())
     sizes = [t.numel() for _, t in held]
     at = int(moment * sum(sizes))
@@ -179,18 +179,14 @@ def flip(weights: dict[str, Tensor], moment: float) -> None:
         at -= size
 
 
-def modules_of(spread_model: Any) -> list[nn.Module]:
-    """The modules of this rank, of one model or of its stages."""
-    return (
-        [stage.module for stage in spread_model.stages.values()]
-        if hasattr(spread_model, "stages")
-        else [spread_model.module]
-    )
+def modules_of(model: Any) -> list[nn.Module]:
+    """The modules of this rank: one model, or its pipeline stages."""
+    return [stage.module for stage in model.stages.values()] if hasattr(model, "stages") else [model.module]
 
 
 @contextmanager
 def in_backward(roots: list[nn.Module], strike: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Call `strike` with a gradient on its way back through the first layer that computes in this step."""
+    """Call `strike` with the gradient of the first layer that runs in this step."""
     caught: list[Tensor] = []
 
     def watch(module: nn.Module, given: Any, made: Any) -> None:
