@@ -129,10 +129,10 @@ def move(job: Job | Planned, folder: str, train: int, file: str) -> int | None:
     job, plan, mesh, stepper, _ = begin(job)
     state = stepper.state
     checkpoints = Checkpointer(Path(folder), group=mesh.host_group, keep=9, keep_every=0, background=False)
-    tensors = state.empty_like(saved_world=0)
+    tensors = state.loadable_tensors(saved_world=0)
     found = checkpoints.load_newest(tensors)
     if found is not None:
-        state.adopt(tensors, found.meta)
+        state.restore(tensors, found.meta)
     opened = _whole_state(stepper)
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,

@@ -24,8 +24,8 @@ def generate(
 ) -> None:
     """Generate text with a trained run."""
     from weft.job.run_folder import find_run
+    from weft.training.export import newest
     from weft.training.generate import generate as generate_text
-    from weft.training.weights import newest
 
     found = newest(find_run(run))
     made = generate_text(found, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, ema=ema)
@@ -51,7 +51,7 @@ def export(
     from weft.job.errors import JobError
     from weft.job.run_folder import find_run
     from weft.precision import EXPORT_DTYPES
-    from weft.training.weights import export_safetensors, newest
+    from weft.training.export import export_safetensors, newest
 
     if to != "safetensors":
         raise JobError(f"--to {to!r} is not a known format; use safetensors")
