@@ -1,6 +1,6 @@
 """How a step's samples are divided among data-parallel ranks: evenly, or unevenly to relieve a slow rank.
 
-BatchShares change which rank reads a sample, never which samples a step has, and the loss is a sum over valid targets, so
+Shares change which rank reads a sample, never which samples a step has, and the loss is a sum over valid targets, so
 any shares give the same step.
 """
 
