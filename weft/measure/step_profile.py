@@ -28,7 +28,7 @@ from weft.planner.memory.approximate import optimizer_bytes
 from weft.planner.memory.prediction import communication_bytes
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.planner.model.reference_rate import peak_flops
-from weft.precision import COMPUTE
+from weft.precision import COMPUTE_DTYPES
 from weft.supervisor.local_ranks import launch
 from weft.supervisor.run_lock import run_lock
 from weft.training.metrics import StepMetrics, peak_memory_gib, utilization
@@ -121,7 +121,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
                 some(1)
         with _marked_loss(session), _profiling(mesh.device) as profiler:
             some(steps)
-    roofs = measure_roofs(plan, mesh.device, COMPUTE[plan.precision])
+    roofs = measure_roofs(plan, mesh.device, COMPUTE_DTYPES[plan.precision])
     rows = summarise(_read(profiler), steps, seconds * 1e3, facts_of(session), roofs)
     mine = {
         "rank": mesh.rank, "position": mesh.position, "peak_memory_gib": peak_memory_gib(mesh.device),
@@ -207,7 +207,7 @@ def _tokens(job: Job) -> int:
 def facts_of(session: Session) -> StepFacts:
     """What the job and the plan say of one step of this rank."""
     job, plan = session.job, session.plan
-    model, width = job.model, COMPUTE[plan.precision].itemsize
+    model, width = job.model, COMPUTE_DTYPES[plan.precision].itemsize
     master_params = session.state.model.master_params.values()
     held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0

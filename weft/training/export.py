@@ -13,7 +13,7 @@ from weft.job.errors import JobError
 from weft.job.load import parse_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.models.build import build_model
+from weft.models.build_model import build_model
 
 
 def newest(run: RunDir) -> SavedCheckpoint:
