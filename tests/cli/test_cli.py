@@ -20,7 +20,7 @@ from weft.cli import main
 from weft.job import Job, load_job
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
-from weft.training.weights import newest
+from weft.training.export import newest
 
 Command = Callable[..., Said]
 

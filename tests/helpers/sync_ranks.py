@@ -29,11 +29,11 @@ def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -
     state = stepper.state
     checkpoints = Checkpointer(Path(folder), group=mesh.disk_group, keep=9, keep_every=0, background=False)
     if folder and checkpoints.newest() is not None:
-        tensors = state.empty_like(saved_world=0)
+        tensors = state.loadable_tensors(saved_world=0)
         found = checkpoints.load_newest(tensors)
         assert found is not None
         checkpoints.load(found, state.own(found.meta))
-        state.adopt(tensors, found.meta)
+        state.restore(tensors, found.meta)
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
         dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, start_step=state.step,

@@ -24,8 +24,8 @@ def generate(
 ) -> None:
     """Generate text with a trained run."""
     from weft.job.run_folder import find_run
+    from weft.training.export import newest
     from weft.training.generate import generate as generate_text
-    from weft.training.weights import newest
 
     found = newest(find_run(run))
     made = generate_text(found, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, ema=ema)
@@ -50,17 +50,17 @@ def export(
     """Export the weights of a run as one file."""
     from weft.job.errors import JobError
     from weft.job.run_folder import find_run
-    from weft.precision import EXPORT
-    from weft.training.weights import export_safetensors, newest
+    from weft.precision import EXPORT_DTYPES
+    from weft.training.export import export_safetensors, newest
 
     if to != "safetensors":
         raise JobError(f"--to {to!r} is not a known format; use safetensors")
-    if dtype not in EXPORT:
-        raise JobError(f"--dtype {dtype!r} is not supported; use {', '.join(EXPORT)}")
+    if dtype not in EXPORT_DTYPES:
+        raise JobError(f"--dtype {dtype!r} is not supported; use {', '.join(EXPORT_DTYPES)}")
     folder = find_run(run)
     clean_up_on_interrupt()
     found = newest(folder)
-    path = export_safetensors(found, out or folder.path / "model.safetensors", ema, EXPORT[dtype])
+    path = export_safetensors(found, out or folder.path / "model.safetensors", ema, EXPORT_DTYPES[dtype])
     size = path.stat().st_size
     if as_json:
         print_json({"path": str(path), "step": found.step, "bytes": size})

@@ -16,7 +16,7 @@ from weft.comm.agreement import encode_json
 from weft.comm.mpi_group import NAME, MpiGroup
 from weft.comm.mpi_work import engine, mpi
 from weft.hardware.network import own_address
-from weft.hardware.rank_environment import standing
+from weft.hardware.rank_environment import rank_info
 from weft.job.errors import MachineError
 
 ADDRESS_BYTES = 512
@@ -46,7 +46,7 @@ def _create(options: Any, _: Any) -> MpiGroup:
 
 def meet(timeout: datetime.timedelta) -> dist.Store:
     """A store that all ranks of an MPI world share: rank 0 opens it on a free port, and tells the others over MPI."""
-    everyone, here = mpi().COMM_WORLD, standing()
+    everyone, here = mpi().COMM_WORLD, rank_info()
     message = bytearray(ADDRESS_BYTES)  # mpi4py would pickle anything but a buffer
     if here.rank > 0:
         everyone.Bcast(message)
