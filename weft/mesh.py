@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.comm import mpi
@@ -18,6 +19,7 @@ from weft.comm.axis import Axis
 from weft.comm.dtensor_internals import flatten_mesh, join_meshes
 from weft.comm.fake_internals import join_fake_group
 from weft.comm.meter import Meter
+from weft.comm.shards import sharded_axes
 from weft.hardware.network import export_interface
 from weft.hardware.rank_environment import rank_info, under_mpi
 from weft.hardware.shared_devices import act_as_own_host, memory_fraction, ranks_per_device, use_many_queues
@@ -34,6 +36,11 @@ JOINT: dict[str, tuple[str, str]] = {
 MEET = datetime.timedelta(seconds=300)
 """Ranks wait at least so long for one another to start, however little patience a collective has: a busy machine may
 take a minute to import torch."""
+
+REPLICATED = ("dp_replicate", "dp_shard", "cp", "tp")
+"""Axes over which a weight may be replicated: those that do not shard it."""
+REPLICATED_EXPERTS = ("dp_replicate", "ep_shard", "ep")
+"""The same for experts that are sharded over ep."""
 
 FOLDED = ("pp", "dp_replicate", "ep_shard", "ep")
 """dp_shard × cp × tp as experts see it: neighbours hold different ones (ep), and ranks that are ep apart the same ones
@@ -79,6 +86,8 @@ class Mesh:
 
     folded: DeviceMesh | None = None
     """The same ranks as the experts see them (FOLDED), where ep cuts these."""
+    alone: bool = False
+    """Whether replicas train on their own between exchanges (train.sync)."""
     store: dist.Store | None = None
     """Where the ranks met."""
 
@@ -111,6 +120,27 @@ class Mesh:
         """A small JSON value from every rank, in rank order."""
         with self.meter.inside("everyone", "all_gather_json") if self.everyone is not None else nullcontext():
             return all_gather_json(value, self.host_group)
+
+    def replica_axes(self, tensor: Tensor) -> list[Axis]:
+        """The axes along which other ranks hold the same shard of a tensor."""
+        sharded = sharded_axes(tensor)
+        names = REPLICATED_EXPERTS if {"ep", "ep_shard"}.intersection(sharded) else REPLICATED
+        others = {axis for name in sharded for axis in JOINT.get(name, (name,))}
+        others |= {"dp_replicate"} if self.alone else set()
+        return [self.axes[name] for name in names if name in self.axes and name not in others]
+
+    def holds_first(self, tensor: Tensor) -> bool:
+        """Whether this rank is the first of those that hold the same shard of a tensor."""
+        return all(axis.rank == 0 for axis in self.replica_axes(tensor))
+
+    def sum_over_model(self, value: Tensor) -> Tensor:
+        """Sum in place over all ranks that train the same weights: all, or those of one replica that trains alone."""
+        if self.everyone is not None and not self.alone:
+            return self.everyone.all_reduce(value)
+        for name in (*REPLICATED, "pp"):
+            if name in self.axes and name != "dp_replicate":
+                self.axes[name].all_reduce(value)
+        return value
 
     def barrier(self) -> None:
         if self.everyone is not None:
@@ -262,4 +292,7 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
         host_group = everyone.group
     else:
         host_group = dist.new_group(backend=host_backend, timeout=timeout)
-    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, meter, folded)
+    return Mesh(
+        rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, meter, folded,
+        plan.alone,
+    )  # fmt: skip

@@ -89,7 +89,7 @@ def differences(reference: Run, other: Run, precision: str = "fp32") -> list[str
             off = (its[name] - value).double().norm()
             if not off <= UPDATE_TOLERANCE[precision] * way + NOISE * value.numel() ** 0.5:
                 found.append(f"{what} {name} is off by {off:.1e} after a way of {way:.1e}")
-    return found + disagreements(other)
+    return found + disagreements(other.seen)
 
 
 def check(pool: RankPool, job: Job, layouts: Iterable[str]) -> None:
@@ -102,11 +102,11 @@ def check(pool: RankPool, job: Job, layouts: Iterable[str]) -> None:
     assert not wrong
 
 
-def disagreements(run: Run) -> list[str]:
+def disagreements(everyone: list[on_ranks.Seen]) -> list[str]:
     """Weights of which two ranks hold the same shard with different bits."""
     held: dict[tuple[str, Any], str] = {}
     found = []
-    for rank, seen in enumerate(run.seen):
+    for rank, seen in enumerate(everyone):
         for name, (where, digest) in seen.shards.items():
             if held.setdefault((name, where), digest) != digest:
                 found.append(f"rank {rank} holds another {name} than the ranks before it")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from weft.comm.algorithms import summing
 from weft.comm.background import Beside
+from weft.comm.shards import sharded_axes
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.memory import HostOffload, recompute, recomputed_units, run_in_chunks
@@ -19,7 +20,7 @@ from weft.mesh import Mesh, joint_axis, ranks_of_a_node
 from weft.models.init import initialise
 from weft.parallel.context.attention import Context, split_context
 from weft.parallel.context.sequence_split import Cut
-from weft.parallel.data.compression import Compressor, cut_over_tp, worth_it
+from weft.parallel.data.compression import Compressor, worth_it
 from weft.parallel.data.data_parallel import Replicas, Shards, shard
 from weft.parallel.data.fsdp_collectives import meter_collectives
 from weft.parallel.expert.expert_parallel import (
@@ -126,11 +127,13 @@ def spread_stage(
     else:
         start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
         data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor)
+    whole = [n for n, p in data.master_params.items() if split and not {"tp", "ep"}.intersection(sharded_axes(p))]
     partial = tuple(n for n in data.master_params if split and n in split.partial)
+    replicated = tuple(n for n in whole if n not in partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
     frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
-    return SpreadModel(model, data, tp, partial, frozen, aliases, DelayedScales(model, mesh))
+    return SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
 
 
 def compressor_of(
@@ -147,7 +150,7 @@ def compressor_of(
 
     def apart(name: str, param: Tensor) -> bool:
         """Whether the ranks of a tp group make different gradients of it, or add them up later."""
-        return split is None or name in split.partial or cut_over_tp(param)
+        return split is None or name in split.partial or "tp" in sharded_axes(param)
 
     names = frozenset(n for n, p in params.items() if worth_it(setting, p.shape) and apart(n, p))
     return Compressor(

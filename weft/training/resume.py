@@ -108,7 +108,7 @@ def resume_from_disk(session: Session, at_most: int | None = None) -> None:
     tensors = state.loadable_tensors(saved_world=0)
     found = checkpoints.load_newest(tensors, at_most)
     if found is None:
-        state.optimizers = make_optimizers(session.job, state.model)
+        state.optimizers = make_optimizers(session.job, state.model, session.mesh)
         _report_restart(session)
         return
     own = state.own(found.meta)
