@@ -36,7 +36,7 @@ def bare(rank: int, world: int, store: str, steps: int, out: str) -> None:
     from weft.data.dataset import open_dataset
     from weft.job import parse_job
     from weft.job.shapes import resolve
-    from weft.models.build import build_model
+    from weft.models.build_model import build_model
     from weft.models.init import initialise
 
     torch.set_num_threads(1)

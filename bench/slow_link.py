@@ -45,9 +45,9 @@ def ddp(path: str, out: str) -> None:
     from weft.data.dataset import open_dataset
     from weft.data.loader import Loader, val_batches
     from weft.job.load import load_job
-    from weft.models.build import build_model, loss_sum
+    from weft.models.build_model import build_model, loss_sum
     from weft.models.init import initialise
-    from weft.optim.schedule import rate
+    from weft.optim.schedule import learning_rate
     from weft.planner import make_plan
 
     torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def ddp(path: str, out: str) -> None:
     for step, batches in enumerate(Loader(dataset, seed=job.train.seed, prefetch=2, **share), 1):
         began = time.perf_counter()
         for group in optimizer.param_groups:
-            group["lr"] = rate(job, step)
+            group["lr"] = learning_rate(job, step)
         optimizer.zero_grad()
         count = sum(int(b["valid"].sum()) for b in batches)
         loss_sum(wrapped, batches[0], job.model, seed=0, smoothing=0.0, dtype=torch.float32).div(count).backward()

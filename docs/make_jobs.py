@@ -17,7 +17,7 @@ from weft.job.compression import COMPRESSORS
 from weft.job.model import FAMILIES
 from weft.job.optim import LR_SCHEDULES, OPTIMIZERS
 from weft.job.registry import NameIn
-from weft.job.schema import Data, Experts, Failures, Group, Job, Level, Model, RopeScaling, Sync
+from weft.job.schema import Data, DeviceGroup, Experts, Failures, Job, Model, RopeScaling, Sync, TopologyLevel
 from weft.job.shapes import ALIASES, SHAPES, resolve
 from weft.planner.describe import human_count
 from weft.planner.model.counts import count_parameters
@@ -147,8 +147,8 @@ def page() -> str:
         plain.append(f"| `{name}` | {default} | {takes} | {field.description} |")
     parts.append("\n".join(plain) + "\n")
     inner: list[tuple[str, str, type[BaseModel]]] = [
-        ("model", "rope_scaling", RopeScaling), ("model", "experts", Experts), ("cluster", "levels", Level),
-        ("cluster", "also", Group), ("cluster", "failures", Failures), ("train", "sync", Sync),
+        ("model", "rope_scaling", RopeScaling), ("model", "experts", Experts), ("cluster", "levels", TopologyLevel),
+        ("cluster", "also", DeviceGroup), ("cluster", "failures", Failures), ("train", "sync", Sync),
     ]  # fmt: skip
     for parent, name, part in reversed(inner):
         at = [n for n, _ in sections].index(parent) + 1

@@ -1,4 +1,4 @@
-"""The account of a rehearsal: worked by hand, and against runs made up at random whose truth is known."""
+"""Accounting of a chaos experiment: worked examples, and random runs with known results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def line(time: float, step: int, seconds: float = 1.0, **more: Any) -> ObservedS
     return ObservedStep(time, step, seconds, 2.0, **more)
 
 
-def test_a_kill_and_a_term_by_hand() -> None:
+def test_outcomes_of_kill_and_term() -> None:
     lines = [line(1, 1), line(2, 2), line(3.05, 3), line(6.5, 3), line(7.5, 4), line(20, 5), line(21, 6)]
     struck = [InjectedFault("kill", 1, "backward", 2, 3.0), InjectedFault("term", 0, "data", 4, 8.0)]
     events: list[dict[str, Any]] = [
@@ -36,7 +36,7 @@ def test_a_kill_and_a_term_by_hand() -> None:
     assert effective_ratio(lines, struck, events) == pytest.approx(6 / 21)
 
 
-def test_what_nobody_noticed_says_so() -> None:
+def test_undetected_fault() -> None:
     lines = [line(t, t) for t in range(1, 9)]
     (flip_bit,) = outcomes([InjectedFault("bitflip", 0, "update", 3, 3.5)], lines, [])
     assert (flip_bit.detect_s, flip_bit.resume_s, flip_bit.steps_lost, flip_bit.seen_as) == (None, 1.5, 0, None)
@@ -88,7 +88,7 @@ def test_samples_of_runs_with_known_losses(seed: int, steps: int, world: int, sh
 
 
 @given(st.lists(st.floats(0.01, 5.0), min_size=2, max_size=40), st.integers(0, 10**6))
-def test_an_undisturbed_run_is_all_useful_and_a_disturbed_one_less(gaps: list[float], seed: int) -> None:
+def test_effective_ratio(gaps: list[float], seed: int) -> None:
     time, lines = 0.0, []
     for step, gap in enumerate(gaps, 1):
         time += gap

@@ -10,7 +10,7 @@ from weft.chaos.faults import FIRST_FAULT_STEP, KINDS, RANDOM_KINDS, FaultReques
 from weft.job.errors import JobError
 
 
-def test_what_can_be_asked_for() -> None:
+def test_parse_fault_requests() -> None:
     assert parse("kill:3,stop@1, nan", 0, 4, 1) == [FaultRequest("kill")] * 3 + [
         FaultRequest("stop", 1),
         FaultRequest("nan"),
@@ -37,7 +37,7 @@ def test_what_can_be_asked_for() -> None:
         ("spike@1", "spike does not strike one rank; write spike"),
     ],
 )
-def test_what_is_refused(text: str, words: str) -> None:
+def test_invalid_fault_requests(text: str, words: str) -> None:
     with pytest.raises(JobError) as caught:
         parse(text, 0, 4, 1)
     assert words in str(caught.value)
@@ -49,7 +49,7 @@ def test_what_is_refused(text: str, words: str) -> None:
     st.integers(1, 8),
     st.integers(0, 10**9),
 )
-def test_a_schedule_leaves_room_for_each(kinds: list[str], steps: int, world: int, seed: int) -> None:
+def test_schedule_leaves_recovery_steps(kinds: list[str], steps: int, world: int, seed: int) -> None:
     requests = [FaultRequest(k) for k in kinds]
     try:
         faults = schedule(requests, seed=seed, world=world, steps=steps)

@@ -1,5 +1,4 @@
-"""VirtualHosts on one machine: they reach each other by their own addresses, and not when cut off; links count and
-shape."""
+"""Virtual hosts connect to each other, not when cut off; links count bytes and can be limited."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ except OSError as error:
 """
 
 
-def test_hosts_talk_count_and_are_cut_off() -> None:
+def test_virtual_hosts_connect_and_disconnect() -> None:
     with VirtualHosts(2, mbit=200) as hosts:
         server = hosts.start(1, [sys.executable, "-c", SERVER, hosts.address(1)], stdout=subprocess.PIPE, text=True)
         assert server.stdout is not None

@@ -1,4 +1,4 @@
-"""What each detector sees and what it leaves alone, on numbers alone."""
+"""Unit tests of the detectors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_noise_is_no_spike(seed: int, noise: float) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), noise=st.floats(0.001, 0.1), at=st.integers(40, 150), late=st.booleans())
-def test_a_poisoned_batch_is_found_within_three_steps_and_named(seed: int, noise: float, at: int, late: bool) -> None:
+def test_poisoned_batch_is_found_within_three_steps(seed: int, noise: float, at: int, late: bool) -> None:
     """Its own loss is far off; or its gradient only, and the loss of the step after it."""
     draw, spikes = random.Random(seed), SpikeDetector()
     found = None
@@ -55,7 +55,7 @@ def test_a_poisoned_batch_is_found_within_three_steps_and_named(seed: int, noise
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_a_bad_batch_of_a_model_that_knows_little_shows_in_loss_and_norm_together(seed: int) -> None:
+def test_bad_batch_of_untrained_model_is_found_by_loss_and_norm(seed: int) -> None:
     draw, spikes = random.Random(seed), SpikeDetector()
     for step in range(1, 60):
         assert spikes.judge(step, 4.9 + draw.gauss(0, 0.03), math.exp(draw.gauss(0.4, 0.1))) is None
@@ -64,7 +64,7 @@ def test_a_bad_batch_of_a_model_that_knows_little_shows_in_loss_and_norm_togethe
     assert found.step == 60
 
 
-def test_one_more_step_is_undone_where_that_did_not_help_and_a_new_normal_is_accepted() -> None:
+def test_repeated_spike_undoes_more_and_new_level_is_accepted() -> None:
     draw, spikes = random.Random(3), SpikeDetector()
     for step in range(1, 60):
         assert spikes.judge(step, *falling(step, 0.02, draw)) is None
@@ -74,7 +74,7 @@ def test_one_more_step_is_undone_where_that_did_not_help_and_a_new_normal_is_acc
     assert all(spikes.judge(step, 9.0 + 0.01 * (step % 3), 1.0) is None for step in range(59, 120))
 
 
-def test_a_slow_link_is_named_within_twenty_steps_and_once_and_a_slow_rank_is_none() -> None:
+def test_slow_link_is_reported_once() -> None:
     links, key = SlowLinkDetector(), ("dp_shard", (0, 1))
     other = ("tp", (0, 2))
     for i in range(40):
@@ -93,7 +93,7 @@ groups = st.lists(st.integers(2, 4), min_size=1, max_size=3)
 
 
 @given(sizes=groups, data=st.data())
-def test_the_minority_is_named_and_a_tie_is_not_decided(sizes: list[int], data: st.DataObject) -> None:
+def test_minority_is_named_and_tie_is_not_decided(sizes: list[int], data: st.DataObject) -> None:
     ranks = iter(range(100))
     made = [tuple(next(ranks) for _ in range(size)) for size in sizes]
     group = data.draw(st.sampled_from(made))
@@ -112,7 +112,7 @@ def test_the_minority_is_named_and_a_tie_is_not_decided(sizes: list[int], data: 
 
 @settings(deadline=None)
 @given(size=st.integers(1, 40), bit=st.integers(0, 31), data=st.data())
-def test_any_flipped_bit_changes_the_sum_of_its_weight_alone(size: int, bit: int, data: st.DataObject) -> None:
+def test_flipped_bit_changes_one_checksum(size: int, bit: int, data: st.DataObject) -> None:
     master_params = {"a": torch.randn(size), "b": torch.randn(3, 5), "half": torch.randn(7).bfloat16()}
     digests = Checksums(master_params)
     before, whole = digests.each(), digests.by_kind(digests.each())
@@ -126,7 +126,7 @@ def test_any_flipped_bit_changes_the_sum_of_its_weight_alone(size: int, bit: int
 
 
 @given(world=st.integers(1, 5), axes=st.integers(0, 3), digests=st.integers(0, 2), data=st.data())
-def test_what_ranks_tell_arrives_as_it_was_told(world: int, axes: int, digests: int, data: st.DataObject) -> None:
+def test_figures_round_trip(world: int, axes: int, digests: int, data: st.DataObject) -> None:
     table = FigureLayout(world, tuple(f"axis{i}" for i in range(axes)), 2 * digests)
     number = st.floats(0, 1e6)
     rows = [
@@ -144,7 +144,7 @@ def test_what_ranks_tell_arrives_as_it_was_told(world: int, axes: int, digests: 
     assert table.rows(total[2:].tolist()) == rows
 
 
-def test_memory_that_runs_out_is_told_from_other_errors_and_leads_to_smaller_pieces() -> None:
+def test_out_of_memory_is_recognised_and_halves_the_microbatch() -> None:
     assert is_oom(MemoryError())
     assert is_oom(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     with pytest.raises(RuntimeError) as caught:
@@ -166,6 +166,6 @@ def test_memory_that_runs_out_is_told_from_other_errors_and_leads_to_smaller_pie
 
 
 @given(every=st.integers(2, 100), spacing=st.integers(1, 30))
-def test_weights_are_compared_often_enough_and_after_steps_that_are_kept(every: int, spacing: int) -> None:
+def test_weight_comparison_period(every: int, spacing: int) -> None:
     assert period(every, spacing) + COMPARE_DELAY_STEPS <= every
     assert spacing > every - COMPARE_DELAY_STEPS or period(every, spacing) % spacing == 0

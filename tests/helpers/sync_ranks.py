@@ -11,12 +11,13 @@ from torch import Tensor
 
 from helpers.on_ranks import begin, wholes
 from weft.checkpoint.checkpointer import Checkpointer
-from weft.comm.quantized_sum import sum_quantized
+from weft.comm.compressed_sum import sum_all
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
 from weft.guards.guards import Guards
 from weft.job.schema import Job
 from weft.mesh import connect
+from weft.parallel.data.local_sgd import CODECS
 from weft.planner import make_plan
 from weft.verify.prove import join_stages
 
@@ -28,11 +29,11 @@ def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -
     state = stepper.state
     checkpoints = Checkpointer(Path(folder), group=mesh.disk_group, keep=9, keep_every=0, background=False)
     if folder and checkpoints.newest() is not None:
-        tensors = state.empty_like(saved_world=0)
+        tensors = state.loadable_tensors(saved_world=0)
         found = checkpoints.load_newest(tensors)
         assert found is not None
         checkpoints.load(found, state.own(found.meta))
-        state.adopt(tensors, found.meta)
+        state.restore(tensors, found.meta)
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
         dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, start_step=state.step,
@@ -56,13 +57,13 @@ def watched(job: Job) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
     return guards.weights.alike
 
 
-def quantized_sums(size: int, bits: int) -> tuple[Tensor, Tensor, int]:
+def quantized_sums(size: int, kind: str) -> tuple[Tensor, Tensor, int]:
     """The sum of a tensor over all ranks, quantized and exact, and the bytes that this rank sent."""
     world = int(os.environ["WORLD_SIZE"])
     raw = {"cluster": {"device": "cpu"}, "parallel": {"dp_replicate": -1}, "train": {"global_batch": world}}
     plan = make_plan(Job.model_validate(raw), world)[1]
     axis = connect(plan).axes["dp_replicate"]
     values = torch.randn(size, generator=torch.Generator().manual_seed(axis.rank)) * 10 ** (axis.rank - 1)
-    told = sum_quantized(values, axis, bits)
+    told = sum_all(axis, CODECS[kind], values, None)[0]
     sent = sum(axis.bytes.values())
     return told, axis.all_reduce(values.clone()), sent

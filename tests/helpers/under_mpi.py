@@ -92,9 +92,9 @@ def collectives() -> None:
         out = torch.empty(world * 3, 4, dtype=dtype)
         native_all_gather(out, mine)
         assert torch.equal(out, joined), dtype
-        native_reduce_scatter(piece := torch.empty(3, 4, dtype=dtype), joined)
+        native_reduce_scatter(shard := torch.empty(3, 4, dtype=dtype), joined)
         expected = of_all[rank].bool() if dtype == torch.bool else of_all[rank] * world
-        assert torch.equal(piece, expected.to(dtype)), dtype
+        assert torch.equal(shard, expected.to(dtype)), dtype
         parts = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(parts, mine)
         assert all(torch.equal(p, x) for p, x in zip(parts, of_all, strict=True)), dtype

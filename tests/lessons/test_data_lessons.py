@@ -23,7 +23,7 @@ from weft.data.loader import Loader
 from weft.job.load import lessons, parse_job
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
-from weft.models.build import build_model
+from weft.models.build_model import build_model
 from weft.models.init import initialise
 from weft.planner import make_plan
 from weft.verify.prove import Trace, trace

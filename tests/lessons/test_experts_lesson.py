@@ -14,8 +14,8 @@ from torch import nn
 from weft.job.load import lessons
 from weft.job.schema import Model
 from weft.launch.rank_pool import RankPool
-from weft.models.attention import Where
-from weft.models.experts import MixtureOfExperts
+from weft.models.attention import TokenInfo
+from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.parallel.expert.expert_parallel import Spreading
 
 RANKS = 4
@@ -45,8 +45,8 @@ def both() -> tuple[float, int, int]:
     moe.experts.up.weight, moe.experts.down.weight = nn.Parameter(up[mine].clone()), nn.Parameter(down[mine].clone())
     moe.spread = Spreading(None, False, None, axis)
     tokens = x.clone().requires_grad_()
-    where = Where(None, None, None, torch.arange(lesson.TOKENS), lesson.TOKENS)
-    y = moe(tokens.unsqueeze(0), where)[0]
+    info = TokenInfo(None, None, None, torch.arange(lesson.TOKENS), lesson.TOKENS)
+    y = moe(tokens.unsqueeze(0), info)[0]
     moved = axis.bytes["all_to_all"] // 2  # there; as many came back as others had sent
     ours = [y, *torch.autograd.grad(y, [tokens, *moe.parameters()], dout)]
     pairs = [(a.detach(), b.detach()) for a, b in zip(ours, theirs, strict=True)]

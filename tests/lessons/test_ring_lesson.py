@@ -14,7 +14,7 @@ from helpers.command import weft
 from weft.job.load import lessons
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
-from weft.models.attention import Where
+from weft.models.attention import TokenInfo
 from weft.parallel.context.attention import Context
 from weft.parallel.context.sequence_split import Cut
 from weft.planner.plan import Plan
@@ -37,7 +37,7 @@ def both(length: int) -> tuple[float, bool]:
     random = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn((1, length, HEADS, WIDTH), generator=random)[:, rows] for _ in range(4))
     parts = [t.requires_grad_() for t in (q, k, v)]
-    engine = Context(axis, cut)(*parts, True, Where(None, None, None, rows, length))
+    engine = Context(axis, cut)(*parts, True, TokenInfo(None, None, None, rows, length))
     mine = [engine, *torch.autograd.grad(engine, parts, dout)]
     turned = [t.detach()[0].transpose(0, 1).requires_grad_() for t in parts]
     out = lesson.RingAttention.apply(*turned, length)

@@ -1,4 +1,4 @@
-"""Forks of the fork_server are children of the one who asked: with their exit codes, signals and ends."""
+"""Forked processes are children of the manager, with exit codes and signals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def meant(fork_server: ForkServer, count: int) -> dict[int, int]:
     return pids
 
 
-def test_a_fork_is_a_child_of_the_one_who_asked(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_fork_is_child_of_the_manager(fork_server: ForkServer, tmp_path: Path) -> None:
     children = {slot: fork_server.fork(slot) for slot in (1, 2)}
     pids = meant(fork_server, 2)
     assert [children[slot].wait() for slot in (1, 2)] == [41, 42]
@@ -62,7 +62,7 @@ def test_a_fork_is_a_child_of_the_one_who_asked(fork_server: ForkServer, tmp_pat
         assert (tmp_path / str(slot)).read_text() == f"{pid} {os.getpid()} {pid}"
 
 
-def test_a_signal_reaches_whoever_is_not_born_yet(fork_server: ForkServer) -> None:
+def test_signal_before_fork_is_delivered(fork_server: ForkServer) -> None:
     child = fork_server.fork(3)
     child.send_signal(signal.SIGTERM)
     assert child.poll() is None
@@ -70,7 +70,7 @@ def test_a_signal_reaches_whoever_is_not_born_yet(fork_server: ForkServer) -> No
     assert child.wait() == -signal.SIGTERM
 
 
-def test_the_end_of_the_nursery_leaves_the_born_alone_and_takes_the_unborn(fork_server: ForkServer) -> None:
+def test_closing_the_fork_server_keeps_forked_processes(fork_server: ForkServer) -> None:
     alive = fork_server.fork(3)
     meant(fork_server, 1)
     fork_server.process.send_signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""What the launcher makes of the ends of its ranks: the exit code, and the last lines a person reads."""
+"""Exit codes and last lines of failed and interrupted local runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.supervisor.failure_report import explain_failure
 from weft.supervisor.local_ranks import KILL_AFTER_INTERRUPTS
 
 
-def test_the_third_interrupt_ends_a_run_that_does_not_answer(tmp_path: Path) -> None:
+def test_third_interrupt_kills_a_hung_run(tmp_path: Path) -> None:
     """By then nobody waits for a checkpoint any more; it is still an interrupt, and no rank is to blame."""
     write_job(
         tmp_path, model="helpers.own_models:Stuck", data={"seq_len": 8}, train={"global_batch": 2, "eval_every": 0},
@@ -35,7 +35,7 @@ def test_the_third_interrupt_ends_a_run_that_does_not_answer(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("left", ["", "{", "\x00" * 9, None])
-def test_a_reason_that_cannot_be_read_is_no_reason(tmp_path: Path, left: str | None) -> None:
+def test_unreadable_failure_record_is_ignored(tmp_path: Path, left: str | None) -> None:
     """A rank may die while it writes why it dies."""
     run = RunDir(tmp_path)
     run.logs.mkdir()

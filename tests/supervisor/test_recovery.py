@@ -1,4 +1,4 @@
-"""A run that loses ranks, its supervisor and its patience ends as the run that nobody touched: bit for bit."""
+"""A run with killed, stopped and hung processes ends bit-identical to the undisturbed run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def training(board: StatusBoard, step: int) -> bool:
     return len(found) == 2 and all(r.step >= step for r in found.values())
 
 
-def test_a_run_with_faults_is_bit_for_bit_the_run_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_faults_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed: a rank, rank 0, the supervisor. Stopped: a rank. Then one falls asleep in the middle of a step."""
     write_job(tmp_path, **JOB)
     assert weft(tmp_path, "train", "job.yaml", "name=calm", "--no-resilient").code == 0

@@ -1,4 +1,4 @@
-"""Who waits for a wakeup wakes up when somebody rings, whoever that is and whenever it was."""
+"""Wake-ups between processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.supervisor.wakeup import Wakeup, wake_on_signals
 LONG_S = 120.0
 
 
-def test_a_bell_is_heard_once_however_often_and_early_it_rang(tmp_path: Path) -> None:
+def test_notifications_are_merged_and_not_lost(tmp_path: Path) -> None:
     own, theirs = Wakeup(tmp_path / "wakeup"), Wakeup(tmp_path / "wakeup")
     for _ in range(100_000):  # more than it holds: nobody who rings waits
         theirs.notify()
@@ -27,7 +27,7 @@ def test_a_bell_is_heard_once_however_often_and_early_it_rang(tmp_path: Path) ->
     assert (tmp_path / "wakeup").stat().st_mode & 0o077 == 0
 
 
-def test_a_bell_is_heard_from_another_process_and_so_is_another_file(tmp_path: Path) -> None:
+def test_wakeup_from_another_process_or_file(tmp_path: Path) -> None:
     wakeup = Wakeup(tmp_path / "wakeup")
     ring = (
         "from pathlib import Path; from weft.supervisor.wakeup import Wakeup; "
@@ -42,7 +42,7 @@ def test_a_bell_is_heard_from_another_process_and_so_is_another_file(tmp_path: P
     os.close(write)
 
 
-def test_signals_and_the_end_of_a_child_ring(tmp_path: Path) -> None:
+def test_signals_and_child_exit_wake(tmp_path: Path) -> None:
     wakeup, before = Wakeup(tmp_path / "wakeup"), signal.getsignal(signal.SIGCHLD)
     got: list[int] = []
     was = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
@@ -60,7 +60,7 @@ def test_signals_and_the_end_of_a_child_ring(tmp_path: Path) -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_words_that_somebody_waits_for_ring(tmp_path: Path) -> None:
+def test_board_words_wake_their_waiters(tmp_path: Path) -> None:
     board, other = StatusBoard(tmp_path / "board", slots=2), StatusBoard(tmp_path / "board")
     for change, heard in (
         (lambda: other.put(1, "want", 1), ["manager"]),
@@ -73,18 +73,18 @@ def test_words_that_somebody_waits_for_ring(tmp_path: Path) -> None:
         assert [name for name in ("manager", "supervisor", "0", "1") if board.wakeup(name).wait(0.0)] == heard
 
 
-def test_a_heart_hears_at_once_that_its_attempt_is_over_and_that_there_is_another(tmp_path: Path) -> None:
+def test_heartbeat_notices_end_of_attempt(tmp_path: Path) -> None:
     board, fenced = StatusBoard(tmp_path / "board", slots=1), threading.Event()
     board["attempt"] = 1
-    heart = BoardHeartbeat(board, 0)
-    heart.on_fence = fenced.set
-    heart.join(1, 0)
+    heartbeat = BoardHeartbeat(board, 0)
+    heartbeat.on_fence = fenced.set
+    heartbeat.join(1, 0)
     before = board.record(0).moved
     assert before <= time.monotonic_ns()
-    heart.now("compute", 3)
+    heartbeat.now("compute", 3)
     assert board.record(0).moved > before
-    heart.news.clear()
+    heartbeat.news.clear()
     StatusBoard(tmp_path / "board")["attempt"] = 2
     assert fenced.wait(LONG_S)
-    heart.wait_for_news(LONG_S)
-    assert not heart.news.is_set()
+    heartbeat.wait_for_news(LONG_S)
+    assert not heartbeat.news.is_set()

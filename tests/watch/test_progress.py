@@ -42,6 +42,18 @@ def test_plain_lines_are_periodic_and_include_the_last() -> None:
     ]
 
 
+def test_rates_are_means_over_the_time_since_the_last_line() -> None:
+    """The host may count two steps of a GPU as a short and a long one: no line shows either of them alone."""
+    progress, out = plain(4, 0, 2)
+    rates = [(0.1, 20_000.0, 0.9), (0.3, 6_667.0, 0.3), (0.2, 10_000.0, 0.45), (0.2, 10_000.0, None)]
+    with progress:
+        for step, (seconds, rate, mfu) in enumerate(rates, start=1):
+            progress.update({"step": step, "step_time_s": seconds, "tokens_per_s": rate, "mfu": mfu})
+    first, last = out.getvalue().splitlines()
+    assert "10.0k tok/s  mfu 45.0%" in first
+    assert "10.0k tok/s  mfu 45.0%" in last
+
+
 def test_a_run_that_stops_early_prints_its_last_step() -> None:
     progress, out = plain(600, 100, 50)
     with progress:

@@ -1,4 +1,4 @@
-"""Messages that only holders of the secret can write: strangers, liars and repeaters at real sockets."""
+"""Authenticated messages against unauthenticated, forged and replayed connections, over real sockets."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _dropped(sock: socket.socket) -> bool:
     return True
 
 
-def test_messages_and_bytes_arrive_whole_and_only_on_this_machine(echo: Echo) -> None:
+def test_messages_and_blobs_round_trip(echo: Echo) -> None:
     assert echo.listener.address[0] == "127.0.0.1"
     channel = open_channel(echo.listener.address, SECRET)
     blob = os.urandom(3_000_001)
@@ -73,7 +73,7 @@ def test_messages_and_bytes_arrive_whole_and_only_on_this_machine(echo: Echo) ->
     channel.close()
 
 
-def test_strangers_are_dropped_and_noted_once(echo: Echo) -> None:
+def test_unauthenticated_connections_are_dropped(echo: Echo) -> None:
     good = open_channel(echo.listener.address, SECRET)
     for garbage in (b"\x00" * 200, b"GET / HTTP/1.1\r\n\r\n" * 9, MAGIC + os.urandom(64), b"\x80\x04" + b"c" * 100):
         for _ in range(3):
@@ -89,7 +89,7 @@ def test_strangers_are_dropped_and_noted_once(echo: Echo) -> None:
     assert echo.heard.qsize() == 1
 
 
-def test_a_listener_without_the_secret_is_not_believed() -> None:
+def test_listener_without_secret_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as fake:
 
         def pretend() -> None:
@@ -115,7 +115,7 @@ class Tapped(socket.socket):
         super().sendall(data, *flags)
 
 
-def test_what_was_said_once_cannot_be_said_again(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_message_is_refused(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = socket.create_connection
     monkeypatch.setattr(socket, "create_connection", lambda *args, **kw: Tapped(plain(*args, **kw)))
     channel = open_channel(echo.listener.address, SECRET)
@@ -137,7 +137,7 @@ def test_what_was_said_once_cannot_be_said_again(echo: Echo, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("kind", ["changed", "huge", "text", "list", "deep", "blob"])
-def test_a_peer_that_breaks_the_rules_loses_its_connection_alone(echo: Echo, kind: str) -> None:
+def test_invalid_peer_loses_only_its_connection(echo: Echo, kind: str) -> None:
     other, channel = open_channel(echo.listener.address, SECRET), open_channel(echo.listener.address, SECRET)
     bodies = {
         "text": b"{",
@@ -156,7 +156,7 @@ def test_a_peer_that_breaks_the_rules_loses_its_connection_alone(echo: Echo, kin
     assert echo.heard.qsize() == 1
 
 
-def test_slow_strangers_cannot_keep_others_out(echo: Echo) -> None:
+def test_slow_handshakes_do_not_block(echo: Echo) -> None:
     slow = [_raw(echo) for _ in range(MAX_PENDING + 20)]
     for sock in slow:
         sock.sendall(MAGIC[:3])
@@ -166,7 +166,7 @@ def test_slow_strangers_cannot_keep_others_out(echo: Echo) -> None:
     assert all(_dropped(sock) for sock in slow)  # the handshake's deadline ends them all
 
 
-def test_the_secret_is_made_once_and_kept_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_is_created_once_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEFT_SECRET", raising=False)
     first = run_secret(tmp_path)
     assert len(first) == 64

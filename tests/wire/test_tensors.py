@@ -1,4 +1,4 @@
-"""Requests that carry tensors: they arrive as they are, and nothing comes from who does not know the secret."""
+"""Messages with tensors round-trip; unauthenticated peers are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def echo(link: TensorChannel) -> None:
         link.send(*link.receive())
 
 
-def test_tensors_travel_as_they_are() -> None:
+def test_tensors_round_trip() -> None:
     sent = {
         "w": torch.randn(3, 5).t(),
         "odd": torch.arange(3, dtype=torch.bfloat16),
@@ -62,7 +62,7 @@ def test_tensors_travel_as_they_are() -> None:
         link.close()
 
 
-def test_who_does_not_know_the_secret_is_not_heard() -> None:
+def test_tensor_channel_needs_the_secret() -> None:
     heard: list[object] = []
     with listening(lambda link: heard.append(link.receive())) as (address, _):
         with pytest.raises(WireError):
@@ -90,7 +90,7 @@ def sit_between(server: socket.socket, to: tuple[str, int], change: Callable[[by
 
 
 @pytest.mark.parametrize("what", ["message", "tensor"])
-def test_what_is_changed_on_its_way_is_refused(what: str) -> None:
+def test_changed_message_is_refused(what: str) -> None:
     """The peer has the right secret, and is overheard."""
     sent, other = torch.tensor([1.5, 2.5]), torch.tensor([1.5, 99.0])
     before, after, why = {
@@ -117,7 +117,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_what_is_said_of_tensors_is_not_believed(lie: str) -> None:
+def test_invalid_tensor_list_is_refused(lie: str) -> None:
     text, why = LIES[lie]
     with listening(echo) as (address, said):
         link = open_tensor_channel(address, SECRET)
@@ -127,7 +127,7 @@ def test_what_is_said_of_tensors_is_not_believed(lie: str) -> None:
         link.close()
 
 
-def test_a_peer_cannot_fill_the_memory() -> None:
+def test_blob_limit() -> None:
     with listening(echo) as (address, said):
         link = open_tensor_channel(address, SECRET)
         link.channel.send({"blob": {"bytes": 1 << 50, "sha256": ""}})

@@ -20,4 +20,4 @@ def inject(session: Session) -> None:
 
 if __name__ == "__main__":
     supervised = "WEFT_MEMORY" in os.environ
-    rank.end(supervised_rank.main(inject) if supervised else rank.run_launched_rank(hook=inject))
+    rank.exit_process(supervised_rank.main(inject) if supervised else rank.run_launched_rank(hook=inject))

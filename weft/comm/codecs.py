@@ -16,9 +16,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from weft.comm.fake_internals import is_fake
 from weft.job.compression import Compression, share_of
 from weft.job.registry import find_object
 
@@ -183,7 +183,7 @@ class Integers:
             self._write(payload, n, first, last, *self._rounded(blocks, noise))
         return payload
 
-    def passed_on(self, came: Tensor, own: Tensor, dice: Dice, missing: Tensor | None) -> Tensor:
+    def passed_on(self, came: Tensor, own: Tensor, dice: Dice | None, missing: Tensor | None) -> Tensor:
         """encode() of the sum of own, [n], and of what came, [rows, bytes], and in `missing` what that loses: piece by
         piece, for memory is what takes the time."""
         rows, n = len(came), own.numel()
@@ -291,7 +291,7 @@ def _top(size: Tensor, k: int) -> Tensor:
     """Places of the k largest. Few of many are found among those above a guessed limit, which a CPU does in a fraction
     of the time; a GPU would have to wait for their count."""
     few = math.ceil(SURELY * k / SKIP) + 4
-    if size.device.type == "cpu" and few < size.numel() // SKIP // 4 and not isinstance(size, FakeTensor):
+    if size.device.type == "cpu" and few < size.numel() // SKIP // 4 and not is_fake(size):
         limit = size[::SKIP].topk(few).values[-1]
         above = (size >= limit).nonzero().squeeze(1)
         if k <= above.numel() < size.numel() // 4:
@@ -317,7 +317,7 @@ class Largest:
         columns = self.parts or (x.shape[1],)
         size = x.abs().split(columns, 1)
         counts = [self._count(n) for n in columns]
-        if self.times and not isinstance(x, FakeTensor):  # a dry run has no numbers to count
+        if self.times and not is_fake(x):  # a dry run has no numbers to count
             counts = agree([self._above(part) for part in size])
         starts = accumulate(columns, initial=0)
         places = [
@@ -359,7 +359,9 @@ def sum_of(codec: Codec, payload: Tensor, n: int) -> Tensor:
     return total
 
 
-def passed_on(codec: Codec, payload: Tensor, own: Tensor, dice: Dice, agree: Agree, missing: Tensor | None) -> Tensor:
+def passed_on(
+    codec: Codec, payload: Tensor, own: Tensor, dice: Dice | None, agree: Agree, missing: Tensor | None
+) -> Tensor:
     """Encoded, the sum of own, [n], and of what came, [rows, bytes]; `missing` [n] becomes what that leaves out."""
     if isinstance(codec, Integers):
         return codec.passed_on(payload, own, dice, missing)

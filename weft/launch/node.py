@@ -11,7 +11,7 @@ from pathlib import Path
 from weft.job.errors import Exit, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.train import close, prepare, write_description
+from weft.launch.train import finish, prepare, write_job_and_plan
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER
 from weft.supervisor.nodes.node_address import NodeAddress
 from weft.supervisor.process_manager import run_supervised
@@ -20,12 +20,12 @@ from weft.supervisor.run_lock import run_lock
 
 def this_node(job: Job, nproc: int | None) -> NodeAddress | None:
     """The node that this process supervises; None for a single node, or if torchrun starts every rank."""
-    by_hand = "NODE_RANK" in os.environ and "NNODES" in os.environ
+    by_environment = "NODE_RANK" in os.environ and "NNODES" in os.environ
     by_torchrun = "RANK" in os.environ and nproc is not None
-    return NodeAddress.from_env(job.resilience.bind) if by_hand or by_torchrun else None
+    return NodeAddress.from_env(job.resilience.bind) if by_environment or by_torchrun else None
 
 
-def start_node(job: Job, place: NodeAddress, nproc: int | None, say: Callable[[str], None] = print) -> int:
+def start_node(job: Job, place: NodeAddress, nproc: int | None, log: Callable[[str], None] = print) -> int:
     """Start `nproc` ranks on this node and train with the other nodes. Returns the exit code."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) != 1 and "NODE_RANK" not in os.environ:
         raise MachineError("--nproc starts the ranks of a node: let torchrun start one process a node, or leave it out")
@@ -39,13 +39,13 @@ def start_node(job: Job, place: NodeAddress, nproc: int | None, say: Callable[[s
         os.environ.pop(name, None)  # they describe this process, not its ranks
     with run_lock(RunDir(run.path / "nodes" / str(place.node))) as lock:
         if place.node == 0 or not (run.job.exists() and run.plan.exists()):
-            write_description(run, job, plan)
+            write_job_and_plan(run, job, plan)
         where = json.dumps({**asdict(place), "slots": slots})
         supervisor = ("weft.supervisor.nodes.node_supervisor", where)
-        code = run_supervised(run, slots, job.resilience.spares, lock, say, supervisor, str(place.node))
+        code = run_supervised(run, slots, job.resilience.spares, lock, log, supervisor, str(place.node))
     if code == KILLED_BY_USER:
-        say("ended at once, without saving; start the same command again to resume from the last checkpoint")
+        log("ended at once, without saving; start the same command again to resume from the last checkpoint")
         return int(Exit.INTERRUPTED)
     if code in CLEAN_EXITS and place.node == 0:
-        close(run, say)
+        finish(run, log)
     return code

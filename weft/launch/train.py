@@ -12,12 +12,13 @@ from pathlib import Path
 
 from weft.data.dataset import check_dataset
 from weft.hardware.probe import probe
-from weft.hardware.rank_environment import adopt
+from weft.hardware.rank_environment import export_torchrun_variables
 from weft.job.errors import Exit, JobError, MachineError
 from weft.job.load import dump_yaml
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
+from weft.planner.ranks import shares_devices
 from weft.server.launcher import launch_server_run
 from weft.server.rendezvous import prepare_rendezvous
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, launch
@@ -42,43 +43,45 @@ def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
 
 
 def start(
-    job: Job, plan: Plan, *, fresh: bool = False, resilient: bool | None = None, say: Callable[[str], None] = print
+    job: Job, plan: Plan, *, fresh: bool = False, resilient: bool | None = None, log: Callable[[str], None] = print
 ) -> int:
     """Train a prepared job on local ranks. Returns the exit code; the run is in runs/NAME.
 
     `resilient` starts a supervisor that replaces lost ranks; by default with several ranks.
     """
     run = RunDir(Path(job.runs_dir) / job.name)
+    if plan.device == "cuda" and shares_devices(job, probe(), plan.world):
+        log(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for rehearsal, not for speed")
     with run_lock(run) as lock:
         if fresh:
-            _set_aside(run, say)
-        before = write_description(run, job, plan)
-        code = start_processes(run, job, plan, lock, resilient, say)
+            _keep_earlier_run(run, log)
+        before = write_job_and_plan(run, job, plan)
+        code = start_processes(run, job, plan, lock, resilient, log)
         if code == Exit.JOB and not before:  # only the ranks could tell; a run that never was leaves no folder
             shutil.rmtree(run.path)
         elif code == Exit.JOB:
-            restore_description(before)
+            restore_job_and_plan(before)
         if code == KILLED_BY_USER:
-            say("ended at once, without saving; start the same command again to resume from the last checkpoint")
+            log("ended at once, without saving; start the same command again to resume from the last checkpoint")
             return int(Exit.INTERRUPTED)
         if code in CLEAN_EXITS:
-            close(run, say)
+            finish(run, log)
         return code
 
 
 def start_processes(
-    run: RunDir, job: Job, plan: Plan, lock: int, resilient: bool | None, say: Callable[[str], None]
+    run: RunDir, job: Job, plan: Plan, lock: int, resilient: bool | None, log: Callable[[str], None]
 ) -> int:
     """Start the ranks of a mesh, supervised or not, or the servers and workers of a parameter server run."""
     if plan.sync in ("server", "federated"):
         prepare_rendezvous(run)
-        return launch_server_run(run, job.train.sync.servers, plan.world, lock, say)
+        return launch_server_run(run, job.train.sync.servers, plan.world, lock, log)
     if plan.world > 1 if resilient is None else resilient:
-        return run_supervised(run, plan.world, job.resilience.spares, lock, say)
-    return launch(run, plan.world, lock, say)
+        return run_supervised(run, plan.world, job.resilience.spares, lock, log)
+    return launch(run, plan.world, lock, log)
 
 
-def join(job: Job, say: Callable[[str], None] = print) -> int:
+def join(job: Job, log: Callable[[str], None] = print) -> int:
     """Train as one rank of a world started by torchrun, mpirun or a scheduler."""
     from weft.training.rank import run_rank
     from weft.training.signals import Signals
@@ -94,23 +97,23 @@ def join(job: Job, say: Callable[[str], None] = print) -> int:
     signals = Signals()
     try:
         with run_lock(run) if rank == 0 else nullcontext():
-            before = write_description(run, job, plan) if rank == 0 else {}
+            before = write_job_and_plan(run, job, plan) if rank == 0 else {}
             code = run_rank(run, job, plan, signals)
             if code == Exit.JOB:
-                restore_description(before)
+                restore_job_and_plan(before)
     finally:
         signals.restore()
     if (failure := run.logs / f"failure-{rank}.json").is_file() and code not in CLEAN_EXITS:
         cause = json.loads(failure.read_text(encoding="utf-8"))
-        say(f"rank {rank} {cause['position']}: {cause['kind']}: {cause['message']}")
+        log(f"rank {rank} {cause['position']}: {cause['kind']}: {cause['message']}")
     elif rank == 0:
-        close(run, say)
+        finish(run, log)
     return code
 
 
 def train(job: Job, nproc: int | None = None, *, fresh: bool = False, resilient: bool | None = None) -> RunDir:
     """Train a job and return its run folder. Joins a world started by torchrun or mpirun, else starts local ranks."""
-    if adopt():
+    if export_torchrun_variables():
         code = join(job)
     else:
         code = start(*prepare(job, nproc), fresh=fresh, resilient=resilient)
@@ -119,17 +122,17 @@ def train(job: Job, nproc: int | None = None, *, fresh: bool = False, resilient:
     return RunDir(Path(job.runs_dir) / job.name)
 
 
-def close(run: RunDir, say: Callable[[str], None]) -> None:
+def finish(run: RunDir, log: Callable[[str], None]) -> None:
     """Write the report and print how the run ended, predicted beside measured."""
     for line in closing_lines(run):
-        say(line)
+        log(line)
     try:
-        say(f"report: {write_report(run)}")
+        log(f"report: {write_report(run)}")
     except Exception as error:  # a good run does not fail because of its report
-        say(f"the report could not be drawn ({type(error).__name__}: {error}); weft report {run.path} tries again")
+        log(f"the report could not be drawn ({type(error).__name__}: {error}); weft report {run.path} tries again")
 
 
-def write_description(run: RunDir, job: Job, plan: Plan) -> dict[Path, bytes]:
+def write_job_and_plan(run: RunDir, job: Job, plan: Plan) -> dict[Path, bytes]:
     """Write job.yaml and plan.json atomically. Returns their previous content."""
     run.path.mkdir(parents=True, exist_ok=True)
     before = {path: path.read_bytes() for path in (run.job, run.plan) if path.exists()}
@@ -140,13 +143,13 @@ def write_description(run: RunDir, job: Job, plan: Plan) -> dict[Path, bytes]:
     return before
 
 
-def restore_description(before: dict[Path, bytes]) -> None:
+def restore_job_and_plan(before: dict[Path, bytes]) -> None:
     """Restore job.yaml and plan.json after the ranks refused a job."""
     for path, content in before.items():
         path.write_bytes(content)
 
 
-def _set_aside(run: RunDir, say: Callable[[str], None]) -> None:
+def _keep_earlier_run(run: RunDir, log: Callable[[str], None]) -> None:
     """Move what an earlier run of this name left to another folder."""
     content = [p for p in run.path.iterdir() if p.name != ".lock"]
     if not content:
@@ -157,4 +160,4 @@ def _set_aside(run: RunDir, say: Callable[[str], None]) -> None:
     old.mkdir()
     for path in content:
         path.rename(old / path.name)
-    say(f"the earlier run is kept in {old}")
+    log(f"the earlier run is kept in {old}")

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along
 from weft.comm.axis import Axis
 from weft.job.errors import JobError
-from weft.models.attention import Where
+from weft.models.attention import TokenInfo
 from weft.models.dropout import Dropout
-from weft.models.experts import MixtureOfExperts
 from weft.models.loss import linear_cross_entropy
+from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.transformer import Attention, Head
 
 SEQ = 1  # activations are [batch, seq, dim]
@@ -127,10 +127,10 @@ class VocabHead(Head):
     split: TensorSplit
 
     def forward(
-        self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float, where: Where | None = None
+        self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float, info: TokenInfo | None = None
     ) -> Tensor:
         x = self.split.enter(x)
-        x = self.mean(x, where) if self.pool else x
+        x = self.mean(x, info) if self.pool else x
         weight = local(self.weight)
         if targets is None:
             return gather_along(F.linear(x, weight), self.split.axis, -1)

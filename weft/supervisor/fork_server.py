@@ -117,10 +117,10 @@ def as_subreaper() -> Iterator[bool]:
 def serve() -> bool:
     """In the fork server: fork on request. Returns True in each fork, with WEFT_SLOT set, and False when the manager
     has exited."""
-    guardian = int(os.environ["WEFT_LAUNCHER"])
+    manager = int(os.environ["WEFT_LAUNCHER"])
     with socket.socket(fileno=int(os.environ.pop("WEFT_FORK_SERVER"))) as sock:
         while asked := sock.recv(64):
-            pid = _fork_for(guardian)
+            pid = _fork_for(manager)
             if pid == 0:
                 os.environ["WEFT_SLOT"] = asked.decode()
                 return True

@@ -61,7 +61,7 @@ class BoardHeartbeat:
         self._words, self._phase, self._step = board.words, board.at(slot, "phase"), board.at(slot, "step")
         self._moved, self._bell = board.at(slot, "moved"), board.wakeup(str(slot))
         self._fenced = 0
-        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def join(self, attempt: int, rank: int) -> None:
         """Join an attempt as a rank."""

@@ -21,6 +21,7 @@ from weft.supervisor.diagnosis import Fault
 from weft.supervisor.failure_report import explain_failure, read_failure
 from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
 from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, STOP_SIGNALS, die_with_parent
+from weft.supervisor.process_name import set_process_name
 from weft.supervisor.rank_inspection import POLL_S, exit_fault, hang_fault, kill
 from weft.supervisor.restart_limit import final_lines, give_up_code
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
@@ -302,6 +303,7 @@ def log(text: str) -> None:
 
 def main() -> int:
     die_with_parent()
+    set_process_name("weft-supervisor")
     for number in STOP_SIGNALS:  # the manager forwards them to the ranks
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

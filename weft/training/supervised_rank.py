@@ -27,9 +27,18 @@ from weft.supervisor.diagnosis import STACK_SIGNAL
 from weft.supervisor.fork_server import serve
 from weft.supervisor.heartbeat import BoardHeartbeat, Fenced
 from weft.supervisor.local_ranks import die_with_parent
+from weft.supervisor.process_name import set_process_name
 from weft.supervisor.status_board import StatusBoard
-from weft.training.rank import attempt as train
-from weft.training.rank import end, exit_code, explain, import_training, is_peer_failure, is_timeout, set_up_process
+from weft.training.rank import (
+    exit_code,
+    exit_process,
+    import_training,
+    is_peer_failure,
+    is_timeout,
+    record_failure,
+    set_up_process,
+    train_with_rollback,
+)
 from weft.training.signals import Signals
 from weft.wire.secret import run_secret
 
@@ -63,9 +72,9 @@ class SupervisedRank:
             from weft.data.dataset import open_dataset
 
             self.dataset = open_dataset(job)
-        from weft.comm.teardown import leave, set_aside, settle
+        from weft.comm.teardown import freeze_imports, freeze_more, leave
 
-        settle()
+        freeze_imports()
         number, phase = 0, "spare"
         while True:
             self.heartbeat.now(phase, 0)
@@ -75,7 +84,7 @@ class SupervisedRank:
             if code is not None:
                 return code
             leave()  # the error and the tensors it referenced are gone
-            set_aside()
+            freeze_more()
 
     def _plan(self) -> Plan:
         return Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
@@ -107,6 +116,7 @@ class SupervisedRank:
         os.environ.update(environment | attempt.environment)
         self.heartbeat.on_fence = sockets.shut_down
         self.heartbeat.join(attempt.number, rank)
+        set_process_name(f"weft-rank-{rank}")
         self._log(rank, f"attempt {attempt.number} begins, in slot {self.slot}, process {os.getpid()}")
         try:
             with sockets.opening():
@@ -121,7 +131,7 @@ class SupervisedRank:
             )
             session.snapshots.wanted = lambda: (self.board["safe"], self.board["target"])
             self._restore_run_totals(session, attempt)
-            code = train(session, self.signals, fit_or_explain)
+            code = train_with_rollback(session, self.signals, fit_or_explain)
             session.now("end")
             mesh.barrier()
             session.close()
@@ -130,7 +140,7 @@ class SupervisedRank:
             return int(code)
         except BaseException as error:
             if not self._is_attempt_over(error):
-                explain(self.run, rank, position, error, plan)
+                record_failure(self.run, rank, position, error, plan)
                 return exit_code(error)
             self._log(rank, f"attempt {attempt.number} is over: {type(error).__name__}: {error}")
         finally:
@@ -168,7 +178,7 @@ class SupervisedRank:
         session.first_step = self.board["first_step"] - 1
         session.began = attempt.began
         if attempt.number > 1:
-            session.make_good()
+            session.save_if_due()
 
     def _is_attempt_over(self, error: BaseException) -> bool:
         """Whether an error only means that another rank is lost, so that this rank joins the next attempt."""
@@ -188,14 +198,16 @@ def main(hook: Hook | None = None) -> int:
     die_with_parent()
     run = RunDir(Path(sys.argv[1]))
     if "WEFT_FORK_SERVER" in os.environ:
+        set_process_name("weft-forkserver")
         import_training(run)
-        from weft.comm.teardown import settle
+        from weft.comm.teardown import freeze_imports
 
-        settle()
+        freeze_imports()
         if not serve():
             return 0
         die_with_parent()
     signals = Signals()
+    set_process_name("weft-spare")
     folder = Path(os.environ["WEFT_MEMORY"])
     stacks = (folder / f"stack-{os.getpid()}").open("w")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
@@ -205,4 +217,4 @@ def main(hook: Hook | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end(main())
+    exit_process(main())

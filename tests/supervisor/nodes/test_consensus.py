@@ -32,8 +32,7 @@ TROUBLES = ("cut", "link", "pause", "restart", "heal", "break")
 
 @dataclass
 class World:
-    """Membership with clocks of their own, links that come and go, one disk that all see, and a record of every
-    commit."""
+    """Nodes with their own clocks, links that fail, one shared disk, and a record of every commit."""
 
     size: int
     chance: random.Random
@@ -154,7 +153,7 @@ def test_commits_never_go_back_to_an_older_attempt(size: int, seed: int, trouble
     assert len({d.number for d in world.disk.values()}) == len(world.disk)
 
 
-def test_the_majority_goes_on_and_the_minority_stops_and_comes_back() -> None:
+def test_majority_continues_and_minority_rejoins() -> None:
     world = _started(3)
     _cut(world, {0})  # the leader, alone
     cut_at = world.now
@@ -172,7 +171,7 @@ def test_the_majority_goes_on_and_the_minority_stops_and_comes_back() -> None:
     assert world.commits[-1][1:] == (3, 0)
 
 
-def test_a_tie_has_one_winner_and_a_lone_survivor_goes_on_after_a_while() -> None:
+def test_tie_has_one_winner_and_single_node_continues() -> None:
     world = _started(2)
     _cut(world, {0})
     world.run(LOST_S + 2)
@@ -189,7 +188,7 @@ def test_a_tie_has_one_winner_and_a_lone_survivor_goes_on_after_a_while() -> Non
     assert world.commits[-1][1:] == (2, 3)
 
 
-def test_a_fault_on_one_node_is_a_new_attempt_of_all_and_an_end_is_none() -> None:
+def test_fault_on_one_node_starts_a_new_attempt() -> None:
     world = _started(3)
     world.nodes[2].update(world.clock(2), state=HALTED, why="rank 2 was killed")
     world.run(1)
@@ -220,14 +219,14 @@ def test_an_attempt_can_be_claimed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [lambda d: d.pop("seen"), lambda d: d.update(seen=3), lambda d: d.update(node="x")])
-def test_a_report_that_is_none_is_refused(spoil: Callable[[dict], object]) -> None:
+def test_invalid_report_is_refused(spoil: Callable[[dict], object]) -> None:
     data = Report(1).to_json()
     spoil(data)
     with pytest.raises((KeyError, ValueError, TypeError, AttributeError)):
         Report.from_json(data)
 
 
-def test_a_node_that_is_left_alone_and_halts_goes_on_by_itself() -> None:
+def test_last_node_continues_alone() -> None:
     consensus = Consensus(1, 2, incarnation="1/0")
     assert consensus.adopt(Decision(4, 1, (NodeRanks(1, 0, 2),), "node 0 is lost"), now=0.0)
     consensus.update(1.0, state=HALTED, why="")  # it could not tell why its ranks came back

@@ -1,4 +1,4 @@
-"""Membership of a run that find, believe and lose each other, over real sockets; and the ranks' store between them."""
+"""Membership over real sockets: nodes find, authenticate and lose each other; and the ranks' store."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SupervisedRank:
         self.nodes.close()
 
 
-def test_nodes_agree_lose_one_take_it_back_and_ignore_strangers(tmp_path: Path) -> None:
+def test_nodes_agree_lose_and_readmit_a_node(tmp_path: Path) -> None:
     members = [SupervisedRank(tmp_path, node, 3) for node in range(3)]
     until(lambda: all(m.attempt == 1 for m in members))
     until(lambda: all(m.nodes.lease_until() > 0 for m in members))
@@ -95,7 +95,7 @@ def test_nodes_agree_lose_one_take_it_back_and_ignore_strangers(tmp_path: Path) 
     assert not list((tmp_path / "nodes").glob("*.json"))
 
 
-def test_the_store_of_an_attempt_answers_its_own_ranks_only(tmp_path: Path) -> None:
+def test_store_answers_only_ranks_of_its_attempt(tmp_path: Path) -> None:
     member, store_server = SupervisedRank(tmp_path, 0, 1), StoreServer()
     member.nodes.services["store"] = store_server.serve
     address, secret = member.nodes._listener.address, member.nodes.secret
@@ -125,7 +125,7 @@ def test_the_store_of_an_attempt_answers_its_own_ranks_only(tmp_path: Path) -> N
     member.die()
 
 
-def test_a_node_learns_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_address_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NODE_RANK", "NNODES", "RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     assert NodeAddress.from_env() is None
@@ -151,7 +151,7 @@ def test_a_node_learns_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pp": 4}, 1, "1 rank"),
     ],
 )
-def test_fewer_ranks_take_the_nearest_layout_and_keep_the_batch(parallel: dict, ranks: int, layout: str) -> None:
+def test_replan_keeps_the_batch(parallel: dict, ranks: int, layout: str) -> None:
     words = [f"parallel.{axis}={degree}" for axis, degree in parallel.items()]
     words += ["train.global_batch=8", "cluster.device=cpu", "parallel.zero=3"]
     job, plan = replan(load_job("demo", words), ranks, nodes=1)
@@ -159,7 +159,7 @@ def test_fewer_ranks_take_the_nearest_layout_and_keep_the_batch(parallel: dict, 
     assert plan.microbatch * plan.accumulation * plan.dp == 8
 
 
-def test_a_node_whose_link_is_cut_reads_that_the_run_has_ended(tmp_path: Path) -> None:
+def test_disconnected_node_reads_the_end_of_the_run(tmp_path: Path) -> None:
     first, second = NodeRegistry(tmp_path, 0), NodeRegistry(tmp_path, 1)
     assert second.ended() is None
     first.end(75)

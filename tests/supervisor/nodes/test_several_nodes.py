@@ -98,7 +98,7 @@ for garbage in (b"", b"\\0" * 64, b"weft-1\\r\\n" + os.urandom(64), b"GET / HTTP
 """
 
 
-def test_a_run_outlives_strangers_ranks_nodes_and_links(cluster: Cluster) -> None:
+def test_run_survives_lost_ranks_nodes_and_links(cluster: Cluster) -> None:
     attempt = cluster.trains_in({0, 1, 2}, after=0)
 
     # strangers at every socket of the run, from another host: supervisors, the store, Gloo

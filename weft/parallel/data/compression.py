@@ -18,16 +18,16 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from weft.comm.adaptive import LADDER, YOUNG, Adviser, Figures, agreed, measure_codes, measure_link
 from weft.comm.algorithms import Start
-from weft.comm.axis import Axis, Waits
+from weft.comm.axis import Axis, Pending
 from weft.comm.background import Beside
 from weft.comm.codecs import Codec, Dice, Largest, Way, way_of
 from weft.comm.compressed_sum import Steps, scatter_sum, sum_all, sum_low_rank, summing
 from weft.comm.compression_warmup import INT8, codec_at, fitted
+from weft.comm.fake_internals import is_fake
 from weft.comm.shards import local_of
 from weft.job.compression import Compression, parse_compression
 from weft.planner.engine_constants import MIN_COMPRESSED_ELEMENTS
@@ -203,13 +203,13 @@ class Compressor:
         """What begins to sum a bucket of replicas in place."""
         channel = self.channel(segments, 1, width)
 
-        def start(flat: Tensor) -> Waits:
+        def start(flat: Tensor) -> Pending:
             channel.ready_s = time.perf_counter() - self.began
             return self.beside.start(lambda: self._sum(channel, flat))
 
         return start
 
-    def start_plain(self, flat: Tensor) -> Waits:
+    def start_plain(self, flat: Tensor) -> Pending:
         """Begin to sum what is not compressed; in line with what is, for they share a group."""
 
         def work() -> Steps[None]:
@@ -268,7 +268,7 @@ class Compressor:
         return total
 
     def _look(self, step_s: float) -> None:
-        if isinstance(torch.empty(0, device=self.device), FakeTensor):
+        if is_fake(torch.empty(0, device=self.device)):
             return  # a dry run has no link
         scattered = self.channels[0].rows > 1
         widths = [c.rows * c.width for c in self.channels]

@@ -24,6 +24,7 @@ from weft.supervisor.local_ranks import CLEAN_EXITS, STOP_SIGNALS, die_with_pare
 from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report
 from weft.supervisor.nodes.membership import Membership, incarnations
 from weft.supervisor.nodes.node_address import NodeAddress
+from weft.supervisor.process_name import set_process_name
 from weft.supervisor.rank_inspection import POLL_S, kill
 from weft.supervisor.replan import replan
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
@@ -332,6 +333,7 @@ def _write_plan(run: RunDir, plan: Plan) -> None:
 
 def main() -> int:
     die_with_parent()
+    set_process_name("weft-supervisor")
     for number in STOP_SIGNALS:  # the manager forwards them to the ranks
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
