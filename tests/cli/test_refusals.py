@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.command import ENV, Said, write_job
+from helpers.command import ENV, Output, write_job
 
 from weft.cli import main
 from weft.job import JobError, load_job
@@ -26,13 +26,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *args: str) -> Said:
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *args: str) -> Output:
     """Run a command in this process."""
     monkeypatch.setattr(sys, "argv", ["weft", *args])
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:
         main()
-    return Said(int(ended.value.code or 0), *capfd.readouterr())
+    return Output(int(ended.value.code or 0), *capfd.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_a_refusal_is_one_sentence_and_json(
     args: tuple[str, ...],
     message: str,
 ) -> None:
-    said = run(monkeypatch, capfd, *args)
-    assert (said.code, said.out) == (Exit.JOB, "")
-    assert message in said.err and "Traceback" not in said.err
+    output = run(monkeypatch, capfd, *args)
+    assert (output.code, output.out) == (Exit.JOB, "")
+    assert message in output.err and "Traceback" not in output.err
     as_json = run(monkeypatch, capfd, *args, "--json")
     found = json.loads(as_json.out)
     assert as_json.code == found["code"] == Exit.JOB
@@ -84,9 +84,9 @@ def test_a_plan_that_does_not_fit_is_json_with_the_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     args = ("plan", "job.yaml", "cluster.device=h100", "model={shape: llama-70b}", "data.source=synthetic", "--json")
-    said = run(monkeypatch, capfd, *args)
-    found = json.loads(said.out)
-    assert said.code == found["code"] == Exit.FIT
+    output = run(monkeypatch, capfd, *args)
+    found = json.loads(output.out)
+    assert output.code == found["code"] == Exit.FIT
     assert found["error"].startswith("no layout fits") and found["changes"]
 
 
