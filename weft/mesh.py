@@ -52,13 +52,6 @@ UNDER: dict[str, tuple[str, ...]] = {
 """For an axis made of others, the ones its ranks may differ on."""
 
 
-def joint_axis(plan: Plan) -> str:
-    """The axis over which gradients are summed; under shards the one over which weights are cut. Replicas that train
-    alone sum none between them."""
-    data = "dp_shard" if plan.dp_shard > 1 else "" if plan.alone or plan.dp == 1 else "dp_replicate"
-    return data if plan.cp == 1 else f"{data}_cp" if data else "cp"
-
-
 @dataclass
 class Mesh:
     """The ranks of a run, their axes, and where this one stands. With one rank there is no process group at all."""
@@ -273,7 +266,7 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     axes = {n: axis_of(n, device_mesh.get_group(n), per_node, meter) for n in wide}
     everyone = axis_of("everyone", dist.group.WORLD, per_node, meter)
     joined = None
-    if (joint := joint_axis(plan)) in JOINT:
+    if (joint := plan.joint_axis) in JOINT:
         joined = flatten_mesh(device_mesh[JOINT[joint]], joint)
         axes[joint] = axis_of(joint, joined.get_group(), per_node, meter)
     folded = None

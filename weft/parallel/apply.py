@@ -16,7 +16,7 @@ from weft.comm.shards import sharded_axes
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.memory import HostOffload, recompute, recomputed_units, run_in_chunks
-from weft.mesh import Mesh, joint_axis, ranks_of_a_node
+from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.init import initialise
 from weft.parallel.context.attention import Context, split_context
 from weft.parallel.context.sequence_split import Cut
@@ -51,7 +51,7 @@ def parallelize(
     """
     pp = mesh.axis("pp")
     beside = None
-    if (axis := mesh.axis(joint_axis(plan))) is not None and plan.compression != "none":
+    if (axis := mesh.axis(plan.joint_axis)) is not None and plan.compression != "none":
         # cp's own messages go through its group meanwhile; peers that do not exist have nothing to do meanwhile
         beside = Beside(mesh.device, at_once=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
     again = recomputed_units(list(find_units(model)), plan.recompute)
@@ -117,12 +117,12 @@ def spread_stage(
             shard_experts(modules, mesh, plan, dtype)
             # compressed, shards are summed over their replicas by hand
             copied = between if beside is None else ()
-            shard(unit, mesh.submesh(*copied, joint_axis(plan)), plan.zero, dtype)
-    axis, compressor = mesh.axis(joint_axis(plan)), None
+            shard(unit, mesh.submesh(*copied, plan.joint_axis), plan.zero, dtype)
+    axis, compressor = mesh.axis(plan.joint_axis), None
     if beside is not None:
         compressor = compressor_of(plan, mesh, beside, seed, dict(model.named_parameters()), split)
     if sharded:
-        meter_collectives(model, mesh, joint_axis(plan), bool(between))
+        meter_collectives(model, mesh, plan.joint_axis, bool(between))
         data: Replicas | Shards = Shards(model, plan.zero, bool(between), compressor)
     else:
         start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
@@ -141,7 +141,7 @@ def compressor_of(
 ) -> Compressor:
     """What compresses the gradients of a stage over its data-parallel axes."""
     axis, across = (
-        mesh.axis(joint_axis(plan)),
+        mesh.axis(plan.joint_axis),
         mesh.axis("dp_replicate") if plan.dp_shard > 1 and not plan.alone else None,
     )
     assert axis is not None

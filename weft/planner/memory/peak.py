@@ -84,7 +84,7 @@ def _partial_flash(job: Job, plan: Plan, rank: int) -> float:
         return 0.0
     wide = compute_bytes(plan) if gradients_stay_low_precision(plan) else FP32_BYTES
     shards = [p for stage in rank_shards(job, plan, rank) for p in stage]
-    return wide * sum(p.held for p in shards if p.weight.partial and not (p.weight.experts and plan.ep > 1))
+    return wide * sum(p.held for p in shards if p.weight.cut is None and not (p.weight.experts and plan.ep > 1))
 
 
 def _optimizer_flash(job: Job, plan: Plan, rank: int) -> float:
