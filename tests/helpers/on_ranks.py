@@ -29,7 +29,8 @@ from weft.optim.adafactor import add_up
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.training.build import build_state
 from weft.training.step import Stepper
-from weft.verify.prove import Trace, join_stages
+from weft.verify.compare import Trace, moments_of
+from weft.verify.prove import join_stages
 
 
 def ready() -> str:
@@ -53,7 +54,6 @@ class Result:
     """A run of a few steps, whole tensors, from rank 0."""
 
     trace: Trace
-    start: dict[str, Tensor]
     ema: dict[str, Tensor]
 
 
@@ -76,10 +76,11 @@ def begin(job: Job | Planned) -> tuple[Job, Plan, Mesh, Stepper, Loader]:
 
 def observe(
     job: Job | Planned, steps: int, file: str, scale: float | None = None, count: bool = False,
-    counts: tuple[int, ...] | None = None,
+    counts: tuple[int, ...] | None = None, dropped: str | None = None,
 ) -> Seen:  # fmt: skip
     """Train a few steps and leave the Result in a file; `count` the collectives on the way, which is slow. `counts` are
-    the samples that each data-parallel rank reads of a step, where they are not the same."""
+    the samples that each data-parallel rank reads of a step, where they are not the same; gradients of the weights
+    whose names begin with `dropped` are lost."""
     job, plan, mesh, stepper, loader = begin(job)
     if counts is not None:
         loader.shares = shares_of(counts, limits(plan, job.train.global_batch))
@@ -95,6 +96,9 @@ def observe(
         with counted if count else nullcontext():
             grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
         collectives.append(counted.seen)
+        for name, param in state.model.grad_params.items():
+            if dropped is not None and name.startswith(dropped) and param.grad is not None:
+                local_of(param.grad).zero_()
         found = wholes({n: x.grad for n, x in state.model.grad_params.items() if x.grad is not None})
         gradients.append({n: g * grads.factor for n, g in found.items()})
         norm, was_taken = stepper.update(grads, stepper.learning_rate())
@@ -105,11 +109,11 @@ def observe(
         losses.append(float(total / grads.count))
         norms.append(float(norm))
     end, ema = wholes(master_params), wholes(state.ema.averages)
-    for held in (start, end, ema, *gradients):
+    moments = moments_of(wholes(state.optimizers.state()))
+    for held in (start, end, ema, moments, *gradients):
         join_stages(held, mesh)
-    trace = Trace(losses, norms, gradients, end, 0.0)
     if mesh.rank == 0:
-        torch.save(Result(trace, start, ema), Path(file))
+        torch.save(Result(Trace(losses, norms, gradients, start, end, moments, 0.0), ema), Path(file))
     mesh.barrier()
     return Seen({n: _shard(m, mesh) for n, m in master_params.items()}, collectives, scales, taken)
 

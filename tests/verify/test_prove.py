@@ -10,7 +10,8 @@ from helpers.parity import make_job
 
 from weft.job import JobError
 from weft.launch.rank_pool import RankPool
-from weft.verify.prove import Trace, compare, prove, small
+from weft.verify.compare import TOLERANCE, Trace, compare
+from weft.verify.prove import prove, small
 
 
 def test_layouts_are_proven_and_refused(pool: RankPool) -> None:
@@ -45,28 +46,32 @@ def test_a_run_that_depends_on_the_layout_is_told(pool: RankPool) -> None:
 def a_trace() -> Trace:
     random = torch.Generator().manual_seed(0)
     weights = {n: torch.randn(4, 3, generator=random) for n in ("first", "second")}
-    return Trace([2.0, 1.0], [0.5, 0.25], [{n: w / 7 for n, w in weights.items()}] * 2, weights, 0.0)
+    gradients = {n: w / 7 for n, w in weights.items()}
+    end = {n: w - 0.1 * gradients[n] for n, w in weights.items()}
+    return Trace([2.0, 1.0], [0.5, 0.25], [gradients] * 2, weights, end, gradients, 0.0)
 
 
 def test_another_run_is_told_by_each_of_its_figures() -> None:
     """A scale that Adam would hide, one wrong weight, one wrong norm, one wrong loss, and a NaN."""
     same = a_trace()
-    assert compare("x", 2, same, a_trace(), 1e-5).verdict == "same"
+    assert compare("x", 2, same, a_trace(), TOLERANCE["fp32"]).verdict == "same"
     doubled = replace(same, gradients=[{n: 2 * g for n, g in step.items()} for step in same.gradients])
-    verdict = compare("x", 2, same, doubled, 1e-5)
+    verdict = compare("x", 2, same, doubled, TOLERANCE["fp32"])
     assert (verdict.verdict, verdict.max_grad_diff) == ("differs", pytest.approx(1.0))
     one = replace(
         same, gradients=[same.gradients[0], {**same.gradients[1], "second": torch.full((4, 3), float("nan"))}]
     )
-    verdict = compare("x", 2, same, one, 1e-5)
+    verdict = compare("x", 2, same, one, TOLERANCE["fp32"])
     assert (verdict.verdict, verdict.worst_parameter) == ("differs", "second")
     for other in (
         replace(same, losses=[2.0, 1.0001]),
         replace(same, losses=[2.0, float("nan")]),
         replace(same, norms=[0.5, 0.2501]),
         replace(same, parameters={**same.parameters, "first": same.parameters["first"] + 1e-3}),
+        replace(same, parameters={n: (same.start[n] + w) / 2 for n, w in same.parameters.items()}),
+        replace(same, moments={**same.moments, "second": same.moments["second"] / 2}),
     ):
-        assert compare("x", 2, same, other, 1e-5).verdict == "differs"
+        assert compare("x", 2, same, other, TOLERANCE["fp32"]).verdict == "differs"
 
 
 def test_a_shrunk_job_is_small_and_of_the_same_kind() -> None:
