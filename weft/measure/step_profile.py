@@ -24,10 +24,11 @@ from weft.job.schema import Job
 from weft.launch.train import prepare, write_description
 from weft.measure.device_peaks import measure_roofs
 from weft.parallel.pipeline.executor import Pipelined
-from weft.planner.memory.approximate import optimizer_bytes
-from weft.planner.memory.prediction import communication_bytes
+from weft.planner.memory.states import optimizer_bytes
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
+from weft.planner.model.parameters import Weight
 from weft.planner.model.reference_rate import peak_flops
+from weft.planner.time.traffic import communication_bytes
 from weft.precision import COMPUTE
 from weft.supervisor.local_ranks import launch, locked
 from weft.training.metrics import Ledger, peak_memory_gib
@@ -210,7 +211,7 @@ def facts_of(session: Session) -> StepFacts:
     master_params = session.state.model.master_params.values()
     held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0
-    update = held * (width + 2 * optimizer_bytes(job.optim.name) + 8 + copies)
+    update = held * (width + 2 * optimizer_bytes(job.optim, Weight("", (1, 1), "blocks"), 1) + 8 + copies)
     tokens = _tokens(job) / plan.dp / plan.cp
     targets = tokens / job.data.seq_len if model.family == "vit" else tokens
     ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or _has_head(session)

@@ -89,6 +89,26 @@ def stage_weights(model: Model, plan: Plan, stage: int) -> list[Weight]:
     return list(make(model, plan.sequence, first, end, begins, ends))
 
 
+def unit_weights(model: Model, sequence: bool) -> dict[str, list[Weight]]:
+    """Weights by kind of unit: the first layers, one dense block, one block with experts and its experts, the end."""
+    if model.family == "mlp":
+        pairs, alone = list(_mlp(model, sequence, 0, 2, True, True)), _int(model.layers) % 2
+        last = list(_mlp(model, sequence, _int(model.layers) - alone, _int(model.layers), True, True))
+        by = {name: [w for w in pairs if w.unit == name] for name in ("layers.0", "layers.1")}
+        return {"column": by["layers.0"], "row": by["layers.1"], "whole": last}
+    ends = list(_transformer(model, sequence, 0, 0, True, True))
+    routed = list(_block(model, sequence, "blocks", True)) if model.experts else []
+    begin = [w for w in ends if w.name.startswith(("embed.", "positions."))]
+    return {
+        "begin": begin,
+        "dense": list(_block(model, sequence, "blocks", False)),
+        "routed": [w for w in routed if not w.experts],
+        "experts": [w for w in routed if w.experts],
+        "norm": list(_norm(model, "norm", "", _int(model.dim), sequence)),
+        "head": [Weight("head.weight", (_int(model.vocab), _int(model.dim)), "", 0)],
+    }
+
+
 def shard_count(plan: Plan) -> int:
     """Ranks among which weights are cut: those of dp_shard, and of cp with them, which see other tokens."""
     return plan.dp_shard * plan.cp if plan.dp_shard > 1 else 1

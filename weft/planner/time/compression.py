@@ -89,14 +89,17 @@ def per_number(setting: Compression) -> float:
 
 
 def is_compressed(plan: Plan, weight: Weight) -> bool:
-    """Whether a weight's gradient is compressed."""
-    kind, _, number = plan.compression.partition(":")
+    """Whether a weight's gradient is compressed under a plan."""
+    return compresses(plan.compression, weight) and (plan.tp == 1 or weight.cut is not None or weight.partial)
+
+
+def compresses(compression: str, weight: Weight) -> bool:
+    """Whether a setting compresses the gradients of a weight that tp does not exclude."""
+    kind, _, number = compression.partition(":")
     if kind in ("none", "adaptive") or len(weight.shape) < 2 or math.prod(weight.shape) < MIN_COMPRESSED_ELEMENTS:
         return False
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
-    if kind == "powersgd" and not pays_low_rank(rows, columns, int(float(number))):
-        return False
-    return plan.tp == 1 or weight.cut is not None or weight.partial
+    return kind != "powersgd" or pays_low_rank(rows, columns, int(float(number)))
 
 
 def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, at: float) -> Counter[str]:
