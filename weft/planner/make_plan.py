@@ -49,8 +49,8 @@ def best_plan(
     budget = job.memory.budget_gib
     if budget and found is not None and len(found) == 0:
         raise FitError(
-            f"memory.budget_gib={budget:g} is less than the {found.smallest_gib:.2f} GiB a rank that even the smallest "
-            "layout needs; a smaller train.microbatch or more ranks would need less"
+            f"memory.budget_gib={budget:g} is less than the {found.smallest_gib:.2f} GiB a rank that even "
+            "recompute=full needs; a smaller train.microbatch or more ranks would need less"
         )
     return job, made, found
 

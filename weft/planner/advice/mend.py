@@ -12,9 +12,9 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
 from weft.planner.estimator import make_estimator
-from weft.planner.make_plan import PlanStart, runs_here, start_plan
+from weft.planner.make_plan import PlanStart, complete_plan, runs_here, start_plan
 from weft.planner.own_calibration import own_calibration
-from weft.planner.search.choose import plan_space
+from weft.planner.search.choose import keep_pinned, plan_space
 from weft.planner.search.search import LayoutSearch
 from weft.planner.search.survey import run_cost
 
@@ -69,6 +69,10 @@ def _try(start: PlanStart, what: str, job: Job, calibration: Calibration) -> Cha
     estimator = make_estimator(tried.job, tried.plan, tried.world, tried.device, tried.memory_gib, calibration)
     found = LayoutSearch(space, estimator).find()
     if len(found) == 0:
+        return None
+    try:
+        complete_plan(tried, keep_pinned(tried.job, tried.plan, found.layouts.plan(0, tried.plan)), [], estimator)
+    except JobError:
         return None
     seconds = float(found.times[0])
     # the same tokens must be seen, in however short sequences
