@@ -22,7 +22,7 @@ from typing import NamedTuple
 import psutil
 from overhead import BATCH, MODEL, ROOT, SEQ, WARM
 
-NAMES = {"weft.supervisor.supervisor": "supervisor", "weft.training.supervised_rank": "member", "-m weft": "guardian"}
+NAMES = {"weft.supervisor.supervisor": "supervisor", "weft.training.supervised_rank": "member", "-m weft": "manager"}
 
 
 class Used(NamedTuple):

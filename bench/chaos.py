@@ -68,7 +68,7 @@ checkpoint has met it."""
 
 
 def chaos(arguments: list[str], steps: int = STEPS) -> dict[str, Any]:
-    """One rehearsal; what it says on the way is shown."""
+    """Run one experiment and show its output."""
     KEPT.mkdir(parents=True, exist_ok=True)
     job = KEPT / "job.yaml"
     job.write_text(json.dumps(JOB))

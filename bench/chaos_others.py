@@ -112,8 +112,8 @@ class World:
         self.log.close()
 
 
-def wait_for(what: Any, patience_s: float) -> bool:
-    deadline = time.monotonic() + patience_s
+def wait_for(what: Any, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if what():
             return True

@@ -17,8 +17,8 @@ _MODULES = {
     "Mesh": "weft.mesh",
     "connect": "weft.mesh",
     "parallelize": "weft.parallel.apply",
-    "save": "weft.checkpoint.functions",
-    "load": "weft.checkpoint.functions",
+    "save": "weft.checkpoint.save_load",
+    "load": "weft.checkpoint.save_load",
     "train": "weft.launch.train",
 }
 

@@ -10,9 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.comm import Axis, Meter, mpi
-from weft.hardware.network import name_interface
-from weft.hardware.rank_environment import standing, under_mpi
+from weft.comm import mpi
+from weft.comm.axis import Axis
+from weft.comm.dtensor_internals import flatten_mesh, join_meshes
+from weft.comm.fake_internals import join_fake_group
+from weft.comm.meter import Meter
+from weft.hardware.network import export_interface
+from weft.hardware.rank_environment import rank_info, under_mpi
+from weft.hardware.shared_devices import act_as_own_host, memory_fraction, ranks_per_device, use_many_queues
 from weft.job.errors import MachineError
 from weft.planner.plan import Plan
 
@@ -113,18 +118,28 @@ class Mesh:
             with self.meter.inside("everyone", "barrier"):
                 dist.barrier(group=self.host_group)
 
+    def create_communicators(self) -> None:
+        """Create the NCCL communicator of every group now, by a first collective on each, in one order on all ranks.
+
+        Otherwise each is created by its first operation, which may be a message between two of its ranks, beside other
+        operations that wait for one another.
+        """
+        assert self.device_mesh is not None
+        meshes = [self.device_mesh, *(m for m in (self.joined, self.folded) if m is not None)]
+        groups = [g for mesh in meshes for g in mesh.get_all_groups()]
+        groups += [axis.group for axis in self.every_axis()]
+        one = torch.ones(1, device=self.device)
+        for group in {g.group_name: g for g in groups if g.size() > 1}.values():
+            dist.all_reduce(one, group=group)
+        torch.cuda.synchronize(self.device)
+
     def close(self) -> None:
         if self.everyone is not None:
             dist.destroy_process_group()
 
 
-def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Parts of one mesh side by side; torch has no public name for it where one of them was flattened."""
-    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
-
-
 def local_device(plan: Plan, local_rank: int) -> torch.device:
-    """Where a rank computes; several ranks may share a GPU (over Gloo)."""
+    """Where a rank computes; several ranks may share a GPU."""
     if plan.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -140,17 +155,23 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
     The rank comes from the environment (weft.hardware.rank_environment). The ranks meet in the file WEFT_STORE where it
     is given (one machine: no port to race for), else at MASTER_ADDR:MASTER_PORT, else through MPI.
     """
-    here = standing()
+    here = rank_info()
     if here.world != plan.world:
         raise MachineError(f"the plan needs {plan.world} ranks, but {here.world} were started")
+    if plan.device == "cuda":
+        use_many_queues()
     device = local_device(plan, here.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        sharing = ranks_per_device(here.local_world, torch.cuda.device_count())
+        torch.cuda.set_per_process_memory_fraction(memory_fraction(sharing) if sharing > 1 else 1.0, device)
+        if sharing > 1 and plan.backend == "nccl":
+            act_as_own_host(one_node=here.local_world == here.world)
     if here.world == 1:
         return Mesh(0, 1, device, None, {}, None, None, None)
     timeout = datetime.timedelta(seconds=timeout_s)
     if here.local_world < here.world:
-        name_interface()
+        export_interface()
     if plan.backend == "mpi":
         if not under_mpi():
             raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
@@ -162,6 +183,8 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
                             world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
     mesh = mesh_of(plan, device, timeout, host_backend)
     mesh.store = store  # torch keeps only the half of it that is not Python
+    if plan.backend == "nccl":
+        mesh.create_communicators()
     return mesh
 
 
@@ -177,7 +200,7 @@ def _meeting(timeout: datetime.timedelta) -> dist.Store | None:
     """Where the ranks meet; None leaves it to torch, which reads MASTER_ADDR and MASTER_PORT."""
     file = os.environ.get("WEFT_STORE")
     if file:
-        return dist.FileStore(file, standing().world)
+        return dist.FileStore(file, rank_info().world)
     return mpi.meet(timeout) if under_mpi() and "MASTER_ADDR" not in os.environ else None
 
 
@@ -189,18 +212,16 @@ def _await_all(store: dist.Store, world: int, limit: datetime.timedelta) -> None
 
 def pretend(plan: Plan, rank: int) -> Mesh:
     """The mesh of a plan as one rank of it would see it, with peers that do not exist: nothing is sent or received."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     device = torch.device("cpu")
     if plan.world == 1:
         return Mesh(0, 1, device, None, {}, None, None, None)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world)
+    join_fake_group(rank, plan.world)
     return mesh_of(plan, device, datetime.timedelta(seconds=60), host_backend="fake")
 
 
 def ranks_of_a_node(plan: Plan) -> int:
     """Ranks lie on nodes in order, as many on each as its starter put there, or as the plan says if that is fewer."""
-    here = standing()
+    here = rank_info()
     started = here.local_world if here.world == plan.world else plan.world
     return max(1, min(plan.world // plan.nodes, started))
 
@@ -224,14 +245,14 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     everyone = axis_of("everyone", dist.group.WORLD, per_node, meter)
     joined = None
     if (joint := joint_axis(plan)) in JOINT:
-        joined = device_mesh[JOINT[joint]]._flatten(joint)
+        joined = flatten_mesh(device_mesh[JOINT[joint]], joint)
         axes[joint] = axis_of(joint, joined.get_group(), per_node, meter)
     folded = None
     if plan.ep > 1:
         shape = (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp // plan.ep, plan.ep)
         folded = init_device_mesh(device.type, shape, mesh_dim_names=FOLDED)
         parts = {name: folded[name] for name in ("ep_shard", "ep")}
-        parts["expert_replicate"] = folded["dp_replicate", "ep_shard"]._flatten("expert_replicate")
+        parts["expert_replicate"] = flatten_mesh(folded["dp_replicate", "ep_shard"], "expert_replicate")
         if 1 < plan.ep_hop < plan.ep:
             nodes = (plan.world // plan.ep, plan.ep // plan.ep_hop, plan.ep_hop)
             hops = init_device_mesh(device.type, nodes, mesh_dim_names=("ep_groups", "ep_far", "ep_near"))

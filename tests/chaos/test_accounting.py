@@ -1,4 +1,4 @@
-"""The account of a rehearsal: worked by hand, and against runs made up at random whose truth is known."""
+"""Accounting of a chaos experiment: worked examples, and random runs with known results."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.chaos.accounting import Line, Struck, effective_ratio, outcomes, samples, sentence
+from weft.chaos.accounting import InjectedFault, ObservedStep, effective_ratio, outcomes, samples, sentence
 
 
-def line(time: float, step: int, seconds: float = 1.0, **more: Any) -> Line:
-    return Line(time, step, seconds, 2.0, **more)
+def line(time: float, step: int, seconds: float = 1.0, **more: Any) -> ObservedStep:
+    return ObservedStep(time, step, seconds, 2.0, **more)
 
 
-def test_a_kill_and_a_term_by_hand() -> None:
+def test_outcomes_of_kill_and_term() -> None:
     lines = [line(1, 1), line(2, 2), line(3.05, 3), line(6.5, 3), line(7.5, 4), line(20, 5), line(21, 6)]
-    struck = [Struck("kill", 1, "backward", 2, 3.0), Struck("term", 0, "data", 4, 8.0)]
+    struck = [InjectedFault("kill", 1, "backward", 2, 3.0), InjectedFault("term", 0, "data", 4, 8.0)]
     events: list[dict[str, Any]] = [
         {"time": 3.05, "event": "fault", "fault": "slow_rank", "rank": 1, "why": "a busy machine"},
         {"time": 3.06, "event": "recovered", "fault": "slow_rank", "how": "rebalance"},
@@ -36,17 +36,19 @@ def test_a_kill_and_a_term_by_hand() -> None:
     assert effective_ratio(lines, struck, events) == pytest.approx(6 / 21)
 
 
-def test_what_nobody_noticed_says_so() -> None:
+def test_undetected_fault() -> None:
     lines = [line(t, t) for t in range(1, 9)]
-    (flip,) = outcomes([Struck("bitflip", 0, "update", 3, 3.5)], lines, [])
-    assert (flip.detect_s, flip.resume_s, flip.steps_lost, flip.seen_as) == (None, 1.5, 0, None)
-    (last,) = outcomes([Struck("kill", 0, "data", 8, 8.5)], lines, [{"time": 8.6, "event": "fault", "fault": "exit"}])
+    (flip_bit,) = outcomes([InjectedFault("bitflip", 0, "update", 3, 3.5)], lines, [])
+    assert (flip_bit.detect_s, flip_bit.resume_s, flip_bit.steps_lost, flip_bit.seen_as) == (None, 1.5, 0, None)
+    (last,) = outcomes(
+        [InjectedFault("kill", 0, "data", 8, 8.5)], lines, [{"time": 8.6, "event": "fault", "fault": "exit"}]
+    )
     assert (last.detect_s, last.resume_s, last.steps_lost) == (0.1, None, None)
     told = [{"time": 9.0, "event": x, "fault": "supervisor", "how": "regroup"} for x in ("fault", "recovered")]
-    (unfelt,) = outcomes([Struck("supervisor", None, "data", 5, 5.5)], lines, told)
+    (unfelt,) = outcomes([InjectedFault("supervisor", None, "data", 5, 5.5)], lines, told)
     assert (unfelt.detect_s, unfelt.resume_s, unfelt.steps_lost) == (3.5, 1.5, 0)
     read = samples([[{"step": 1, "ids": [0, 1]}]], 1, 2)
-    assert sentence(True, [flip], read, 1.0, False) == (
+    assert sentence(True, [flip_bit], read, 1.0, False) == (
         "finished after 1 fault; 0 samples lost and 0 read twice; not noticed: bitflip; back after at most 1.5 s; "
         "100.0 % of the time useful; the weights differ from those of the undisturbed run, as batches or shares did"
     )
@@ -86,7 +88,7 @@ def test_samples_of_runs_with_known_losses(seed: int, steps: int, world: int, sh
 
 
 @given(st.lists(st.floats(0.01, 5.0), min_size=2, max_size=40), st.integers(0, 10**6))
-def test_an_undisturbed_run_is_all_useful_and_a_disturbed_one_less(gaps: list[float], seed: int) -> None:
+def test_effective_ratio(gaps: list[float], seed: int) -> None:
     time, lines = 0.0, []
     for step, gap in enumerate(gaps, 1):
         time += gap
@@ -95,7 +97,7 @@ def test_an_undisturbed_run_is_all_useful_and_a_disturbed_one_less(gaps: list[fl
     cut = random.Random(seed).randrange(1, len(lines))
     pause = 10.0
     late = lines[:cut] + [line(x.time + pause, x.step, x.seconds) for x in lines[cut:]]
-    struck = [Struck("stop", 0, "data", cut, lines[cut - 1].time + 1e-6)]
+    struck = [InjectedFault("stop", 0, "data", cut, lines[cut - 1].time + 1e-6)]
     ratio = effective_ratio(late, struck, [])
     assert ratio is not None and ratio < 1.0
     usual = sorted(gaps)[len(gaps) // 2]

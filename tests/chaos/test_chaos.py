@@ -1,4 +1,4 @@
-"""`weft chaos`: faults in a real run, the ledger they leave, and the words for what cannot be rehearsed."""
+"""`weft chaos`: faults in a real run, the result, and refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from helpers.command import DEADLINE_S, ENV, weft, write_job
 
 from weft.chaos.disk import Disk, damage
-from weft.chaos.injection import Orders, flip, marker_of, poison
+from weft.chaos.rank_faults import Orders, flip_bit, marker_of, poison
 
 JOB = {
     "name": "small",
@@ -28,7 +28,7 @@ KEYS = {"finished", "samples_lost", "samples_repeated", "effective_ratio", "bitw
 FAULT_KEYS = {"kind", "rank", "phase", "detect_s", "resume_s", "steps_lost"}
 
 
-def test_a_run_that_is_killed_and_preempted_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_killed_and_preempted_run_is_bit_identical(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
     command = "chaos job.yaml --faults kill@1,term --seed 5 --json"
     said = subprocess.run(  # two whole runs, one of them started twice: more than the usual deadline allows for
@@ -59,14 +59,14 @@ def test_a_run_that_is_killed_and_preempted_ends_as_if_nothing_had_happened(tmp_
         (["parallel.tp=3"], "parallel.tp=3 does not divide model.heads=2"),
     ],
 )
-def test_what_cannot_be_rehearsed_is_said_before_anything_runs(tmp_path: Path, args: list[str], words: str) -> None:
+def test_impossible_experiment_is_refused_early(tmp_path: Path, args: list[str], words: str) -> None:
     write_job(tmp_path, **JOB)
     said = weft(tmp_path, "chaos", "job.yaml", *args)
     assert said.code == 2 and words in said.err and "Traceback" not in said.err
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_order_strikes_a_rank_once_even_in_another_process(tmp_path: Path) -> None:
+def test_order_is_executed_once(tmp_path: Path) -> None:
     path = tmp_path / "orders.json"
     orders = Orders(path, rank=1)
     orders.look()
@@ -85,9 +85,9 @@ def test_an_order_strikes_a_rank_once_even_in_another_process(tmp_path: Path) ->
     assert json.loads(marker_of(path, 0, 1).read_text())["step"] == 5
 
 
-def test_weights_targets_and_checkpoints_are_really_damaged(tmp_path: Path) -> None:
+def test_damage_to_weights_targets_and_checkpoints(tmp_path: Path) -> None:
     weights = {"a": torch.ones(3), "b": torch.ones(2, 2), "h": torch.ones(4, dtype=torch.bfloat16)}
-    flip(weights, 0.5)
+    flip_bit(weights, 0.5)
     changed = sum(int((w != 1).sum()) for w in weights.values())
     assert changed == 1 and bool((weights["b"] == 1.5).any())
     tokens = poison({"targets": torch.arange(6).view(2, 3)}, 50)["targets"]
@@ -104,7 +104,7 @@ def test_weights_targets_and_checkpoints_are_really_damaged(tmp_path: Path) -> N
         assert {p.name: p.read_bytes() for p in folder.iterdir()} != before
 
 
-def test_a_disk_of_ones_own_runs_full_and_is_kept(tmp_path: Path) -> None:
+def test_small_disk_is_filled_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with Disk(path, None, small=True) as disk:
         (path / "kept").write_text("before")

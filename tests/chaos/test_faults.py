@@ -6,14 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.chaos.faults import FIRST, KINDS, RANDOM, Wish, parse, possible, schedule
+from weft.chaos.faults import FIRST_FAULT_STEP, KINDS, RANDOM_KINDS, FaultRequest, parse, possible, schedule
 from weft.job.errors import JobError
 
 
-def test_what_can_be_asked_for() -> None:
-    assert parse("kill:3,stop@1, nan", 0, 4, 1) == [Wish("kill")] * 3 + [Wish("stop", 1), Wish("nan")]
+def test_parse_fault_requests() -> None:
+    assert parse("kill:3,stop@1, nan", 0, 4, 1) == [FaultRequest("kill")] * 3 + [
+        FaultRequest("stop", 1),
+        FaultRequest("nan"),
+    ]
     drawn = parse("random:40", 7, 4, 1)
-    assert len(drawn) == 40 and {w.kind for w in drawn} == set(RANDOM)
+    assert len(drawn) == 40 and {w.kind for w in drawn} == set(RANDOM_KINDS)
     assert drawn == parse("random:40", 7, 4, 1) != parse("random:40", 8, 4, 1)
     assert [w.kind for w in parse("all", 0, 4, 1)] == [k for k in KINDS if k not in ("partition", "node")]
     assert [w.kind for w in parse("all", 0, 4, 2)] == list(KINDS)
@@ -34,7 +37,7 @@ def test_what_can_be_asked_for() -> None:
         ("spike@1", "spike does not strike one rank; write spike"),
     ],
 )
-def test_what_is_refused(text: str, words: str) -> None:
+def test_invalid_fault_requests(text: str, words: str) -> None:
     with pytest.raises(JobError) as caught:
         parse(text, 0, 4, 1)
     assert words in str(caught.value)
@@ -46,18 +49,18 @@ def test_what_is_refused(text: str, words: str) -> None:
     st.integers(1, 8),
     st.integers(0, 10**9),
 )
-def test_a_schedule_leaves_room_for_each(kinds: list[str], steps: int, world: int, seed: int) -> None:
-    wishes = [Wish(k) for k in kinds]
+def test_schedule_leaves_recovery_steps(kinds: list[str], steps: int, world: int, seed: int) -> None:
+    requests = [FaultRequest(k) for k in kinds]
     try:
-        faults = schedule(wishes, seed=seed, world=world, steps=steps)
+        faults = schedule(requests, seed=seed, world=world, steps=steps)
     except JobError as error:
         needed = int(str(error).split("at least ")[1].split()[0])
         assert steps < needed
-        assert len(schedule(wishes, seed=seed, world=world, steps=needed)) == len(kinds)
+        assert len(schedule(requests, seed=seed, world=world, steps=needed)) == len(kinds)
         return
     assert sorted(f.kind for f in faults) == sorted(kinds)
-    assert faults == schedule(wishes, seed=seed, world=world, steps=steps)
-    free = FIRST
+    assert faults == schedule(requests, seed=seed, world=world, steps=steps)
+    free = FIRST_FAULT_STEP
     for number, fault in enumerate(faults):
         kind = KINDS[fault.kind]
         assert fault.number == number and fault.phase in kind.phases

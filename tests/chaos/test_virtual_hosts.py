@@ -1,11 +1,11 @@
-"""Hosts on one machine: they reach each other by their own addresses, and not when cut off; links count and shape."""
+"""Virtual hosts connect to each other, not when cut off; links count bytes and can be limited."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-from weft.chaos.virtual_hosts import Hosts
+from weft.chaos.virtual_hosts import VirtualHosts
 
 SERVER = """
 import socket, sys
@@ -29,8 +29,8 @@ except OSError as error:
 """
 
 
-def test_hosts_talk_count_and_are_cut_off() -> None:
-    with Hosts(2, mbit=200) as hosts:
+def test_virtual_hosts_connect_and_disconnect() -> None:
+    with VirtualHosts(2, mbit=200) as hosts:
         server = hosts.start(1, [sys.executable, "-c", SERVER, hosts.address(1)], stdout=subprocess.PIPE, text=True)
         assert server.stdout is not None
         assert server.stdout.readline() == "listening\n"

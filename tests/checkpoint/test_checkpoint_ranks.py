@@ -23,9 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from weft.checkpoint.checkpointer import Checkpoints, Found, list_checkpoints, load_full, newest_good, read_meta, verify
+from weft.checkpoint.checkpointer import Checkpointer
+from weft.checkpoint.format import SavedCheckpoint, list_checkpoints, newest_good, read_meta, verify
+from weft.checkpoint.reader import load_full
 from weft.job.errors import JobError
-from weft.launch.rank_pool import IMPORTED
+from weft.launch.rank_pool import PRELOADED
 
 Events = list[tuple[str, dict[str, Any]]]
 
@@ -54,10 +56,10 @@ class Ranks:
         self.events: Events = []
         self.line = init_device_mesh("cpu", (world,))
 
-    def open(self, name: str, **options: Any) -> Checkpoints:
+    def open(self, name: str, **options: Any) -> Checkpointer:
         self.events = []
         chosen = {"group": self.group, "keep": 3, "keep_every": 0, "background": True} | options
-        return Checkpoints(self.root / name, on_event=lambda n, **fields: self.events.append((n, fields)), **chosen)
+        return Checkpointer(self.root / name, on_event=lambda n, **fields: self.events.append((n, fields)), **chosen)
 
     def agree(self, ok: bool) -> bool:
         votes: list[Any] = [None] * self.world
@@ -213,7 +215,7 @@ def one_full_disk_fails_the_save_on_every_rank(ranks: Ranks) -> None:
     name, fields = ranks.events[-1]
     assert (name, fields["step"]) == ("checkpoint_failed", 2)
     assert fields["why"] == "rank 2: OSError: [Errno 27] File too large"
-    assert checkpoints.newest() == Found(1, checkpoints.folder / "step-00000001", {})
+    assert checkpoints.newest() == SavedCheckpoint(1, checkpoints.folder / "step-00000001", {})
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000001"]
     checkpoints.save(3, tensors, {}, wait=True)
     assert checkpoints.durable == 3
@@ -278,7 +280,7 @@ def what_would_be_wrong_is_not_saved(ranks: Ranks) -> None:
     assert name == "checkpoint_failed"
     assert "partial" in fields["why"].lower()
     if ranks.rank == 0:
-        alone = Checkpoints(
+        alone = Checkpointer(
             ranks.root / "alone",
             group=None,
             keep=1,
@@ -367,7 +369,7 @@ def _write_report(folder: Path, rank: int, report: dict[str, str]) -> None:
 
 def _spawn(world: int, folder: Path, checks: list[Callable[[Ranks], None]]) -> dict[str, list[str]]:
     """Each check's outcome by rank."""
-    mp.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
     work = (world, folder, checks)
     started = mp.start_processes(_rank, args=work, nprocs=world, join=False, start_method="forkserver")
     for process in started.processes:
@@ -387,14 +389,14 @@ def four(folder: Path) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def one(folder: Path, four: dict[str, list[str]]) -> Checkpoints:
-    checkpoints = Checkpoints(folder / "one", group=None, keep=1, keep_every=0, background=True)
+def one(folder: Path, four: dict[str, list[str]]) -> Checkpointer:
+    checkpoints = Checkpointer(folder / "one", group=None, keep=1, keep_every=0, background=True)
     checkpoints.save(102, {name: tensor.clone() for name, tensor in WHOLE.items()}, {"from": "one"}, wait=True)
     return checkpoints
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, one: Checkpoints) -> dict[str, list[str]]:
+def two(folder: Path, one: Checkpointer) -> dict[str, list[str]]:
     return _spawn(2, folder, TWO)
 
 
@@ -412,7 +414,7 @@ def test_a_killed_rank_costs_the_others_only_that_checkpoint(folder: Path, two: 
     outcome = two["a_killed_rank_ends_the_save_and_not_the_others"]
     assert outcome == ["ok", "began"], outcome[0]
     events: Events = []
-    found = Checkpoints(
+    found = Checkpointer(
         folder / "killed",
         group=None,
         keep=1,
@@ -435,6 +437,6 @@ def test_one_process_opens_what_any_number_wrote(folder: Path, two: dict[str, li
     assert verify(found.path) is None
     assert same(load_full(found.path), WHOLE)
     tensors = wiped({name: tensor.clone() for name, tensor in WHOLE.items()})
-    checkpoints = Checkpoints(folder / name, group=None, keep=1, keep_every=0, background=False)
+    checkpoints = Checkpointer(folder / name, group=None, keep=1, keep_every=0, background=False)
     assert checkpoints.load_newest(tensors) == found
     assert same(tensors, WHOLE)

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from weft.checkpoint.checkpointer import Checkpoints, list_checkpoints, load_full, verify
-from weft.checkpoint.format import MANIFEST, Damaged
+from weft.checkpoint.checkpointer import Checkpointer
+from weft.checkpoint.format import MANIFEST, Damaged, list_checkpoints, verify
+from weft.checkpoint.reader import load_full
 from weft.job.errors import JobError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
@@ -30,14 +31,14 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     return {"model.w": torch.arange(64.0) + step}
 
 
-def open_folder(folder: Path, events: Events, kind: type[Checkpoints] = Checkpoints) -> Any:
+def open_folder(folder: Path, events: Events, kind: type[Checkpointer] = Checkpointer) -> Any:
     return kind(
         folder, group=None, keep=1, keep_every=0, background=True, any_rank=bool,
         on_event=lambda name, **fields: events.append((name, fields)),
     )  # fmt: skip
 
 
-class Slow(Checkpoints):
+class Slow(Checkpointer):
     """Its disk answers when it is told to."""
 
     answers: threading.Event
@@ -49,7 +50,7 @@ class Slow(Checkpoints):
         super()._write(*args)
 
 
-class Lying(Checkpoints):
+class Lying(Checkpointer):
     """Its disk says that it wrote, and wrote something else."""
 
     def _read_back(self, path: Path) -> str | None:
@@ -71,10 +72,10 @@ def test_a_disk_that_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
     refused = [fields["step"] for name, fields in events if name == "checkpoint_failed"]
     assert refused[-1] == 5
     assert len(refused) >= 2
-    slow.wait(patience_s=0)
-    assert events[-1][1]["why"] == "the disk has not answered for 0 s"
+    slow.wait(timeout_s=0)
+    assert events[-1][1]["why"] == "the disk has not responded for 0 s"
     slow.answers.set()
-    slow.save(6, tensors(6), {}, patient=True)
+    slow.save(6, tensors(6), {}, required=True)
     slow.wait()
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-00000006"]
     assert slow.durable == 6
@@ -148,7 +149,7 @@ def claims(path: Path) -> None:
 
 
 HOSTILE = {
-    linked: "no plain file",
+    linked: "not a regular file",
     outside: "not a file inside the checkpoint",
     immense: "instead of",
     deep: "is not a manifest",
@@ -160,7 +161,7 @@ HOSTILE = {
 @pytest.mark.parametrize("how", HOSTILE, ids=lambda f: f.__name__)
 def test_a_hostile_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, how: Any) -> None:
     events: Events = []
-    folder = Checkpoints(
+    folder = Checkpointer(
         tmp_path, group=None, keep=3, keep_every=0, background=False, on_event=lambda n, **f: events.append((n, f))
     )
     for step in (1, 2):
@@ -175,7 +176,7 @@ def test_a_hostile_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
         load_full(tmp_path / "step-00000002")
 
 
-def test_a_run_continues_from_nothing_that_no_run_would_say() -> None:
+def test_invalid_metadata_is_refused() -> None:
     good = {
         "step": 4, "tokens": 9, "samples": 8, "scale": {"value": 1.0, "quiet": 0, "skipped": 0}, "skipped_steps": [3],
         "job": {"model": {}, "data": {}, "train": {}},
@@ -186,7 +187,7 @@ def test_a_run_continues_from_nothing_that_no_run_would_say() -> None:
         "step": -1, "samples": 10**30, "tokens": "9", "scale": {"value": float("nan"), "quiet": 0}, "job": [],
         "plan": {"dp_shard": "x"}, "skipped_steps": {"a": 1},
     }.items():  # fmt: skip
-        assert "not what a run says" in (meta_problem({**good, key: value}) or "")
+        assert "not that of a run" in (meta_problem({**good, key: value}) or "")
 
 
 def test_a_full_disk_costs_the_journal_no_line(tmp_path: Path) -> None:

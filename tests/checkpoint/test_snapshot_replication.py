@@ -14,8 +14,8 @@ from weft.checkpoint.snapshot_replication import KEEP, Errand, Keeper, Sender, h
 from weft.job import parse_job
 from weft.planner import make_plan
 from weft.planner.plan import Plan
-from weft.supervisor.nodes.consensus import Decision, Seat
-from weft.supervisor.nodes.node_supervisor import in_place
+from weft.supervisor.nodes.consensus import Decision, NodeRanks
+from weft.supervisor.nodes.node_supervisor import keep_ranks_in_place
 from weft.wire.channel import Channel
 from weft.wire.listener import Listener
 
@@ -93,9 +93,9 @@ def test_replicas_on_other_nodes_need_no_copies() -> None:
 
 
 def test_nodes_keep_their_ranks_where_they_can() -> None:
-    before = Decision(1, 0, (Seat(0, 0, 4), Seat(1, 4, 4), Seat(2, 8, 4)))
-    assert in_place((1, 2), {1: 4, 2: 4}, before) == [2, 1]
-    assert in_place((0, 2), {0: 4, 2: 4}, before) == [0, 2]
-    assert in_place((0, 1, 2, 3), dict.fromkeys(range(4), 4), before) == [0, 1, 2, 3]
-    assert in_place((1, 2), {1: 4, 2: 2}, before) == [1, 2]
-    assert in_place((0, 1), {0: 1, 1: 1}, None) == [0, 1]
+    before = Decision(1, 0, (NodeRanks(0, 0, 4), NodeRanks(1, 4, 4), NodeRanks(2, 8, 4)))
+    assert keep_ranks_in_place((1, 2), {1: 4, 2: 4}, before) == [2, 1]
+    assert keep_ranks_in_place((0, 2), {0: 4, 2: 4}, before) == [0, 2]
+    assert keep_ranks_in_place((0, 1, 2, 3), dict.fromkeys(range(4), 4), before) == [0, 1, 2, 3]
+    assert keep_ranks_in_place((1, 2), {1: 4, 2: 2}, before) == [1, 2]
+    assert keep_ranks_in_place((0, 1), {0: 1, 1: 1}, None) == [0, 1]

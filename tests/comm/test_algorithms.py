@@ -165,23 +165,23 @@ def test_bytes_are_what_the_formulas_say(pool: RankPool, world: int) -> None:
 def halves(count: int) -> tuple[Tensor, int, Tensor, int, Tensor, Tensor]:
     axis = everyone()
     x = numbers(Case("ring", (count,), torch.float32), axis.rank)
-    piece = algorithms.reduce_scatter(axis, x)
+    shard = algorithms.reduce_scatter(axis, x)
     first = axis.bytes["send"]
     axis.reset()
-    whole = algorithms.all_gather(axis, piece, count)
+    whole = algorithms.all_gather(axis, shard, count)
     second = axis.bytes["send"]
-    return piece, first, whole, second, algorithms.all_reduce(axis, x.clone(), "ring"), axis.all_reduce(x)
+    return shard, first, whole, second, algorithms.all_reduce(axis, x.clone(), "ring"), axis.all_reduce(x)
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(pool: RankPool, world: int) -> None:
     count = 60
-    for piece, first, whole, second, ring, native in pool.run(halves, world, count):
+    for shard, first, whole, second, ring, native in pool.run(halves, world, count):
         assert first == second == (world - 1) * 4 * count // world
-        assert piece.numel() == count // world
+        assert shard.numel() == count // world
         assert torch.equal(whole, ring)
         torch.testing.assert_close(whole, native)
-    told = pool.run(halves, world, world - 1)  # somebody's piece is empty
+    told = pool.run(halves, world, world - 1)  # somebody's shard is empty
     assert sum(first for _, first, *_ in told) == (world - 1) * 4 * (world - 1)
     assert all(torch.equal(whole, ring) for _, _, whole, _, ring, _ in told)
 

@@ -11,14 +11,14 @@ from helpers import parity
 from helpers.on_ranks import begin
 from torch import Tensor
 
-from weft.comm import Axis, algorithms
-from weft.comm.axis import Tally
+from weft.comm import algorithms
+from weft.comm.axis import Axis, Tally
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.planner.plan import Plan
-from weft.training.traffic import Traffic
+from weft.training.comm_metrics import CommMetrics
 from weft.watch.figures.steps import figures
 from weft.watch.journal import Journal
 from weft.watch.report import write_report
@@ -51,11 +51,11 @@ def test_bytes_inside_a_node_and_between_nodes(pool: RankPool) -> None:
         tp, across, everyone = told["tp"], told["dp_replicate"], told["everyone"]
         assert all(t.between == 0 for t in tp.values())  # neighbours share a node
         assert all(t.between == t.bytes for t in across.values())
-        assert everyone["all_reduce"] == Tally(1, size, 0.0, size * (rank in (1, 3)))  # the ring leaves a node there
-        assert everyone["all_to_all"] == Tally(1, 3 * row, 0.0, 2 * row)
-        assert everyone["scatter"] == Tally(1, 3 * row * (rank == 0), 0.0, 2 * row * (rank == 0))
-        assert everyone["gather"] == Tally(1, size * (rank != 0), 0.0, size * (rank >= NEAR))
-        assert everyone["send"] == Tally(1, size, 0.0, size)
+        assert everyone["all_reduce"] == Tally(1, size, size * (rank in (1, 3)))  # the ring leaves a node there
+        assert everyone["all_to_all"] == Tally(1, 3 * row, 2 * row)
+        assert everyone["scatter"] == Tally(1, 3 * row * (rank == 0), 2 * row * (rank == 0))
+        assert everyone["gather"] == Tally(1, size * (rank != 0), size * (rank >= NEAR))
+        assert everyone["send"] == Tally(1, size, size)
         # two levels: of 2 (n - 1) / n of the tensor only 2 (n - g) / n / g leave the node
         sent = told["hierarchical"]["send"]
         assert (sent.bytes, sent.between) == (4 * 80 * 6 // 4, 4 * 80 * 2 * (4 - 2) // 4 // 2)
@@ -64,22 +64,22 @@ def test_bytes_inside_a_node_and_between_nodes(pool: RankPool) -> None:
 def watched(job: Job) -> tuple[list[dict[str, float]], dict[str, Counted], bool]:
     """Two steps, of which the second is watched: its figures, and what the axes counted in it."""
     job, _, mesh, stepper, loader = begin(job)
-    traffic = Traffic(mesh, 2)
+    comm = CommMetrics(mesh, 2)
     found: list[dict[str, float]] = []
     counts: dict[str, Counted] = {}
     for step, batches in zip(range(2), loader, strict=False):
-        traffic.turn(step)
+        comm.next_step(step)
         for axis in mesh.every_axis():
             axis.reset()
         stepper.update(stepper.gradients(batches), stepper.learning_rate())
         counts = {axis.name: axis.read() for axis in mesh.axes.values()}
-        found.append(traffic.figures(traffic.spans, 1.0))
-    traffic.turn(2)
-    return found, counts, all(axis.spans is None for axis in mesh.every_axis())
+        found.append(comm.figures(comm.timeline, 1.0))
+    comm.next_step(2)
+    return found, counts, mesh.meter.timeline is None
 
 
 def weights_of(job: Job) -> Tensor:
-    from weft.models import build_model
+    from weft.models.build_model import build_model
     from weft.planner import make_plan
 
     return torch.tensor(sum(p.numel() for p in build_model(make_plan(job)[0].model, 0).parameters()))
@@ -126,5 +126,5 @@ def test_metrics_become_a_picture(tmp_path: Path) -> None:
 def test_an_axis_of_one_node_counts_nothing_between() -> None:
     axis = Axis("x", None, 2, 0)  # type: ignore[arg-type]
     axis.count("all_reduce", torch.ones(3))
-    assert axis.read() == {"all_reduce": Tally(1, 12, 0.0, 0)}
+    assert axis.read() == {"all_reduce": Tally(1, 12, 0)}
     assert not dist.is_initialized()

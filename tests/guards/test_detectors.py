@@ -1,4 +1,4 @@
-"""What each detector sees and what it leaves alone, on numbers alone."""
+"""Unit tests of the detectors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.guards.checksum import Digests
-from weft.guards.loss_spikes import Spikes
-from weft.guards.majority import Odd, odd_ones
+from weft.guards.checksum import Checksums
+from weft.guards.loss_spikes import SpikeDetector
+from weft.guards.majority import Outliers, find_outliers
 from weft.guards.out_of_memory import explain, is_oom, smaller
-from weft.guards.silent_corruption import LATE, period
-from weft.guards.slow_links import Links
-from weft.guards.step_report import Row, Table
+from weft.guards.silent_corruption import COMPARE_DELAY_STEPS, period
+from weft.guards.slow_links import SlowLinkDetector
+from weft.guards.step_report import FigureLayout, RankFigures
 from weft.planner.plan import Plan
 
 
@@ -29,15 +29,15 @@ def falling(step: int, noise: float, draw: random.Random) -> tuple[float, float]
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), noise=st.floats(0, 0.25))
 def test_noise_is_no_spike(seed: int, noise: float) -> None:
-    draw, spikes = random.Random(seed), Spikes()
+    draw, spikes = random.Random(seed), SpikeDetector()
     assert all(spikes.judge(s, *falling(s, noise, draw)) is None for s in range(1, 200))
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), noise=st.floats(0.001, 0.1), at=st.integers(40, 150), late=st.booleans())
-def test_a_poisoned_batch_is_found_within_three_steps_and_named(seed: int, noise: float, at: int, late: bool) -> None:
+def test_poisoned_batch_is_found_within_three_steps(seed: int, noise: float, at: int, late: bool) -> None:
     """Its own loss is far off; or its gradient only, and the loss of the step after it."""
-    draw, spikes = random.Random(seed), Spikes()
+    draw, spikes = random.Random(seed), SpikeDetector()
     found = None
     for step in range(1, at + 4):
         loss, norm = falling(step, noise, draw)
@@ -55,8 +55,8 @@ def test_a_poisoned_batch_is_found_within_three_steps_and_named(seed: int, noise
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_a_bad_batch_of_a_model_that_knows_little_shows_in_loss_and_norm_together(seed: int) -> None:
-    draw, spikes = random.Random(seed), Spikes()
+def test_bad_batch_of_untrained_model_is_found_by_loss_and_norm(seed: int) -> None:
+    draw, spikes = random.Random(seed), SpikeDetector()
     for step in range(1, 60):
         assert spikes.judge(step, 4.9 + draw.gauss(0, 0.03), math.exp(draw.gauss(0.4, 0.1))) is None
     found = spikes.judge(60, 5.6, 8.0)
@@ -64,8 +64,8 @@ def test_a_bad_batch_of_a_model_that_knows_little_shows_in_loss_and_norm_togethe
     assert found.step == 60
 
 
-def test_one_more_step_is_undone_where_that_did_not_help_and_a_new_normal_is_accepted() -> None:
-    draw, spikes = random.Random(3), Spikes()
+def test_repeated_spike_undoes_more_and_new_level_is_accepted() -> None:
+    draw, spikes = random.Random(3), SpikeDetector()
     for step in range(1, 60):
         assert spikes.judge(step, *falling(step, 0.02, draw)) is None
     assert spikes.judge(60, 9.0, 1.0).step == 60  # type: ignore[union-attr]
@@ -74,8 +74,8 @@ def test_one_more_step_is_undone_where_that_did_not_help_and_a_new_normal_is_acc
     assert all(spikes.judge(step, 9.0 + 0.01 * (step % 3), 1.0) is None for step in range(59, 120))
 
 
-def test_a_slow_link_is_named_within_twenty_steps_and_once_and_a_slow_rank_is_none() -> None:
-    links, key = Links(), ("dp_shard", (0, 1))
+def test_slow_link_is_reported_once() -> None:
+    links, key = SlowLinkDetector(), ("dp_shard", (0, 1))
     other = ("tp", (0, 2))
     for i in range(40):
         assert links.add(0.1, {key: 0.010 + 0.001 * (i % 3), other: 0.002}) == []
@@ -84,7 +84,7 @@ def test_a_slow_link_is_named_within_twenty_steps_and_once_and_a_slow_rank_is_no
     assert when < 20
     assert (found.axis, found.ranks) == key
     assert found.now_s > 4 * found.usual_s * 0.8
-    calm = Links()
+    calm = SlowLinkDetector()
     for i in range(200):
         assert calm.add(0.1, {key: 0.001 * (1 + i % 4)}) == []
 
@@ -93,28 +93,28 @@ groups = st.lists(st.integers(2, 4), min_size=1, max_size=3)
 
 
 @given(sizes=groups, data=st.data())
-def test_the_minority_is_named_and_a_tie_is_not_decided(sizes: list[int], data: st.DataObject) -> None:
+def test_minority_is_named_and_tie_is_not_decided(sizes: list[int], data: st.DataObject) -> None:
     ranks = iter(range(100))
     made = [tuple(next(ranks) for _ in range(size)) for size in sizes]
     group = data.draw(st.sampled_from(made))
-    odd = data.draw(st.sampled_from(group))
+    outliers = data.draw(st.sampled_from(group))
     digests = {r: (1.0, 2.0) for g in made for r in g}
-    assert odd_ones(made, digests, set()) == []
-    digests[odd] = (1.0, 3.0)
-    [found] = odd_ones(made, digests, set())
+    assert find_outliers(made, digests, set()) == []
+    digests[outliers] = (1.0, 3.0)
+    [found] = find_outliers(made, digests, set())
     if len(group) == 2:
-        assert found == Odd(group, (), None)
-        [found] = odd_ones(made, digests, {odd})  # unless it saw itself that its weights changed
-    assert (found.group, found.ranks) == (group, (odd,))
+        assert found == Outliers(group, (), None)
+        [found] = find_outliers(made, digests, {outliers})  # unless it saw itself that its weights changed
+    assert (found.group, found.ranks) == (group, (outliers,))
     assert found.source in group
-    assert found.source != odd
+    assert found.source != outliers
 
 
 @settings(deadline=None)
 @given(size=st.integers(1, 40), bit=st.integers(0, 31), data=st.data())
-def test_any_flipped_bit_changes_the_sum_of_its_weight_alone(size: int, bit: int, data: st.DataObject) -> None:
+def test_flipped_bit_changes_one_checksum(size: int, bit: int, data: st.DataObject) -> None:
     master_params = {"a": torch.randn(size), "b": torch.randn(3, 5), "half": torch.randn(7).bfloat16()}
-    digests = Digests(master_params)
+    digests = Checksums(master_params)
     before, whole = digests.each(), digests.by_kind(digests.each())
     place = data.draw(st.integers(0, size - 1))
     flip = torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
@@ -126,11 +126,11 @@ def test_any_flipped_bit_changes_the_sum_of_its_weight_alone(size: int, bit: int
 
 
 @given(world=st.integers(1, 5), axes=st.integers(0, 3), digests=st.integers(0, 2), data=st.data())
-def test_what_ranks_tell_arrives_as_it_was_told(world: int, axes: int, digests: int, data: st.DataObject) -> None:
-    table = Table(world, tuple(f"axis{i}" for i in range(axes)), 2 * digests)
+def test_figures_round_trip(world: int, axes: int, digests: int, data: st.DataObject) -> None:
+    table = FigureLayout(world, tuple(f"axis{i}" for i in range(axes)), 2 * digests)
     number = st.floats(0, 1e6)
     rows = [
-        Row(*(data.draw(number) for _ in range(3)), data.draw(st.integers(0, 9)),
+        RankFigures(*(data.draw(number) for _ in range(3)), data.draw(st.integers(0, 9)),
             *(data.draw(number) for _ in range(3)), tuple(data.draw(number) for _ in range(axes)),
             tuple(float(2**32 - 1 - r) for _ in range(2 * digests)))
         for r in range(world)
@@ -144,7 +144,7 @@ def test_what_ranks_tell_arrives_as_it_was_told(world: int, axes: int, digests: 
     assert table.rows(total[2:].tolist()) == rows
 
 
-def test_memory_that_runs_out_is_told_from_other_errors_and_leads_to_smaller_pieces() -> None:
+def test_out_of_memory_is_recognised_and_halves_the_microbatch() -> None:
     assert is_oom(MemoryError())
     assert is_oom(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     with pytest.raises(RuntimeError) as caught:
@@ -166,6 +166,6 @@ def test_memory_that_runs_out_is_told_from_other_errors_and_leads_to_smaller_pie
 
 
 @given(every=st.integers(2, 100), spacing=st.integers(1, 30))
-def test_weights_are_compared_often_enough_and_after_steps_that_are_kept(every: int, spacing: int) -> None:
-    assert period(every, spacing) + LATE <= every
-    assert spacing > every - LATE or period(every, spacing) % spacing == 0
+def test_weight_comparison_period(every: int, spacing: int) -> None:
+    assert period(every, spacing) + COMPARE_DELAY_STEPS <= every
+    assert spacing > every - COMPARE_DELAY_STEPS or period(every, spacing) % spacing == 0

@@ -1,4 +1,4 @@
-"""Steps that go wrong are undone and passed over, and the run ends as one that never learned from their batches."""
+"""Bad steps are undone and skipped; the run ends like one without their batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def told(folder: Path, name: str, *kinds: str) -> list[dict[str, Any]]:
     return [e for e in read_jsonl(RunDir(folder / name).events) if e["event"] in kinds]
 
 
-def test_nan_spike_and_flipped_bit_leave_the_run_as_if_nothing_had_happened(pool: RankPool, tmp_path: Path) -> None:
+def test_run_recovers_from_nan_spike_and_bitflip(pool: RankPool, tmp_path: Path) -> None:
     """Bit for bit the run that passed over the two bad batches, in a layout with copies and one without."""
     layouts = {"parallel={dp_replicate: 2, dp_shard: 1}": True, "parallel={dp_shard: 2, zero: 3}": False}
     for layout, copies in layouts.items():
@@ -53,16 +53,14 @@ def test_nan_spike_and_flipped_bit_leave_the_run_as_if_nothing_had_happened(pool
         back = by_kind["recovered", "spike"]
         assert (back["how"], back["step"]) == ("rollback", 30)
         assert back["steps_lost"] <= 3
-        odd = by_kind["fault", "divergence"]
-        assert odd["rank"] == 1
-        assert odd["position"].endswith("1")
-        assert "changed between two updates" in odd["why"]
+        outliers = by_kind["fault", "divergence"]
+        assert outliers["rank"] == 1
+        assert outliers["position"].endswith("1")
+        assert "changed between two updates" in outliers["why"]
         assert by_kind["recovered", "divergence"]["steps_lost"] <= 4
 
 
-def test_a_flipped_bit_costs_no_more_steps_than_the_job_allows_and_its_rank_is_named(
-    pool: RankPool, tmp_path: Path
-) -> None:
+def test_bitflip_costs_at_most_check_every_steps(pool: RankPool, tmp_path: Path) -> None:
     """Two copies cannot tell which of them is right, until the steps since they last agreed are computed again."""
     layout = "parallel={dp_replicate: 2, dp_shard: 1}"
     found = {}

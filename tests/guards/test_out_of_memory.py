@@ -1,4 +1,4 @@
-"""A rank that runs out of memory goes on in smaller pieces: the same samples, the same losses."""
+"""A run that runs out of memory continues with smaller microbatches and the same samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.watch.journal import read_jsonl
 STEPS = 6
 
 
-def test_memory_that_runs_out_costs_no_step_and_no_sample(tmp_path: Path) -> None:
+def test_out_of_memory_loses_no_sample(tmp_path: Path) -> None:
     write_job(
         tmp_path,
         data={"seq_len": 8, "record_ids": True, "source": "pydoc"},

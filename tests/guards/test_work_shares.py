@@ -1,4 +1,4 @@
-"""Work moves from slow ranks to fast ones, and the run stays the same run."""
+"""Work moves from slow ranks to fast ones without changing the run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from helpers import parity
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.data.batch_shares import Shares, divide
-from weft.guards.straggler_detection import Pace
-from weft.guards.work_shares import Balance, limits, shares_of
+from weft.data.batch_shares import BatchShares, divide_samples
+from weft.guards.straggler_detection import StepTimes
+from weft.guards.work_shares import Rebalancer, limits, shares_of
 from weft.launch.rank_pool import RankPool
 from weft.planner.plan import Plan
 
@@ -23,7 +23,7 @@ SPREAD = [
 ]
 
 
-def test_uneven_shares_are_the_same_run_in_every_layout(pool: RankPool) -> None:
+def test_uneven_shares_are_the_same_run(pool: RankPool) -> None:
     job = parity.make_job()
     reference = parity.run(pool, job, "1")
     wrong = {
@@ -44,11 +44,9 @@ def plan(**axes: int) -> Plan:
     more=st.integers(0, 40),
     most=st.integers(3, 64),
 )
-def test_samples_are_divided_so_that_nobody_could_hand_one_over_and_be_done_sooner(
-    seconds: list[float], least: int, more: int, most: int
-) -> None:
+def test_division_is_optimal(seconds: list[float], least: int, more: int, most: int) -> None:
     samples = min(least * len(seconds) + more, most * len(seconds))
-    counts = divide(samples, seconds, least, most)
+    counts = divide_samples(samples, seconds, least, most)
     assert sum(counts) == samples
     assert all(least <= n <= most for n in counts)
     last = max(range(len(counts)), key=lambda r: counts[r] * seconds[r])
@@ -58,13 +56,13 @@ def test_samples_are_divided_so_that_nobody_could_hand_one_over_and_be_done_soon
         assert all(other >= done * (1 - 1e-9) for other in others)
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_impossible_division_is_refused() -> None:
     with pytest.raises(ValueError, match="8 samples cannot be divided among 2 ranks with 5 to 9 each"):
-        divide(8, [1, 1], 5, 9)
+        divide_samples(8, [1, 1], 5, 9)
 
 
 @given(counts=st.lists(st.integers(4, 16), min_size=2, max_size=5), zero=st.sampled_from([1, 3]))
-def test_every_rank_has_the_microbatches_that_its_layout_needs(counts: list[int], zero: int) -> None:
+def test_microbatch_counts_follow_the_layout(counts: list[int], zero: int) -> None:
     limit = limits(plan(dp_shard=len(counts), zero=zero), sum(counts))
     shares = shares_of(counts, limit)
     assert shares.counts == tuple(counts)
@@ -78,16 +76,16 @@ def test_every_rank_has_the_microbatches_that_its_layout_needs(counts: list[int]
     assert sum(s.stop - s.start for s in parts) == sum(counts)
 
 
-def slowed(steps: int, slow: int | None, factor: float = 2.0, ranks: int = 4) -> Pace:
-    pace = Pace(ranks)
+def slowed(steps: int, slow: int | None, factor: float = 2.0, ranks: int = 4) -> StepTimes:
+    times = StepTimes(ranks)
     for i in range(steps):
-        pace.add(
+        times.add(
             0.2, [0.1 * (factor if r == slow else 1) * (1 + 0.1 * ((i * 7 + r * 3) % 5 - 2)) for r in range(ranks)]
         )
-    return pace
+    return times
 
 
-def test_a_slow_rank_is_named_within_ten_steps_and_a_hiccup_is_not() -> None:
+def test_slow_rank_is_named_within_ten_steps() -> None:
     found = slowed(9, slow=2).slow()
     assert found is not None
     assert found.rank == 2
@@ -100,41 +98,41 @@ def test_a_slow_rank_is_named_within_ten_steps_and_a_hiccup_is_not() -> None:
         hiccup.add(0.2, [0.1] * 4)
 
 
-def test_a_quota_that_stops_a_process_now_and_then_makes_it_slow_too() -> None:
-    pace = Pace(2)
+def test_cpu_quota_makes_a_rank_slow() -> None:
+    times = StepTimes(2)
     for i in range(60):  # steps of 20 ms, of which every fifth stands still for 100 ms
-        pace.add(0.12 if i % 5 == 0 else 0.02, [0.02, 0.12 if i % 5 == 0 else 0.02])
-    found = pace.slow()
+        times.add(0.12 if i % 5 == 0 else 0.02, [0.02, 0.12 if i % 5 == 0 else 0.02])
+    found = times.slow()
     assert found is not None
     assert found.rank == 1
     assert found.ratio > 1.5
 
 
-def test_in_a_crowd_nobody_is_slow_for_a_moment_and_who_is_held_back_beside_idle_cores_is() -> None:
+def test_contention_is_not_a_slow_rank() -> None:
     """Ranks that wait for a core while all work take turns in being late; one of them stays late."""
-    crowd, held = Pace(4), Pace(4)
+    contention, held = StepTimes(4), StepTimes(4)
     late = [0.1, 0.0, 0.0, 0.0]
     for i in range(120):  # of 0.2 s: for two seconds each
         turn = i // 10 % 4
         delay = [late[r - turn] for r in range(4)]
-        crowd.add(0.2, [0.1 + d for d in delay], delay, [0.0] * 4)
-        assert crowd.slow() is None
+        contention.add(0.2, [0.1 + d for d in delay], delay, [0.0] * 4)
+        assert contention.slow() is None
     for _ in range(9):
         held.add(0.2, [0.1, 0.2, 0.1, 0.1], [0.0, 0.1, 0.0, 0.0], [0.15] * 4)
     found = held.slow()
     assert found is not None
     assert found.rank == 1
     steps = 0
-    while (found := crowd.slow()) is None:
-        crowd.add(0.2, [0.1, 0.1, 0.2, 0.1], [0.0, 0.0, 0.1, 0.0], [0.0] * 4)
+    while (found := contention.slow()) is None:
+        contention.add(0.2, [0.1, 0.1, 0.2, 0.1], [0.0, 0.0, 0.1, 0.0], [0.0] * 4)
         steps += 1
     assert found.rank == 2
     assert 3 < steps < 40
 
 
-def test_work_moves_when_enough_was_lost_and_comes_back_when_the_rank_is_well_again() -> None:
-    shares = Shares.even(32, 4, 4)
-    balance = Balance(plan(dp_replicate=4), 32)
+def test_work_moves_and_returns() -> None:
+    shares = BatchShares.even(32, 4, 4)
+    balance = Rebalancer(plan(dp_replicate=4), 32)
     busy = [0.1, 0.1, 0.2, 0.1]
     asked = 0
     while (better := balance.better(shares, busy)) is None:

@@ -15,7 +15,7 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner import make_plan
 from weft.training.loop import fit_or_explain
-from weft.training.rank import attempt
+from weft.training.rank import train_with_rollback
 from weft.training.session import Session, open_session
 from weft.training.signals import Signals
 from weft.training.step import Gradients
@@ -83,7 +83,7 @@ def train(job: Job, folder: str, faults: list[Fault], skipped: list[int]) -> tup
     session.stepper.gradients, session.stepper.update = hurt, hurt_later  # type: ignore[method-assign]
     signals = Signals()
     try:
-        code = attempt(session, signals, fit_or_explain)
+        code = train_with_rollback(session, signals, fit_or_explain)
     finally:
         signals.restore()
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""What tests of train.sync run on ranks."""
+"""Functions that tests of train.sync run on ranks."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ import torch
 from torch import Tensor
 
 from helpers.on_ranks import begin, wholes
-from weft.checkpoint.checkpointer import Checkpoints
-from weft.comm.quantized_sum import sum_quantized
+from weft.checkpoint.checkpointer import Checkpointer
+from weft.comm.compressed_sum import sum_all
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
 from weft.guards.guards import Guards
 from weft.job.schema import Job
 from weft.mesh import connect
+from weft.parallel.data.local_sgd import CODECS
 from weft.planner import make_plan
 from weft.verify.prove import join_stages
 
 
 def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -> tuple[dict[str, Tensor], list[int]]:
-    """Go on from the newest checkpoint of a folder, or from the beginning; save after some steps. The replica's whole
-    state at the end, and the bytes that each step's exchange took."""
+    """Train from the newest checkpoint of a folder, or from the start; save after some steps. Returns the replica's
+    whole state and the bytes of each step's exchange."""
     job, plan, mesh, stepper, _ = begin(job)
     state = stepper.state
-    checkpoints = Checkpoints(Path(folder), group=mesh.disk_group, keep=9, keep_every=0, background=False)
+    checkpoints = Checkpointer(Path(folder), group=mesh.disk_group, keep=9, keep_every=0, background=False)
     if folder and checkpoints.newest() is not None:
-        tensors = state.empty_like(saved_world=0)
+        tensors = state.loadable_tensors(saved_world=0)
         found = checkpoints.load_newest(tensors)
         assert found is not None
         checkpoints.load(found, state.own(found.meta))
-        state.adopt(tensors, found.meta)
+        state.restore(tensors, found.meta)
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
         dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, start_step=state.step,
@@ -50,19 +51,19 @@ def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -
 
 
 def watched(job: Job) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
-    """Which ranks the guards take to hold the same weights."""
+    """Groups of ranks that the guards treat as holding the same weights."""
     job, plan, mesh, stepper, _ = begin(job)
     guards = Guards(job, plan, mesh, stepper.state, lambda kind, **fields: None, lambda text: None)
     return guards.weights.alike
 
 
-def quantized_sums(size: int, bits: int) -> tuple[Tensor, Tensor, int]:
-    """The sum of a tensor over all ranks as integers and as it is, and the bytes that this rank handed over."""
+def quantized_sums(size: int, kind: str) -> tuple[Tensor, Tensor, int]:
+    """The sum of a tensor over all ranks, quantized and exact, and the bytes that this rank sent."""
     world = int(os.environ["WORLD_SIZE"])
     raw = {"cluster": {"device": "cpu"}, "parallel": {"dp_replicate": -1}, "train": {"global_batch": world}}
     plan = make_plan(Job.model_validate(raw), world)[1]
     axis = connect(plan).axes["dp_replicate"]
     values = torch.randn(size, generator=torch.Generator().manual_seed(axis.rank)) * 10 ** (axis.rank - 1)
-    told = sum_quantized(values, axis, bits)
+    told = sum_all(axis, CODECS[kind], values, None)[0]
     sent = sum(axis.bytes.values())
     return told, axis.all_reduce(values.clone()), sent

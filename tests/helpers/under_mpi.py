@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from helpers import parity
-from weft.comm import Axis, algorithms, mpi
-from weft.comm.axis import native_all_gather, native_reduce_scatter
+from weft.comm import algorithms, mpi
+from weft.comm.axis import Axis, native_all_gather, native_reduce_scatter
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.planner.plan import Plan
@@ -92,9 +92,9 @@ def collectives() -> None:
         out = torch.empty(world * 3, 4, dtype=dtype)
         native_all_gather(out, mine)
         assert torch.equal(out, joined), dtype
-        native_reduce_scatter(piece := torch.empty(3, 4, dtype=dtype), joined)
+        native_reduce_scatter(shard := torch.empty(3, 4, dtype=dtype), joined)
         expected = of_all[rank].bool() if dtype == torch.bool else of_all[rank] * world
-        assert torch.equal(piece, expected.to(dtype)), dtype
+        assert torch.equal(shard, expected.to(dtype)), dtype
         parts = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(parts, mine)
         assert all(torch.equal(p, x) for p, x in zip(parts, of_all, strict=True)), dtype

@@ -1,4 +1,4 @@
-"""Ranks of a pool leave nothing behind: no process group, no thread, no socket, whatever they trained."""
+"""Ranks of a pool keep no process group, thread or socket between calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def jobs() -> list[Job]:
     return [*plain, *packed]
 
 
-def test_nothing_stays_of_a_world(pool: RankPool) -> None:
+def test_no_state_between_calls(pool: RankPool) -> None:
     pool.run(on_ranks.ready, 2)
     before = pool.run(held, 2)
     for job in jobs():

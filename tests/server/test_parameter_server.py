@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job, Optim
-from weft.optim import build_optimizers
+from weft.optim.build_optimizers import build_optimizers
 from weft.planner import make_plan
 from weft.server.chief import connect_shard
 from weft.server.client_samples import sample_clients, sample_labels, split_by_label
@@ -29,7 +29,7 @@ from weft.server.shard import Shard, ShardCoordinator, ShardHandle, assign_weigh
 from weft.server.update_checks import find_defect, norm, outliers
 from weft.watch.journal import Journal, read_jsonl
 from weft.watch.progress import Progress
-from weft.wire.tensors import Link, connect
+from weft.wire.tensors import TensorChannel, open_tensor_channel
 
 
 def no_server(address: str) -> ShardHandle:
@@ -65,7 +65,7 @@ def server_of(
 
 
 def peer(number: int) -> Peer:
-    return Peer(f"worker {number}", "worker", cast(Link, None))  # a coordinator only answers
+    return Peer(f"worker {number}", "worker", cast(TensorChannel, None))  # a coordinator only answers
 
 
 @given(
@@ -145,14 +145,14 @@ def test_a_second_server_is_lost_and_rejoins(tmp_path: Path) -> None:
     one = peer(0)
 
     def join(connections: Connections) -> Peer:
-        server = Peer("server 1", "server", cast(Link, None), {"index": 1, "address": connections.address})
+        server = Peer("server 1", "server", cast(TensorChannel, None), {"index": 1, "address": connections.address})
         coordinator.joined(server)
         return server
 
     def step() -> None:
         task = coordinator.handle(one, {"do": "next"}, {})[0]
         coordinator.handle(one, {"do": "stage", "key": task["key"]}, {"w": torch.ones(2)})
-        link = connect(task["servers"][1], secret)
+        link = open_tensor_channel(task["servers"][1], secret)
         link.request({"role": "worker", "name": one.name})
         link.request({"do": "stage", "key": task["key"]}, {"v": torch.ones(3)})
         link.close()

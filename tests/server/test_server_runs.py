@@ -15,7 +15,8 @@ from helpers import sync_ranks
 from helpers.command import Started, losses, run_of, until, write_job
 from helpers.parity import BASE, section
 
-from weft.checkpoint.checkpointer import load_full, newest_good
+from weft.checkpoint.format import newest_good
+from weft.checkpoint.reader import load_full
 from weft.job.load import load_job, parse_job
 from weft.job.run_folder import RunDir
 from weft.launch.rank_pool import RankPool

@@ -1,4 +1,4 @@
-"""A scheduler's notice that comes before there are ranks: the run has nothing to save and can be started again."""
+"""Signals before the ranks have started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from helpers.command import Started, run_of, until, write_job
 
-from weft.supervisor.local_ranks import locked
+from weft.supervisor.run_lock import run_lock
 
 
 def listens(pid: int) -> bool:
@@ -17,10 +17,10 @@ def listens(pid: int) -> bool:
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def test_a_notice_in_the_first_moments_ends_with_the_code_that_says_run_again(tmp_path: Path) -> None:
+def test_sigterm_before_ranks_start_exits_with_preempted(tmp_path: Path) -> None:
     write_job(tmp_path, train={"steps": 3, "global_batch": 4})
     run = run_of(tmp_path, "early")
-    with locked(run):  # so that it cannot get any further
+    with run_lock(run):  # so that it cannot get any further
         started = Started(tmp_path, "train", "job.yaml", "name=early", "--nproc", "2")
         until(lambda: listens(started.process.pid))
         started.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Forks of the nursery are children of the one who asked: with their exit codes, signals and ends."""
+"""Forked processes are children of the manager, with exit codes and signals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from weft.supervisor.fork_server import Child, Nursery, adopting
+from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
 
 FORK = """
 import os, signal, sys, time
@@ -35,47 +35,47 @@ def soon(found: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def nursery(tmp_path: Path) -> Iterator[Nursery]:
+def fork_server(tmp_path: Path) -> Iterator[ForkServer]:
     def start(env: dict[str, str], files: tuple[int, ...]) -> subprocess.Popen[bytes]:
         env = {**os.environ, **env, "WEFT_LAUNCHER": str(os.getpid())}
         return subprocess.Popen([sys.executable, "-c", FORK, str(tmp_path)], env=env, pass_fds=files)
 
-    with adopting() as can:
+    with as_subreaper() as can:
         assert can
-        made = Nursery(start)
+        made = ForkServer(start)
         yield made
         made.close()
 
 
-def born(nursery: Nursery, count: int) -> dict[int, int]:
+def meant(fork_server: ForkServer, count: int) -> dict[int, int]:
     pids: dict[int, int] = {}
-    soon(lambda: len(pids.update(nursery.births()) or pids) == count)
+    soon(lambda: len(pids.update(fork_server.new_processes()) or pids) == count)
     return pids
 
 
-def test_a_fork_is_a_child_of_the_one_who_asked(nursery: Nursery, tmp_path: Path) -> None:
-    children = {slot: nursery.ask(slot) for slot in (1, 2)}
-    pids = born(nursery, 2)
+def test_fork_is_child_of_the_manager(fork_server: ForkServer, tmp_path: Path) -> None:
+    children = {slot: fork_server.fork(slot) for slot in (1, 2)}
+    pids = meant(fork_server, 2)
     assert [children[slot].wait() for slot in (1, 2)] == [41, 42]
     for slot, pid in pids.items():
         assert children[slot].pid == pid
         assert (tmp_path / str(slot)).read_text() == f"{pid} {os.getpid()} {pid}"
 
 
-def test_a_signal_reaches_whoever_is_not_born_yet(nursery: Nursery) -> None:
-    child = nursery.ask(3)
+def test_signal_before_fork_is_delivered(fork_server: ForkServer) -> None:
+    child = fork_server.fork(3)
     child.send_signal(signal.SIGTERM)
     assert child.poll() is None
-    born(nursery, 1)
+    meant(fork_server, 1)
     assert child.wait() == -signal.SIGTERM
 
 
-def test_the_end_of_the_nursery_leaves_the_born_alone_and_takes_the_unborn(nursery: Nursery) -> None:
-    alive = nursery.ask(3)
-    born(nursery, 1)
-    nursery.process.send_signal(signal.SIGSTOP)
-    unborn: Child = nursery.ask(1)
-    nursery.close()
+def test_closing_the_fork_server_keeps_forked_processes(fork_server: ForkServer) -> None:
+    alive = fork_server.fork(3)
+    meant(fork_server, 1)
+    fork_server.process.send_signal(signal.SIGSTOP)
+    unborn: ForkedProcess = fork_server.fork(1)
+    fork_server.close()
     assert unborn.wait() == -signal.SIGKILL
     assert psutil.pid_exists(alive.pid)
     assert alive.poll() is None

@@ -1,4 +1,4 @@
-"""What the launcher makes of the ends of its ranks: the exit code, and the last lines a person reads."""
+"""Exit codes and last lines of failed and interrupted local runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from helpers.command import Started, run_of, write_job
 
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
-from weft.supervisor.local_ranks import AT_ONCE, say_why
+from weft.supervisor.failure_report import explain_failure
+from weft.supervisor.local_ranks import KILL_AFTER_INTERRUPTS
 
 
-def test_the_third_interrupt_ends_a_run_that_does_not_answer(tmp_path: Path) -> None:
+def test_third_interrupt_kills_a_hung_run(tmp_path: Path) -> None:
     """By then nobody waits for a checkpoint any more; it is still an interrupt, and no rank is to blame."""
     write_job(
         tmp_path, model="helpers.own_models:Stuck", data={"seq_len": 8}, train={"global_batch": 2, "eval_every": 0},
@@ -30,11 +31,11 @@ def test_the_third_interrupt_ends_a_run_that_does_not_answer(tmp_path: Path) -> 
     assert "Traceback" not in said.err
     assert not any(rank.is_running() for rank in ranks)
     assert not run_of(tmp_path, "job").checkpoints.exists()
-    assert AT_ONCE == 3
+    assert KILL_AFTER_INTERRUPTS == 3
 
 
 @pytest.mark.parametrize("left", ["", "{", "\x00" * 9, None])
-def test_a_reason_that_cannot_be_read_is_no_reason(tmp_path: Path, left: str | None) -> None:
+def test_unreadable_failure_record_is_ignored(tmp_path: Path, left: str | None) -> None:
     """A rank may die while it writes why it dies."""
     run = RunDir(tmp_path)
     run.logs.mkdir()
@@ -44,8 +45,8 @@ def test_a_reason_that_cannot_be_read_is_no_reason(tmp_path: Path, left: str | N
     else:
         path.write_text(left, encoding="utf-8")
     said: list[str] = []
-    assert say_why(run, [3], 0, [], said.append) == Exit.DIFFERS
+    assert explain_failure(run, [3], 0, [], said.append) == Exit.DIFFERS
     assert said == [f"rank 0 ended with code 3 and left no reason; log: {run.logs / 'rank-0.log'}"]
     said.clear()
-    assert say_why(run, [-signal.SIGKILL], 0, [], said.append) == Exit.DIFFERS
+    assert explain_failure(run, [-signal.SIGKILL], 0, [], said.append) == Exit.DIFFERS
     assert said[0].startswith("rank 0 was killed by SIGKILL; if nobody sent it, memory may have run out")

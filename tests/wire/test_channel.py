@@ -1,4 +1,4 @@
-"""Messages that only holders of the secret can write: strangers, liars and repeaters at real sockets."""
+"""Authenticated messages against unauthenticated, forged and replayed connections, over real sockets."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from helpers.command import DEADLINE_S, until
 
 from weft.job.errors import MachineError
 from weft.wire import channel as wire
-from weft.wire.channel import LIMIT, MAGIC, Channel, Gone, Refused, dial
-from weft.wire.listener import PENDING, Listener
+from weft.wire.channel import MAGIC, MAX_MESSAGE_BYTES, Channel, Disconnected, ProtocolError, open_channel
+from weft.wire.listener import MAX_PENDING, Listener
 from weft.wire.secret import run_secret
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -61,27 +61,27 @@ def _dropped(sock: socket.socket) -> bool:
     return True
 
 
-def test_messages_and_bytes_arrive_whole_and_only_on_this_machine(echo: Echo) -> None:
+def test_messages_and_blobs_round_trip(echo: Echo) -> None:
     assert echo.listener.address[0] == "127.0.0.1"
-    channel = dial(echo.listener.address, SECRET)
+    channel = open_channel(echo.listener.address, SECRET)
     blob = os.urandom(3_000_001)
     for number in range(3):
         channel.send({"n": number, "text": "ü"}, blob if number == 1 else b"")
         assert channel.receive(DEADLINE_S, 1 << 22) == ({"n": number, "text": "ü"}, blob if number == 1 else b"")
     with pytest.raises(ValueError, match="longer than the"):
-        channel.send({"text": "x" * LIMIT})
+        channel.send({"text": "x" * MAX_MESSAGE_BYTES})
     channel.close()
 
 
-def test_strangers_are_dropped_and_noted_once(echo: Echo) -> None:
-    good = dial(echo.listener.address, SECRET)
+def test_unauthenticated_connections_are_dropped(echo: Echo) -> None:
+    good = open_channel(echo.listener.address, SECRET)
     for garbage in (b"\x00" * 200, b"GET / HTTP/1.1\r\n\r\n" * 9, MAGIC + os.urandom(64), b"\x80\x04" + b"c" * 100):
         for _ in range(3):
             sock = _raw(echo)
             sock.sendall(garbage)
             assert _dropped(sock)
-    with pytest.raises((Refused, Gone)):
-        dial(echo.listener.address, b"another secret of the same kind!")
+    with pytest.raises((ProtocolError, Disconnected)):
+        open_channel(echo.listener.address, b"another secret of the same kind!")
     good.send({"still": "here"})
     assert good.receive(DEADLINE_S)[0] == {"still": "here"}
     until(lambda: len(echo.notes) > 0)
@@ -89,7 +89,7 @@ def test_strangers_are_dropped_and_noted_once(echo: Echo) -> None:
     assert echo.heard.qsize() == 1
 
 
-def test_a_listener_without_the_secret_is_not_believed() -> None:
+def test_listener_without_secret_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as fake:
 
         def pretend() -> None:
@@ -99,8 +99,8 @@ def test_a_listener_without_the_secret_is_not_believed() -> None:
             sock.sendall(os.urandom(32))
 
         threading.Thread(target=pretend, daemon=True).start()
-        with pytest.raises(Refused, match="does not hold the secret"):
-            dial(fake.getsockname(), SECRET)
+        with pytest.raises(ProtocolError, match="does not hold the secret"):
+            open_channel(fake.getsockname(), SECRET)
 
 
 class Tapped(socket.socket):
@@ -115,10 +115,10 @@ class Tapped(socket.socket):
         super().sendall(data, *flags)
 
 
-def test_what_was_said_once_cannot_be_said_again(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_message_is_refused(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = socket.create_connection
     monkeypatch.setattr(socket, "create_connection", lambda *args, **kw: Tapped(plain(*args, **kw)))
-    channel = dial(echo.listener.address, SECRET)
+    channel = open_channel(echo.listener.address, SECRET)
     tapped = channel._sock
     assert isinstance(tapped, Tapped)
     handshake, tapped.told = bytes(tapped.told), bytearray()
@@ -127,7 +127,7 @@ def test_what_was_said_once_cannot_be_said_again(echo: Echo, monkeypatch: pytest
     assert echo.heard.get(timeout=DEADLINE_S) == {"op": "go"}
     socket.socket.sendall(tapped, frame)  # the same frame again, in the same connection
     assert channel.receive(DEADLINE_S)[0] == {"op": "go"}
-    with pytest.raises(Gone):
+    with pytest.raises(Disconnected):
         channel.receive(DEADLINE_S)
     monkeypatch.undo()
     sock = _raw(echo)
@@ -137,8 +137,8 @@ def test_what_was_said_once_cannot_be_said_again(echo: Echo, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("kind", ["changed", "huge", "text", "list", "deep", "blob"])
-def test_a_peer_that_breaks_the_rules_loses_its_connection_alone(echo: Echo, kind: str) -> None:
-    other, channel = dial(echo.listener.address, SECRET), dial(echo.listener.address, SECRET)
+def test_invalid_peer_loses_only_its_connection(echo: Echo, kind: str) -> None:
+    other, channel = open_channel(echo.listener.address, SECRET), open_channel(echo.listener.address, SECRET)
     bodies = {
         "text": b"{",
         "list": b"[]",
@@ -146,27 +146,27 @@ def test_a_peer_that_breaks_the_rules_loses_its_connection_alone(echo: Echo, kin
         "blob": b'{"blob":{"bytes":99999999999,"sha256":""}}',
     }
     body = bodies.get(kind, b'{"op":"go"}')
-    length = struct.pack("!I", LIMIT + 1 if kind == "huge" else len(body))
+    length = struct.pack("!I", MAX_MESSAGE_BYTES + 1 if kind == "huge" else len(body))
     signature = wire._sign(channel._out_key, 1 if kind == "changed" else 0, body)
     channel._sock.sendall(length + signature + body)
-    with pytest.raises(Gone):
+    with pytest.raises(Disconnected):
         channel.receive(DEADLINE_S)
     other.send({"still": "here"})
     assert other.receive(DEADLINE_S)[0] == {"still": "here"}
     assert echo.heard.qsize() == 1
 
 
-def test_slow_strangers_cannot_keep_others_out(echo: Echo) -> None:
-    slow = [_raw(echo) for _ in range(PENDING + 20)]
+def test_slow_handshakes_do_not_block(echo: Echo) -> None:
+    slow = [_raw(echo) for _ in range(MAX_PENDING + 20)]
     for sock in slow:
         sock.sendall(MAGIC[:3])
-    channel = dial(echo.listener.address, SECRET)
+    channel = open_channel(echo.listener.address, SECRET)
     channel.send({"here": 1})
     assert channel.receive(DEADLINE_S)[0] == {"here": 1}
     assert all(_dropped(sock) for sock in slow)  # the handshake's deadline ends them all
 
 
-def test_the_secret_is_made_once_and_kept_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_is_created_once_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEFT_SECRET", raising=False)
     first = run_secret(tmp_path)
     assert len(first) == 64

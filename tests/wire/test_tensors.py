@@ -1,4 +1,4 @@
-"""Requests that carry tensors: they arrive as they are, and nothing comes from who does not know the secret."""
+"""Messages with tensors round-trip; unauthenticated peers are refused."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from helpers.command import DEADLINE_S
 
 from weft.wire.channel import Channel, WireError
 from weft.wire.listener import Listener
-from weft.wire.tensors import ALIGN, SIZE, Link, connect
+from weft.wire.tensors import ALIGNMENT, SIZE, TensorChannel, open_tensor_channel
 
 SECRET = b"s" * 32
 
 
 @contextmanager
-def listening(handle: Callable[[Link], None]) -> Iterator[tuple[str, queue.Queue[str]]]:
+def listening(handle: Callable[[TensorChannel], None]) -> Iterator[tuple[str, queue.Queue[str]]]:
     """A listener whose every connection is handled; what goes wrong in one is told."""
     said: queue.Queue[str] = queue.Queue()
 
     def serve(channel: Channel) -> None:
         try:
-            handle(Link(channel))
+            handle(TensorChannel(channel))
         except WireError as error:
             said.put(str(error))
 
@@ -35,12 +35,12 @@ def listening(handle: Callable[[Link], None]) -> Iterator[tuple[str, queue.Queue
     listener.close()
 
 
-def echo(link: Link) -> None:
+def echo(link: TensorChannel) -> None:
     while True:
         link.send(*link.receive())
 
 
-def test_tensors_travel_as_they_are() -> None:
+def test_tensors_round_trip() -> None:
     sent = {
         "w": torch.randn(3, 5).t(),
         "odd": torch.arange(3, dtype=torch.bfloat16),
@@ -50,7 +50,7 @@ def test_tensors_travel_as_they_are() -> None:
         "many parts": torch.randn(700_000),
     }
     with listening(echo) as (address, _):
-        link = connect(address, SECRET)
+        link = open_tensor_channel(address, SECRET)
         for _ in range(2):
             head, got = link.request({"kind": "push", "loss": float("inf")}, sent)
             assert head == {"kind": "push", "loss": float("inf")}
@@ -62,13 +62,13 @@ def test_tensors_travel_as_they_are() -> None:
         link.close()
 
 
-def test_who_does_not_know_the_secret_is_not_heard() -> None:
+def test_tensor_channel_needs_the_secret() -> None:
     heard: list[object] = []
     with listening(lambda link: heard.append(link.receive())) as (address, _):
         with pytest.raises(WireError):
-            connect(address, b"t" * 32)
+            open_tensor_channel(address, b"t" * 32)
         with pytest.raises(WireError):
-            connect("127.0.0.1:1", SECRET)
+            open_tensor_channel("127.0.0.1:1", SECRET)
     assert not heard
 
 
@@ -90,7 +90,7 @@ def sit_between(server: socket.socket, to: tuple[str, int], change: Callable[[by
 
 
 @pytest.mark.parametrize("what", ["message", "tensor"])
-def test_what_is_changed_on_its_way_is_refused(what: str) -> None:
+def test_changed_message_is_refused(what: str) -> None:
     """The peer has the right secret, and is overheard."""
     sent, other = torch.tensor([1.5, 2.5]), torch.tensor([1.5, 99.0])
     before, after, why = {
@@ -101,7 +101,7 @@ def test_what_is_changed_on_its_way_is_refused(what: str) -> None:
         to = ("127.0.0.1", int(address.rpartition(":")[2]))
         args = (between, to, lambda data: data.replace(before, after))
         threading.Thread(target=sit_between, args=args, daemon=True).start()
-        link = connect(f"127.0.0.1:{between.getsockname()[1]}", SECRET)
+        link = open_tensor_channel(f"127.0.0.1:{between.getsockname()[1]}", SECRET)
         link.send({"kind": "push"}, {"w": sent})
         assert said.get(timeout=DEADLINE_S) == why
         link.close()
@@ -117,19 +117,19 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_what_is_said_of_tensors_is_not_believed(lie: str) -> None:
+def test_invalid_tensor_list_is_refused(lie: str) -> None:
     text, why = LIES[lie]
     with listening(echo) as (address, said):
-        link = connect(address, SECRET)
-        text += b" " * (-len(text) % ALIGN)
+        link = open_tensor_channel(address, SECRET)
+        text += b" " * (-len(text) % ALIGNMENT)
         link.channel.send({}, [SIZE.pack(len(text)) + text, bytes(8)])
         assert why in said.get(timeout=DEADLINE_S)
         link.close()
 
 
-def test_a_peer_cannot_fill_the_memory() -> None:
+def test_blob_limit() -> None:
     with listening(echo) as (address, said):
-        link = connect(address, SECRET)
+        link = open_tensor_channel(address, SECRET)
         link.channel.send({"blob": {"bytes": 1 << 50, "sha256": ""}})
         assert "bytes that nobody asked for" in said.get(timeout=DEADLINE_S)
         link.close()

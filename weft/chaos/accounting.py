@@ -1,7 +1,7 @@
-"""The account of a rehearsal: what each fault cost, which samples were lost or read twice, what time was useful.
+"""Accounting of a chaos experiment: the cost of each fault, samples lost or repeated, and useful time.
 
-Everything here is worked out from what an onlooker saw: when each line of metrics.jsonl and events.jsonl appeared, and
-which samples the ranks say they read. A step counts as committed once its line stands in metrics.jsonl.
+Everything is computed from observations: when each line of metrics.jsonl and events.jsonl appeared, and which samples
+the ranks recorded. A step is committed once its line is in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.chaos.faults import KINDS, tells_of
+from weft.chaos.faults import KINDS, reports_fault
 
 Event = Mapping[str, Any]
 """A line of events.jsonl; its time is in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """A committed step as an onlooker saw it."""
+class ObservedStep:
+    """A committed step with the time of its observation."""
 
     time: float
     step: int
@@ -31,20 +31,20 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Struck:
-    """A fault that was put into the run."""
+class InjectedFault:
+    """An injected fault."""
 
     kind: str
     rank: int | None
     phase: str
     step: int
-    """Steps committed when it struck."""
+    """Steps committed at injection."""
     time: float
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a fault cost. None: never, as far as the files tell."""
+    """The cost of a fault. None means never observed."""
 
     kind: str
     rank: int | None
@@ -52,44 +52,44 @@ class Outcome:
     step: int
     detect_s: float | None
     resume_s: float | None
-    """From the fault to the first step that was committed after the run had gone on."""
+    """From the fault to the first step committed after recovery."""
     steps_lost: int | None
     seen_as: str | None
     how: str | None
     why: str | None
 
 
-ALSO_TELLS = {"diskfull": "checkpoint_failed", "corrupt": "damaged", "term": "stop", "nan": "skipped"}
-"""Events of other names that tell of a fault."""
+OTHER_EVENTS = {"diskfull": "checkpoint_failed", "corrupt": "damaged", "term": "stop", "nan": "skipped"}
+"""Other events that report a fault."""
 
-WENT_ON = ("recovered", "start")
-"""Events after which the next committed step is one after the fault."""
-
-
-UNFELT = ("supervisor",)
-"""Faults for which no rank stops."""
-
-NOISE = ("slow_rank", "slow_link", "stall")
+RESUME_EVENTS = ("recovered", "start")
+"""Events after which the next committed step follows the recovery."""
 
 
-def outcomes(struck: Sequence[Struck], lines: Sequence[Line], events: Sequence[Event]) -> list[Outcome]:
-    """What each fault cost. Faults strike one after another; what happens until the next belongs to the one before."""
+UNINTERRUPTING = ("supervisor",)
+"""Faults that interrupt no rank."""
+
+LOAD_FAULTS = ("slow_rank", "slow_link", "stall")
+
+
+def outcomes(struck: Sequence[InjectedFault], lines: Sequence[ObservedStep], events: Sequence[Event]) -> list[Outcome]:
+    """The cost of each fault; events up to the next fault belong to the one before."""
     ends = [s.time for s in struck[1:]] + [float("inf")]
     return [outcome(s, end, lines, events) for s, end in zip(struck, ends, strict=True)]
 
 
-def outcome(struck: Struck, end: float, lines: Sequence[Line], events: Sequence[Event]) -> Outcome:
+def outcome(struck: InjectedFault, end: float, lines: Sequence[ObservedStep], events: Sequence[Event]) -> Outcome:
     own = [e for e in events if struck.time <= e["time"] < end]
     seen = _seen(struck, own)
     known_at = seen["time"] if seen else struck.time
-    after = [e for e in own if e["event"] in WENT_ON and e["time"] >= known_at and not _noise(struck, e)]
+    after = [e for e in own if e["event"] in RESUME_EVENTS and e["time"] >= known_at and not _noise(struck, e)]
     named = [e for e in after if seen and e.get("fault") == seen.get("fault", "")]
     went_on = next((e for e in (*named, *after) if e["event"] == "recovered"), after[0] if after else None)
     if went_on is not None:
         first = bisect_left(lines, went_on["time"], key=lambda line: line.time)
-    else:  # nobody stopped for it: what was under way is let pass
+    else:  # no rank stopped: skip the step that was in progress
         first = _next_step(struck, lines)
-    if first == len(lines) and struck.kind in UNFELT:  # the last steps were done before anyone told of it
+    if first == len(lines) and struck.kind in UNINTERRUPTING:  # the run ended before the event
         first = _next_step(struck, lines)
     resumed = lines[first] if first < len(lines) else None
     lost = None
@@ -107,14 +107,14 @@ def outcome(struck: Struck, end: float, lines: Sequence[Line], events: Sequence[
     )  # fmt: skip
 
 
-def _next_step(struck: Struck, lines: Sequence[Line]) -> int:
-    """Where the first step is that was begun after a fault."""
+def _next_step(struck: InjectedFault, lines: Sequence[ObservedStep]) -> int:
+    """Index of the first step that started after a fault."""
     return next((i for i, x in enumerate(lines) if x.time >= struck.time and x.step > struck.step + 1), len(lines))
 
 
-def _seen(struck: Struck, events: Sequence[Event]) -> Event | None:
-    """The event that tells of a fault: by its own name before any other, with the right rank before another."""
-    named = [e for e in events if tells_of(struck.kind, e) or e["event"] == ALSO_TELLS.get(struck.kind)]
+def _seen(struck: InjectedFault, events: Sequence[Event]) -> Event | None:
+    """The event that reports a fault, preferably by its own name and rank."""
+    named = [e for e in events if reports_fault(struck.kind, e) or e["event"] == OTHER_EVENTS.get(struck.kind)]
     others = [e for e in events if e["event"] == "fault" and not _noise(struck, e)]
     for found in (named, others):
         right = [e for e in found if struck.rank is None or e.get("rank") in (None, struck.rank)]
@@ -123,19 +123,18 @@ def _seen(struck: Struck, events: Sequence[Event]) -> Event | None:
     return None
 
 
-def _noise(struck: Struck, event: Event) -> bool:
-    """Whether an event tells of a busy machine, which the faults themselves make, and of nothing that was struck."""
-    return event.get("fault") in NOISE and event.get("fault") not in KINDS[struck.kind].seen_as
+def _noise(struck: InjectedFault, event: Event) -> bool:
+    """Whether an event only reports a busy machine, which faults cause as well."""
+    return event.get("fault") in LOAD_FAULTS and event.get("fault") not in KINDS[struck.kind].seen_as
 
 
 def effective_ratio(
-    lines: Sequence[Line], struck: Sequence[Struck], events: Sequence[Event], end: float | None = None
+    lines: Sequence[ObservedStep], struck: Sequence[InjectedFault], events: Sequence[Event], end: float | None = None
 ) -> float | None:
-    """Time of useful steps over wall time, from the beginning of the first step to the last commit, or to `end`.
+    """Time of useful steps over wall time, from the start of the first step to the last commit, or to `end`.
 
-    Useful is the time between two commits that follow each other, evaluation and checkpoints included, if nothing
-    went wrong between them; of a step in whose time something did, one median step. Steps that were computed again
-    count once, and steps whose batch was skipped not at all.
+    The time between consecutive commits is useful, including evaluation and checkpoints; a step disturbed by a fault
+    counts as one median step, a recomputed step once, and a skipped step not at all.
     """
     if not lines:
         return None
@@ -143,7 +142,7 @@ def effective_ratio(
     last = {line.step: i for i, line in enumerate(lines)}
     broken = sorted(
         [s.time for s in struck]
-        + [e["time"] for e in events if e["event"] in (*WENT_ON, "fault") and e.get("fault") not in NOISE]
+        + [e["time"] for e in events if e["event"] in (*RESUME_EVENTS, "fault") and e.get("fault") not in LOAD_FAULTS]
     )
     useful = 0.0
     for i, line in enumerate(lines):
@@ -160,7 +159,7 @@ def effective_ratio(
 
 @dataclass(frozen=True)
 class Samples:
-    """What became of the samples of the committed steps."""
+    """The samples of the committed steps."""
 
     lost: int
     repeated: int
@@ -168,10 +167,9 @@ class Samples:
 
 
 def samples(files: Iterable[Iterable[Mapping[str, Any]]], steps: int, global_batch: int) -> Samples:
-    """Hold what the ranks say they read, one iterable of lines a rank, against the samples of so many steps.
+    """Compare the samples that ranks recorded (one iterable of lines a rank) with those of the committed steps.
 
-    Of a step that was told several times only the last telling counts: that of the newest attempt, and in it each
-    rank's last line.
+    Of a repeated step only the newest attempt counts, and in it each rank's last line.
     """
     newest: dict[int, int] = {}
     told: dict[tuple[int, int], dict[int, Sequence[int]]] = {}
@@ -188,7 +186,7 @@ def samples(files: Iterable[Iterable[Mapping[str, Any]]], steps: int, global_bat
 
 
 def sentence(finished: bool, found: Sequence[Outcome], read: Samples, ratio: float | None, equal: bool | None) -> str:
-    """The account in one sentence."""
+    """A one-sentence summary."""
     unseen = [o.kind for o in found if o.detect_s is None]
     slowest = max((o.resume_s for o in found if o.resume_s is not None), default=None)
     parts = [

@@ -1,4 +1,4 @@
-"""The disk of a rehearsal: one that can be filled without harm to any other, and checkpoints that can be damaged."""
+"""The disk of a chaos experiment: a small file system that can be filled, and damage to checkpoints."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Self
 from weft.job.errors import MachineError
 from weft.job.run_folder import RunDir
 
-LEAST_BYTES = 64 << 20
-"""A disk of this size at least, or of a few times what the undisturbed run left."""
+MIN_DISK_BYTES = 64 << 20
+"""Minimum size of the disk; otherwise a multiple of the undisturbed run's size."""
 
 
 class Disk:
-    """Where the disturbed run lives. Where it is to run full, a small file system of its own, made of memory."""
+    """The folder of the disturbed run; a separate tmpfs if the disk is to be filled."""
 
     def __init__(self, path: Path, like: RunDir | None, small: bool):
         self.path, self.small = path, small
         held = sum(p.stat().st_size for p in like.path.rglob("*") if p.is_file()) if like else 0
-        self.bytes = max(LEAST_BYTES, 4 * held)
+        self.bytes = max(MIN_DISK_BYTES, 4 * held)
         self.ballast = path / ".ballast"
 
     def __enter__(self) -> Self:
@@ -39,7 +39,7 @@ class Disk:
         return self
 
     def fill(self) -> None:
-        """Take every byte that is left."""
+        """Fill the disk."""
         block = bytes(1 << 20)
         with self.ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
             while True:
@@ -47,13 +47,13 @@ class Disk:
                     block = block[: max(1, len(block) // 2)]
 
     def free(self) -> None:
-        """Give it back."""
+        """Free the space again."""
         self.ballast.unlink(missing_ok=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Keep what the run left, on the disk where the others are."""
+        """Copy the run back to the original file system."""
         if not self.small:
             return
         kept = self.path.with_name(self.path.name + ".kept")
@@ -66,7 +66,7 @@ class Disk:
 
 
 def damage(checkpoint: Path, moment: float) -> str:
-    """Damage a checkpoint in one of three ways: cut a file short, flip a bit, or leave it half-written."""
+    """Damage a checkpoint: truncate a file, flip a bit, or remove its manifest."""
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.stat().st_size)
     biggest = max(files, key=lambda p: p.stat().st_size)
     size = biggest.stat().st_size

@@ -1,4 +1,4 @@
-"""A rehearsal: a real local run, disturbed by faults one after another, held against the same run undisturbed."""
+"""A chaos experiment: a local run with injected faults, compared with the same run without faults."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from weft.chaos.accounting import Line, Outcome, Samples, effective_ratio, outcomes, samples
+from weft.chaos.accounting import ObservedStep, Outcome, Samples, effective_ratio, outcomes, samples
 from weft.chaos.disk import Disk
-from weft.chaos.faults import Fault, Wish, draw, parse, schedule
-from weft.chaos.inject import Conductor, Rehearsal
-from weft.chaos.observed_run import Watched
-from weft.chaos.virtual_hosts import Hosts, check_hosts
+from weft.chaos.fault_injector import Experiment, FaultInjector
+from weft.chaos.faults import Fault, FaultRequest, draw, parse, schedule
+from weft.chaos.observed_run import ObservedRun
+from weft.chaos.virtual_hosts import VirtualHosts, check_hosts
 from weft.checkpoint.format import newest_good
 from weft.job.errors import Exit, MachineError
 from weft.job.load import dump_yaml
@@ -29,8 +29,8 @@ from weft.watch.journal import read_jsonl, read_metrics
 
 
 @dataclass(frozen=True)
-class Account:
-    """How it went."""
+class ExperimentResult:
+    """The result of an experiment."""
 
     finished: bool
     steps: int
@@ -47,42 +47,45 @@ class Account:
     layout: str
     run: Path
     why: str | None
-    """Why it did not finish."""
+    """Why the run did not finish."""
 
     @property
     def code(self) -> Exit:
         return Exit.DONE if self.finished and not self.samples.lost else Exit.DIFFERS
 
 
-def rehearse(asked: Rehearsal, say: Callable[[str], None]) -> Account:
-    """Run the job undisturbed, then disturbed, and hold one against the other."""
+def run_experiment(asked: Experiment, say: Callable[[str], None]) -> ExperimentResult:
+    """Run the job without and with faults, and compare."""
     job, world = asked.job, asked.nproc
     if asked.nodes > 1:
         check_hosts()
         job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"nodes": asked.nodes})})
         world = (asked.nproc or 1) * asked.nodes
     _, plan = prepare(job, world)
-    wishes = parse(asked.faults, asked.seed, plan.world, asked.nodes)
+    requests = parse(asked.faults, asked.seed, plan.world, asked.nodes)
     folder = Path(asked.job.runs_dir) / f"{asked.job.name}-chaos"
-    planned = [] if asked.every_s else _scheduled(wishes, asked, plan)
+    planned = [] if asked.every_s else _scheduled(requests, asked, plan)
     reference = undisturbed(asked.job, world, folder, say) if asked.compare else None
     disturbed = _job(asked.job, folder, "disturbed")
     for old in (folder / "disturbed", folder / "orders"):
         shutil.rmtree(old, ignore_errors=True)
     (folder / "orders").mkdir(parents=True)
-    env = {"WEFT_FAULTS": str((folder / "orders" / "orders.json").absolute()), "WEFT_RANK_MODULE": "weft.chaos.rank"}
+    env = {
+        "WEFT_FAULTS": str((folder / "orders" / "orders.json").absolute()),
+        "WEFT_RANK_MODULE": "weft.chaos.faulty_rank",
+    }
     with contextlib.ExitStack() as stack:
-        hosts = stack.enter_context(Hosts(asked.nodes)) if asked.nodes > 1 else None
-        watched = Watched(disturbed, asked.nproc or (1 if hosts else None), env, hosts)
-        disk = stack.enter_context(Disk(watched.run.path, reference, any(w.kind == "diskfull" for w in wishes)))
-        conductor = Conductor(asked, watched, disk, folder / "orders" / "orders.json", say)
+        hosts = stack.enter_context(VirtualHosts(asked.nodes)) if asked.nodes > 1 else None
+        watched = ObservedRun(disturbed, asked.nproc or (1 if hosts else None), env, hosts)
+        disk = stack.enter_context(Disk(watched.run.path, reference, any(w.kind == "diskfull" for w in requests)))
+        injector = FaultInjector(asked, watched, disk, folder / "orders" / "orders.json", say)
         try:
-            conductor.conduct(iter(planned) if planned else _endless(wishes, asked, plan))
+            injector.execute(iter(planned) if planned else _repeat_faults(requests, asked, plan))
         finally:
-            conductor.wake_all()
+            injector.resume_all()
             watched.end()
-    missed = Counter(f.kind for f in planned) - Counter(s.kind for s in conductor.struck)
-    return _account(asked, plan, conductor, reference, sorted(missed.elements()))
+    missed = Counter(f.kind for f in planned) - Counter(s.kind for s in injector.struck)
+    return _account(asked, plan, injector, reference, sorted(missed.elements()))
 
 
 def _job(job: Job, folder: Path, name: str) -> Job:
@@ -90,17 +93,17 @@ def _job(job: Job, folder: Path, name: str) -> Job:
     return job.model_copy(update={"name": name, "runs_dir": str(folder), "data": data})
 
 
-def _scheduled(wishes: list[Wish], asked: Rehearsal, plan: Plan) -> list[Fault]:
-    return schedule(wishes, seed=asked.seed, world=plan.world, steps=asked.job.train.steps)
+def _scheduled(requests: list[FaultRequest], asked: Experiment, plan: Plan) -> list[Fault]:
+    return schedule(requests, seed=asked.seed, world=plan.world, steps=asked.job.train.steps)
 
 
-def _endless(wishes: list[Wish], asked: Rehearsal, plan: Plan) -> Iterator[Fault]:
+def _repeat_faults(requests: list[FaultRequest], asked: Experiment, plan: Plan) -> Iterator[Fault]:
     chance = random.Random(f"{asked.seed} endless")
-    return (draw(i, wishes[i % len(wishes)], 0, plan.world, chance) for i in count())
+    return (draw(i, requests[i % len(requests)], 0, plan.world, chance) for i in count())
 
 
 def undisturbed(job: Job, world: int | None, folder: Path, say: Callable[[str], None]) -> RunDir:
-    """The run as it should be: done now, or kept from an earlier rehearsal of the same job and layout."""
+    """The reference run: started now, or reused from an earlier experiment with the same job and layout."""
     job = _job(job, folder, "undisturbed")
     run = RunDir(folder / "undisturbed")
     resolved, plan = prepare(job, world)
@@ -111,39 +114,39 @@ def undisturbed(job: Job, world: int | None, folder: Path, say: Callable[[str], 
             return run
     shutil.rmtree(run.path, ignore_errors=True)
     say(f"first undisturbed: {plan.layout()}, {job.train.steps} steps")
-    watched = Watched(job, world)
+    watched = ObservedRun(job, world)
     watched.start()
     try:
         code = watched.wait_for(lambda: False, float("inf"))
     finally:
         watched.end()
     if code:
-        raise MachineError(f"the undisturbed run ended with code {code}: {watched.last_words()}; see {watched.said}")
+        raise MachineError(f"the undisturbed run ended with code {code}: {watched.last_line()}; see {watched.said}")
     return run
 
 
 def _account(
-    asked: Rehearsal, plan: Plan, conductor: Conductor, reference: RunDir | None, not_struck: list[str]
-) -> Account:
-    watched, job = conductor.run, asked.job
+    asked: Experiment, plan: Plan, injector: FaultInjector, reference: RunDir | None, not_struck: list[str]
+) -> ExperimentResult:
+    watched, job = injector.run, asked.job
     watched.look()
     steps = max((x.step for x in watched.lines), default=0)
-    finished = conductor.code == Exit.DONE and steps == job.train.steps
+    finished = injector.code == Exit.DONE and steps == job.train.steps
     lines = _dated(watched.lines)
-    found = outcomes(conductor.struck, lines, watched.events)
+    found = outcomes(injector.struck, lines, watched.events)
     read = samples(
         [list(read_jsonl(p)) for p in sorted(watched.run.samples.glob("rank-*.jsonl"))], steps, job.train.global_batch
     )
     skipped = {x.step for x in lines if x.skipped} | _skipped(watched.events)
     why = None
     if not finished:
-        why = conductor.why or f"ended with code {conductor.code}: {watched.last_words()}"
-    return Account(
+        why = injector.why or f"ended with code {injector.code}: {watched.last_line()}"
+    return ExperimentResult(
         finished=finished,
         steps=steps,
         outcomes=found,
         samples=read,
-        effective_ratio=effective_ratio(lines, conductor.struck, watched.events),
+        effective_ratio=effective_ratio(lines, injector.struck, watched.events),
         bitwise_equal=same_weights(watched.run, reference) if reference and finished else None,
         final_loss=_final_loss(watched.run),
         undisturbed_loss=_final_loss(reference) if reference else None,
@@ -157,12 +160,12 @@ def _account(
     )
 
 
-def _dated(lines: list[Line]) -> list[Line]:
+def _dated(lines: list[ObservedStep]) -> list[ObservedStep]:
     return sorted(lines, key=lambda line: line.time)
 
 
 def _skipped(events: list[Any]) -> set[int]:
-    """Steps whose batch was left out on purpose."""
+    """Steps whose batch was skipped on purpose."""
     return {int(s) for e in events if e["event"] == "recovered" for s in e.get("skipped", ())}
 
 
@@ -172,10 +175,10 @@ def _final_loss(run: RunDir) -> float | None:
 
 
 def same_weights(run: RunDir, reference: RunDir) -> bool | None:
-    """Whether the last checkpoints of two runs hold the same step and the same bits; None where one has none."""
+    """Whether the last checkpoints of two runs hold the same step and bits; None if one has no checkpoint."""
     import torch
 
-    from weft.checkpoint.checkpointer import load_full
+    from weft.checkpoint.reader import load_full
 
     ours, theirs = newest_good(run.checkpoints), newest_good(reference.checkpoints)
     if ours is None or theirs is None:

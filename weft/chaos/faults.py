@@ -1,4 +1,4 @@
-"""The menu of faults that a rehearsal (`weft chaos`) can put into a run, and when it puts them there."""
+"""The kinds of faults that `weft chaos` can inject, and their schedule."""
 
 from __future__ import annotations
 
@@ -12,74 +12,98 @@ from typing import Literal
 from weft.job.errors import JobError
 
 Way = Literal["signal", "inside", "restart", "disk", "nodes"]
-"""How it is done: signals to a process, from inside a rank, by ending the run and starting it again, on the disk, or
-to a whole node."""
+"""How it is injected: by a signal, inside a rank, by ending and restarting the run, on the disk, or on a whole node."""
 
 
 PHASES = ("data", "compute", "collective", "update", "eval", "checkpoint")
-"""What a rank may be doing when a fault strikes it from outside, as the board shows it."""
+"""Phases of a rank, as shown on the status board, in which a fault can be injected from outside."""
 
-POINTS = ("data", "forward", "backward", "update")
-"""Where one can strike from inside."""
+STEP_POINTS = ("data", "forward", "backward", "update")
+"""Points of a step at which a fault can be injected inside a rank."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One entry of the menu."""
+class FaultKind:
+    """A kind of fault."""
 
     what: str
-    """In words, for people."""
+    """Description for people."""
     way: Way
     seen_as: tuple[str, ...]
-    """What events.jsonl may call it."""
+    """Possible names in events.jsonl."""
     exact: bool = True
-    """Whether the run must still end with the bits of the undisturbed one."""
+    """Whether the run must still end bit-identical to the undisturbed one."""
     in_one_rank: bool = True
     history: int = 0
-    """Steps that must lie behind it: a spike is one beside what came before."""
+    """Steps required before it: a spike is detected relative to earlier steps."""
     room: int = 3
-    """Steps it needs to be noticed and mended in."""
+    """Steps needed to detect it and recover."""
     phases: tuple[str, ...] = PHASES
-    """Where in a step it may strike."""
+    """Phases of a step in which it can happen."""
 
 
-KINDS: dict[str, Kind] = {
-    "kill": Kind("a rank is killed (kill -9)", "signal", ("exit",)),
-    "stop": Kind("a rank is stopped (SIGSTOP), and woken after the run went on", "signal", ("stopped", "hang")),
-    "sleep": Kind("a rank falls asleep in the middle of a step", "inside", ("hang",), phases=POINTS),
-    "gil": Kind("a rank holds Python's lock and does nothing more", "inside", ("gil", "hang"), phases=POINTS),
-    "term": Kind("the scheduler wants the machine back (SIGTERM), and starts the run again", "restart", ("preempted",)),
-    "nan": Kind("a rank's gradients become NaN", "inside", ("nan",), exact=False, phases=("backward",)),
-    "spike": Kind(
-        "a batch is poisoned: targets that nothing could foresee", "inside", ("spike",), exact=False, in_one_rank=False,
-        history=30, room=26, phases=("forward",),
+KINDS: dict[str, FaultKind] = {
+    "kill": FaultKind("a rank is killed (kill -9)", "signal", ("exit",)),
+    "stop": FaultKind("a rank is stopped (SIGSTOP), and woken after the run went on", "signal", ("stopped", "hang")),
+    "sleep": FaultKind("a rank falls asleep in the middle of a step", "inside", ("hang",), phases=STEP_POINTS),
+    "gil": FaultKind("a rank holds Python's lock and does nothing more", "inside", ("gil", "hang"), phases=STEP_POINTS),
+    "term": FaultKind(
+        "the scheduler wants the machine back (SIGTERM), and starts the run again", "restart", ("preempted",)
     ),
-    "bitflip": Kind(
-        "a bit of a rank's weights flips", "inside", ("divergence", "spike", "nan"), exact=False, room=12,
+    "nan": FaultKind("a rank's gradients become NaN", "inside", ("nan",), exact=False, phases=("backward",)),
+    "spike": FaultKind(
+        "a batch is poisoned: targets that nothing could foresee",
+        "inside",
+        ("spike",),
+        exact=False,
+        in_one_rank=False,
+        history=30,
+        room=26,
+        phases=("forward",),
+    ),
+    "bitflip": FaultKind(
+        "a bit of a rank's weights flips",
+        "inside",
+        ("divergence", "spike", "nan"),
+        exact=False,
+        room=12,
         phases=("update",),
     ),
-    "slow": Kind("a rank gets half of its processor time", "signal", ("slow_rank",), exact=False, history=12, room=25),
-    "diskfull": Kind("the run's disk is full for a while", "disk", ("disk_full",), in_one_rank=False, room=6),
-    "corrupt": Kind(
-        "the run ends, and its newest checkpoint is damaged before it starts again", "restart", ("damaged",),
+    "slow": FaultKind(
+        "a rank gets half of its processor time", "signal", ("slow_rank",), exact=False, history=12, room=25
+    ),
+    "diskfull": FaultKind("the run's disk is full for a while", "disk", ("disk_full",), in_one_rank=False, room=6),
+    "corrupt": FaultKind(
+        "the run ends, and its newest checkpoint is damaged before it starts again",
+        "restart",
+        ("damaged",),
         in_one_rank=False,
     ),
-    "oom": Kind("a rank runs out of memory", "inside", ("oom",), exact=False, phases=("forward", "backward", "update")),
-    "partition": Kind("a node's link is cut, and mended later", "nodes", ("partition", "node_lost"), False, False),
-    "node": Kind("a node is lost with all its processes", "nodes", ("node_lost", "partition", "exit"), False, False),
-    "supervisor": Kind("the process that watches the ranks is killed", "signal", ("supervisor",), in_one_rank=False),
-}  # fmt: skip
+    "oom": FaultKind(
+        "a rank runs out of memory", "inside", ("oom",), exact=False, phases=("forward", "backward", "update")
+    ),
+    "partition": FaultKind("a node's link is cut, and mended later", "nodes", ("partition", "node_lost"), False, False),
+    "node": FaultKind(
+        "a node is lost with all its processes", "nodes", ("node_lost", "partition", "exit"), False, False
+    ),
+    "supervisor": FaultKind(
+        "the process that watches the ranks is killed", "signal", ("supervisor",), in_one_rank=False
+    ),
+}
 
-RANDOM = ("kill", "stop", "sleep", "gil", "term")
-"""What `random:N` draws from: deaths, hangs and preemption, after which every bit must still be the same."""
+RANDOM_KINDS = ("kill", "stop", "sleep", "gil", "term")
+"""What `random:N` draws from: kills, hangs and preemption, after which the result must be bit-identical."""
 
-FIRST = 2
+MAX_FAULTS = 10_000
+"""Largest count of one kind of fault in --faults."""
+
+FIRST_FAULT_STEP = 2
 """Steps before the first fault."""
 
 
 @dataclass(frozen=True)
-class Wish:
-    """A fault that was asked for; whom it strikes is drawn where nobody says."""
+class FaultRequest:
+    """A requested fault; a random rank if none is given."""
 
     kind: str
     rank: int | None = None
@@ -87,44 +111,46 @@ class Wish:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of the schedule."""
+    """A scheduled fault."""
 
     number: int
     kind: str
     rank: int | None
-    """None where it is not one rank's."""
+    """None if it does not affect a single rank."""
     phase: str
     step: int
-    """It strikes when this many steps are done."""
+    """Completed steps at injection."""
     moment: float
-    """A number from 0 to 1 that settles what else is left to chance."""
+    """A random number from 0 to 1 for further choices."""
     latest: int = 1 << 60
-    """From this step on it no longer waits for its phase."""
+    """From this step on it does not wait for its phase."""
 
 
-def parse(text: str, seed: int, world: int, nodes: int) -> list[Wish]:
-    """`kill:3,stop@1,nan`, `random:10` or `all` as wishes: KIND[:COUNT][@RANK], with commas between them."""
-    wishes: list[Wish] = []
+def parse(text: str, seed: int, world: int, nodes: int) -> list[FaultRequest]:
+    """`kill:3,stop@1,nan`, `random:10` or `all` as requests: KIND[:COUNT][@RANK], with commas between them."""
+    requests: list[FaultRequest] = []
     chance = random.Random(f"{seed} kinds")
     for word in (w.strip() for w in text.split(",")):
         match = re.fullmatch(r"([a-z_]+)(?::(\d+))?(?:@(\d+))?", word)
         if match is None or match[2] == "0":
             raise JobError(f"--faults: {word!r} is no fault; write kill, kill:3 for three, or kill@1 for rank 1")
+        if max(len(match[2] or ""), len(match[3] or "")) > 9 or int(match[2] or 1) > MAX_FAULTS:
+            raise JobError(f"--faults: {word!r} asks for too many; at most {MAX_FAULTS} faults of a kind are possible")
         name, count, rank = match[1], int(match[2] or 1), None if match[3] is None else int(match[3])
         if rank is not None and rank >= world:
             raise JobError(f"--faults: {word} names rank {rank}, but the run has ranks 0 to {world - 1}")
         if name == "random":
-            wishes += [Wish(chance.choice(RANDOM), rank) for _ in range(count)]
+            requests += [FaultRequest(chance.choice(RANDOM_KINDS), rank) for _ in range(count)]
         elif name == "all":
-            wishes += [Wish(k, rank if KINDS[k].in_one_rank else None) for k in possible(nodes)] * count
+            requests += [FaultRequest(k, rank if KINDS[k].in_one_rank else None) for k in possible(nodes)] * count
         else:
             _check(name, rank, nodes)
-            wishes += [Wish(name, rank)] * count
-    return wishes
+            requests += [FaultRequest(name, rank)] * count
+    return requests
 
 
 def possible(nodes: int) -> list[str]:
-    """The kinds that a run of so many nodes can suffer, in the order of the menu."""
+    """The kinds that are possible with this number of nodes."""
     return [name for name, kind in KINDS.items() if kind.way != "nodes" or nodes > 1]
 
 
@@ -139,56 +165,56 @@ def _check(name: str, rank: int | None, nodes: int) -> None:
         raise JobError(f"--faults: {name}@{rank}: {name} does not strike one rank; write {name}")
 
 
-def schedule(wishes: Iterable[Wish], *, seed: int, world: int, steps: int) -> list[Fault]:
-    """Spread the faults over a run's steps, the same for the same seed, each with room to be mended in before the next.
+def schedule(requests: Iterable[FaultRequest], *, seed: int, world: int, steps: int) -> list[Fault]:
+    """Distribute faults over a run's steps, deterministic by seed, with enough steps to recover before the next.
 
-    Those that need a history come last; apart from that the order is the one that was asked for.
+    Faults that need a history come last; otherwise the requested order is kept.
     """
-    wanted = sorted(wishes, key=lambda w: KINDS[w.kind].history)
+    wanted = sorted(requests, key=lambda w: KINDS[w.kind].history)
     chance = random.Random(f"{seed} moments")
-    needed = FIRST
-    for wish in wanted:
-        needed = max(needed, KINDS[wish.kind].history) + KINDS[wish.kind].room
+    needed = FIRST_FAULT_STEP
+    for request in wanted:
+        needed = max(needed, KINDS[request.kind].history) + KINDS[request.kind].room
     if steps < needed:
         what = f"{len(wanted)} faults need" if len(wanted) != 1 else f"the fault {wanted[0].kind} needs"
         raise JobError(
             f"train.steps is {steps}, and {what} at least {needed} steps to strike and be mended in; "
             "raise train.steps or ask for fewer"
         )
-    found, free = [], FIRST
-    for i, wish in enumerate(wanted):
-        kind = KINDS[wish.kind]
+    found, free = [], FIRST_FAULT_STEP
+    for i, request in enumerate(wanted):
+        kind = KINDS[request.kind]
         earliest = max(free, kind.history)
         latest = _latest(wanted[i:], steps)
         step = earliest + int(chance.uniform(0.3, 1.0) * (latest - earliest) / (len(wanted) - i))
-        found.append(draw(i, wish, step, world, chance))
+        found.append(draw(i, request, step, world, chance))
         free = step + kind.room
     ends = [f.step for f in found[1:]] + [steps]
     return [replace(f, latest=end - KINDS[f.kind].room) for f, end in zip(found, ends, strict=True)]
 
 
-def draw(number: int, wish: Wish, step: int, world: int, chance: random.Random) -> Fault:
-    """Settle by chance what a wish leaves open."""
-    kind = KINDS[wish.kind]
-    rank = chance.randrange(world) if wish.rank is None else wish.rank
+def draw(number: int, request: FaultRequest, step: int, world: int, chance: random.Random) -> Fault:
+    """Choose at random what a request leaves open."""
+    kind = KINDS[request.kind]
+    rank = chance.randrange(world) if request.rank is None else request.rank
     return Fault(
-        number, wish.kind, rank if kind.in_one_rank else None, chance.choice(kind.phases), step, chance.random()
+        number, request.kind, rank if kind.in_one_rank else None, chance.choice(kind.phases), step, chance.random()
     )
 
 
-def _latest(rest: list[Wish], steps: int) -> int:
-    """When the first of some faults must strike so that all of them have room before the end."""
+def _latest(rest: list[FaultRequest], steps: int) -> int:
+    """The latest step of the first of these faults that leaves enough steps for all."""
     return steps - sum(KINDS[w.kind].room for w in rest)
 
 
 def order_of(fault: Fault, at_step: int) -> dict[str, int | str | float | None]:
-    """What a rank reads of a fault that comes from inside."""
+    """The order that a rank reads."""
     return {
         "id": fault.number, "kind": fault.kind, "rank": fault.rank, "phase": fault.phase, "step": at_step,
         "moment": fault.moment,
     }  # fmt: skip
 
 
-def tells_of(kind: str, event: Mapping[str, object]) -> bool:
+def reports_fault(kind: str, event: Mapping[str, object]) -> bool:
     """Whether a line of events.jsonl names this kind of fault."""
     return event.get("event") == "fault" and event.get("fault") in KINDS[kind].seen_as

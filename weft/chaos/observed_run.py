@@ -1,4 +1,4 @@
-"""A run as a rehearsal sees it from outside: its processes, and the lines it leaves, each with the time it appeared."""
+"""A run observed from outside: its processes, and the lines it writes, with the time at which each appeared."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Any
 
 import psutil
 
-from weft.chaos.accounting import Event, Line
-from weft.chaos.virtual_hosts import Hosts
+from weft.chaos.accounting import Event, ObservedStep
+from weft.chaos.virtual_hosts import VirtualHosts
 from weft.job.load import dump_yaml
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.supervisor.process_manager import pointer
-from weft.supervisor.status_board import TRAINING, Board
+from weft.supervisor.process_manager import pointer_path
+from weft.supervisor.status_board import TRAINING, StatusBoard
 
 LOOK_S = 0.005
-"""How often an onlooker looks."""
+"""Poll interval."""
 
 
-class Tail:
-    """The whole lines that a file has grown by since the last look."""
+class LineTail:
+    """Reads complete new lines of a growing file."""
 
     def __init__(self, path: Path):
         self.path, self.position, self.rest = path, 0, b""
@@ -48,11 +48,13 @@ class Tail:
                     yield value
 
 
-class Watched:
-    """`weft train` of one job, started as often as it takes: here, or on hosts made of network namespaces."""
+class ObservedRun:
+    """`weft train` of one job, restarted as often as needed, on this machine or on virtual hosts."""
 
-    def __init__(self, job: Job, nproc: int | None, env: dict[str, str] | None = None, hosts: Hosts | None = None):
-        """`nproc` are the ranks of each host."""
+    def __init__(
+        self, job: Job, nproc: int | None, env: dict[str, str] | None = None, hosts: VirtualHosts | None = None
+    ):
+        """`nproc` are the ranks on each host."""
         self.job, self.nproc, self.hosts = job, nproc, hosts
         self.run = RunDir(Path(job.runs_dir) / job.name)
         self.env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | (env or {})
@@ -64,10 +66,10 @@ class Watched:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """By node."""
         self.starts = 0
-        self.lines: list[Line] = []
+        self.lines: list[ObservedStep] = []
         self.events: list[Event] = []
-        self._boards: dict[int, Board] = {}
-        self._metrics, self._events = Tail(self.run.metrics), Tail(self.run.events)
+        self._boards: dict[int, StatusBoard] = {}
+        self._metrics, self._events = LineTail(self.run.metrics), LineTail(self.run.events)
 
     @property
     def nodes(self) -> int:
@@ -79,7 +81,7 @@ class Watched:
         self.starts += 1
 
     def start_node(self, node: int) -> None:
-        """Start the run on one node, if it is not running there."""
+        """Start the run on one node if it is not running there."""
         if node in self.processes and self.processes[node].poll() is None:
             return
         command = [sys.executable, "-m", "weft", "train", str(self.file)]
@@ -96,7 +98,7 @@ class Watched:
                 )
 
     def look(self) -> int | None:
-        """Take in what is new. Returns the exit code once every process has ended: that of one which was not killed."""
+        """Read new lines. Returns the exit code once every process has ended, preferably of one that was not killed."""
         codes = [p.poll() for p in self.processes.values()]
         code = None if None in codes else max(codes, default=None, key=lambda c: (c is not None and c >= 0, c or 0))
         now = time.time()
@@ -104,7 +106,7 @@ class Watched:
             seconds, step = record.get("step_time_s"), record.get("step")
             if isinstance(step, int):
                 skipped = bool(record.get("skipped"))
-                self.lines.append(Line(now, step, float(seconds or 0.0), record.get("loss"), skipped))
+                self.lines.append(ObservedStep(now, step, float(seconds or 0.0), record.get("loss"), skipped))
         for event in self._events.read():
             at = event.get("time")
             stamp = datetime.fromisoformat(at).timestamp() if isinstance(at, str) else now
@@ -116,9 +118,9 @@ class Watched:
         """The newest committed step."""
         return self.lines[-1].step if self.lines else 0
 
-    def wait_for(self, what: Callable[[], bool], patience_s: float) -> int | None:
-        """Look until something is so, or the process ends (then its code), or patience does (TimeoutError)."""
-        deadline = time.monotonic() + patience_s
+    def wait_for(self, what: Callable[[], bool], timeout_s: float) -> int | None:
+        """Poll until a condition holds or the run ends (returns its code); raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
         while True:
             code = self.look()
             if code is not None or what():
@@ -127,23 +129,23 @@ class Watched:
                 raise TimeoutError
             time.sleep(LOOK_S)
 
-    def board(self, node: int = 0) -> Board | None:
-        """What the processes of a node show, while it runs with a supervisor."""
+    def board(self, node: int = 0) -> StatusBoard | None:
+        """The status board of a node, while it runs with a supervisor."""
         try:
             name = str(node) if self.hosts else ""
-            folder = Path(json.loads(pointer(self.run, name).read_text(encoding="utf-8"))["folder"])
+            folder = Path(json.loads(pointer_path(self.run, name).read_text(encoding="utf-8"))["folder"])
             if node not in self._boards or self._boards[node].path.parent != folder:
-                self._boards[node] = Board(folder / "board")
+                self._boards[node] = StatusBoard(folder / "board")
         except (OSError, ValueError, KeyError):
             self._boards.pop(node, None)
         return self._boards.get(node)
 
     def rank(self, number: int) -> tuple[str, int] | None:
-        """What this rank of the present attempt is doing, and its process; None while it does not train."""
+        """Phase and pid of a rank of the current attempt; None if it is not training."""
         boards = [b for node in range(self.nodes) if (b := self.board(node)) is not None]
         if not boards:
-            return self._unwatched(number)
-        newest = max(board["attempt"] for board in boards)  # that of a lost node stays behind
+            return self._unsupervised_rank(number)
+        newest = max(board["attempt"] for board in boards)  # a lost node's board is stale
         for board in boards:
             for record in board.records():
                 mine = record.rank == number and record.attempt == newest and psutil.pid_exists(record.pid)
@@ -152,22 +154,22 @@ class Watched:
                     return "collective" if inside else record.phase, record.pid
         return None
 
-    def _unwatched(self, number: int) -> tuple[str, int] | None:
-        """The same for a run without a supervisor: nobody knows what it is doing."""
+    def _unsupervised_rank(self, number: int) -> tuple[str, int] | None:
+        """The same for a run without a supervisor, whose phase is unknown."""
         for process in self.processes.values():
             for child in _children(process.pid):
                 with contextlib.suppress(psutil.Error, OSError):
-                    if "weft.chaos.rank" in child.cmdline() and child.environ().get("RANK") == str(number):
+                    if "weft.chaos.faulty_rank" in child.cmdline() and child.environ().get("RANK") == str(number):
                         return "any", child.pid
         return None
 
     def supervisor(self, node: int = 0) -> int | None:
-        """Its process id."""
+        """The pid of the supervisor."""
         board = self.board(node)
         return board["supervisor"] or None if board else None
 
     def end(self) -> None:
-        """Leave no process behind."""
+        """Kill all processes."""
         for process in self.processes.values():
             children = _children(process.pid)
             process.kill()
@@ -176,7 +178,7 @@ class Watched:
                     child.kill()
             process.wait()
 
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         words = [x for x in self.said.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
         return words[-1] if words else ""
 

@@ -1,6 +1,6 @@
-"""Several hosts on one machine: network namespaces joined by a bridge, each with a link that can be shaped or cut.
+"""Virtual hosts on one machine: network namespaces on a bridge, with links that can be limited or cut.
 
-A rehearsal of a cluster with real sockets and real interfaces. It needs root on Linux, `ip` and `tc` (iproute2).
+Uses real sockets and interfaces. Needs root on Linux, `ip` and `tc` (iproute2).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from weft.job.errors import MachineError
 
 BRIDGE, LINK = "weft0", "eth0"
 BURST_S = 0.005
-"""A shaped link may send so many seconds' worth of its rate at once: less throttles by the timer, more hides it."""
+"""Burst of a limited link in seconds of its rate."""
 
 
 def check_hosts() -> None:
-    """Refuse, in one sentence, where hosts cannot be made."""
+    """Raise a MachineError where virtual hosts cannot be created."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise MachineError(f"hosts on one machine need {' and '.join(missing)}: install iproute2")
@@ -29,14 +29,14 @@ def check_hosts() -> None:
         raise MachineError("hosts on one machine are network namespaces, which only root may make; run as root")
 
 
-class Hosts:
-    """`count` hosts with the addresses 10.73.N.1 and up, gone when it is left, with every process still in them."""
+class VirtualHosts:
+    """`count` hosts with the addresses 10.73.N.1 and up; removed on exit with all their processes."""
 
     def __init__(self, count: int, mbit: float | None = None):
         check_hosts()
         self.count = count
         self.names: list[str] = []
-        self.net = os.getpid() % 200 + 20  # two rehearsals at once do not see each other, but need not look alike
+        self.net = os.getpid() % 200 + 20  # concurrent experiments are in separate namespaces
         self.switch = f"weft-{os.getpid()}-sw"
         self.started: list[subprocess.Popen[Any]] = []
         try:
@@ -64,21 +64,21 @@ class Hosts:
             _ip(name, "link", "set", "lo", "up")
 
     def address(self, host: int) -> str:
-        """Where the others reach a host."""
+        """A host's address."""
         return f"10.73.{self.net}.{host + 1}"
 
     def start(
         self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Start a command on a host, as subprocess.Popen would here; Gloo and NCCL are told which interface to use."""
+        """Start a command on a host like subprocess.Popen, with the interface set for Gloo and NCCL."""
         chosen = {**(os.environ if env is None else env), "GLOO_SOCKET_IFNAME": LINK, "NCCL_SOCKET_IFNAME": LINK}
-        line = ["ip", "netns", "exec", self.names[host], *command]  # execs: the PID is the command's own
+        line = ["ip", "netns", "exec", self.names[host], *command]  # execs, so the pid is the command's own
         process = subprocess.Popen(line, env=chosen, **options)
         self.started.append(process)
         return process
 
     def shape(self, host: int, mbit: float | None) -> None:
-        """Let a host send, and be sent, at most so many Mbit/s; None lifts it."""
+        """Limit a host's link to so many Mbit/s in both directions; None removes the limit."""
         for space, link in ((self.names[host], LINK), (self.switch, f"port{host}")):
             _run("tc", "-n", space, "qdisc", "del", "dev", link, "root", check=False)
             if mbit is not None:
@@ -89,24 +89,24 @@ class Hosts:
                 )  # fmt: skip
 
     def cut(self, host: int) -> None:
-        """Take a host off the network, without a word to the others."""
+        """Disconnect a host from the network."""
         _ip(self.switch, "link", "set", f"port{host}", "down")
 
     def join(self, host: int) -> None:
-        """Bring it back."""
+        """Reconnect a host."""
         _ip(self.switch, "link", "set", f"port{host}", "up")
 
     def sent(self, host: int) -> int:
-        """Bytes that left a host so far, by its interface's own count."""
+        """Bytes sent by a host, from its interface counter."""
         counter = f"/sys/class/net/{LINK}/statistics/tx_bytes"
         return int(_run("ip", "netns", "exec", self.names[host], "cat", counter))
 
     def processes(self, host: int) -> list[int]:
-        """Everything that runs on a host."""
+        """Pids of all processes on a host."""
         return [int(pid) for pid in _run("ip", "netns", "pids", self.names[host]).split()]
 
     def kill(self, host: int) -> None:
-        """End everything that runs on a host at once, as a lost machine would."""
+        """Kill all processes on a host."""
         for pid in self.processes(host):
             _run("kill", "-9", str(pid), check=False)
 
@@ -130,7 +130,7 @@ class Hosts:
 
 
 def _add(name: str) -> None:
-    _run("ip", "netns", "del", name, check=False)  # left by a process of the same number that was killed
+    _run("ip", "netns", "del", name, check=False)  # left by a killed process with the same pid
     _run("ip", "netns", "add", name)
 
 

@@ -1,91 +1,94 @@
-"""What a checkpoint holds: the tensors as they are at one moment, and which part of each this rank has."""
+"""What a checkpoint holds: this rank's chunks of the tensors, as they are when the save begins."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, cast
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from weft.comm.shards import local_of, shard_of
 
-class Snapshot(DefaultSavePlanner):
-    """The tensors as they are at this moment, and which part of each this rank holds.
 
-    Made in the caller's thread. What goes wrong here is kept and raised inside DCP's flow, where the other ranks
-    hear of it; raised at once it would leave them waiting. copy: the tensors will change while they are written.
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a named tensor that one rank can write."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    @property
+    def kind(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    @classmethod
+    def of_json(cls, row: Sequence[Any]) -> Chunk:
+        name, dtype, shape, offset, size = row
+        return cls(name, dtype, tuple(shape), tuple(offset), tuple(size))
+
+
+class CheckpointContents:
+    """This rank's chunks of some tensors, in host memory.
+
+    Made in the caller's thread. An error here is raised by plan(), where it reaches all ranks: raised earlier, it would
+    leave the others waiting. copy: the tensors will change while they are written.
     """
 
     def __init__(self, tensors: dict[str, Tensor], *, copy: bool) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._locals: dict[str, Tensor] = {}
-        self._local_plan: SavePlan | Exception
+        self.chunks: list[Chunk] = []
+        self.tensors: list[Tensor] = []
+        self.error: Exception | None = None
         try:
-            items = create_default_local_save_plan(cast("dict[str, Any]", tensors), False).items
-            items = [item for item in items if not _is_hole(item)]
-            self._locals = _on_host({item.index.fqn: _local_part(tensors[item.index.fqn]) for item in items}, copy=copy)
-            for item in items:
-                _check_whole(item, self._locals[item.index.fqn])
-            self._local_plan = SavePlan(items)
+            for name, tensor in tensors.items():
+                self._check(name, tensor)
+                shard = shard_of(tensor)
+                self._add(name, local_of(tensor.detach()), tuple(shard.shape), shard.offset)
+            self.tensors = _on_host(self.tensors, copy=copy)
         except Exception as error:
-            self._local_plan = RuntimeError(f"{type(error).__name__}: {error}")
+            self.error = error
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.is_coordinator = is_coordinator
+    def plan(self) -> list[tuple[Any, ...]]:
+        """The chunks, for JSON."""
+        if self.error is not None:
+            raise self.error
+        return [astuple(chunk) for chunk in self.chunks]
 
-    def create_local_plan(self) -> SavePlan:
-        if isinstance(self._local_plan, Exception):
-            raise self._local_plan
-        return self._local_plan
+    def _add(self, name: str, tensor: Tensor, shape: tuple[int, ...], offset: tuple[int, ...]) -> None:
+        if tensor.numel() or not math.prod(shape):  # a rank that holds no element of a tensor writes nothing
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.chunks.append(Chunk(name, dtype, shape, offset, tuple(tensor.shape)))
+            self.tensors.append(tensor)
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        for rank, plan in enumerate(all_plans):
-            for item in plan.items:
-                data = cast(Any, item.tensor_data)
-                kind = (data.size, data.properties.dtype)
-                if kinds.setdefault(item.index.fqn, kind) != kind:
-                    raise ValueError(
-                        f"rank {rank} gives {item.index.fqn!r} as {kind_of(*kind)}, another rank as "
-                        f"{kind_of(*kinds[item.index.fqn])}; two tensors need two names"
-                    )
-        plans, metadata = super().create_global_plan(all_plans)
-        for name, entry in metadata.state_dict_metadata.items():
-            if not covered(entry):
-                raise ValueError(f"the ranks together hold only a part of {name!r}")
-        return plans, metadata
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._locals[index.fqn]
+    @staticmethod
+    def _check(name: str, tensor: Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            if any(placement.is_partial() for placement in tensor.placements):
+                raise ValueError(f"{name!r} is a partial sum, {tensor.placements}; reduce it before it is saved")
+            size, local = shard_of(tensor).size, tensor.to_local()
+            if size != tuple(local.shape):
+                raise ValueError(f"{name!r} should hold {list(size)} on this rank and holds {list(local.shape)}")
 
 
-def covered(entry: Any) -> bool:
-    return sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
-
-
-def kind_of(size: torch.Size, dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(size)}"
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _on_host(tensors: dict[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
-    """The tensors in host memory: copies, where copy is asked or they are elsewhere."""
-    moved = {name: t if t.is_cpu and not copy else _host_buffer(t) for name, t in tensors.items()}
+def _on_host(tensors: list[Tensor], *, copy: bool) -> list[Tensor]:
+    """The tensors in host memory: copies where `copy` asks for them or the tensors are elsewhere."""
+    moved = [tensor if tensor.is_cpu and not copy else _host_buffer(tensor) for tensor in tensors]
     devices = set()
-    for name, tensor in tensors.items():
-        if moved[name] is not tensor:
-            moved[name].copy_(tensor, non_blocking=tensor.is_cuda)
+    for tensor, host in zip(tensors, moved, strict=True):
+        if host is not tensor:
+            host.copy_(tensor, non_blocking=tensor.is_cuda)
             if tensor.is_cuda:
                 devices.add(tensor.device)
     for device in devices:
@@ -95,20 +98,8 @@ def _on_host(tensors: dict[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
 
 def _host_buffer(tensor: Tensor) -> Tensor:
     if tensor.is_cuda:
-        # Pinned memory is several times faster to copy to, and torch reuses it at the next save. Where the system
-        # refuses to pin that much, plain memory does.
+        # Copies to pinned memory are several times faster, and torch reuses it at the next save. Plain memory is the
+        # fallback where the system refuses to pin that much.
         with suppress(RuntimeError):
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
-def _is_hole(item: WriteItem) -> bool:
-    """A rank that holds no row of a tensor has nothing to write; only an empty tensor is written as empty."""
-    data = cast(Any, item.tensor_data)
-    return math.prod(data.chunk.sizes) == 0 and math.prod(data.size) != 0
-
-
-def _check_whole(item: WriteItem, local: Tensor) -> None:
-    planned = cast(Any, item.tensor_data).chunk.sizes
-    if planned != local.shape:
-        raise ValueError(f"{item.index.fqn!r} should hold {list(planned)} on this rank and holds {list(local.shape)}")

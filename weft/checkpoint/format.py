@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: its folder, its manifest, how damage is recognised, what is kept. Needs no torch."""
+"""The format of a checkpoint on disk: folder names, the manifest, verification. Does not need torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(tmp|old|damaged|trash)-\w+)?")
 _BLOCK = 4 << 20
-LARGEST = 256 << 20
-"""Bytes of a manifest."""
+MAX_MANIFEST_BYTES = 256 << 20
 
 
 class Damaged(MachineError):
-    """A checkpoint that cannot be trusted; why says what is wrong with it."""
+    """A checkpoint that cannot be used, and why."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(path, why)
@@ -37,8 +36,8 @@ class Damaged(MachineError):
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint whose every file is as it was written."""
+class SavedCheckpoint:
+    """A checkpoint whose files all match its manifest."""
 
     step: int
     path: Path
@@ -47,7 +46,7 @@ class Found:
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file must be: its length and its CRC-32."""
+    """The expected length and CRC-32 of a file."""
 
     bytes: int
     crc32: int
@@ -55,16 +54,25 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The table of contents, written last: a folder without it was never finished."""
+    """The table of contents of a checkpoint, written last: a folder without it is an unfinished save."""
 
     step: int
     meta: dict[str, Any]
     files: dict[str, FileSum]
 
+    def to_json(self) -> dict[str, Any]:
+        files = {name: {"bytes": s.bytes, "crc32": s.crc32} for name, s in sorted(self.files.items())}
+        return {"format": FORMAT, "step": self.step, "meta": self.meta, "files": files}
+
+    @classmethod
+    def of_json(cls, body: dict[str, Any]) -> Manifest:
+        files = {name: FileSum(_natural(f["bytes"]), _natural(f["crc32"])) for name, f in body["files"].items()}
+        return cls(_natural(body["step"]), dict(body["meta"]), files)
+
 
 @dataclass(frozen=True)
 class Entry:
-    """A folder that a Checkpoints made. kind: good (by name only), tmp, old, damaged or trash."""
+    """A folder that a Checkpointer made. kind: good (by name only), tmp, old, damaged or trash."""
 
     step: int
     kind: str
@@ -76,12 +84,12 @@ def checkpoint_name(step: int) -> str:
 
 
 def aside_name(step: int, kind: str) -> str:
-    """A name that no other save of this step has, for a folder that is not (or no longer) a checkpoint."""
+    """A unique name for a folder of this step that is not, or no longer, a checkpoint."""
     return f"{checkpoint_name(step)}.{kind}-{uuid.uuid4().hex[:8]}"
 
 
 def entries(folder: Path) -> list[Entry]:
-    """Every folder of ours below folder, lowest step first."""
+    """Every checkpoint folder in `folder`, of any kind, lowest step first."""
     if not folder.is_dir():
         return []
     found = []
@@ -92,30 +100,30 @@ def entries(folder: Path) -> list[Entry]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints below folder by name, oldest first, good or not.
+    """The checkpoints in `folder` by name, oldest first, good or not.
 
-    With them, before its successor, one that was moved aside for a newer save of its step and not yet deleted.
+    Includes, before its replacement, one that was moved aside for a newer save of its step and not yet deleted.
     """
     listed = [entry for entry in entries(folder) if entry.kind in ("good", "old")]
     return [entry.path for entry in sorted(listed, key=lambda entry: (entry.step, entry.kind == "good"))]
 
 
 def leftovers(folder: Path, good_step: int, damaged: Collection[Path]) -> list[Entry]:
-    """What interrupted saves and deletions left and nobody needs, now that the checkpoint of good_step is good."""
+    """What interrupted saves and deletions left and can be deleted, since the checkpoint of good_step is good."""
     every = entries(folder)
-    standing = {
+    intact = {
         e.step for e in every if e.kind == "good" and e.path not in damaged and not verify(e.path, checksum=False)
     }
-    worthless = {
+    deletable = {
         "tmp": lambda step: step <= good_step,
-        "old": lambda step: step < good_step or step in standing,
+        "old": lambda step: step < good_step or step in intact,
         "trash": lambda step: True,
     }
-    return [e for e in every if e.kind in worthless and worthless[e.kind](e.step)]
+    return [e for e in every if e.kind in deletable and deletable[e.kind](e.step)]
 
 
 def restore(folder: Path) -> None:
-    """Give back its name to a checkpoint that was moved aside for a save that then never took its place."""
+    """Rename a checkpoint back that was moved aside for a save which was then not finished."""
     every = entries(folder)
     taken = {entry.step for entry in every if entry.kind == "good"}
     for entry in every:
@@ -125,12 +133,12 @@ def restore(folder: Path) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at path; Damaged when it cannot be trusted, JobError when nothing is there."""
+    """The manifest of the checkpoint at path; raises Damaged when it is invalid, JobError when nothing is there."""
     if not path.is_dir():
         raise JobError(f"no checkpoint is at {path}; it would be a folder such as {checkpoint_name(200)}")
     try:
-        if (path / MANIFEST).stat().st_size > LARGEST:
-            raise Damaged(path, f"{MANIFEST} is larger than {LARGEST >> 20} MiB, which none is")
+        if (path / MANIFEST).stat().st_size > MAX_MANIFEST_BYTES:
+            raise Damaged(path, f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES >> 20} MiB")
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
         raise Damaged(path, f"it has no {MANIFEST}, so it was never finished") from None
@@ -138,21 +146,17 @@ def read_manifest(path: Path) -> Manifest:
         raise Damaged(path, f"{MANIFEST} cannot be read: {error}") from error
     try:
         body = json.loads(text)
-        told = body.pop("crc32")
+        checksum = body.pop("crc32")
         version = body["format"]
         if version != FORMAT:
-            raise Damaged(path, f"its format is {version!r}, and this Weft reads format {FORMAT}")
-        manifest = Manifest(
-            step=_natural(body["step"]),
-            meta=dict(body["meta"]),
-            files={name: FileSum(_natural(f["bytes"]), _natural(f["crc32"])) for name, f in body["files"].items()},
-        )
+            raise Damaged(path, f"its format is {version!r}, and this version of Weft reads format {FORMAT}")
+        manifest = Manifest.of_json(body)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(path, f"{MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
     for name in manifest.files:
         if name != os.path.basename(name) or "\\" in name or "\0" in name or name in ("", ".", "..", MANIFEST):
             raise Damaged(path, f"{MANIFEST} names {name!r}, which is not a file inside the checkpoint")
-    if told != _body_sum(body):
+    if checksum != _body_sum(body):
         raise Damaged(path, f"{MANIFEST} has another checksum than when it was written")
     match = _NAME.fullmatch(path.name)
     if match and int(match[1]) != manifest.step:
@@ -161,9 +165,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write the manifest into the folder at path; durable on return, with every name in the folder."""
-    files = {name: {"bytes": s.bytes, "crc32": s.crc32} for name, s in sorted(manifest.files.items())}
-    body = {"format": FORMAT, "step": manifest.step, "meta": manifest.meta, "files": files}
+    """Write the manifest into the folder at path; durable on return, as are the names of the other files."""
+    body = manifest.to_json()
     with (path / MANIFEST).open("w") as stream:
         json.dump({**body, "crc32": _body_sum(body)}, stream, indent=1)
         stream.flush()
@@ -172,11 +175,11 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def check_file(path: Path, name: str, expected: FileSum, *, checksum: bool = True, cached: bool = True) -> str | None:
-    """None when the file is as the manifest says, else what is wrong with it. Not cached: as the disk itself says."""
+    """None when the file matches the manifest, else what is wrong. cached=False reads from the disk, not the cache."""
     try:
         status = (path / name).lstat()
         if not stat.S_ISREG(status.st_mode):
-            return f"{name} is no plain file, but a link or something else that leads out of the checkpoint"
+            return f"{name} is not a regular file; a link could lead out of the checkpoint"
         size = status.st_size
         if size != expected.bytes:
             return f"{name} has {size} bytes instead of {expected.bytes}"
@@ -196,9 +199,9 @@ def check_file(path: Path, name: str, expected: FileSum, *, checksum: bool = Tru
 
 
 def verify(path: Path, *, checksum: bool = True) -> str | None:
-    """None when every file of the checkpoint is as it was written, else the reason in words.
+    """None when every file of the checkpoint is as it was written, else what is wrong.
 
-    Without checksum only the manifest and the sizes are looked at, which reads next to nothing.
+    Without checksum only the manifest and the sizes are checked.
     """
     try:
         manifest = read_manifest(path)
@@ -211,24 +214,24 @@ def verify(path: Path, *, checksum: bool = True) -> str | None:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """What the run wrote beside the tensors: step counters, the data state and the like."""
+    """What was saved beside the tensors: step counters, the data state and so on."""
     return read_manifest(path).meta
 
 
-def newest_good(folder: Path) -> Found | None:
-    """The newest checkpoint that is whole, for one process that only reads: nothing is changed on disk."""
+def newest_good(folder: Path) -> SavedCheckpoint | None:
+    """The newest intact checkpoint, for one process that only reads: nothing is changed on disk."""
     for path in reversed(list_checkpoints(folder)):
         if verify(path) is None:
             manifest = read_manifest(path)
-            return Found(manifest.step, path, manifest.meta)
+            return SavedCheckpoint(manifest.step, path, manifest.meta)
     return None
 
 
 def put_in_place(written: Path, final: Path, *, damaged: bool) -> Path | None:
-    """Give a finished folder its name, and return where the one that had the name went.
+    """Rename a finished folder to its final name, and return where the one that had the name was moved.
 
-    The old one is moved aside first and is still listed as a checkpoint until the new one stands in its place,
-    so a kill at any moment leaves at least one of the two. damaged: the old one must never be read again.
+    The old one is moved aside first and is still listed as a checkpoint until the new one has its name, so a kill at
+    any moment leaves at least one of the two. damaged: the old one must never be read again.
     """
     step = int(_NAME.fullmatch(final.name)[1])  # type: ignore[index]
     aside = None
@@ -246,7 +249,7 @@ def put_in_place(written: Path, final: Path, *, damaged: bool) -> Path | None:
 
 
 def remove(entry: Entry) -> None:
-    """Delete a folder. It loses its name first, so that a kill half-way leaves nothing that looks like a checkpoint."""
+    """Delete a folder. It is renamed first, so that a kill half-way leaves nothing that looks like a checkpoint."""
     path = entry.path
     if entry.kind != "trash":
         path = path.rename(path.with_name(aside_name(entry.step, "trash")))
@@ -254,14 +257,14 @@ def remove(entry: Entry) -> None:
 
 
 def surplus(steps: Iterable[int], *, keep: int, keep_every: int, written: int) -> list[int]:
-    """Which of the good checkpoints go, now that the one of step written is durable."""
+    """Which of the good checkpoints are deleted, now that the one of step `written` is durable."""
     ordered = sorted(set(steps))
-    spared = {*ordered[-keep:], written}
-    return [s for s in ordered if s not in spared and not (keep_every and s % keep_every == 0)]
+    kept = {*ordered[-keep:], written}
+    return [s for s in ordered if s not in kept and not (keep_every and s % keep_every == 0)]
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable, where the filesystem knows such a thing."""
+    """Make the names in a folder durable, where the filesystem supports it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -13,11 +13,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from weft.checkpoint.checkpointer import Checkpoints
-from weft.checkpoint.contents import Snapshot
+from weft.checkpoint.checkpointer import Checkpointer
+from weft.checkpoint.contents import CheckpointContents
 from weft.checkpoint.snapshot_file import Places, find_sealed, read_table
 from weft.checkpoint.snapshot_replication import held_files, newest_whole
 from weft.comm.shards import shard_of
@@ -30,7 +28,7 @@ Told = tuple[int, dict[str, int], int, int]
 
 
 @dataclass(frozen=True)
-class Shard:
+class RankSnapshot:
     """One rank's snapshot, in this node's memory."""
 
     path: Path
@@ -49,20 +47,20 @@ def places_of(rank: int, attempt: int, job: Job, plan: Plan, tensors: Mapping[st
     return Places(rank, attempt, job.model_dump(mode="json"), plan.to_json(), boxes)
 
 
-def find_shards(memory: Path) -> list[Shard]:
+def find_shards(memory: Path) -> list[RankSnapshot]:
     """All that this node holds: its own ranks' and its neighbour's."""
     found = [
-        Shard(sealed.path, sealed.step, places)
+        RankSnapshot(sealed.path, sealed.step, places)
         for sealed in find_sealed(memory)
         if (places := Places.read(memory / f"places-{sealed.rank}.json")) is not None
     ]
     for attempt, rank, step, path in held_files(memory / "held"):
         if (places := Places.read(memory / "held" / f"{attempt}-{rank}.json")) is not None:
-            found.append(Shard(path, step, places))
+            found.append(RankSnapshot(path, step, places))
     return found
 
 
-def save_shards(memory: Path, checkpoints: Checkpoints, mesh: Mesh, local_ranks: int, newer_than: int) -> int | None:
+def save_shards(memory: Path, checkpoints: Checkpointer, mesh: Mesh, local_ranks: int, newer_than: int) -> int | None:
     """Write the newest step that the nodes' memories hold together as a checkpoint, if the disk has none as new.
 
     Collective; every rank brings its share of what its node holds. Returns the step, or None.
@@ -80,14 +78,14 @@ def save_shards(memory: Path, checkpoints: Checkpoints, mesh: Mesh, local_ranks:
         return None
     bring = [shard for shard in mine if shard.step == chosen and shard.axes == axes]
     there = {rank for step, rank in held if step == chosen}
-    planner = ShardSnapshot(bring, _absent(there, axes, mine) if mesh.rank == 0 else {})
-    metas = mesh.all_gather_object(planner.meta)
+    contents = SnapshotContents(bring, _absent(there, axes, mine) if mesh.rank == 0 else {})
+    metas = mesh.all_gather_object(contents.meta)
     meta = next(m for m in cast(list[dict[str, Any] | None], metas) if m is not None)
-    checkpoints.put(chosen, planner, meta)
+    checkpoints.save_contents(chosen, contents, meta)
     return chosen if checkpoints.durable == chosen else None
 
 
-def _absent(there: set[int], axes: Mapping[str, int], bring: list[Shard]) -> dict[str, Tensor]:
+def _absent(there: set[int], axes: Mapping[str, int], bring: list[RankSnapshot]) -> dict[str, Tensor]:
     """Random states of ranks that are gone, as they begin: only a person's own module may use them."""
     world = 1
     for degree in axes.values():
@@ -97,47 +95,28 @@ def _absent(there: set[int], axes: Mapping[str, int], bring: list[Shard]) -> dic
     return {f"random.{r}": g.get_state() for r, g in generators.items()}
 
 
-class ShardSnapshot(Snapshot):
-    """A Snapshot of tensors that lie in files, shards of a layout that is gone."""
+class SnapshotContents(CheckpointContents):
+    """The contents of snapshot files, which are shards of a layout that is gone."""
 
-    def __init__(self, shards: list[Shard], more: Mapping[str, Tensor]) -> None:
-        super().__init__({}, copy=False)
-        self._shards: dict[MetadataIndex, Tensor] = {}
+    def __init__(self, shards: list[RankSnapshot], more: dict[str, Tensor]) -> None:
+        super().__init__(more, copy=False)
         self.meta: dict[str, Any] | None = None
-        items: list[WriteItem] = []
         try:
             for shard in shards:
-                items += self._open(shard)
-            for name, tensor in more.items():
-                items.append(self._item(name, tensor, tensor.shape, [0] * tensor.dim()))
-            self._local_plan = SavePlan(items)
+                self._add_file(shard)
         except Exception as error:
-            self._local_plan = RuntimeError(f"{type(error).__name__}: {error}")
+            self.error = error
 
-    def _open(self, shard: Shard) -> list[WriteItem]:
+    def _add_file(self, shard: RankSnapshot) -> None:
         table = read_table(shard.path)
         if table is None:
             raise ValueError(f"{shard.path} is no longer whole")
         entries, counts = table
         self.meta = {**counts, "job": shard.places.job, "plan": shard.places.plan}
         memory = torch.from_file(str(shard.path), shared=False, size=shard.path.stat().st_size, dtype=torch.uint8)
-        items = []
         for name, dtype, shape, at in entries:
             kind = getattr(torch, dtype)
             count = int(torch.Size(shape).numel())
             tensor = memory[at : at + count * kind.itemsize].view(kind).view(shape)
-            whole, offset = shard.places.boxes[name]
-            new = MetadataIndex(name, torch.Size(offset)) not in self._shards  # replicas hold the same
-            if new and (count or not torch.Size(whole).numel()):  # who holds no row has nothing to write
-                items.append(self._item(name, tensor, torch.Size(whole), offset))
-        return items
-
-    def _item(self, name: str, tensor: Tensor, whole: torch.Size, offset: list[int]) -> WriteItem:
-        index = MetadataIndex(name, torch.Size(offset))
-        self._shards[index] = tensor
-        chunk = ChunkStorageMetadata(torch.Size(offset), tensor.shape)
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), whole)
-        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._shards[MetadataIndex(index.fqn, index.offset)]
+            full, offset = shard.places.boxes[name]
+            self._add(name, tensor, tuple(full), tuple(offset))

@@ -1,37 +1,30 @@
-"""How a checkpoint is read: DCP's index, taken without running anything in it, and the tensors it leads to."""
+"""Reads a checkpoint: its index, and the chunks that a rank needs of each tensor, whatever layout wrote them."""
 
 from __future__ import annotations
 
 import difflib
+import io
 import math
-import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from weft.checkpoint.contents import covered, kind_of
-from weft.checkpoint.format import Damaged, read_manifest
+from weft.checkpoint.dcp_internals import INDEX_FILE, StorageInfo, read_index
+from weft.checkpoint.format import Damaged, check_file, read_manifest
+from weft.comm.agreement import in_words
+from weft.comm.shards import local_of, shard_of
 
-# All that the pickle of a Metadata names, and nothing else is ever looked up, let alone called.
-_INDEX_NAMES = {
-    "torch.distributed.checkpoint.metadata": [
-        "Metadata",
-        "TensorStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    ],
-    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
-    "torch.serialization": ["_get_layout"],
-    "torch": ["Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))],
-}
+
+class Read(NamedTuple):
+    """A part of a stored chunk, and the view of a tensor that it fills."""
+
+    info: StorageInfo
+    size: torch.Size
+    box: tuple[slice, ...]
+    target: Tensor
 
 
 class Index:
@@ -41,28 +34,29 @@ class Index:
         self.path = path
         self.files = read_manifest(path).files
         try:
-            if ".metadata" not in self.files:
+            if INDEX_FILE not in self.files:
                 raise ValueError("the manifest does not name it")
-            with (path / ".metadata").open("rb") as stream:
-                self.metadata = _IndexUnpickler(stream).load()
-            self.tensors: dict[str, TensorStorageMetadata] = {
-                str(name): _tensor_entry(entry) for name, entry in self.metadata.state_dict_metadata.items()
-            }
-            self.where: dict[str, set[str]] = {}
-            for index, info in self.metadata.storage_data.items():
+            with (path / INDEX_FILE).open("rb") as stream:
+                found = read_index(stream)
+            self.tensors = {str(name): _tensor_entry(entry) for name, entry in found.state_dict_metadata.items()}
+            self.storage: dict[MetadataIndex, StorageInfo] = found.storage_data
+            for info in self.storage.values():
                 if info.relative_path not in self.files:
                     raise ValueError(f"it reads {info.relative_path!r}, which the manifest does not name")
-                self.where.setdefault(index.fqn, set()).add(info.relative_path)
             held = sum(expected.bytes for expected in self.files.values())
-            if any(_size(entry) > held for entry in self.tensors.values()):
+            if any(math.prod(entry.size) * entry.properties.dtype.itemsize > held for entry in self.tensors.values()):
                 raise ValueError("it names a tensor that is larger than all its files")
-            if partial := [name for name, entry in self.tensors.items() if not covered(entry)]:
+            if partial := [name for name, entry in self.tensors.items() if not _is_complete(entry)]:
                 raise ValueError(f"it has only a part of {partial[0]!r}")
         except Exception as error:
-            raise Damaged(path, f".metadata cannot be read: {error}") from error
+            raise Damaged(path, f"{INDEX_FILE} cannot be read: {error}") from error
+
+    def files_of(self, names: set[str]) -> set[str]:
+        """The files that hold these tensors."""
+        return {info.relative_path for index, info in self.storage.items() if index.fqn in names}
 
     def mismatch(self, tensors: dict[str, Tensor]) -> str | None:
-        """What a person must know when these tensors cannot be filled from here; None when they can."""
+        """Why these tensors cannot be filled from here; None when they can."""
         for name, tensor in tensors.items():
             saved = self.tensors.get(name)
             if saved is None:
@@ -79,44 +73,65 @@ class Index:
                 )
         return None
 
-    def fill(self, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-        """Read the tensors in place, each rank its own part."""
-        with torch.no_grad():
-            _dcp_load(tensors, _Reader(self.path, self.metadata), group)
+    @torch.no_grad()
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """Read this rank's shards of the tensors in place."""
+        by_file: dict[str, list[Read]] = {}
+        for name, tensor in tensors.items():
+            for read in self._reads(name, tensor):
+                by_file.setdefault(read.info.relative_path, []).append(read)
+        for file, reads in by_file.items():
+            with (self.path / file).open("rb") as stream:
+                for info, size, box, target in sorted(reads, key=lambda read: read.info.offset):
+                    if getattr(info, "transform_descriptors", None):
+                        raise ValueError(f"{file} is stored with {info.transform_descriptors}")
+                    stream.seek(info.offset)
+                    content = io.BytesIO(stream.read(info.length))
+                    chunk = torch.load(content, map_location="cpu", weights_only=True)
+                    if not isinstance(chunk, Tensor) or chunk.shape != size:
+                        raise ValueError(f"{file} holds something else than the index names")
+                    target.copy_(chunk[box])
+
+    def _reads(self, name: str, tensor: Tensor) -> list[Read]:
+        """The parts of stored chunks that overlap this rank's shard of a tensor."""
+        shard, local = shard_of(tensor), local_of(tensor.detach())
+        reads = []
+        for chunk in self.tensors[name].chunks:
+            begin = [max(a, b) for a, b in zip(shard.offset, chunk.offsets, strict=True)]
+            ends = zip(shard.offset, shard.size, chunk.offsets, chunk.sizes, strict=True)
+            end = [min(a + n, b + m) for a, n, b, m in ends]
+            if all(b < e for b, e in zip(begin, end, strict=True)):
+                inside = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, chunk.offsets, strict=True))
+                there = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, shard.offset, strict=True))
+                info = self.storage[MetadataIndex(name, chunk.offsets)]
+                reads.append(Read(info, chunk.sizes, inside, local[there]))
+        return reads
 
 
-def _dcp_load(tensors: dict[str, Tensor], reader: FileSystemReader, group: dist.ProcessGroup | None) -> None:
-    """DCP's load, again without the warning for a single process."""
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    _load_state_dict(dict(tensors), reader, process_group=group, no_dist=group is None, planner=planner)
-
-
-class _Reader(FileSystemReader):
-    """Reads with an index that has already been read safely."""
-
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._metadata = metadata
-
-    # Not named kwargs: DCP would take that for the promise of an index for each rank, and ask for it.
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self._metadata
+def load_full(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Every tensor whose name starts with prefix, unsharded, in host memory; one process, no process group."""
+    index = Index(path)
+    tensors = {
+        name: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.tensors.items()
+        if name.startswith(prefix)
+    }
+    for name in sorted({INDEX_FILE, *index.files_of(set(tensors))}):
+        if why := check_file(path, name, index.files[name]):
+            raise Damaged(path, why)
+    try:
+        index.fill(tensors)
+    except Exception as error:
+        raise Damaged(path, f"its files are intact, but it cannot be loaded: {in_words(error)}") from error
+    return tensors
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads DCP's .metadata, which is a pickle, without letting it name anything that runs."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _INDEX_NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
-        return super().find_class(module, name)
+def kind_of(size: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(size)}"
 
 
-def _size(entry: TensorStorageMetadata) -> int:
-    """Bytes of a whole tensor: what is claimed must also be there before memory is taken for it."""
-    return math.prod(entry.size) * entry.properties.dtype.itemsize
+def _is_complete(entry: TensorStorageMetadata) -> bool:
+    return sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
 
 
 def _tensor_entry(entry: Any) -> TensorStorageMetadata:

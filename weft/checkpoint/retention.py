@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder go, and what interrupted saves have left there."""
+"""Deletes old checkpoints and what interrupted saves have left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Note = Callable[..., None]
 
 
 def retain(folder: Path, written: int, keep: int, keep_every: int, damaged: set[Path], note: Note) -> None:
-    """Delete what is no longer wanted; damaged checkpoints are neither counted nor touched."""
+    """Delete the checkpoints that are not to be kept; damaged ones are neither counted nor deleted."""
     good = {
         entry.step: entry
         for entry in entries(folder)
@@ -24,7 +24,7 @@ def retain(folder: Path, written: int, keep: int, keep_every: int, damaged: set[
 
 
 def sweep(folder: Path, good_step: int, damaged: set[Path], note: Note) -> None:
-    """Report what interrupted saves left, and delete what an equally new good checkpoint makes worthless."""
+    """Report what interrupted saves left, and delete it where a good checkpoint is as new."""
     gone = leftovers(folder, good_step, damaged)
     for entry in entries(folder):
         if entry.kind == "tmp":

@@ -14,7 +14,7 @@ import psutil
 
 from weft.checkpoint.snapshot_file import Places, Sealed, find_sealed
 from weft.planner.plan import AXES, Plan
-from weft.wire.channel import Channel, Gone, Message, Refused, dial
+from weft.wire.channel import Channel, Disconnected, Message, ProtocolError, open_channel
 
 KEEP = 2
 """Steps of a rank that a neighbour keeps."""
@@ -41,7 +41,7 @@ class Keeper:
             places = Places.loads(text.decode("utf-8", "replace"))
             _, content = channel.receive(IDLE_S, blob_limit=limit)
             if places is None:
-                raise Refused("a snapshot of nobody knows what")
+                raise ProtocolError("a snapshot of nobody knows what")
             self._keep(int(message["attempt"]), places, int(message["step"]), content)
             channel.send({"kept": message["step"]})
 
@@ -147,7 +147,7 @@ class Sender:
                     self._kept(ready[0].step)
             except (OSError, ValueError) as error:
                 self._hang_up()
-                if not isinstance(error, Gone) and not self._noted:
+                if not isinstance(error, Disconnected) and not self._noted:
                     self._noted = True
                     self._note(f"node {errand.node} does not keep this node's snapshots: {error}")
             self._closed.wait((time.monotonic() - began) * (1 / SHARE - 1))
@@ -176,7 +176,7 @@ class Sender:
     def _dial(self, address: tuple[str, int], attempt: int) -> Channel:
         if self._channel is None or self._channel[0] != address:
             self._hang_up()
-            channel = dial(address, self._secret)
+            channel = open_channel(address, self._secret)
             channel.send({"purpose": "copy", "attempt": attempt})
             self._channel = (address, channel)
         return self._channel[1]

@@ -1,25 +1,30 @@
-"""How a checkpoint is written: DCP's files under a temporary name, checksums, the manifest last, then the rename."""
+"""Writes a checkpoint: each rank its file under a temporary name, then the index, the manifest and the rename.
+
+The ranks exchange their plans and results as JSON. The files are those that torch's DCP writes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import io
+import os
 import shutil
 import zlib
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from weft.checkpoint.contents import Snapshot
+from weft.checkpoint.contents import CheckpointContents, Chunk
+from weft.checkpoint.dcp_internals import INDEX_FILE, StorageInfo, write_index
 from weft.checkpoint.format import (
     FileSum,
     Manifest,
@@ -30,122 +35,177 @@ from weft.checkpoint.format import (
     sync_folder,
     write_manifest,
 )
+from weft.comm.agreement import Everyone, T, in_words
+
+MAX_FAILURES_NAMED = 3
 
 
-class Writer(FileSystemWriter):
-    """Writes one checkpoint: under a temporary name, with checksums, the manifest last, then the rename."""
+class SaveFailed(Exception):
+    """A save that failed on at least one rank; all ranks raise it."""
 
-    def __init__(
-        self, folder: Path, manifest: Manifest, *, replaces_damaged: bool, fence: Callable[[], None] = lambda: None
-    ) -> None:
-        super().__init__(folder, per_thread_copy_ahead=0)
-        self.folder, self.manifest, self.replaces_damaged, self.fence = folder, manifest, replaces_damaged, fence
-        self.final = folder / checkpoint_name(manifest.step)
-        self.aside: Path | None = None
-        self.total_bytes = 0
-        self.fs: _SummingFileSystem = _SummingFileSystem()
-        self._made: Path | None = None
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # The coordinator alone picks the name, so that no file of an earlier try, nor of a rank of a dead run that
-        # still writes, can get in.
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = aside_name(self.manifest.step, "tmp")
-        (self.folder / name).mkdir()
-        return [dataclasses.replace(p, storage_data=_Place(f"__{i}_", name)) for i, p in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self.path = self._made = self.folder / plan.storage_data.name
-        # On a node that does not see the coordinator's disk; finish() then says so in words.
-        self._made.mkdir(parents=True, exist_ok=True)
-        results = super().write_data(plan, planner).value()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(_Written(results, self.fs.sums))
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        made = cast(Path, self._made)
-        super().finish(metadata, results)
-        files = {name: expected for written in results for name, expected in cast(_Written, written).files.items()}
-        for name, expected in files.items():
-            if why := check_file(made, name, expected, checksum=False):
-                raise OSError(f"{why} where rank 0 looks; {self.folder} must be one folder that every node sees")
-        files |= self.fs.sums
-        self.total_bytes = sum(expected.bytes for expected in files.values())
-        write_manifest(made, dataclasses.replace(self.manifest, files=files))
-        self.fence()
-        self.aside = put_in_place(made, self.final, damaged=self.replaces_damaged)
-        sync_folder(self.folder.parent)
-
-    def discard(self) -> None:
-        """Free the room that a failed save took; only where every rank has stopped writing."""
-        if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
-
-
-def run_save(snapshot: Snapshot, writer: Writer, group: dist.ProcessGroup | None) -> None:
-    """DCP's save: plan on every rank, agree, write, finish on the coordinator. Collectives on group alone.
-
-    The public dcp.save is the same call behind a warning on every save by a single process.
-    """
-    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-
-    _save_state_dict({}, writer, process_group=group, no_dist=group is None, planner=snapshot)
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a rank writes: the folder's name, since nodes may see the disk under different paths.
+class Saved:
+    """A finished save: its size on disk, and where the checkpoint that had its name was moved."""
 
-    DCP reads prefix: the files are PREFIX0.distcp and so on.
+    bytes: int
+    replaced: Path | None
+
+
+Extents = list[list[int]]
+"""Offset and length in its file of every chunk that a rank wrote."""
+
+
+def write_checkpoint(
+    contents: CheckpointContents,
+    folder: Path,
+    manifest: Manifest,
+    ranks: Everyone,
+    *,
+    replaces_damaged: bool = False,
+    fence: Callable[[], None] = lambda: None,
+) -> Saved:
+    """Write the chunks of all ranks as one checkpoint. Collective; raises SaveFailed on every rank or on none.
+
+    `fence` is called on rank 0 before the checkpoint takes its name.
     """
+    plans = [[Chunk.of_json(row) for row in plan] for plan in on_every_rank(ranks, contents.plan)]
+    check_plans(plans)
+    writes = assign_chunks(plans)
+    mine = writes[ranks.rank]
 
-    prefix: str
-    name: str
+    def make_folder() -> str:
+        # Rank 0 alone picks the name, so that no file of an earlier try, nor of a rank of a dead run that still
+        # writes, can get in. Only the name: nodes may see the disk under different paths.
+        folder.mkdir(parents=True, exist_ok=True)
+        name = aside_name(manifest.step, "tmp")
+        (folder / name).mkdir()
+        return name
+
+    made = folder / ranks.first(make_folder, SaveFailed)
+
+    def write_own_file() -> tuple[Extents, int, int]:
+        made.mkdir(parents=True, exist_ok=True)  # on a node that does not see rank 0's disk: finish() reports that
+        extents, written = write_file(made / _file_name(ranks.rank), [contents.tensors[i] for i in mine])
+        return extents, written.bytes, written.crc32
+
+    def finish() -> tuple[int, str | None]:
+        files = {_file_name(rank): FileSum(*result[1:]) for rank, result in enumerate(results)}
+        for name, expected in files.items():
+            if why := check_file(made, name, expected, checksum=False):
+                raise OSError(f"{why} where rank 0 looks; {folder} must be one folder that every node sees")
+        files[INDEX_FILE] = _write_index(made, plans, writes, [result[0] for result in results])
+        write_manifest(made, dataclasses.replace(manifest, files=files))
+        fence()
+        replaced = put_in_place(made, folder / checkpoint_name(manifest.step), damaged=replaces_damaged)
+        sync_folder(folder.parent)
+        return sum(file.bytes for file in files.values()), replaced.name if replaced else None
+
+    try:
+        results = on_every_rank(ranks, write_own_file)
+        size, replaced = ranks.first(finish, SaveFailed)
+    except SaveFailed:  # every rank has stopped writing
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return Saved(size, folder / replaced if replaced else None)
 
 
-class _Written(list[WriteResult]):
-    """What a rank wrote, on its way to the coordinator together with the sums of its files."""
+def on_every_rank(ranks: Everyone, work: Callable[[], T]) -> list[T]:
+    """Do some work on every rank and return all results, by rank; SaveFailed on every rank if it fails on one."""
+    result, why = None, None
+    try:
+        result = work()
+    except Exception as error:
+        why = in_words(error)
+    answers = ranks.gather((result, why))
+    failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
+    if failed:
+        more = f"; and {len(failed) - MAX_FAILURES_NAMED} more ranks" if len(failed) > MAX_FAILURES_NAMED else ""
+        raise SaveFailed("; ".join(failed[:MAX_FAILURES_NAMED]) + more)
+    return [result for result, _ in answers]  # type: ignore[misc]
 
-    def __init__(self, results: list[WriteResult], files: dict[str, FileSum]) -> None:
-        super().__init__(results)
-        self.files = files
+
+def check_plans(plans: list[list[Chunk]]) -> None:
+    """Refuse plans in which a name means two tensors, or of which a tensor lacks a part."""
+    tensors: dict[str, Chunk] = {}
+    held: dict[tuple[str, tuple[int, ...]], int] = {}
+    for rank, plan in enumerate(plans):
+        for chunk in plan:
+            other = tensors.setdefault(chunk.name, chunk)
+            if other.kind != chunk.kind:
+                raise SaveFailed(
+                    f"rank {rank} gives {chunk.name!r} as {chunk.kind}, another rank as {other.kind}; two tensors "
+                    "need two names"
+                )
+            held[chunk.name, chunk.offset] = chunk.numel
+    missing = {name: torch.Size(chunk.shape).numel() for name, chunk in tensors.items()}
+    for (name, _), count in held.items():
+        missing[name] -= count
+    for name, count in missing.items():
+        if count:
+            raise SaveFailed(f"the ranks together hold only a part of {name!r}")
 
 
-class _SummingFileSystem(FileSystem):
-    """Files whose length and checksum are known from the bytes on their way out, never from reading them back."""
+def assign_chunks(plans: list[list[Chunk]]) -> list[list[int]]:
+    """Which of its chunks each rank writes: one that several hold goes to the rank with the fewest bytes so far."""
+    holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
+    for rank, plan in enumerate(plans):
+        for i, chunk in enumerate(plan):
+            holders.setdefault((chunk.name, chunk.offset), []).append((rank, i))
+    writes: list[list[int]] = [[] for _ in plans]
+    planned = [0] * len(plans)
+    for held in holders.values():
+        rank, i = min(held, key=lambda at: planned[at[0]])
+        chunk = plans[rank][i]
+        planned[rank] += max(1, chunk.numel * getattr(torch, chunk.dtype).itemsize)
+        writes[rank].append(i)
+    return writes
 
-    def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
 
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        raw = open(path, mode, buffering=1 << 20)  # noqa: SIM115
-        stream = _SummingStream(cast(BinaryIO, raw))
-        try:
-            yield cast(io.IOBase, stream)
-            stream.flush()
-        finally:
-            # What a full disk refused is already in stream.error; close would only say it again.
-            with suppress(OSError):
-                raw.close()
-        if stream.error is not None:
-            raise stream.error
-        self.sums[Path(path).name] = FileSum(stream.position, stream.crc32)
+def write_file(path: Path, tensors: list[Tensor]) -> tuple[Extents, FileSum]:
+    """Write tensors one after the other, each as torch.save does; durable on return."""
+    extents: Extents = []
+    with path.open("wb", buffering=1 << 20) as raw:
+        stream = _SummingStream(raw)
+        for tensor in tensors:
+            start = stream.position
+            if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize:
+                tensor = tensor.clone()  # torch.save writes all of a view's storage
+            torch.save(tensor, stream)  # type: ignore[arg-type]
+            extents.append([start, stream.position - start])
+        return extents, stream.finish()
 
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+def _file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _write_index(made: Path, plans: list[list[Chunk]], writes: list[list[int]], extents: list[Extents]) -> FileSum:
+    """Write the index of everything that the ranks wrote."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    storage: dict[MetadataIndex, StorageInfo] = {}
+    for rank, chosen in enumerate(writes):
+        for i, (offset, length) in zip(chosen, extents[rank], strict=True):
+            chunk = plans[rank][i]
+            properties = TensorProperties(dtype=getattr(torch, chunk.dtype))
+            entry = tensors.setdefault(chunk.name, TensorStorageMetadata(properties, torch.Size(chunk.shape), []))
+            index = MetadataIndex(chunk.name, chunk.offset, len(entry.chunks))
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)))
+            storage[index] = StorageInfo(_file_name(rank), offset, length)
+    with (made / INDEX_FILE).open("wb") as raw:
+        stream = _SummingStream(raw)
+        write_index(stream, tensors, storage)
+        return stream.finish()
 
 
 class _SummingStream:
-    """A file that keeps its first error until the end: torch's zip writer would bury it under one of its own."""
+    """A file whose length and checksum are known from the bytes written, without reading them back.
+
+    The first error is kept until finish(): torch's zip writer would replace it by one of its own.
+    """
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
@@ -162,18 +222,17 @@ class _SummingStream:
     def flush(self) -> None:
         self._try(self._raw.flush)
 
-    def close(self) -> None:
-        """DCP closes what it wrote; the file itself is closed where it was opened."""
-        self.flush()
+    def finish(self) -> FileSum:
+        """Make the file durable, and raise what went wrong with it."""
+        self._try(self._raw.flush)
+        self._try(lambda: os.fsync(self._raw.fileno()))
+        if self.error is not None:
+            with suppress(OSError):  # what a full disk refused would be raised again
+                self._raw.close()
+            raise self.error
+        return FileSum(self.position, self.crc32)
 
-    def tell(self) -> int:
-        return self.position
-
-    def fileno(self) -> int:
-        self.flush()
-        return self._raw.fileno()
-
-    def _try(self, action: Any) -> None:
+    def _try(self, action: Callable[[], object]) -> None:
         if self.error is None:
             try:
                 action()

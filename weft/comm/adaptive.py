@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.axis import Axis, Waits
+from weft.comm.axis import Axis, Pending
 from weft.comm.background import Done
 from weft.comm.codecs import Dice, way_of
 from weft.comm.compressed_sum import sum_all
@@ -224,10 +224,10 @@ class _Echo:
 
     size, rank = 2, 0
 
-    def start_swap(self, pieces: Tensor) -> tuple[Tensor, Waits]:
-        return pieces.flip(0), Done()
+    def start_swap(self, shards: Tensor) -> tuple[Tensor, Pending]:
+        return shards.flip(0), Done()
 
-    def start_gather(self, tensor: Tensor) -> tuple[Tensor, Waits]:
+    def start_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
         return torch.cat([tensor, tensor]), Done()
 
 

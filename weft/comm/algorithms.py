@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.axis import Axis, Exchange, Waits
+from weft.comm.axis import Axis, Exchange, Pending
 
 Rounds = Iterator[Exchange]
 Op = dist.ReduceOp.RedOpType
@@ -66,34 +66,34 @@ def _pass(axis: Axis, sends: list[tuple[int, Tensor]], receives: list[tuple[int,
     return axis.start_exchange([(to, t) for to, t in sends if t.numel()], [(of, t) for of, t in receives if t.numel()])
 
 
-def ring_reduce_scatter(axis: Axis, pieces: list[Tensor], op: Op, members: Sequence[int]) -> Rounds:
-    """Member i ends with the whole sum of pieces[i]; its other pieces hold sums of some members."""
+def ring_reduce_scatter(axis: Axis, shards: list[Tensor], op: Op, members: Sequence[int]) -> Rounds:
+    """Member i ends with the whole sum of shards[i]; its other shards hold sums of some members."""
     n, me = len(members), members.index(axis.rank)
     for step in range(n - 1):
         mine, theirs = ring_places(me, step, n)
-        came = torch.empty_like(pieces[theirs])
-        yield _pass(axis, [(members[(me + 1) % n], pieces[mine])], [(members[(me - 1) % n], came)])
-        pieces[theirs].copy_(JOIN[op](pieces[theirs], came))
+        came = torch.empty_like(shards[theirs])
+        yield _pass(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], came)])
+        shards[theirs].copy_(JOIN[op](shards[theirs], came))
 
 
-def ring_all_gather(axis: Axis, pieces: list[Tensor], members: Sequence[int]) -> Rounds:
-    """Member i begins with pieces[i] and ends with all of them."""
+def ring_all_gather(axis: Axis, shards: list[Tensor], members: Sequence[int]) -> Rounds:
+    """Member i begins with shards[i] and ends with all of them."""
     n, me = len(members), members.index(axis.rank)
     for step in range(n - 1):
         mine, theirs = ring_places(me + 1, step, n)
-        yield _pass(axis, [(members[(me + 1) % n], pieces[mine])], [(members[(me - 1) % n], pieces[theirs])])
+        yield _pass(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], shards[theirs])])
 
 
 def ring_places(me: int, step: int, n: int) -> tuple[int, int]:
-    """Which piece a member of the ring hands on at a step of a reduce-scatter, and which it gets."""
+    """Which shard a member of the ring hands on at a step of a reduce-scatter, and which it gets."""
     return (me - 1 - step) % n, (me - 2 - step) % n
 
 
 def ring(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
     """All-reduce as it is taught: a reduce-scatter, then an all-gather."""
-    pieces = cut(flat, len(members))
-    yield from ring_reduce_scatter(axis, pieces, op, members)
-    yield from ring_all_gather(axis, pieces, members)
+    shards = cut(flat, len(members))
+    yield from ring_reduce_scatter(axis, shards, op, members)
+    yield from ring_all_gather(axis, shards, members)
 
 
 def halving(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
@@ -177,10 +177,10 @@ def hierarchical(axis: Axis, flat: Tensor, op: Op, members: Sequence[int], near:
     def levels(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
         me = members.index(axis.rank)
         inside = members[me // near * near :][:near]
-        pieces = cut(flat, near)
-        yield from ring_reduce_scatter(axis, pieces, op, inside)
-        yield from ring(axis, pieces[me % near], op, members[me % near :: near])
-        yield from ring_all_gather(axis, pieces, inside)
+        shards = cut(flat, near)
+        yield from ring_reduce_scatter(axis, shards, op, inside)
+        yield from ring(axis, shards[me % near], op, members[me % near :: near])
+        yield from ring_all_gather(axis, shards, inside)
 
     yield from _folded(axis, flat, op, members, core, levels)
 
@@ -214,7 +214,7 @@ _FLAT = {"ring": ring, "halving": halving, "doubling": doubling, "tree": tree}
 
 def start_all_reduce(
     axis: Axis, tensor: Tensor, algorithm: str, op: Op = dist.ReduceOp.SUM, near: int = 1, chunks: int | None = None
-) -> Waits:
+) -> Pending:
     """Begin to reduce in place; wait() on what is returned. Those begun on an axis are waited for in the same order.
 
     `near` is how many ranks of the axis share a node (hierarchical); `chunks` are pipelined, left out as the size asks.
@@ -243,20 +243,20 @@ def all_reduce(
 
 
 def reduce_scatter(axis: Axis, tensor: Tensor, op: Op = dist.ReduceOp.SUM) -> Tensor:
-    """By a ring: this rank's piece, of cut(), of the flat sum. The tensor stays as it was."""
-    pieces = cut(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1), axis.size)
+    """By a ring: this rank's shard, of cut(), of the flat sum. The tensor stays as it was."""
+    shards = cut(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1), axis.size)
     if axis.size > 1:
-        ByHand([ring_reduce_scatter(axis, pieces, op, range(axis.size))]).wait()
-    return pieces[axis.rank]
+        ByHand([ring_reduce_scatter(axis, shards, op, range(axis.size))]).wait()
+    return shards[axis.rank]
 
 
-def all_gather(axis: Axis, piece: Tensor, count: int) -> Tensor:
-    """By a ring: the whole flat tensor of `count` elements of which each rank has its piece, of cut()."""
-    whole = piece.new_empty(count)
-    pieces = cut(whole, axis.size)
-    pieces[axis.rank].copy_(piece.reshape(-1))
+def all_gather(axis: Axis, shard: Tensor, count: int) -> Tensor:
+    """By a ring: the whole flat tensor of `count` elements of which each rank has its shard, of cut()."""
+    whole = shard.new_empty(count)
+    shards = cut(whole, axis.size)
+    shards[axis.rank].copy_(shard.reshape(-1))
     if axis.size > 1:
-        ByHand([ring_all_gather(axis, pieces, range(axis.size))]).wait()
+        ByHand([ring_all_gather(axis, shards, range(axis.size))]).wait()
     return whole
 
 
@@ -266,7 +266,7 @@ def ranks_near(axis: Axis, per_node: int) -> int:
     return max(sum(1 for r in ranks if r // per_node == node) for node in {r // per_node for r in ranks})
 
 
-Start = Callable[[Tensor], Waits]
+Start = Callable[[Tensor], Pending]
 """Begins to sum a tensor over the ranks, in place."""
 
 

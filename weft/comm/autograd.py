@@ -87,25 +87,25 @@ class _SumUp(torch.autograd.Function):
 
 
 def gather_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Join the ranks' pieces along dim; the gradient is summed and cut again."""
+    """Join the ranks' shards along dim; the gradient is summed and cut again."""
     out: Tensor = _Gather.apply(x, axis, dim)
     return out
 
 
 def scatter_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Sum over the ranks and keep this rank's piece along dim; the gradient is gathered."""
+    """Sum over the ranks and keep this rank's shard along dim; the gradient is gathered."""
     out: Tensor = _Scatter.apply(x, axis, dim)
     return out
 
 
 def split_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's piece of what all ranks hold; the gradient is gathered."""
+    """This rank's shard of what all ranks hold; the gradient is gathered."""
     out: Tensor = _Split.apply(x, axis, dim)
     return out
 
 
 def join_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The ranks' pieces, joined for all of them to go on in the same way; the gradient is cut again."""
+    """The ranks' shards, joined for all of them to go on in the same way; the gradient is cut again."""
     out: Tensor = _Join.apply(x, axis, dim)
     return out
 

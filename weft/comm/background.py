@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from weft.comm.axis import Waits
+from weft.comm.axis import Pending
 from weft.comm.compressed_sum import Steps, finished
 
 
@@ -56,7 +56,7 @@ class Beside:
         self._under_way: list[tuple[Steps[None], Future[None]]] = []
         """Of the thread's own; the newest first."""
 
-    def start(self, work: Callable[[], Steps[None]]) -> Waits:
+    def start(self, work: Callable[[], Steps[None]]) -> Pending:
         if self.thread is not None:
             done: Future[None] = Future()
             self.thread.submit(self._take, work, done)

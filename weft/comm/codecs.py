@@ -16,10 +16,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from weft.job.compression import Compression
+from weft.comm.fake_internals import is_fake
+from weft.job.compression import Compression, share_of
+from weft.job.registry import find_object
 
 TABLE = 2**17
 """Different values that the dice show."""
@@ -182,7 +183,7 @@ class Integers:
             self._write(payload, n, first, last, *self._rounded(blocks, noise))
         return payload
 
-    def passed_on(self, came: Tensor, own: Tensor, dice: Dice, missing: Tensor | None) -> Tensor:
+    def passed_on(self, came: Tensor, own: Tensor, dice: Dice | None, missing: Tensor | None) -> Tensor:
         """encode() of the sum of own, [n], and of what came, [rows, bytes], and in `missing` what that loses: piece by
         piece, for memory is what takes the time."""
         rows, n = len(came), own.numel()
@@ -290,7 +291,7 @@ def _top(size: Tensor, k: int) -> Tensor:
     """Places of the k largest. Few of many are found among those above a guessed limit, which a CPU does in a fraction
     of the time; a GPU would have to wait for their count."""
     few = math.ceil(SURELY * k / SKIP) + 4
-    if size.device.type == "cpu" and few < size.numel() // SKIP // 4 and not isinstance(size, FakeTensor):
+    if size.device.type == "cpu" and few < size.numel() // SKIP // 4 and not is_fake(size):
         limit = size[::SKIP].topk(few).values[-1]
         above = (size >= limit).nonzero().squeeze(1)
         if k <= above.numel() < size.numel() // 4:
@@ -316,7 +317,7 @@ class Largest:
         columns = self.parts or (x.shape[1],)
         size = x.abs().split(columns, 1)
         counts = [self._count(n) for n in columns]
-        if self.times and not isinstance(x, FakeTensor):  # a dry run has no numbers to count
+        if self.times and not is_fake(x):  # a dry run has no numbers to count
             counts = agree([self._above(part) for part in size])
         starts = accumulate(columns, initial=0)
         places = [
@@ -358,7 +359,9 @@ def sum_of(codec: Codec, payload: Tensor, n: int) -> Tensor:
     return total
 
 
-def passed_on(codec: Codec, payload: Tensor, own: Tensor, dice: Dice, agree: Agree, missing: Tensor | None) -> Tensor:
+def passed_on(
+    codec: Codec, payload: Tensor, own: Tensor, dice: Dice | None, agree: Agree, missing: Tensor | None
+) -> Tensor:
     """Encoded, the sum of own, [n], and of what came, [rows, bytes]; `missing` [n] becomes what that leaves out."""
     if isinstance(codec, Integers):
         return codec.passed_on(payload, own, dice, missing)
@@ -381,19 +384,43 @@ class Way:
     weights: Codec | None = WEIGHTS
 
 
-_WAYS: dict[str, Callable[[float], Way]] = {
-    "none": lambda _: Way(None, None),
-    "fp16": lambda _: Way(Half(), Half()),
-    "bf16": lambda _: Way(BFloat(), BFloat()),
-    "int8": lambda _: Way(Integers(8, 256, feedback=False)),
-    "int4": lambda _: Way(Integers(4, 128, feedback=True)),
-    "topk": lambda share: Way(Largest(share=share)),
-    "threshold": lambda times: Way(Largest(math.erfc(times / math.sqrt(2)), times)),  # that many, were they normal
-    "powersgd": lambda _: Way(None),
-    "onebit": lambda _: Way(Signs()),
-}
+def none(number: float) -> Way:
+    return Way(None, None)
+
+
+def fp16(number: float) -> Way:
+    return Way(Half(), Half())
+
+
+def bf16(number: float) -> Way:
+    return Way(BFloat(), BFloat())
+
+
+def int8(number: float) -> Way:
+    return Way(Integers(8, 256, feedback=False))
+
+
+def int4(number: float) -> Way:
+    return Way(Integers(4, 128, feedback=True))
+
+
+def topk(share: float) -> Way:
+    return Way(Largest(share=share))
+
+
+def threshold(times: float) -> Way:
+    return Way(Largest(share_of(Compression("threshold", times)), times))
+
+
+def powersgd(rank: float) -> Way:
+    return Way(None)  # a matrix is sent as two thin ones, not by a codec
+
+
+def onebit(number: float) -> Way:
+    return Way(Signs())
 
 
 def way_of(compression: Compression) -> Way:
-    """The codecs of a setting; that of gradients is None for none and, which is no codec, for powersgd."""
-    return _WAYS[compression.kind](compression.number)
+    """The codecs of a setting; that of gradients is None for none and for powersgd, which is not a codec."""
+    found: Way = find_object(compression.entry.build, "comm.compression")(compression.number)
+    return found

@@ -37,7 +37,7 @@ def largest_of(axis: Axis, device: torch.device) -> Agree:
 
 
 def _others(x: Tensor, rank: int) -> Tensor:
-    """The rows of all ranks but one; no copy where they lie in one piece."""
+    """The rows of all ranks but one; no copy where they are contiguous."""
     if rank in (0, len(x) - 1):
         return x[1:] if rank == 0 else x[:-1]
     return torch.cat([x[:rank], x[rank + 1 :]])
@@ -48,7 +48,7 @@ def _apart(x: Tensor, rank: int) -> list[Tensor]:
     return [x[:rank], x[rank + 1 :]]
 
 
-def _exchange(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> Steps[tuple[Tensor, Tensor | None]]:
+def _exchange(axis: Axis, codec: Codec, x: Tensor, dice: Dice | None) -> Steps[tuple[Tensor, Tensor | None]]:
     """Of x, [ranks, n], each row to its rank: what came of the others' for this one, and what they did not get."""
     n, rank = x.shape[1], axis.rank
     sent = codec.encode(_others(x, rank), dice, largest_of(axis, x.device))
@@ -67,7 +67,7 @@ def _exchange(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> Steps[tuple[Te
     return _others(came, rank), error
 
 
-def scatter_sum(axis: Axis, codec: Codec, x: Tensor, dice: Dice) -> tuple[Tensor, Tensor | None]:
+def scatter_sum(axis: Axis, codec: Codec, x: Tensor, dice: Dice | None) -> tuple[Tensor, Tensor | None]:
     """A reduce-scatter: of x, [ranks, n], rank i gets the sum of all ranks' x[i]; its own part of it never travels."""
     came, error = finished(_exchange(axis, codec, x, dice))
     return sum_of(codec, came, x.shape[1]).add_(x[axis.rank]), error
@@ -82,13 +82,15 @@ def hand_out(axis: Axis, codec: Codec, x: Tensor, dice: Dice | None) -> tuple[Te
     return everyone, x - everyone[axis.rank] if codec.feedback else None
 
 
-def sum_all(axis: Axis, codec: Codec, x: Tensor, dice: Dice, in_place: bool = False) -> tuple[Tensor, Tensor | None]:
+def sum_all(
+    axis: Axis, codec: Codec, x: Tensor, dice: Dice | None, in_place: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """An all-reduce of x, [n]; the sum takes its place if that is wanted."""
     return finished(summing(axis, codec, x, dice, in_place))
 
 
 def summing(
-    axis: Axis, codec: Codec, x: Tensor, dice: Dice, in_place: bool = False
+    axis: Axis, codec: Codec, x: Tensor, dice: Dice | None, in_place: bool = False
 ) -> Steps[tuple[Tensor, Tensor | None]]:
     """sum_all() in steps, between which something is on its way."""
     n, agree = x.numel(), largest_of(axis, x.device)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from weft.comm.codecs import Codec, Largest, Signs, way_of
+from weft.job.compression import Compression
 from weft.planner.time.compression_warmup import (
-    INTERMEDIATE_COMPRESSION,
     RAMP_FACTOR,
     WARMUP_COMPRESSION,
     share_at,
@@ -16,7 +16,7 @@ from weft.planner.time.compression_warmup import (
 )
 
 INT8 = way_of(WARMUP_COMPRESSION).gradients
-_MIDDLE = way_of(INTERMEDIATE_COMPRESSION).gradients
+_MIDDLE = way_of(Compression("int4")).gradients
 
 
 def codec_at(codec: Codec | None, at: float, gathering: int = 1) -> Codec | None:

@@ -57,7 +57,7 @@ def _added(tensor: Tensor) -> list[Any]:
 
 
 def _spread(flat: Tensor, counts: Sequence[int]) -> list[Any]:
-    """A flat tensor whose pieces of these sizes belong to the ranks in turn."""
+    """A flat tensor whose shards of these sizes belong to the ranks in turn."""
     places = list(accumulate(counts, initial=0))[:-1]
     return [_buffer(flat), (list(counts), places), getattr(mpi(), BLOCKS[flat.element_size()])]
 
@@ -164,12 +164,12 @@ class MpiGroup(Group):
         )  # fmt: skip
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> MpiWork:
-        (output,), (pieces,) = outputs, inputs
+        (output,), (shards,) = outputs, inputs
         op = R.SUM if opts is None else opts.reduceOp
-        held = _working(_flat(pieces))
+        held = _working(_flat(shards))
         into = torch.empty(output.shape, dtype=held.dtype)
         operator, _ = self._reduction(output.dtype, op)
-        counts = [p.numel() for p in pieces]
+        counts = [p.numel() for p in shards]
         return self._start(
             "reduce_scatter", lambda: [self.comm.Ireduce_scatter(_added(held), _added(into), counts, op=operator)],
             (held, into), outputs, lambda: self._give_back(into, output, op),
@@ -210,12 +210,12 @@ class MpiGroup(Group):
         return Together([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MpiWork:
-        (pieces,), (given,) = outputs, inputs
-        held, into = given.contiguous(), torch.empty(sum(p.numel() for p in pieces), dtype=given.dtype)
-        counts = [p.numel() for p in pieces]
+        (shards,), (given,) = outputs, inputs
+        held, into = given.contiguous(), torch.empty(sum(p.numel() for p in shards), dtype=given.dtype)
+        counts = [p.numel() for p in shards]
         return self._start(
-            "all_gather", lambda: [self.comm.Iallgatherv(_moved(held), _spread(into, counts))], (held, into), pieces,
-            lambda: _hand_out(into, pieces),
+            "all_gather", lambda: [self.comm.Iallgatherv(_moved(held), _spread(into, counts))], (held, into), shards,
+            lambda: _hand_out(into, shards),
         )  # fmt: skip
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> MpiWork:
@@ -223,11 +223,11 @@ class MpiGroup(Group):
         held = given.contiguous()
         if self.rank() != root:
             return self._start("gather", lambda: [self.comm.Igatherv(_moved(held), None, root=root)], held, inputs)
-        (pieces,) = outputs
-        into, counts = torch.empty(sum(p.numel() for p in pieces), dtype=given.dtype), [p.numel() for p in pieces]
+        (shards,) = outputs
+        into, counts = torch.empty(sum(p.numel() for p in shards), dtype=given.dtype), [p.numel() for p in shards]
         return self._start(
             "gather", lambda: [self.comm.Igatherv(_moved(held), _spread(into, counts), root=root)], (held, into),
-            pieces, lambda: _hand_out(into, pieces),
+            shards, lambda: _hand_out(into, shards),
         )  # fmt: skip
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MpiWork:
@@ -235,9 +235,9 @@ class MpiGroup(Group):
         into = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         held, given = None, None
         if self.rank() == root:
-            (pieces,) = inputs
-            held = _flat(pieces)
-            given = _spread(held, [p.numel() for p in pieces])
+            (shards,) = inputs
+            held = _flat(shards)
+            given = _spread(held, [p.numel() for p in shards])
         return self._start(
             "scatter", lambda: [self.comm.Iscatterv(given, _moved(into), root=root)], (held, into), outputs,
             lambda: _copy_back([into], outputs),
@@ -301,8 +301,8 @@ def _working(tensor: Tensor) -> Tensor:
     return tensor.to(ADDED_AS.get(tensor.dtype, tensor.dtype)).contiguous()
 
 
-def _flat(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat([p.reshape(-1) for p in pieces])
+def _flat(shards: Sequence[Tensor]) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in shards])
 
 
 def _copy_back(held: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
@@ -311,6 +311,6 @@ def _copy_back(held: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
             w.copy_(h)
 
 
-def _hand_out(flat: Tensor, pieces: Sequence[Tensor]) -> None:
-    for part, piece in zip(flat.split([p.numel() for p in pieces]), pieces, strict=True):
-        piece.copy_(part.view(piece.shape))
+def _hand_out(flat: Tensor, shards: Sequence[Tensor]) -> None:
+    for part, shard in zip(flat.split([p.numel() for p in shards]), shards, strict=True):
+        shard.copy_(part.view(shard.shape))

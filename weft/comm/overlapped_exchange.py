@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.axis import Axis, Waits
+from weft.comm.axis import Axis, Pending
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Trip:
     axis: Axis
     send: list[int]
     receive: list[int]
-    work: Waits | None = None
+    work: Pending | None = None
     back: Tensor | None = None
 
     def start(self, x: Tensor) -> Tensor:

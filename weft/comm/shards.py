@@ -1,4 +1,4 @@
-"""Which shard of a whole tensor this rank holds, and sums over the ranks that hold the others."""
+"""Which shard of a tensor this rank holds, and sums over the ranks that hold the others."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from weft.comm.dtensor_internals import local_shape_and_offset
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A box of a whole tensor, and the groups of ranks whose boxes make up the rest of it."""
+    """The part of a tensor that one rank holds, and the groups of ranks that hold the rest."""
 
     shape: torch.Size
-    """The whole tensor's."""
+    """The shape of the whole tensor."""
     offset: tuple[int, ...]
     size: tuple[int, ...]
     groups: tuple[dist.ProcessGroup, ...]
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """What this rank holds, as an index into the whole."""
+        """The shard as an index into the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.size, strict=True))
 
     def sum(self, x: Tensor) -> Tensor:
-        """Add up in place what each shard contributes."""
+        """Sum in place over the ranks of all groups."""
         for group in self.groups:
             dist.all_reduce(x, group=group)
         return x
 
     def whole(self, local: Tensor) -> Tensor:
-        """The whole tensor on every rank: each adds its shard to zeros."""
+        """The whole tensor, on every rank."""
         if not self.groups:
             return local
         out = local.new_zeros(self.shape)
@@ -42,24 +43,23 @@ class LocalShard:
 
 
 def shard_of(tensor: Tensor) -> LocalShard:
-    """Where this rank's shard lies; a plain tensor is all of itself."""
+    """This rank's shard of a tensor; a plain tensor is one shard."""
     if not isinstance(tensor, DTensor):
         return LocalShard(tensor.shape, (0,) * tensor.dim(), tuple(tensor.shape), ())
-    mesh, placements = tensor.device_mesh, tensor.placements
-    size, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    groups = tuple(mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate())
-    return LocalShard(tensor.shape, tuple(offset), tuple(size), groups)
+    size, offset = local_shape_and_offset(tensor)
+    groups = tuple(tensor.device_mesh.get_group(i) for i, p in enumerate(tensor.placements) if not p.is_replicate())
+    return LocalShard(tensor.shape, offset, size, groups)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """A tensor's shard on this rank."""
+    """This rank's shard of a tensor, as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def like(local: Tensor, model: Tensor) -> Tensor:
-    """A local tensor dressed as `model` is: a DTensor of the same placement, or plain."""
-    if not isinstance(model, DTensor):
+def like(local: Tensor, other: Tensor) -> Tensor:
+    """A local tensor laid out as `other`: a DTensor with its mesh and placements, or plain."""
+    if not isinstance(other, DTensor):
         return local
     return DTensor.from_local(
-        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
+        local, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride()
     )

@@ -1,4 +1,4 @@
-"""Checksums of the weights a rank holds: cheap enough for every few steps, and any flipped bit changes them."""
+"""Checksums of a rank's weights: cheap enough for every few steps; any flipped bit changes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.comm.shards import local_of, shard_of
 
 Kind = tuple[str, ...]
-"""The axes over which a weight is cut: who holds the same shard of one such weight does so of all."""
+"""The axes over which a weight is sharded; ranks with the same shard of one such weight share all of them."""
 
 
 def kind_of(master: Tensor) -> Kind:
@@ -23,8 +23,8 @@ def kind_of(master: Tensor) -> Kind:
     return tuple(sorted(n for n, p in zip(names, master.placements, strict=True) if not p.is_replicate()))
 
 
-class Digests:
-    """The sums of the bits of every weight, and of all weights of a kind."""
+class Checksums:
+    """Sums of the bits of each weight, and of all weights of a kind."""
 
     def __init__(self, master_params: Mapping[str, Tensor]) -> None:
         self.master_params = dict(master_params)
@@ -32,16 +32,16 @@ class Digests:
         self.kinds = sorted({kind_of(m) for m in self.master_params.values()})
         self.members = [[i for i, m in enumerate(self.master_params.values()) if kind_of(m) == k] for k in self.kinds]
         self.held: dict[Kind, str] = {}
-        """For every kind, in a few letters, which shards of which weights this rank holds."""
+        """For each kind, a hash of the shards that this rank holds."""
         for kind, members in zip(self.kinds, self.members, strict=True):
             shards = [(self.names[i], shard_of(self.master_params[self.names[i]])) for i in members]
             listed = repr([(name, shard.offset, shard.size) for name, shard in shards])
             self.held[kind] = hashlib.sha256(listed.encode()).hexdigest()[:16]
-        self.odd = [2 * i + 1 for i in range(len(self.names))]
+        self.outliers = [2 * i + 1 for i in range(len(self.names))]
         self._views: list[tuple[int, np.ndarray]] = []
 
     def each(self) -> Tensor:
-        """One sum for every weight, [weights], where the weights are."""
+        """One sum for each weight, [weights], on the weights' device."""
         locals_ = [local_of(m.detach()) for m in self.master_params.values()]
         if locals_ and locals_[0].is_cuda:
             return torch.stack([_words(t).sum() + _rest(t) for t in locals_])
@@ -51,8 +51,8 @@ class Digests:
         return torch.from_numpy(np.array(sums, dtype=np.uint64).view(np.int64))
 
     def by_kind(self, each: Tensor) -> Tensor:
-        """For every kind the upper and the lower half of one sum, as doubles, [2 · kinds]."""
-        weights = torch.tensor(self.odd, device=each.device)
+        """For each kind the upper and lower half of one sum, as doubles, [2 · kinds]."""
+        weights = torch.tensor(self.outliers, device=each.device)
         totals = torch.stack([(each * weights)[members].sum() for members in self.members])
         return torch.stack([(totals >> 32) & 0xFFFFFFFF, totals & 0xFFFFFFFF], 1).reshape(-1).double()
 

@@ -1,7 +1,7 @@
-"""How much this machine kept the present thread waiting for a core, and how much of its cores stood idle meanwhile.
+"""How long the current thread waited for a CPU core, and how long cores were idle meanwhile.
 
-Who waits while all cores work is in a crowd; who waits while some are idle is held back: by a quota, or by being bound
-to a core that others use. Linux alone tells; elsewhere nobody ever waits.
+A thread that waits while all cores are busy is slowed by contention; one that waits while cores are idle is limited by
+a quota or an affinity mask. Linux only; elsewhere both are 0.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 
 
-class Crowd:
-    """Counts from one reading to the next."""
+class CpuContention:
+    """Reads the counters since the last reading."""
 
     def __init__(self) -> None:
         self._waits, self._idle = _open("/proc/thread-self/schedstat"), _open("/proc/uptime")
         self._before = self._read()
 
     def since(self) -> tuple[float, float]:
-        """Seconds that this thread was ready and did not run, and idle seconds of all cores, since the last reading."""
+        """Seconds this thread was runnable but not running, and idle seconds of all cores, since the last reading."""
         now, before = self._read(), self._before
         self._before = now
         return max(0.0, now[0] - before[0]), max(0.0, now[1] - before[1])

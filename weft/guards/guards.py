@@ -1,7 +1,7 @@
-"""The guards of a run: what every rank tells of each step, what all ranks conclude from it, and what they do about it.
+"""The guards of a run: every rank reports figures of each step; all ranks check the same figures and react alike.
 
-All ranks read the same figures and so come to the same conclusion in the same step, without another message. They look
-at a step while the next one computes: nobody waits for them.
+All ranks read the same figures, so they reach the same decision in the same step without further messages. A step is
+checked while the next one computes.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from torch import Tensor
 
 from weft.data.loader import Loader
 from weft.guards.checksum import Kind
-from weft.guards.cpu_contention import Crowd
-from weft.guards.loss_spikes import RECALLED, Spikes
-from weft.guards.notes import Notes
-from weft.guards.replica_mismatch import Doubt, differing, values_at, wrong_ones
+from weft.guards.cpu_contention import CpuContention
+from weft.guards.fault_log import FaultLog
+from weft.guards.loss_spikes import REPLAY_STEPS, SpikeDetector
+from weft.guards.replica_mismatch import ReplicaMismatch, find_differences, values_at, wrong_ranks
 from weft.guards.rollback import RollBack
-from weft.guards.silent_corruption import Disagreement, Weights
-from weft.guards.step_report import Row, Table
-from weft.guards.straggler_response import Tempo
+from weft.guards.silent_corruption import WeightChecks, WeightMismatch
+from weft.guards.step_report import FigureLayout, RankFigures
+from weft.guards.straggler_response import StragglerResponse
 from weft.guards.weight_repair import copy_shards
 from weft.job.errors import DivergedError
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.plan import Plan
-from weft.precision import FLOOR
+from weft.precision import MIN_LOSS_SCALE
 
-TRIES = 3
-"""As often the same steps are computed again because ranks disagree after them."""
+MAX_RECOMPUTES = 3
+"""How often the same steps are recomputed because ranks disagree."""
 STALL_S = 1.0
-"""Seconds without data, or that the wall clock jumps, from which on it is told."""
+"""Seconds without data, or a jump of the wall clock, that are reported."""
 
 
-class Guarded(Protocol):
-    """What the guards see of a run's state."""
+class GuardedState(Protocol):
+    """The part of the training state that the guards use."""
 
     step: int
     samples: int
@@ -51,8 +51,8 @@ class Guarded(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step as all ranks read it."""
+class StepFigures:
+    """A step's figures, the same on all ranks."""
 
     number: int
     loss: float
@@ -62,55 +62,61 @@ class Step:
 
 
 class Guards:
-    """One for each session. `event` writes a line to events.jsonl, `warn` a sentence to the console."""
+    """The guards of a session. `event` writes to events.jsonl, `warn` to the console."""
 
     def __init__(
-        self, job: Job, plan: Plan, mesh: Mesh, state: Guarded, event: Callable[..., None], warn: Callable[[str], None]
+        self,
+        job: Job,
+        plan: Plan,
+        mesh: Mesh,
+        state: GuardedState,
+        event: Callable[..., None],
+        warn: Callable[[str], None],
     ) -> None:
         self.job, self.plan, self.mesh, self.state = job, plan, mesh, state
         self.settings = job.resilience
         self.coords = cast(list[dict[str, int]], mesh.all_gather_object(mesh.coords))
-        self.weights = Weights(state.model.master_params, mesh, self.coords, plan.alone, self.settings.check_every)
-        self.notes = Notes(event, warn, self.coords)
-        self.table = Table(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))
-        # statistics of a person's own module are averaged over ranks as if their shares were equal
-        self.tempo = Tempo(job, plan, mesh, self.notes, fixed=lambda: bool(state.model.buffers()))
-        self.spikes, self.crowd = Spikes(), Crowd()
+        self.weights = WeightChecks(state.model.master_params, mesh, self.coords, plan.alone, self.settings.check_every)
+        self.faults = FaultLog(event, warn, self.coords)
+        self.table = FigureLayout(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))
+        # buffers of a custom module are averaged over ranks, which assumes equal shares
+        self.stragglers = StragglerResponse(job, plan, mesh, self.faults, fixed=lambda: bool(state.model.buffers()))
+        self.spikes, self.contention = SpikeDetector(), CpuContention()
         self.loader: Loader | None = None
-        self.bad: list[Step] = []
+        self.bad: list[StepFigures] = []
         self.agreed = state.step
-        """The last step after which weights were the same where they must be."""
-        self.doubt: Doubt | None = None
+        """The last step after which all replicas agreed."""
+        self.mismatch: ReplicaMismatch | None = None
         self.right: list[float] = []
-        """What a doubtful step gave where ranks had differed, when it was computed again."""
+        """The recomputed values of a step in which replicas had differed."""
         self.begin()
 
     def begin(self) -> None:
-        """Training is about to start, or to start again from an earlier step."""
+        """Reset before training starts or restarts from an earlier step."""
         self.weights.begin(self.state.model.master_params)
         self.agreed = min(self.agreed, self.state.step)
-        self.tempo.pace.forget()
+        self.stragglers.times.forget()
         self.start_clock()
 
     @property
     def trusted(self) -> int:
-        """The step to go back to when ranks disagree; -1 where they never compare."""
+        """The step to return to when ranks disagree; -1 if they never compare."""
         return self.agreed if self.settings.check_every else -1
 
     def start_clock(self) -> None:
-        """Leave out what was not training."""
+        """Exclude time that was not training."""
         self.waited = dict(self.mesh.meter.read())
         self.starved = self.loader.waited if self.loader else 0.0
         self.clock = time.time() - time.monotonic()
-        self.crowd.since()
+        self.contention.since()
 
     def attach(self, loader: Loader) -> Loader:
-        """Where samples come from, and whom to tell about other shares."""
+        """Set the loader whose batch shares may change."""
         self.loader, self.starved = loader, loader.waited
-        return self.tempo.attach(loader)
+        return self.stragglers.attach(loader)
 
     def tell(self, step: int, seconds: float, norm: Tensor, head: list[float]) -> Tensor:
-        """`head` and this rank's row of the step that was just done, for the sum over all ranks."""
+        """`head` and this rank's figures of the last step, to be summed over all ranks."""
         waited = self.mesh.meter.read()
         waits = tuple(waited.get(axis, 0.0) - self.waited.get(axis, 0.0) for axis in self.table.axes)
         starved = (self.loader.waited if self.loader else 0.0) - self.starved
@@ -118,20 +124,22 @@ class Guards:
         jump = time.time() - time.monotonic() - self.clock
         busy = max(0.0, seconds - sum(waits) - others - starved)
         rank, at, changed = self.mesh.rank, len(head), self.weights.changed
-        row = Row(busy, starved, jump, changed if isinstance(changed, int) else 0, 0.0, *self.crowd.since(), waits, ())
+        row = RankFigures(
+            busy, starved, jump, changed if isinstance(changed, int) else 0, 0.0, *self.contention.since(), waits, ()
+        )
         out = self.table.message(rank, head, row, self.mesh.device)
         if isinstance(changed, Tensor):
             out[self.table.field(rank, at, "changed")] = changed.double()
         out[self.table.field(rank, at, "norm")] = norm.double()
-        if self.doubt and step == self.doubt.read_at and rank == self.doubt.group[0]:
-            self.right = values_at(self.state.model.master_params, self.doubt.places)
+        if self.mismatch and step == self.mismatch.read_at and rank == self.mismatch.group[0]:
+            self.right = values_at(self.state.model.master_params, self.mismatch.places)
         if (sums := self.weights.look(step, seconds)) is not None:
             out[self.table.place(rank, at)] = sums
         self.start_clock()
         return out
 
-    def judge(self, step: Step, values: list[float]) -> None:
-        """Conclude from a step that all ranks have told of. May ask to go back, or end the run."""
+    def judge(self, step: StepFigures, values: list[float]) -> None:
+        """Check a step from the figures of all ranks. May raise RollBack or end the run."""
         rows = self.table.rows(values)
         self._gradients(step, rows)
         self._weights(step, rows)
@@ -139,11 +147,12 @@ class Guards:
         if not self.bad and step.taken:
             self._spikes(step)
         self._stalls(step, rows)
-        self.tempo.judge(step.number, self.state.step, rows)
+        self.stragglers.judge(step.number, self.state.step, rows)
 
-    def _finite(self, step: Step) -> None:
-        """Steps that are not finite were skipped; several in a row end the run."""
-        overflow = self.job_scales and not step.taken and step.loss_scale > FLOOR  # mended by a smaller scale
+    def _finite(self, step: StepFigures) -> None:
+        """Non-finite steps were skipped; several in a row end the run."""
+        # an overflow is handled by a smaller loss scale
+        overflow = self.job_scales and not step.taken and step.loss_scale > MIN_LOSS_SCALE
         if math.isfinite(step.loss) and (math.isfinite(step.norm) or overflow):
             self.bad = []
             return
@@ -152,9 +161,9 @@ class Guards:
         samples = self._samples(step.number)
         skipped = not math.isfinite(step.norm)
         words = f"the {what} is {value} at step {step.number}{': its batch is skipped' if skipped else ''}"
-        self.notes.fault("nan", step.number, words, samples=samples)
+        self.faults.fault("nan", step.number, words, samples=samples)
         if skipped:
-            self.notes.recovered("nan", "skip", step.number + 1, samples=samples)
+            self.faults.recovered("nan", "skip", step.number + 1, samples=samples)
         if len(self.bad) < self.settings.bad_steps:
             return
         first = self.bad[0]
@@ -169,24 +178,24 @@ class Guards:
         return self.plan.precision == "fp16"
 
     def recall(self, told: Sequence[tuple[float, float]]) -> None:
-        """The loss and norm of the last steps in order: who comes back judges the next as if never away."""
-        for loss, norm in told[-RECALLED:]:
+        """Learn from the loss and norm of earlier steps, so that a resumed run judges the next step as before."""
+        for loss, norm in told[-REPLAY_STEPS:]:
             self.spikes.learn(loss, norm)
 
-    def _spikes(self, step: Step) -> None:
+    def _spikes(self, step: StepFigures) -> None:
         if not self.settings.roll_back or step.number in self.state.skipped_steps:
             return
-        if self.plan.alone:  # an exchange may move the loss of replicas, and is no fault of a batch
+        if self.plan.alone:  # synchronization may change the loss of local replicas
             return
         spike = self.spikes.judge(step.number, step.loss, step.norm)
         if spike is None:
             return
         why = f"{spike.why}: the batch of step {spike.step} is undone and passed over"
-        self.notes.fault("spike", spike.step, why, samples=self._samples(spike.step))
+        self.faults.fault("spike", spike.step, why, samples=self._samples(spike.step))
         raise RollBack(spike.step - 1, (spike.step,), why, "spike")
 
-    def _gradients(self, step: Step, rows: list[Row]) -> None:
-        """Gradients that are finite on some ranks only: those took the step, the others did not."""
+    def _gradients(self, step: StepFigures, rows: list[RankFigures]) -> None:
+        """Gradients that are finite on some ranks only: those ranks applied the step, the others did not."""
         broken = [rank for rank, row in enumerate(rows) if not math.isfinite(row.norm)]
         if not broken or len(broken) == len(rows) or self.plan.alone:
             return
@@ -194,85 +203,85 @@ class Guards:
             f"the summed gradients of rank {broken[0]} are not finite at step {step.number}, and those of others are: "
             "all ranks do that step again"
         )
-        self.notes.fault("divergence", step.number, why, broken[0])
+        self.faults.fault("divergence", step.number, why, broken[0])
         raise RollBack(step.number - 1, (), why, "divergence")
 
-    def _weights(self, step: Step, rows: list[Row]) -> None:
-        """Weights that changed by themselves, or are not the same where they must be."""
-        confessed = {rank: row.changed - 1 for rank, row in enumerate(rows) if row.changed}
-        for rank, index in confessed.items():
+    def _weights(self, step: StepFigures, rows: list[RankFigures]) -> None:
+        """Weights that changed between updates, or that differ between replicas."""
+        self_reported = {rank: row.changed - 1 for rank, row in enumerate(rows) if row.changed}
+        for rank, index in self_reported.items():
             name = self.weights.names[rank][index]
             why = (
                 f"the weight {name} of rank {rank} changed between two updates: its memory cannot be trusted, and all "
                 "ranks go back to before it"
             )
-            self.notes.fault("divergence", step.number, why, rank)
-        if confessed:
+            self.faults.fault("divergence", step.number, why, rank)
+        if self_reported:
             raise RollBack(step.number - 2, (), why, "divergence")
         if step.number not in self.weights.compared:
             return
         self.weights.compared.remove(step.number)
         for found in self.weights.disagreements(rows):
-            odd = found.odd
-            if odd.source is None:
-                self._undo(step, found)
+            outliers = found.outliers
+            if outliers.source is None:
+                self._recompute(step, found)
             else:
-                self._mend(step, found.kind, odd.ranks, odd.source)
-        self._name(step)
+                self._repair(step, found.kind, outliers.ranks, outliers.source)
+        self._name_wrong_rank(step)
         self.agreed = step.number
 
-    def _undo(self, step: Step, found: Disagreement) -> None:
-        """Nobody can tell who is right: compute the steps since the last agreement again."""
-        ranks = found.odd.group
+    def _recompute(self, step: StepFigures, found: WeightMismatch) -> None:
+        """No majority: recompute the steps since the last agreement."""
+        ranks = found.outliers.group
         group = " and ".join(map(str, ranks))
-        tries = self.doubt.tries + 1 if self.doubt and self.doubt.step == step.number else 1
-        if tries > TRIES:
+        tries = self.mismatch.tries + 1 if self.mismatch and self.mismatch.step == step.number else 1
+        if tries > MAX_RECOMPUTES:
             raise DivergedError(
                 f"ranks {group} should hold the same weights, and {tries} times did not after step {step.number}: they "
                 "do not compute alike, or the memory of one is bad; resilience.check_every=0 trains without looking"
             )
-        places, held = differing(self.state.model.master_params, found.kind, ranks, self.mesh)
-        self.doubt, self.right = Doubt(step.number, self.state.step, ranks, tries, places, held), []
+        places, held = find_differences(self.state.model.master_params, found.kind, ranks, self.mesh)
+        self.mismatch, self.right = ReplicaMismatch(step.number, self.state.step, ranks, tries, places, held), []
         why = (
             f"ranks {group} should hold the same weights and do not, and it cannot be told which is right: all ranks "
             f"go back to before step {self.agreed + 1}"
         )
-        self.notes.fault("divergence", step.number, why)
+        self.faults.fault("divergence", step.number, why)
         raise RollBack(self.agreed, (), why, "divergence")
 
-    def _name(self, step: Step) -> None:
-        """The step that ranks disagreed about was computed again, and they agree: now it shows who was wrong."""
-        doubt = self.doubt
-        if doubt is None or step.number < doubt.step:
+    def _name_wrong_rank(self, step: StepFigures) -> None:
+        """After a recomputed step, log which rank had the wrong weights."""
+        mismatch = self.mismatch
+        if mismatch is None or step.number < mismatch.step:
             return
-        self.doubt = None
-        right = cast(list[float], self.mesh.all_gather_object(self.right)[doubt.group[0]])
-        for rank in wrong_ones(doubt, right) if right else ():
-            why = f"step {doubt.step}, computed again, shows that the weights of rank {rank} were the wrong ones"
-            self.notes.fault("divergence", doubt.step, why, rank)
+        self.mismatch = None
+        right = cast(list[float], self.mesh.all_gather_object(self.right)[mismatch.group[0]])
+        for rank in wrong_ranks(mismatch, right) if right else ():
+            why = f"step {mismatch.step}, computed again, shows that the weights of rank {rank} were the wrong ones"
+            self.faults.fault("divergence", mismatch.step, why, rank)
 
-    def _mend(self, step: Step, kind: Kind, wrong: tuple[int, ...], source: int) -> None:
+    def _repair(self, step: StepFigures, kind: Kind, wrong: tuple[int, ...], source: int) -> None:
         began = time.perf_counter()
         for rank in wrong:
             why = f"rank {rank} holds other weights than rank {source} and its peers: it takes theirs"
-            self.notes.fault("divergence", step.number, why, rank)
+            self.faults.fault("divergence", step.number, why, rank)
         copy_shards(self.state.shards(), self.state.model.master_params, kind, source, wrong, self.mesh)
         self.state.model.refresh()
         self.weights.begin(self.state.model.master_params)
         seconds = time.perf_counter() - began
-        self.notes.recovered("divergence", "replica", self.state.step + 1, seconds=seconds)
+        self.faults.recovered("divergence", "replica", self.state.step + 1, seconds=seconds)
 
-    def _stalls(self, step: Step, rows: list[Row]) -> None:
+    def _stalls(self, step: StepFigures, rows: list[RankFigures]) -> None:
         for rank, row in enumerate(rows):
             if row.data > STALL_S and row.data > row.busy:
                 words = f"rank {rank} waited {row.data:.1f} s for data in step {step.number}"
-                self.notes.fault("stall", step.number, words, rank)
+                self.faults.fault("stall", step.number, words, rank)
             if abs(row.jump) > STALL_S:
                 words = f"the clock of rank {rank} jumped by {row.jump:+.1f} s in step {step.number}"
-                self.notes.fault("stall", step.number, words, rank)
+                self.faults.fault("stall", step.number, words, rank)
 
     def _samples(self, step: int) -> list[int]:
-        """The first and the last sample of a step."""
+        """The first and last sample of a step."""
         batch = self.job.train.global_batch
         first = self.state.samples - (self.state.step - step + 1) * batch
         return [first, first + batch - 1]

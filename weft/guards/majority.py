@@ -1,4 +1,4 @@
-"""Which of several ranks that must hold the same numbers holds others."""
+"""Which ranks of a group hold other values than the majority."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ Digest = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Odd:
-    """Ranks that differ from the others of their group; `source` holds what they should. None: nobody can tell."""
+class Outliers:
+    """Ranks that differ from their group; `source` is a rank with the right values, or None without a majority."""
 
     group: tuple[int, ...]
     ranks: tuple[int, ...]
     source: int | None
 
 
-def odd_ones(groups: Sequence[tuple[int, ...]], digests: Mapping[int, Digest], confessed: set[int]) -> list[Odd]:
-    """The groups that do not agree, and who is wrong in each.
+def find_outliers(
+    groups: Sequence[tuple[int, ...]], digests: Mapping[int, Digest], self_reported: set[int]
+) -> list[Outliers]:
+    """The groups that disagree, and the wrong ranks of each.
 
-    `confessed` are ranks that saw their own weights change between two updates. Of the others the majority is right;
-    where there is none, nobody can tell.
+    `self_reported` are ranks whose own weights changed between two updates. Among the others the majority is right.
     """
     found = []
     for group in groups:
-        if len({digests[r] for r in group}) < 2 and not confessed & set(group):
+        if len({digests[r] for r in group}) < 2 and not self_reported & set(group):
             continue
-        honest = [r for r in group if r not in confessed]
+        honest = [r for r in group if r not in self_reported]
         votes = Counter(digests[r] for r in honest).most_common(2)
         if not votes or (len(votes) == 2 and votes[0][1] == votes[1][1]):
-            found.append(Odd(group, (), None))
+            found.append(Outliers(group, (), None))
             continue
         right = votes[0][0]
-        wrong = tuple(r for r in group if r in confessed or digests[r] != right)
-        found.append(Odd(group, wrong, next(r for r in honest if digests[r] == right)))
+        wrong = tuple(r for r in group if r in self_reported or digests[r] != right)
+        found.append(Outliers(group, wrong, next(r for r in honest if digests[r] == right)))
     return found

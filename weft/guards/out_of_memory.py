@@ -1,4 +1,4 @@
-"""Out of memory: which part took it, what to change, and the same step in smaller pieces."""
+"""Out of memory: explain what takes the memory, and continue with smaller microbatches."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from weft.planner.plan import Plan
 from weft.watch.journal import Journal
 
 SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
-"""How torch says it, on a GPU and on a CPU."""
+"""Phrases in torch's messages, on GPU and CPU."""
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether an error says that memory ran out."""
+    """Whether an error means that memory ran out."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
 
 
 def smaller(plan: Plan) -> Plan | None:
-    """The same global batch in microbatches of half the size; None where they cannot be smaller."""
+    """The same global batch in microbatches of half the size; None if they cannot be smaller."""
     if plan.microbatch < 2:
         return None
     share = plan.microbatch * plan.accumulation
@@ -32,11 +32,11 @@ def smaller(plan: Plan) -> Plan | None:
 
 PARTS = {"states_gib": "weights, gradients and optimizer", "gathered_gib": "gathered weights",
          "activations_gib": "activations and logits"}  # fmt: skip
-"""What the plan predicts of memory, in words."""
+"""Labels of the plan's predicted memory parts."""
 
 
 def explain(error: BaseException, plan: Plan) -> str:
-    """One sentence: what takes the memory by the plan's own table, the largest first, and what would take less."""
+    """One sentence: the plan's memory parts, largest first, and which setting needs less."""
     found = sorted(((plan.predicted.get(key, 0.0), words) for key, words in PARTS.items()), reverse=True)
     told = ", ".join(f"{words} {gib:.2f} GiB" for gib, words in found if gib)
     half = smaller(plan)
@@ -46,10 +46,9 @@ def explain(error: BaseException, plan: Plan) -> str:
 
 
 def shrink(run: RunDir, plan: Plan, error: BaseException, rank: int, position: str) -> Plan | None:
-    """Write the plan of the next attempt, with smaller microbatches, and say so; None where nothing can be smaller.
+    """Write the plan of the next attempt with smaller microbatches and log it; None if they cannot be smaller.
 
-    Called by the rank that ran out, whatever state the others are in: a line and a renamed file need nobody else. Where
-    several ran out at once each writes the same.
+    Called by the rank that ran out of memory; needs no other rank. Several ranks write the same plan.
     """
     why, less = explain(error, plan), smaller(plan)
     with Journal(run) as journal:

@@ -1,7 +1,6 @@
-"""Copies of weights that differ while nobody can tell which is right: what is kept of them until it shows.
+"""Replicas whose weights differ without a majority: find the wrong one by recomputing the steps.
 
-All that differs between two copies that go the same way is what one of them suffered. The steps are computed again from
-the last agreement, and where the values then come out next to those of one copy, the other was wrong.
+The steps since the last agreement are computed again; a replica whose earlier values are far from the result was wrong.
 """
 
 from __future__ import annotations
@@ -17,37 +16,37 @@ from weft.comm.shards import local_of
 from weft.guards.checksum import Kind, kind_of
 from weft.mesh import Mesh
 
-MOST = 64
-"""Values that are kept."""
-CLEAR = 4.0
-"""Times as far off as the others must be who is named: a wrong copy leads the others a little astray, too."""
+MAX_DIFFERENCES = 64
+"""Differing values that are kept."""
+CLEAR_RATIO = 4.0
+"""How many times farther off than the best rank a rank must be to be named."""
 
-Place = tuple[str, int]
-"""A weight, and where in this rank's shard of it."""
+Element = tuple[str, int]
+"""A weight's name and an index into this rank's shard of it."""
 
 
 @dataclass(frozen=True)
-class Doubt:
-    """A disagreement after a step; `held` are the values of each rank of the group at the places that differ, when
-    `read_at` steps were done: those that differed had already done one more."""
+class ReplicaMismatch:
+    """A mismatch after a step; `held` are each rank's values at the differing elements, read when `read_at` steps were
+    done."""
 
     step: int
     read_at: int
     group: tuple[int, ...]
     tries: int
-    places: list[Place]
+    places: list[Element]
     held: dict[int, list[float]]
 
 
 @torch.no_grad()
-def differing(
+def find_differences(
     master_params: Mapping[str, Tensor], kind: Kind, group: tuple[int, ...], mesh: Mesh
-) -> tuple[list[Place], dict[int, list[float]]]:
-    """Where the weights of these ranks differ, and what each holds there. Every rank calls it, and all hear of it.
+) -> tuple[list[Element], dict[int, list[float]]]:
+    """The elements in which these ranks' weights differ, and each rank's values. Collective; all ranks get the result.
 
-    It goes by the host, one weight after the other, to the first of the group.
+    Weights are sent through the host, one by one, to the first rank of the group.
     """
-    places: list[Place] = []
+    places: list[Element] = []
     held: dict[int, list[float]] = {rank: [] for rank in group}
     for name in sorted(n for n, m in master_params.items() if kind_of(m) == kind) if mesh.rank in group else ():
         mine = local_of(master_params[name]).cpu().contiguous().view(-1)
@@ -58,8 +57,8 @@ def differing(
         for rank in group[1:]:
             copies[rank] = torch.empty_like(mine)
             dist.recv(copies[rank], rank, group=mesh.host_group)
-        odd = torch.stack([copies[rank] != mine for rank in group[1:]]).any(0)
-        for at in odd.nonzero().view(-1)[: MOST - len(places)].tolist():
+        outliers = torch.stack([copies[rank] != mine for rank in group[1:]]).any(0)
+        for at in outliers.nonzero().view(-1)[: MAX_DIFFERENCES - len(places)].tolist():
             places.append((name, at))
             for rank, copy in copies.items():
                 held[rank].append(float(copy[at]))
@@ -68,14 +67,14 @@ def differing(
 
 
 @torch.no_grad()
-def values_at(master_params: Mapping[str, Tensor], places: list[Place]) -> list[float]:
-    """What this rank holds there now."""
+def values_at(master_params: Mapping[str, Tensor], places: list[Element]) -> list[float]:
+    """This rank's current values of these elements."""
     return [float(local_of(master_params[name]).reshape(-1)[at]) for name, at in places]
 
 
-def wrong_ones(doubt: Doubt, right: list[float]) -> list[int]:
-    """The ranks whose values are far from the right ones, beside others whose are not; none where that is not clear."""
-    off = {rank: sum(abs(h - r) for h, r in zip(held, right, strict=True)) for rank, held in doubt.held.items()}
+def wrong_ranks(mismatch: ReplicaMismatch, right: list[float]) -> list[int]:
+    """The ranks whose values are far from the right ones; empty if the result is not clear."""
+    off = {rank: sum(abs(h - r) for h, r in zip(held, right, strict=True)) for rank, held in mismatch.held.items()}
     least = min(off.values())
-    far = [rank for rank, distance in off.items() if not distance <= CLEAR * least]  # NaN is far
+    far = [rank for rank, distance in off.items() if not distance <= CLEAR_RATIO * least]  # NaN is far
     return far if len(far) < len(off) else []

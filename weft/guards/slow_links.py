@@ -1,7 +1,7 @@
-"""Slow links: the time that the ranks of one axis must wait for one another's messages, against what the run learned.
+"""Slow links: the communication time of a group compared with its usual time.
 
-Whoever comes last to a collective waits only for the messages themselves, so the shortest wait in a group is the time
-of its links, and a slow rank does not lengthen it.
+The last rank to enter a collective waits only for the transfer, so the shortest wait of a group is the time of its
+links; a slow rank does not affect it.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-LEARN = 24
-"""Steps from which the usual time of a group's messages is learned, and learned anew as the run goes on."""
-RECENT = 8
-SLOW = 2.0
-"""Times as long as usual."""
-LEAST = 0.1
-"""Of the time of a step, what must be lost before it is told."""
-LEAST_S = 0.015
-"""And in seconds: a busy machine makes short messages late."""
+BASELINE_STEPS = 24
+"""Steps from which the usual time is learned."""
+RECENT_STEPS = 8
+SLOW_RATIO = 2.0
+"""Ratio to the usual time from which a link is slow."""
+MIN_SHARE_LOST = 0.1
+"""Share of a step's time that must be lost."""
+MIN_LOST_S = 0.015
+"""Seconds of a step that must be lost; a busy machine delays short messages."""
 
 
 @dataclass
-class Link:
-    """One group of one axis."""
+class LinkHistory:
+    """Wait times of one group."""
 
-    usual: deque[float] = field(default_factory=lambda: deque(maxlen=LEARN))
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    usual: deque[float] = field(default_factory=lambda: deque(maxlen=BASELINE_STEPS))
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     told: bool = False
 
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A group whose messages take longer than they did."""
+    """A group whose communication became slow."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -40,27 +40,31 @@ class SlowLink:
     now_s: float
 
 
-class Links:
-    """What is known of every group's messages, by axis and ranks."""
+class SlowLinkDetector:
+    """Wait times of every group, by axis and ranks."""
 
     def __init__(self) -> None:
-        self.links: dict[tuple[str, tuple[int, ...]], Link] = {}
+        self.links: dict[tuple[str, tuple[int, ...]], LinkHistory] = {}
 
     def add(self, step_s: float, shortest: dict[tuple[str, tuple[int, ...]], float]) -> list[SlowLink]:
-        """Take in a step's shortest wait of every group; returns those that have become slow, each once."""
+        """Add a step's shortest wait of each group; returns groups that became slow, each once."""
         found = []
         for key, seconds in shortest.items():
-            link = self.links.setdefault(key, Link())
-            if len(link.recent) == RECENT:
+            link = self.links.setdefault(key, LinkHistory())
+            if len(link.recent) == RECENT_STEPS:
                 oldest = link.recent[0]
                 if not link.told:
                     link.usual.append(oldest)
             link.recent.append(seconds)
-            if len(link.usual) < LEARN // 2:
+            if len(link.usual) < BASELINE_STEPS // 2:
                 continue
             usual, now = statistics.median(link.usual), statistics.median(link.recent)
-            slow = now > SLOW * usual and now - usual > max(LEAST_S, LEAST * step_s) and min(link.recent) > SLOW * usual
+            slow = (
+                now > SLOW_RATIO * usual
+                and now - usual > max(MIN_LOST_S, MIN_SHARE_LOST * step_s)
+                and min(link.recent) > SLOW_RATIO * usual
+            )
             if slow and not link.told:
                 found.append(SlowLink(*key, usual, now))
-            link.told = slow or (link.told and now > (1 + SLOW) / 2 * usual)
+            link.told = slow or (link.told and now > (1 + SLOW_RATIO) / 2 * usual)
         return found

@@ -1,7 +1,7 @@
-"""Who is slow: the time each rank computes in a step, apart from what it waits for others, held against the others'.
+"""Straggler detection: each rank's compute time in a step, without waits, compared with the other ranks'.
 
-On a crowded machine anyone is late for a second or two. What a rank waited for a core while none was idle is therefore
-left out of its own time, and only if it is late for much longer is it slow all the same.
+On a busy machine any rank may be late for a second or two. Time spent waiting for a core while none was idle is
+therefore excluded first; a rank that is late for much longer counts as slow in any case.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WINDOW = 8
-"""Steps that are looked at."""
-SPAN_S = 0.8
-"""They must also fill this time: a CPU quota stops a process for tenths of a second and then lets it run."""
-CROWDED_S = 6.0
-"""And this, where a crowd of processes may be the reason."""
-SHARE_S = 2.0
-"""And this, before work is divided by it."""
-MOST = 2048
-"""Steps that are kept, however short they are."""
-SLOW = 1.5
-"""A rank is slow when it computes this many times as long as the others."""
-STEADY = 1.2
-"""In the older and the newer half of the window alike: one hiccup is no slow rank."""
-LEAST_S = 0.015
-"""Time lost in each step, below which nobody cares."""
+"""Steps in a window."""
+MIN_SPAN_S = 0.8
+"""A window must span this time: a CPU quota stops a process for tenths of a second at a time."""
+CONTENTION_SPAN_S = 6.0
+"""Span of a window if CPU contention may be the cause."""
+REBALANCE_SPAN_S = 2.0
+"""Span of a window before work is rebalanced."""
+MAX_STEPS = 2048
+"""Steps that are kept."""
+SLOW_RATIO = 1.5
+"""Ratio to the other ranks' median from which a rank is slow."""
+STEADY_RATIO = 1.2
+"""Ratio required in both halves of the window, so that a single delay does not count."""
+MIN_LOST_S = 0.015
+"""Seconds lost in each step that are ignored."""
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowRank:
     """A rank that computes longer than the others."""
 
     rank: int
@@ -41,8 +41,8 @@ class Slow:
 
 
 @dataclass(frozen=True)
-class Took:
-    """A step: how long it took, how much of it each rank computed and waited for a core, and what cores idled there."""
+class StepTime:
+    """A step: its duration, and for each rank compute time, wait for a core, and idle core time."""
 
     seconds: float
     busy: Sequence[float]
@@ -50,83 +50,86 @@ class Took:
     idle: Sequence[float]
 
 
-class Pace:
-    """The last steps of every rank."""
+class StepTimes:
+    """The recent steps of every rank."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.steps: deque[Took] = deque(maxlen=MOST)
+        self.steps: deque[StepTime] = deque(maxlen=MAX_STEPS)
         self.forget()
 
     def add(
         self, seconds: float, busy: Sequence[float], delay: Sequence[float] = (), idle: Sequence[float] = ()
     ) -> None:
-        """One more step."""
+        """Add a step."""
         nothing = [0.0] * self.ranks
-        self.steps.append(Took(seconds, busy, delay or nothing, idle or nothing))
+        self.steps.append(StepTime(seconds, busy, delay or nothing, idle or nothing))
         self.count += 1
 
     def forget(self) -> None:
-        """The work was divided anew: what was measured before says nothing about it."""
+        """Clear the history after the work was divided anew."""
         self.steps.clear()
         self.count = 0
-        self._judged: dict[float, tuple[int, Slow | None]] = {}
-        """By span: the step from which on it is judged again, and what was found."""
+        self._judged: dict[float, tuple[int, SlowRank | None]] = {}
+        """By span: the step count of the next check, and the last result."""
 
-    def window(self, span_s: float) -> list[Took]:
-        """The newest steps that are enough to judge by, newest last; empty as long as there are not."""
-        found: list[Took] = []
+    def window(self, span_s: float) -> list[StepTime]:
+        """The newest steps that fill a window, newest last; empty if there are too few."""
+        found: list[StepTime] = []
         filled = 0.0
         for step in reversed(self.steps):
             found.append(step)
             filled += step.seconds
-            if len(found) >= WINDOW and (filled >= span_s or len(found) == MOST):
+            if len(found) >= WINDOW and (filled >= span_s or len(found) == MAX_STEPS):
                 return found[::-1]
         return []
 
     def typical(self) -> list[float]:
-        """How long each rank computes in a step; empty as long as that is unknown."""
-        window = self.window(SHARE_S)
+        """Each rank's compute time in a step; empty while unknown."""
+        window = self.window(REBALANCE_SPAN_S)
         return [typical(window, rank) for rank in range(self.ranks)] if window else []
 
-    def slow(self) -> Slow | None:
-        """The slowest rank, if it is slow by any of the measures: by its own doing soon, in a crowd only after long."""
-        return self._slow(SPAN_S, crowd=False) or self._slow(CROWDED_S, crowd=True)
+    def slow(self) -> SlowRank | None:
+        """The slowest rank if it is slow: early without contention, later in any case."""
+        return self._slow(MIN_SPAN_S, contention=False) or self._slow(CONTENTION_SPAN_S, contention=True)
 
-    def _slow(self, span_s: float, crowd: bool) -> Slow | None:
+    def _slow(self, span_s: float, contention: bool) -> SlowRank | None:
         again, found = self._judged.get(span_s, (0, None))
         if self.count < again or self.ranks < 2:
             return found
         window = self.window(span_s)
-        found = judge(window, self.ranks, crowd) if window else None
-        self._judged[span_s] = (self.count + max(1, len(window) // WINDOW), found)  # many short steps: now and then
+        found = judge(window, self.ranks, contention) if window else None
+        self._judged[span_s] = (
+            self.count + max(1, len(window) // WINDOW),
+            found,
+        )  # with many short steps not after each
         return found
 
 
-def judge(window: Sequence[Took], ranks: int, crowd: bool) -> Slow | None:
-    """The slowest rank of a window, if it is slow; `crowd`: no matter why."""
-    mine = [typical(window, rank) - (0.0 if crowd else crowded(window, rank)) for rank in range(ranks)]
+def judge(window: Sequence[StepTime], ranks: int, contention: bool) -> SlowRank | None:
+    """The slowest rank of a window if it is slow; `contention` includes waits for a core."""
+    mine = [typical(window, rank) - (0.0 if contention else contention_s(window, rank)) for rank in range(ranks)]
     rank = max(range(ranks), key=lambda r: mine[r])
-    ratio, lost = against(window, rank, ranks, crowd)
+    ratio, lost = against(window, rank, ranks, contention)
     half = len(window) // 2
-    steady = all(against(part, rank, ranks, crowd)[0] > STEADY for part in (window[:half], window[half:]))
-    return Slow(rank, ratio, lost) if ratio > SLOW and lost > LEAST_S and steady else None
+    steady = all(against(part, rank, ranks, contention)[0] > STEADY_RATIO for part in (window[:half], window[half:]))
+    return SlowRank(rank, ratio, lost) if ratio > SLOW_RATIO and lost > MIN_LOST_S and steady else None
 
 
-def typical(steps: Sequence[Took], rank: int) -> float:
-    """A rank's mean without its longest step, which may be an accident."""
+def typical(steps: Sequence[StepTime], rank: int) -> float:
+    """A rank's mean without its longest step."""
     times = sorted(step.busy[rank] for step in steps)
     kept = times[:-1] or times
     return math.fsum(kept) / len(kept)
 
 
-def crowded(steps: Sequence[Took], rank: int) -> float:
-    """What a rank waited in each step because there was no core for it."""
+def contention_s(steps: Sequence[StepTime], rank: int) -> float:
+    """Seconds a rank waited in each step because all cores were busy."""
     return max(0.0, math.fsum(s.delay[rank] for s in steps) - math.fsum(s.idle[rank] for s in steps)) / len(steps)
 
 
-def against(steps: Sequence[Took], rank: int, ranks: int, crowd: bool) -> tuple[float, float]:
-    """How many times as long as the others' median a rank takes, and how much longer."""
+def against(steps: Sequence[StepTime], rank: int, ranks: int, contention: bool) -> tuple[float, float]:
+    """A rank's ratio to the other ranks' median, and the difference."""
     others = statistics.median(typical(steps, r) for r in range(ranks) if r != rank)
-    mine = typical(steps, rank) - (0.0 if crowd else crowded(steps, rank))
+    mine = typical(steps, rank) - (0.0 if contention else contention_s(steps, rank))
     return (mine / others if others > 0 else 1.0), mine - others

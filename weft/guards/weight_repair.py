@@ -1,4 +1,4 @@
-"""Giving a rank back what it should hold, from another that holds the same."""
+"""Repair a rank's weights from a replica."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def copy_shards(
     shards: Mapping[str, Tensor], master_params: Mapping[str, Tensor], kind: Kind, source: int, wrong: tuple[int, ...],
     mesh: Mesh,
 ) -> None:  # fmt: skip
-    """Copy all that belongs to the weights of one kind, their optimizer's state included, from `source` to `wrong`.
+    """Copy the weights of one kind and their optimizer state from `source` to the `wrong` ranks.
 
-    Every rank calls it; the others have nothing to do. It goes by the host, which reaches any pair of ranks.
+    Every rank calls it. Data goes through the host group, which connects any pair of ranks.
     """
     if mesh.rank != source and mesh.rank not in wrong:
         return
@@ -39,7 +39,7 @@ def copy_shards(
 
 
 def _owner(key: str, names: set[str]) -> str | None:
-    """The weight that a shard of the state belongs to."""
+    """The weight that a state tensor belongs to."""
     section, _, rest = key.partition(".")
     if section not in ("model", "optim", "ema"):
         return None

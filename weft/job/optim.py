@@ -1,47 +1,114 @@
-"""`optim`: the optimizer and its learning rate."""
+"""`optim`: the optimizer and the learning-rate schedule, and the registries of both."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from weft.job.registry import NameIn, Registry
 from weft.job.section import Section
 
 
-class Optim(Section):
-    """The optimizer and its learning rate over time."""
+@dataclass(frozen=True)
+class WeightShard:
+    """A weight and this rank's share of it, as an optimizer's entry is asked about it."""
 
-    name: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    held: int
+    """Elements on this rank."""
+    in_block: bool
+
+    @property
+    def block_matrix(self) -> bool:
+        """Whether it is a matrix, or one of every expert, inside a block."""
+        return self.in_block and len(self.shape) > 1
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer: what it keeps, sends and needs, and what builds it. All sizes are counts of fp32 numbers."""
+
+    name: str
+    help: str
+    build: str
+    """`module:function` that takes the Optim section and parameter groups and returns a torch.optim.Optimizer."""
+    state: Callable[[Optim, WeightShard], float]
+    """Numbers kept between steps for a weight."""
+    elementwise: bool = True
+    """Whether an element's update depends on that element alone: the optimizer then works on each rank's plain shard,
+    else on DTensors."""
+    block_matrices_only: bool = False
+    """Whether it updates only the matrices of blocks; adamw updates the rest."""
+    traffic: Callable[[WeightShard], float] = lambda weight: 0.0
+    """Numbers summed in a step over each axis that shards the weight."""
+    scratch: Callable[[WeightShard], float] = lambda weight: 0.0
+    """Numbers in temporary tensors while the weight is updated."""
+    flops: Callable[[WeightShard], float] = lambda weight: 0.0
+    """FLOPs of matrix products in an update, on every rank."""
+    dry_run: bool = True
+    """Whether a step can be traced without values."""
+
+    def of(self, weight: WeightShard) -> Optimizer:
+        """The optimizer that updates a weight: this one, or adamw."""
+        return self if weight.block_matrix or not self.block_matrices_only else OPTIMIZERS["adamw"]
+
+    def state_per_parameter(self, optim: Optim) -> int:
+        """Numbers kept for each parameter of a large matrix, rounded."""
+        side = 4096
+        return round(self.state(optim, WeightShard((side, side), side * side, True)) / side**2)
+
+
+@dataclass(frozen=True)
+class LrSchedule:
+    """A learning-rate schedule."""
+
+    name: str
+    help: str
+    factor: Callable[[Optim, int, int, int], float]
+    """Share of the peak rate after warm-up, from the Optim section, the step, the steps of warm-up and all steps."""
+
+
+OPTIMIZERS: Registry[Optimizer] = Registry("optim.name", "weft.optim.optimizers")
+LR_SCHEDULES: Registry[LrSchedule] = Registry("optim.schedule", "weft.optim.schedule")
+
+
+class Optim(Section):
+    """The optimizer and the learning-rate schedule."""
+
+    name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
     """adamw, sgd with momentum, adafactor, or muon (muon on the blocks' matrices, adamw on the rest)."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's running means."""
+    """Decay rates of AdamW's moments."""
     eps: float = Field(1e-8, gt=0)
-    """Added to AdamW's denominator."""
+    """Epsilon in AdamW's denominator."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of sgd and muon."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decay of matrices, apart from the gradient (sgd adds it to the gradient, as torch does). Vectors never decay."""
+    """Decoupled weight decay of matrices (sgd adds it to the gradient, as torch does). Vectors are not decayed."""
     clip: float = Field(1.0, ge=0)
-    """Largest global gradient norm; 0 does not clip."""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """How the rate falls after warm-up; wsd is warm-up, stable, decay."""
+    """Maximum norm of the global gradient; 0 turns clipping off."""
+    schedule: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"
+    """Learning-rate schedule after the warm-up; wsd is warmup-stable-decay."""
     warmup: float = Field(0.02, ge=0)
-    """Warm-up: below 1 a share of all steps, from 1 up a number of steps."""
+    """Warm-up steps; a value below 1 is a fraction of all steps."""
     min_lr: float = Field(0.1, ge=0, le=1)
-    """Where cosine, linear and wsd end, as a share of lr."""
+    """Final learning rate of cosine, linear and wsd, as a fraction of lr."""
     decay: float = Field(0.2, gt=0, le=1)
-    """Share of all steps in which wsd decays, at the end."""
+    """Fraction of all steps, at the end, in which wsd decays."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Scale lr with train.global_batch / base_batch."""
-    base_batch: int = Field(256, ge=1)
-    """The global batch for which lr was chosen (scale_lr)."""
+    base_batch: int = Field(256, ge=1, le=10**9)
+    """Global batch for which lr was chosen (scale_lr)."""
 
     @field_validator("betas")
     @classmethod
-    def _decays(cls, value: tuple[float, float]) -> tuple[float, float]:
+    def _check_betas(cls, value: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError("must be two numbers from 0 to below 1, such as [0.9, 0.95]")
         return value

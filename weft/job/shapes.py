@@ -1,4 +1,4 @@
-"""Families and named shapes of models, and the one place where a model's fields are filled in."""
+"""Named shapes of models, and the resolution of a model's fields."""
 
 from __future__ import annotations
 
@@ -8,23 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
+from weft.job.model import FAMILIES
 from weft.job.schema import Data, Experts, Job, Model
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": dict(
-        norm="layernorm", norm_eps=1e-5, positions="learned", activation="gelu", tied=True, bias=True, qk_norm=False,
-        causal=True, dropout=0.0, rope_theta=10_000.0,
-    ),
-    "llama": dict(
-        norm="rmsnorm", norm_eps=1e-5, positions="rope", activation="swiglu", tied=False, bias=False, qk_norm=False,
-        causal=True, dropout=0.0, rope_theta=500_000.0,
-    ),
-    "vit": dict(
-        norm="layernorm", norm_eps=1e-6, positions="learned", activation="gelu", tied=False, bias=True, qk_norm=False,
-        causal=False, dropout=0.0, rope_theta=10_000.0,
-    ),
-    "mlp": dict(bias=True, dropout=0.0),
-}  # fmt: skip
 
 # dim, layers, heads, kv_heads, ffn, vocab; as published with each model
 SHAPES: dict[str, dict[str, Any]] = {
@@ -58,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         family="llama", dim=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn=6144, vocab=151936, qk_norm=True,
         rope_theta=1e6, experts=dict(count=128, top_k=8, ffn=768),
     ),
-    # DeepSeek compresses keys, values and queries; here grouped queries stand for it, with nearly as many weights
+    # DeepSeek uses multi-head latent attention; grouped queries replace it here, with nearly as many weights
     "deepseek-v3-16b": dict(
         family="llama", dim=2048, layers=27, heads=16, kv_heads=4, head_dim=128, ffn=10944, vocab=102400,
         experts=dict(count=64, top_k=6, ffn=1408, shared=2, first_dense=1, renormalize=False),
@@ -83,7 +68,7 @@ PATCH_DIM = 48
 
 
 def resolve(job: Job) -> Job:
-    """The same job with every field of its model filled in: given fields first, then the shape, then the family."""
+    """The job with every field of its model resolved: given fields first, then the shape, then the family."""
     if job.model.module:
         return job
     return job.model_copy(update={"model": _resolve_model(job.model, job.data)})
@@ -94,18 +79,18 @@ def _resolve_model(model: Model, data: Data) -> Model:
     shape = _shape(model.shape or ("tiny" if not {"family", "dim", "layers"} & given.keys() else None))
     if "family" in given and given["family"] != shape.get("family", given["family"]):
         shape = {k: v for k, v in shape.items() if k != "kv_heads"}
-    if model.experts is not None:  # what a person says of the experts, over what the shape says of them
+    if model.experts is not None:  # given fields of the experts override the shape's
         given["experts"] = {
             **(shape.get("experts") or {}),
             **model.experts.model_dump(exclude_unset=True, exclude_none=True),
         }
     fields: dict[str, Any] = {"family": "llama", **shape, **given}
-    fields = {**FAMILIES[fields["family"]], **fields}
-    needed = ("dim", "layers") if fields["family"] == "mlp" else ("dim", "layers", "heads")
-    for name in needed:
+    family = FAMILIES[fields["family"]]
+    fields = {**family.defaults, **fields}
+    for name in family.needed:
         if name not in fields:
             raise JobError(f"model.{name} is missing; give it, or name a model.shape such as tiny or llama-1b")
-    if fields["family"] != "mlp":
+    if family.structure != "stack":
         _fill_transformer(fields, data)
     return Model.model_validate({**model.model_dump(exclude_none=True), **fields})
 
@@ -131,7 +116,7 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         usual = {name: Experts.model_fields[name].default for name in ("count", "top_k", "groups")}
         fields["experts"] = {"ffn": fields["ffn"], **usual, **fields["experts"]}
     tokens = data_vocab(data)
-    fields.setdefault("vocab", tokens or (10 if fields["family"] == "vit" else 256))
+    fields.setdefault("vocab", tokens or (10 if FAMILIES[fields["family"]].structure == "classifier" else 256))
     fields.setdefault("max_len", data.seq_len)
     if fields["positions"] == "learned" and data.seq_len > fields["max_len"]:
         raise JobError(
@@ -152,7 +137,7 @@ def _shape(name: str | None) -> dict[str, Any]:
 
 
 def data_vocab(data: Data) -> int | None:
-    """Vocabulary of the data's tokenizer, or None where the model decides (synthetic data, a person's own)."""
+    """Vocabulary size of the data's tokenizer, or None if the model decides (synthetic data, a dataset of your own)."""
     if data.source == "synthetic" or ":" in data.source:
         return None
     meta = Path(data.source) / "meta.json"

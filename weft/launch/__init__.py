@@ -1,1 +1,1 @@
-"""Starting ranks: a pool of them for proofs and tests, and whole runs on this machine."""
+"""Start runs: local ranks, nodes, and the rank pool of `weft prove` and the tests."""

@@ -1,9 +1,9 @@
-"""What ranks of a pool need and takes seconds to import: imported once, by the process that they are forks of."""
+"""Slow imports of the rank pool, done once in the fork server of the pool."""
 
-from weft.training.imports import importing
+from weft.training.garbage_collection import no_collection
 
-with importing():
+with no_collection():
     import weft.verify.prove  # noqa: F401
-    from weft.comm.teardown import settle
+    from weft.comm.teardown import freeze_imports
 
-settle()
+freeze_imports()

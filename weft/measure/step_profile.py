@@ -19,23 +19,23 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from weft.comm.shards import local_of
 from weft.data.loader import to_device
 from weft.job.errors import Exit, JobError
+from weft.job.optim import OPTIMIZERS
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.train import prepare, write_description
+from weft.launch.train import prepare, write_job_and_plan
 from weft.measure.device_peaks import measure_roofs
 from weft.parallel.pipeline.executor import Pipelined
-from weft.planner.memory.states import optimizer_bytes
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
-from weft.planner.model.parameters import Weight
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.time.traffic import communication_bytes
-from weft.precision import COMPUTE
-from weft.supervisor.local_ranks import launch, locked
-from weft.training.metrics import Ledger, peak_memory_gib
+from weft.precision import COMPUTE_DTYPES
+from weft.supervisor.local_ranks import launch
+from weft.supervisor.run_lock import run_lock
+from weft.training.metrics import StepMetrics, peak_memory_gib, utilization
 from weft.training.session import Session
 from weft.training.signals import Signals
 from weft.watch.kernel_profile import StepFacts, from_json, summarise, table, to_json
-from weft.watch.profiler_trace import Trace, read_trace
+from weft.watch.profiler_trace import ProfilerTrace, read_trace
 from weft.watch.report import write_report
 
 WARM, TIMED = 4, {"cpu": 4, "cuda": 12}
@@ -49,9 +49,9 @@ def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], Non
     job = job.model_copy(update={"name": job.name + SUFFIX, "train": job.train.model_copy(update=train)})
     job, plan = prepare(job, nproc)
     run = RunDir(Path(job.runs_dir) / job.name)
-    with locked(run) as lock:
+    with run_lock(run) as lock:
         _clear(run)
-        write_description(run, job, plan)
+        write_job_and_plan(run, job, plan)
         code = launch(run, plan.world, lock, say, worker=("weft.measure.step_profile", str(steps)))
         if code == Exit.DONE:
             write_report(run)
@@ -97,7 +97,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
     """Warm up, time some steps, profile some more, and leave profile.json."""
     job, plan, mesh = session.job, session.plan, session.mesh
     write = session.journal.metrics if session.journal else (lambda record: None)
-    ledger = Ledger(job, plan, mesh, session.state, write, signals, session.guards)
+    metrics = StepMetrics(job, plan, mesh, session.state, write, signals, session.guards)
     session.event("start", step=0, layout=plan.layout(), world=plan.world)
     with closing(session.loader()) as loader:
 
@@ -107,13 +107,13 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
             began = time.perf_counter()
             with record_function("weft.window"):
                 for _ in range(count):
-                    _step(session, loader, ledger)
-                ledger.settle()
+                    _step(session, loader, metrics)
+                metrics.settle()
                 if mesh.device.type == "cuda":
                     torch.cuda.synchronize()
             return (time.perf_counter() - began) / count
 
-        ledger.start_clock()
+        metrics.start_clock()
         some(WARM)
         seconds = some(TIMED.get(mesh.device.type, TIMED["cuda"]))
         if mesh.device.type == "cuda":
@@ -121,7 +121,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
                 some(1)
         with _marked_loss(session), _profiling(mesh.device) as profiler:
             some(steps)
-    roofs = measure_roofs(plan, mesh.device, COMPUTE[plan.precision])
+    roofs = measure_roofs(plan, mesh.device, COMPUTE_DTYPES[plan.precision])
     rows = summarise(_read(profiler), steps, seconds * 1e3, facts_of(session), roofs)
     mine = {
         "rank": mesh.rank, "position": mesh.position, "peak_memory_gib": peak_memory_gib(mesh.device),
@@ -135,8 +135,8 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
         found = {
             "job": job.name, "layout": plan.layout(), "device": plan.device_name, "precision": plan.precision,
             "step_ms": seconds * 1e3, "profiled_steps": steps,
-            "tokens_per_s": _tokens(job) / seconds if job.model.family != "mlp" else None,
-            "mfu": flops / (seconds * peak * plan.world) if flops and peak else None,
+            "tokens_per_s": _tokens(job) / seconds if not job.model.is_stack else None,
+            "mfu": utilization(flops, seconds, peak, plan.world),
             "catalog_tflops": peak / 1e12 if peak else None,
             "roofs": vars(roofs), "ranks": everyone,
         }  # fmt: skip
@@ -145,7 +145,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
     return Exit.DONE
 
 
-def _step(session: Session, loader: Iterator[Any], ledger: Ledger) -> None:
+def _step(session: Session, loader: Iterator[Any], metrics: StepMetrics) -> None:
     """One step of the loop, its parts marked for the trace."""
     stepper, device = session.stepper, session.mesh.device
     lr = stepper.learning_rate()
@@ -156,7 +156,7 @@ def _step(session: Session, loader: Iterator[Any], ledger: Ledger) -> None:
     with record_function("weft.update"):
         norm, _ = stepper.update(grads, lr)
     with record_function("weft.figures"):
-        ledger.post(grads, norm, lr)
+        metrics.post(grads, norm, lr)
 
 
 def _profiling(device: torch.device) -> profile:
@@ -164,7 +164,7 @@ def _profiling(device: torch.device) -> profile:
     return profile(activities=kinds, record_shapes=True)
 
 
-def _read(profiler: profile) -> Trace:
+def _read(profiler: profile) -> ProfilerTrace:
     with tempfile.TemporaryDirectory(prefix="weft-profile-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -201,23 +201,23 @@ def _marked_loss(session: Session) -> Iterator[None]:
 
 
 def _tokens(job: Job) -> int:
-    return job.train.global_batch * (1 if job.model.family == "mlp" else job.data.seq_len)
+    return job.train.global_batch * (1 if job.model.is_stack else job.data.seq_len)
 
 
 def facts_of(session: Session) -> StepFacts:
     """What the job and the plan say of one step of this rank."""
     job, plan = session.job, session.plan
-    model, width = job.model, COMPUTE[plan.precision].itemsize
+    model, width = job.model, COMPUTE_DTYPES[plan.precision].itemsize
     master_params = session.state.model.master_params.values()
     held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0
-    update = held * (width + 2 * optimizer_bytes(job.optim, Weight("", (1, 1), "blocks"), 1) + 8 + copies)
+    update = held * (width + 2 * 4 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim) + 8 + copies)
     tokens = _tokens(job) / plan.dp / plan.cp
-    targets = tokens / job.data.seq_len if model.family == "vit" else tokens
+    targets = tokens / job.data.seq_len if model.is_classifier else tokens
     ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or _has_head(session)
     loss = 2 * targets * (model.vocab or 0) / plan.tp * width if ends and count_parameters(model) else 0.0
     total, attention = flops_per_token(model, job.data.seq_len), 0.0
-    if total and model.family != "mlp":
+    if total and not model.is_stack:
         full = 12.0 * (model.layers or 0) * (model.heads or 0) * (model.head_dim or 0) * job.data.seq_len
         attention = full / 2 if model.causal else full
     share = tokens / plan.tp / plan.pp
@@ -236,7 +236,7 @@ def _has_head(session: Session) -> bool:
 
 
 if __name__ == "__main__":
-    from weft.training.rank import end, run_here
+    from weft.training.rank import exit_process, run_launched_rank
 
     count = int(sys.argv[2])
-    end(run_here(lambda session, signals: measure(session, signals, count)))
+    exit_process(run_launched_rank(lambda session, signals: measure(session, signals, count)))

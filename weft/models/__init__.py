@@ -1,7 +1,1 @@
-"""Single-device maths, each model with a small table: which module plays which part."""
-
-from weft.models.build import build_model, loss_sum
-from weft.models.mlp import DeepMLP
-from weft.models.transformer import Transformer
-
-__all__ = ["DeepMLP", "Transformer", "build_model", "loss_sum"]
+"""Single-device models, each with a table of which module plays which part."""

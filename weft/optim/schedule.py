@@ -1,9 +1,10 @@
-"""The learning rate as a function of the step: nothing to save, nothing to resume."""
+"""The learning rate as a function of the step, and the built-in schedules."""
 
 from __future__ import annotations
 
 import math
 
+from weft.job.optim import LR_SCHEDULES, LrSchedule, Optim
 from weft.job.schema import Job
 
 
@@ -19,16 +20,34 @@ def peak_lr(job: Job) -> tuple[float, str | None]:
     )
 
 
-def rate(job: Job, step: int) -> float:
+def learning_rate(job: Job, step: int) -> float:
     """The rate of step 1, 2, … of train.steps."""
     o, total = job.optim, max(1, job.train.steps)
     peak, _ = peak_lr(job)
     warmup = round(o.warmup * total) if o.warmup < 1 else int(o.warmup)
     if step <= warmup:
         return peak * step / warmup
-    if o.schedule == "constant":
-        return peak
-    start = max(warmup, total - round(o.decay * total)) if o.schedule == "wsd" else warmup
-    done = min(1.0, max(0.0, (step - start) / max(1, total - start)))
-    shape = 0.5 * (1 + math.cos(math.pi * done)) if o.schedule == "cosine" else 1 - done
-    return peak * (o.min_lr + (1 - o.min_lr) * shape)
+    return peak * LR_SCHEDULES[o.schedule].factor(o, step, warmup, total)
+
+
+def _between(step: int, start: int, total: int) -> float:
+    """How far a step is between start and the end, from 0 to 1."""
+    return min(1.0, max(0.0, (step - start) / max(1, total - start)))
+
+
+def _cosine(o: Optim, step: int, warmup: int, total: int) -> float:
+    return o.min_lr + (1 - o.min_lr) * 0.5 * (1 + math.cos(math.pi * _between(step, warmup, total)))
+
+
+def _linear(o: Optim, step: int, warmup: int, total: int) -> float:
+    return o.min_lr + (1 - o.min_lr) * (1 - _between(step, warmup, total))
+
+
+def _wsd(o: Optim, step: int, warmup: int, total: int) -> float:
+    return _linear(o, step, max(warmup, total - round(o.decay * total)), total)
+
+
+LR_SCHEDULES.register(LrSchedule("cosine", "Half a cosine from lr to min_lr.", _cosine))
+LR_SCHEDULES.register(LrSchedule("linear", "A straight line from lr to min_lr.", _linear))
+LR_SCHEDULES.register(LrSchedule("constant", "lr throughout.", lambda o, step, warmup, total: 1.0))
+LR_SCHEDULES.register(LrSchedule("wsd", "Warm-up, stable, decay: lr, then a straight line to min_lr at the end.", _wsd))

@@ -8,6 +8,7 @@ from math import gcd
 
 from weft.hardware.catalog import Device, Network, find_network
 from weft.hardware.probe import probe
+from weft.job.compression import parse_compression
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Experts, Job, Parallel
 from weft.job.shapes import resolve
@@ -30,7 +31,6 @@ from weft.planner.search.search import SearchResult
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.sync import default_layout
 from weft.planner.time.buckets import bucket_mb
-from weft.planner.time.compression_warmup import KINDS_WITH_WARMUP
 from weft.planner.time.context import choose_style, rings
 from weft.planner.time.traffic import communication_bytes
 
@@ -69,8 +69,8 @@ class PlanStart:
 
 def _warmup(job: Job) -> int:
     asked, steps = job.comm.compression_warmup, job.train.steps
-    kind = job.comm.compression.partition(":")[0]
-    if kind not in (*KINDS_WITH_WARMUP, "adaptive"):
+    compressor = parse_compression(job.comm.compression).entry
+    if not (compressor.ramped or compressor.adaptive):
         return 0
     if asked != "auto":
         return asked
@@ -222,13 +222,13 @@ def _compile(job: Job, plan: Plan) -> bool:
     """By default on GPUs, for Weft's models and layouts without collectives inside a block."""
     if job.train.compile != "auto":
         return job.train.compile
-    return plan.device == "cuda" and not job.model.module and job.model.family != "mlp" and plan.tp == plan.cp == 1
+    return plan.device == "cuda" and not job.model.module and not job.model.is_stack and plan.tp == plan.cp == 1
 
 
 def _choose_sequence_parallel(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     if plan.tp == 1:
         return replace(plan, sequence=False)
-    if plan.sequence and plan.cp == 1 and job.model.family != "mlp" and job.data.seq_len % plan.tp:
+    if plan.sequence and plan.cp == 1 and not job.model.is_stack and job.data.seq_len % plan.tp:
         reasons.append(
             f"norms keep the whole sequence: data.seq_len {job.data.seq_len} does not divide by tp {plan.tp}"
         )
@@ -272,7 +272,7 @@ def _split_stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
         return plan
     split = split_blocks(job, plan.pp * plan.virtual_stages, pairs=plan.tp > 1)
     pinned = job.parallel.split if job.parallel != "auto" else None
-    if len({b - a for a, b in split}) > 1 and not pinned and job.model.family != "mlp":
+    if len({b - a for a, b in split}) > 1 and not pinned and not job.model.is_stack:
         reasons.append(f"stages of {run_lengths([b - a for a, b in split])} blocks: embedding and head weigh too")
     return replace(plan, split=split)
 

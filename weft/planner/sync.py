@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job, Parallel
 from weft.planner.engine_constants import QUANTIZATION_BLOCK, QUANTIZATION_SCALE_BYTES
 from weft.planner.model.counts import count_parameters
@@ -13,8 +14,6 @@ GIB = 2**30
 _SCALE = QUANTIZATION_SCALE_BYTES / QUANTIZATION_BLOCK
 EXCHANGE_BYTES = {"none": 4.0, "int8": 2 * (1 + _SCALE), "int4": 2 * (0.5 + _SCALE)}
 """Bytes a rank sends per parameter in an exchange; quantized values are sent twice (reduce-scatter, all-gather)."""
-MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0}
-"""Values of optimizer state per parameter, for most parameters."""
 
 
 def one_replica(plan: Plan) -> Plan:
@@ -32,7 +31,7 @@ def exchange_bytes(job: Job, plan: Plan) -> dict[str, float]:
         return {"server": 8.0 * here}  # gradients to the server, weights back
     if plan.sync == "federated":
         carries = plan.sync_every > 1 and not sync.clip  # the optimizer state is sent both ways too
-        each = 8.0 + (4 + 8 * MOMENTS[job.optim.name] if carries else 0)
+        each = 8.0 + (4 + 8 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim) if carries else 0)
         return {"server": each * here / plan.sync_every}
     return {"dp_replicate": here * EXCHANGE_BYTES[sync.quantize] / plan.sync_every}
 

@@ -12,15 +12,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint.checkpointer import Checkpoints
+from weft.checkpoint.checkpointer import Checkpointer
 from weft.data.dataset import open_dataset
 from weft.data.loader import Batch, to_device, val_batches
 from weft.job.errors import DivergedError, Exit, JobError, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, local_device
-from weft.models import build_model
-from weft.optim import Optimizers, build_optimizers
+from weft.models.build_model import build_model
+from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.parallel.apply import find_units
 from weft.planner.plan import Plan
 from weft.planner.sync import one_replica
@@ -40,7 +40,7 @@ from weft.watch import logs
 from weft.watch.journal import Journal
 from weft.watch.progress import Progress
 from weft.wire.secret import run_secret
-from weft.wire.tensors import connect
+from weft.wire.tensors import open_tensor_channel
 
 POLL_S = 0.1
 EXIT_TIMEOUT_S = 10.0
@@ -99,7 +99,7 @@ def make_shard(run: RunDir, job: Job, state: State, index: int) -> Shard:
 
 def connect_shard(address: str, secret: bytes) -> RemoteShard:
     """Connect the chief to another server's shard."""
-    link = connect(address, secret)
+    link = open_tensor_channel(address, secret)
     link.request({"role": "chief", "name": "chief"})
     return RemoteShard(link)
 
@@ -113,7 +113,7 @@ class Chief:
     plan: Plan
     state: State
     stepper: Stepper
-    checkpoints: Checkpoints
+    checkpoints: Checkpointer
     records: RunRecords
     held_out: list[list[Batch]]
     log: logging.Logger
@@ -147,11 +147,11 @@ class Chief:
         """Tensors and coordinator state of the newest checkpoint; both empty for a new run."""
         if self.checkpoints.newest() is None:
             return {}, {}
-        tensors = self.state.empty_like(saved_world=0)
+        tensors = self.state.loadable_tensors(saved_world=0)
         found = self.checkpoints.load_newest(tensors)
         if found is None:
             return {}, {}
-        self.state.adopt(tensors, found.meta)
+        self.state.restore(tensors, found.meta)
         if found.meta.get("sync", {}).get("velocity"):
             master_params = self.state.model.master_params
             outer = {f"outer.velocity.{n}": torch.empty_like(m.detach()) for n, m in master_params.items()}
@@ -177,7 +177,7 @@ def run_chief(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
             log.warning("%s", f"checkpoint {fields['path']}: {fields['why']}")
         journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
 
-    checkpoints = Checkpoints(run.checkpoints, group=None, keep=c.keep, keep_every=c.keep_every,
+    checkpoints = Checkpointer(run.checkpoints, group=None, keep=c.keep, keep_every=c.keep_every,
                               background=c.background, on_event=on_event)  # fmt: skip
     held_out = [
         [to_device(b, mesh.device) for b in batches]

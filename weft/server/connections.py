@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.wire.channel import Channel, WireError
 from weft.wire.listener import Listener
-from weft.wire.tensors import Answer, Link
+from weft.wire.tensors import Answer, TensorChannel
 
 HELLO_TIMEOUT_S = 60.0
 """Time for an authenticated peer to send its first message."""
@@ -22,7 +22,7 @@ class Peer:
 
     name: str
     role: str
-    link: Link
+    link: TensorChannel
     about: dict[str, Any] = field(default_factory=dict)
     """Fields of its first message."""
 
@@ -43,7 +43,7 @@ class Connections:
     def __init__(self, host: str, secret: bytes, coordinator: Coordinator, log: logging.Logger):
         self.coordinator, self.log = coordinator, log
         self.peers: list[Peer] = []
-        self.listener = Listener(secret, self._serve, log.debug, host, "train.sync.host", unheard_s=None)
+        self.listener = Listener(secret, self._serve, log.debug, host, "train.sync.host", ack_timeout_s=None)
         self.address = f"{host}:{self.listener.address[1]}"
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class Connections:
 
     def _serve(self, channel: Channel) -> None:
         hello, _ = channel.receive(HELLO_TIMEOUT_S)
-        link = Link(channel)
+        link = TensorChannel(channel)
         peer = Peer(str(hello["name"]), str(hello["role"]), link, hello)
         self.peers.append(peer)
         try:

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
-from weft.supervisor.local_ranks import AT_ONCE, KILLED, QUIET, WISHES, forwarding, say_why
+from weft.supervisor.failure_report import explain_failure
+from weft.supervisor.local_ranks import (
+    CLEAN_EXITS,
+    KILL_AFTER_INTERRUPTS,
+    KILLED_BY_USER,
+    STOP_SIGNALS,
+    forward_signals,
+)
 
 MODULE = "weft.server.main"
 MAX_RESTARTS = 100
@@ -23,7 +30,7 @@ EXIT_TIMEOUT_S = 15.0
 
 
 @dataclass
-class Place:
+class RoleProcess:
     """A role in the run and the process that currently has it."""
 
     role: str
@@ -41,19 +48,19 @@ def launch_server_run(run: RunDir, servers: int, workers: int, lock: int, say: C
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
     # child processes inherit the mask and unblock when their handlers are installed, so no signal is lost at start
-    signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     processes: list[subprocess.Popen[bytes]] = []
-    with forwarding(processes) as interrupts:
+    with forward_signals(processes) as interrupts:
         roles = ["chief", *["server"] * (servers - 1), *["worker"] * workers]
         places = []
         for index, role in enumerate(roles):
-            places.append(Place(role, index, _start(run, role, index, lock)))
+            places.append(RoleProcess(role, index, _start(run, role, index, lock)))
             if role == "chief":
                 processes.append(places[0].process)  # only the chief receives signals; it stops the others
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
         try:
-            code = _watch(run, places, processes, lock, say, lambda: len(interrupts) >= AT_ONCE)
+            code = _watch(run, places, processes, lock, say, lambda: len(interrupts) >= KILL_AFTER_INTERRUPTS)
         finally:
             for place in places:
                 with contextlib.suppress(ProcessLookupError):
@@ -73,7 +80,7 @@ def _start(run: RunDir, role: str, index: int, lock: int) -> subprocess.Popen[by
 
 
 def _watch(
-    run: RunDir, places: list[Place], told: list[subprocess.Popen[bytes]], lock: int, say: Callable[[str], None],
+    run: RunDir, places: list[RoleProcess], told: list[subprocess.Popen[bytes]], lock: int, say: Callable[[str], None],
     at_once: Callable[[], bool],
 ) -> int:  # fmt: skip
     """Wait until the chief ends, restarting killed processes. `at_once` returns whether to stop without waiting;
@@ -82,32 +89,32 @@ def _watch(
     while not at_once():
         for place in places:
             code = place.process.poll()
-            if code is None or (code in QUIET and place is not chief):
+            if code is None or (code in CLEAN_EXITS and place is not chief):
                 continue
-            if place is chief and code in QUIET:
+            if place is chief and code in CLEAN_EXITS:
                 _let_go(places[1:])
                 return code
             if code < 0 and not (run.logs / f"failure-{place.index}.json").exists() and restarts < MAX_RESTARTS:
                 restarts += 1
                 name = signal.Signals(-code).name
                 say(f"{place.name} was killed by {name}; restarting it")
-                signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
                 place.process = _start(run, place.role, place.index, lock)
                 told[:] = [chief.process]
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
                 continue
             codes = [p.process.poll() or 0 for p in places]
-            return say_why(run, codes, place.index, [], say)
+            return explain_failure(run, codes, place.index, [], say)
         if chief.process.poll() is None and all(p.process.poll() is not None for p in places if p.role == "worker"):
             _let_go([chief])  # workers exit only at the end of a run
             if chief.process.poll() is None:
                 say("all workers exited before the end of the run; see logs/")
                 return int(Exit.DIFFERS)
         time.sleep(0.02)
-    return KILLED
+    return KILLED_BY_USER
 
 
-def _let_go(places: list[Place]) -> None:
+def _let_go(places: list[RoleProcess]) -> None:
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     for place in places:
         if place.role != "server":  # servers wait for a new chief and do not exit by themselves

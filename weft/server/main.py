@@ -19,8 +19,8 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.local_ranks import die_with_parent
-from weft.training.imports import importing
-from weft.training.rank import end, exit_code, explain, keep_freed_memory, threads_for
+from weft.training.garbage_collection import no_collection
+from weft.training.rank import exit_code, exit_process, keep_freed_memory, record_failure, threads_for
 from weft.training.signals import Signals
 
 
@@ -34,7 +34,7 @@ def run_server(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
     from weft.watch import logs
     from weft.wire.channel import WireError
     from weft.wire.secret import run_secret
-    from weft.wire.tensors import connect
+    from weft.wire.tensors import open_tensor_channel
 
     log = logs.setup(run, index, f"server {index}", plan.world)
     shard = make_shard(run, job, build_whole_model(job, plan)[0], index)
@@ -42,7 +42,7 @@ def run_server(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
     seen = time.monotonic()
     while time.monotonic() - seen < CHIEF_TIMEOUT_S:
         try:
-            link = connect(chief_address(run), run_secret(run.path))
+            link = open_tensor_channel(chief_address(run), run_secret(run.path))
             link.request({"role": "server", "name": f"server {index}", "index": index, "address": connections.address})
             seen = time.monotonic()
             link.receive()  # blocks until the connection closes
@@ -72,7 +72,7 @@ def run_process(run: RunDir, role: str, index: int, about: dict[str, Any]) -> in
     """Run one process and return its exit code; a failure is recorded in logs/failure-INDEX.json, as for ranks."""
     signals = Signals()
     job, plan = load_job(str(run.job)), Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
-    with importing():
+    with no_collection():
         import torch
 
         from weft.server.chief import run_chief
@@ -86,7 +86,7 @@ def run_process(run: RunDir, role: str, index: int, about: dict[str, Any]) -> in
             return int(run_chief(run, job, plan, signals))
         return int(run_server(run, job, plan, index) if role == "server" else run_worker(run, job, plan, index, about))
     except BaseException as error:
-        explain(run, index, f"{role} {index}", error, plan)
+        record_failure(run, index, f"{role} {index}", error, plan)
         return exit_code(error)
     finally:
         signals.ignore()
@@ -100,4 +100,4 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     if "WEFT_SERVED" in os.environ:
         die_with_parent()
-    end(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

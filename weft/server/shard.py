@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.optim import Optimizers
+from weft.optim.build_optimizers import Optimizers
 from weft.server.connections import Peer
-from weft.wire.tensors import Answer, Link
+from weft.wire.tensors import Answer, TensorChannel
 
 Tensors = dict[str, Tensor]
 KEPT_SNAPSHOTS = 2
@@ -181,7 +181,7 @@ class Shard:
 class RemoteShard:
     """A shard on another server, through a link."""
 
-    def __init__(self, link: Link):
+    def __init__(self, link: TensorChannel):
         self.link = link
 
     def _ask(self, do: str, tensors: Tensors | None = None, **fields: Any) -> tuple[dict[str, Any], Tensors]:

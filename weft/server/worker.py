@@ -27,8 +27,8 @@ from weft.training.build import build_state
 from weft.training.step import Stepper
 from weft.wire.channel import WireError
 from weft.wire.secret import run_secret
-from weft.wire.tensors import Link
-from weft.wire.tensors import connect as connect_link
+from weft.wire.tensors import TensorChannel
+from weft.wire.tensors import open_tensor_channel as connect_link
 
 CHIEF_TIMEOUT_S = 120.0
 """How long a worker or server tries to reach the chief before it fails."""
@@ -45,8 +45,8 @@ class Worker:
     dataset: Dataset
     name: str
     about: dict[str, Any]
-    chief: Link | None = None
-    servers: dict[str, Link] = field(default_factory=dict)
+    chief: TensorChannel | None = None
+    servers: dict[str, TensorChannel] = field(default_factory=dict)
     version: str | None = None
     """Version of the weights it has."""
     reported_bytes: int = 0
@@ -86,7 +86,7 @@ class Worker:
             self.chief.close()
         self.chief, self.servers, self.version, self.reported_bytes = None, {}, None, 0
 
-    def server(self, address: str) -> Link:
+    def server(self, address: str) -> TensorChannel:
         """The link to a server; an empty address is the chief, which holds the first shard."""
         assert self.chief is not None
         if not address:

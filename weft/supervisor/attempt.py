@@ -1,4 +1,4 @@
-"""One try to train with a certain set of processes: what the supervisor tells them, in a file beside the board."""
+"""An attempt: one start of training with a fixed set of processes, described in a file that the ranks read."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Attempt:
-    """Who is which rank, and where they meet. Its number fences everything: who has another one commits nothing."""
+    """The ranks of an attempt and where they rendezvous. Ranks of another attempt number must not commit."""
 
     number: int
     world: int
     """Ranks of the run, on all nodes."""
     ranks: dict[int, int]
-    """Rank to slot, of those on this node."""
+    """Slot of each rank on this node."""
     deaths: dict[int, int]
-    """Of each of these slots, the processes that had ended there before."""
+    """For each of these slots, how many processes had exited there before."""
     store: str
-    """The file in which they meet, never used by another attempt."""
+    """Path of the rendezvous file store, unique to the attempt."""
     began: float
     """When the first attempt began (time.time)."""
     recovered: dict[str, Any] | None = None
-    """What went wrong before: fault, how, and when it was seen. None for the first attempt."""
+    """The fault before this attempt: kind, how it was handled, and when it was detected. None for the first attempt."""
     faults: list[list[Any]] = field(default_factory=list)
-    """Kind, rank and step of every fault so far: it tells a fault that comes again and again."""
+    """Kind, rank and step of every fault so far, used to detect a repeated fault."""
     environment: dict[str, str] = field(default_factory=dict)
-    """More for the ranks' environment, such as an address to meet at."""
+    """Extra environment variables of the ranks, such as the rendezvous address."""
     plan: dict[str, Any] = field(default_factory=dict)
-    """The layout of this attempt."""
+    """The plan of this attempt, as JSON."""
 
     def rank_of(self, slot: int) -> int | None:
         return next((rank for rank, s in self.ranks.items() if s == slot), None)
@@ -42,7 +42,7 @@ def path_of(folder: Path, number: int) -> Path:
 
 
 def write_attempt(folder: Path, attempt: Attempt) -> None:
-    """Whole or not at all: whoever sees the file can read it."""
+    """Write the file atomically."""
     path = path_of(folder, attempt.number)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(attempt)), encoding="utf-8")

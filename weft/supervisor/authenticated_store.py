@@ -1,7 +1,7 @@
-"""Where the ranks of an attempt find each other: torch's store, kept by a supervisor and reached only with the secret.
+"""The rendezvous store of one attempt on several nodes: served by a supervisor, reached only with the run's secret.
 
-torch's own TCPStore answers anyone who can reach its port. This one speaks weft's wire, and belongs to one attempt: a
-rank of an older attempt gets no answer.
+torch's TCPStore answers any client that can connect. This store uses Weft's signed messages and belongs to one attempt;
+ranks of older attempts are refused.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.wire.channel import Channel, Gone, Message, dial
+from weft.wire.channel import Channel, Disconnected, Message, open_channel
 
-SLICE_S = 0.2
-"""A waiting rank asks again after this long, so that its other threads get their turn."""
+WAIT_SLICE_S = 0.2
+"""Length of one server-side wait; between two of them the rank's other threads can run."""
 
 
-class SecretStore(dist.Store):
-    """A rank's end: what torch asks of a store, asked of the supervisor."""
+class AuthenticatedStore(dist.Store):
+    """The client: implements torch's Store interface with requests to a StoreServer."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class SecretStore(dist.Store):
         timeout_s: float = 300.0,
         fence: Callable[[], None] = lambda: None,
     ):
-        """fence raises when the attempt is over: nobody waits for a rank that will not come."""
+        """`fence` raises when the attempt is over, which ends a wait."""
         super().__init__()
         self._address, self._secret, self._attempt = address, secret, attempt
         self._timeout_s, self._fence = timeout_s, fence
@@ -41,7 +41,7 @@ class SecretStore(dist.Store):
     def _ask(self, blob: bytes = b"", **message: Any) -> tuple[Message, bytes]:
         with self._lock:
             if self._channel is None:
-                self._channel = dial(self._address, self._secret)
+                self._channel = open_channel(self._address, self._secret)
                 self._channel.send({"purpose": "store", "attempt": self._attempt})
             try:
                 self._channel.send(message, blob)
@@ -51,7 +51,7 @@ class SecretStore(dist.Store):
                 self._channel = None
                 raise
         if why := answer.get("refused"):
-            raise Gone(str(why))
+            raise Disconnected(str(why))
         return answer, bytes(value)
 
     def set(self, key: str, value: Any) -> None:
@@ -88,7 +88,7 @@ class SecretStore(dist.Store):
 
     def _wait(self, keys: list[str], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self._ask(op="check", keys=keys, within_s=SLICE_S)[0]["there"]:
+        while not self._ask(op="check", keys=keys, within_s=WAIT_SLICE_S)[0]["there"]:
             self._fence()
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(f"timed out after {seconds:g} s waiting for {', '.join(keys)} in the store")

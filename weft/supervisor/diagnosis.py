@@ -1,4 +1,4 @@
-"""Who is to blame when nothing moves: decided from what the ranks show on the board."""
+"""Find the rank that caused a hang, from what the ranks show on the status board."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-EXCHANGES = ("pp",)
-"""Groups in which ranks call different things, so that their counts say nothing."""
+P2P_GROUPS = ("pp",)
+"""Axes with point-to-point messages, where sequence numbers of different ranks cannot be compared."""
 
-STACK = signal.SIGUSR2
-"""Makes a process write down its Python stacks, also while it holds the GIL."""
+STACK_SIGNAL = signal.SIGUSR2
+"""The signal on which a process writes its Python stacks, even while a thread holds the GIL."""
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
 
 
 @dataclass(frozen=True)
-class Fault:
-    """What went wrong, as events.jsonl tells it."""
+class FaultReport:
+    """A fault as written to events.jsonl."""
 
     kind: str
     rank: int | None
@@ -31,22 +31,24 @@ class Fault:
 
     @property
     def who(self) -> str:
-        """Whom it befell."""
+        """The affected rank with its mesh position, or all ranks."""
         place = f" ({self.position})" if self.position else ""
         return "all ranks" if self.rank is None else f"rank {self.rank}{place}"
 
 
-def late(counts: Mapping[int, Mapping[str, int]], peers: Mapping[int, Mapping[str, list[int]]]) -> dict[int, str]:
-    """The ranks that others wait for and that wait for nobody, each with what it did not begin.
+def ranks_behind(
+    counts: Mapping[int, Mapping[str, int]], peers: Mapping[int, Mapping[str, list[int]]]
+) -> dict[int, str]:
+    """The ranks that others wait for and that do not wait themselves, each with the collective it has not started.
 
-    `counts` are collectives begun, by rank and group; `peers` the members of a rank's groups. Who has begun more than
-    another member waits for it.
+    `counts` are collectives started by rank and group, `peers` the ranks of each group. A rank that started more than
+    another member of a group waits for that member.
     """
     missing: dict[int, str] = {}
     waits: set[int] = set()
     for rank, groups in peers.items():
         for group, members in groups.items():
-            if group in EXCHANGES or rank not in counts:
+            if group in P2P_GROUPS or rank not in counts:
                 continue
             mine = counts[rank].get(group, 0)
             behind = [m for m in members if m in counts and counts[m].get(group, 0) < mine]
@@ -58,14 +60,14 @@ def late(counts: Mapping[int, Mapping[str, int]], peers: Mapping[int, Mapping[st
 
 
 def main_stack(dump: str) -> list[str]:
-    """The main thread's frames of a faulthandler dump, innermost first; the newest dump of several."""
+    """The main thread's frames in the newest faulthandler dump, innermost first."""
     blocks = [b for b in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.M) if FRAME.search(b)]
     ours = [b for b in blocks if "runpy.py" in b or " in <module>" in b]
     return [line.strip() for line in (ours or blocks or [""])[-1].splitlines() if FRAME.search(line)]
 
 
 def where(frames: list[str]) -> str:
-    """The innermost frame in words."""
+    """The innermost frame as `file:line in function`."""
     found = FRAME.search(frames[0]) if frames else None
     return f"{Path(found['file']).name}:{found['line']} in {found['name']}" if found else ""
 
@@ -73,11 +75,11 @@ def where(frames: list[str]) -> str:
 def blame(
     counts: Mapping[int, Mapping[str, int]], peers: Mapping[int, Mapping[str, list[int]]], inside: Mapping[int, str]
 ) -> dict[int, str]:
-    """The ranks that everyone else waits for, each with what it should be doing; none when all wait for one another.
+    """The ranks that all others wait for, each with what it should be doing; empty if all wait for one another.
 
-    `inside` is the group whose collective a rank is in, empty while it is in none.
+    `inside` is the group of the collective that a rank is in, or empty.
     """
-    found = late(counts, peers) or {rank: "" for rank, group in inside.items() if not group}
+    found = ranks_behind(counts, peers) or {rank: "" for rank, group in inside.items() if not group}
     if len(found) == len(peers):
         return {}
     waiting = sorted({group for rank, group in inside.items() if group and rank not in found})

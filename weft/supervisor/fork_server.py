@@ -1,7 +1,7 @@
-"""Ranks in milliseconds: a process that has imported everything, and gives copies of itself to the guardian.
+"""The fork server: a process that has imported torch and forks ranks in milliseconds.
 
-To import torch takes seconds and a core. The nursery does so once for all: every rank and spare, the first ones and
-those that replace a dead one, is a fork of it. The fork's parent is the guardian, as if that had started it.
+Importing torch takes seconds of CPU. The fork server does it once; every rank and spare is a fork of it. A fork is
+re-parented to the process manager, as if the manager had started it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER of prctl(2): orphans below this process become its children."""
-ADOPTED_S = 10.0
+PR_SET_CHILD_SUBREAPER = 36
+"""prctl(2) option: orphaned descendants become children of this process."""
+REPARENT_TIMEOUT_S = 10.0
 
 
-class Child:
-    """A fork of the nursery, as subprocess.Popen would show it. Until it is born the nursery stands for it: it goes
-    with it, and its pid is the nursery's; signals wait."""
+class ForkedProcess:
+    """A forked process with the interface of subprocess.Popen. Until it has been forked, its pid and exit code are
+    those of the fork server and signals are queued."""
 
-    def __init__(self, nursery: subprocess.Popen[bytes]):
-        self._nursery: subprocess.Popen[bytes] | None = nursery
+    def __init__(self, fork_server: subprocess.Popen[bytes]):
+        self._fork_server: subprocess.Popen[bytes] | None = fork_server
         self._waiting: list[int] = []
-        self.pid = nursery.pid
+        self.pid = fork_server.pid
         self.returncode: int | None = None
 
-    def born(self, pid: int) -> None:
-        self.pid, self._nursery = pid, None
+    def started(self, pid: int) -> None:
+        self.pid, self._fork_server = pid, None
         for number in self._waiting:
             self.send_signal(number)
 
     def poll(self) -> int | None:
-        """Its exit code, or minus the signal that ended it."""
-        if self.returncode is None and self._nursery is not None:
-            self.returncode = self._nursery.poll()
+        """The exit code, or minus the signal number."""
+        if self.returncode is None and self._fork_server is not None:
+            self.returncode = self._fork_server.poll()
         elif self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -55,7 +55,7 @@ class Child:
         return code
 
     def send_signal(self, number: int) -> None:
-        if self._nursery is not None:
+        if self._fork_server is not None:
             self._waiting.append(number)
         elif self.poll() is None:
             os.kill(self.pid, number)
@@ -64,63 +64,63 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
-class Nursery:
-    """The guardian's end of it. `start` starts the process, which finds its socket in WEFT_NURSERY."""
+class ForkServer:
+    """The manager's side. `start` starts the server process, which finds its socket in WEFT_FORK_SERVER."""
 
     def __init__(self, start: Callable[[dict[str, str], tuple[int, ...]], subprocess.Popen[bytes]]):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.process = start({"WEFT_NURSERY": str(theirs.fileno())}, (theirs.fileno(),))
+            self.process = start({"WEFT_FORK_SERVER": str(theirs.fileno())}, (theirs.fileno(),))
         ours.setblocking(False)
-        self._sock, self._expected = ours, dict[int, Child]()
+        self._sock, self._expected = ours, dict[int, ForkedProcess]()
 
-    def ask(self, slot: int) -> Child:
-        """A process for a slot; it comes as soon as the nursery has imported everything."""
-        child = self._expected[slot] = Child(self.process)
-        with contextlib.suppress(OSError):  # it is gone, which the child will say
+    def fork(self, slot: int) -> ForkedProcess:
+        """Request a process for a slot; it is forked as soon as the imports are done."""
+        child = self._expected[slot] = ForkedProcess(self.process)
+        with contextlib.suppress(OSError):  # the server has exited, which poll() of the child reports
             self._sock.send(str(slot).encode())
         return child
 
     def fileno(self) -> int:
-        """Can be read when there are births."""
+        """Readable when processes have been forked."""
         return self._sock.fileno()
 
-    def births(self) -> Iterator[tuple[int, int]]:
-        """Slots and pids that are new."""
+    def new_processes(self) -> Iterator[tuple[int, int]]:
+        """Slot and pid of each process forked since the last call."""
         with contextlib.suppress(OSError):
             while told := self._sock.recv(64):
                 slot, pid = map(int, told.split())
-                self._expected.pop(slot).born(pid)
+                self._expected.pop(slot).started(pid)
                 yield slot, pid
 
     def close(self) -> None:
-        """End it; whoever was born before is a child like others."""
+        """Stop the server; processes already forked keep running."""
         self.process.kill()
         self.process.wait()
-        for _ in self.births():
+        for _ in self.new_processes():
             pass
         self._sock.close()
 
 
 @contextlib.contextmanager
-def adopting() -> Iterator[bool]:
-    """While this lasts, orphans below this process are its children; tells whether this system can do that."""
+def as_subreaper() -> Iterator[bool]:
+    """Make orphaned descendants children of this process inside the block; yields whether the system supports it."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    can = libc is not None and libc.prctl(SUBREAPER, 1, 0, 0, 0) == 0
+    can = libc is not None and libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     try:
         yield can
     finally:
         if can and libc is not None:
-            libc.prctl(SUBREAPER, 0, 0, 0, 0)
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def serve() -> bool:
-    """In the nursery: wait for slots and fork. True in every fork, whose WEFT_SLOT is set as the guardian would have;
-    False once the guardian is gone."""
-    guardian = int(os.environ["WEFT_LAUNCHER"])
-    with socket.socket(fileno=int(os.environ.pop("WEFT_NURSERY"))) as sock:
+    """In the fork server: fork on request. Returns True in each fork, with WEFT_SLOT set, and False when the manager
+    has exited."""
+    manager = int(os.environ["WEFT_LAUNCHER"])
+    with socket.socket(fileno=int(os.environ.pop("WEFT_FORK_SERVER"))) as sock:
         while asked := sock.recv(64):
-            pid = _fork_for(guardian)
+            pid = _fork_for(manager)
             if pid == 0:
                 os.environ["WEFT_SLOT"] = asked.decode()
                 return True
@@ -129,7 +129,7 @@ def serve() -> bool:
 
 
 def _fork_for(parent: int) -> int:
-    """A fork whose parent is an ancestor of this process that adopts: returns its pid, and 0 in it."""
+    """Fork a process that is re-parented to `parent`. Returns its pid, and 0 in the fork."""
     read, write = os.pipe()
     between = os.fork()
     if between == 0:
@@ -140,7 +140,7 @@ def _fork_for(parent: int) -> int:
         os.close(read)
         os.close(write)
         os.setsid()
-        deadline = time.monotonic() + ADOPTED_S
+        deadline = time.monotonic() + REPARENT_TIMEOUT_S
         while os.getppid() != parent and time.monotonic() < deadline:
             time.sleep(0.001)
         return 0

@@ -1,4 +1,4 @@
-"""What a process shows on the board while it works, and the thread that shows it alive."""
+"""Progress that a process reports on the status board, and the heartbeat thread that shows it is alive."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from weft.supervisor.status_board import PHASES, Board
+from weft.supervisor.status_board import PHASES, StatusBoard
 
-BEAT_S = 0.2
-"""Between two beats, unless the bell rings: each takes Python's lock, and a core that the rank may need."""
+BEAT_INTERVAL_S = 0.2
+"""Seconds between beats without a wake-up; each beat takes the GIL and some CPU of the rank."""
 
 
 class Fenced(Exception):
-    """This rank belongs to an attempt that is over: it may commit nothing."""
+    """Raised in a rank whose attempt is over; it must not commit anything."""
 
 
-class Pulse(Protocol):
-    """What the loop tells of itself."""
+class Heartbeat(Protocol):
+    """How the training loop reports progress."""
 
     attempt: int
 
     def now(self, phase: str, step: int) -> None:
-        """This phase begins, after so many steps."""
+        """Report the start of a phase after `step` completed steps."""
 
     def fence(self) -> None:
         """Raise Fenced if this attempt is over."""
 
     def committed(self, step: int) -> None:
-        """A step's record is written."""
+        """Report that the record of a step has been written."""
 
 
-class Quiet:
-    """The pulse of a run that nobody watches."""
+class NoHeartbeat:
+    """Does nothing, for a run without a supervisor."""
 
     attempt = 1
 
@@ -44,27 +44,27 @@ class Quiet:
     def committed(self, step: int) -> None: ...
 
 
-class Heart:
-    """A process's slot on the board. Its thread beats, so that a process which holds the GIL or is stopped shows, and
-    waits for the slot's bell; `news` is set when that rings.
+class BoardHeartbeat:
+    """Writes to a slot of the status board. A thread beats, so that a stopped process or a held GIL can be detected,
+    and waits for the slot's wake-ups; `news` is set on each.
 
-    `watch` is asked with every beat: collectives entered so far, the group it is in (0 for none), and the collectives
-    begun in each group. `on_fence` is called once, in the thread, when the attempt that this process takes part in is
-    over: it must wake up whoever waits for a rank that will not come.
+    `watch` is called on every beat and returns the collectives entered so far, the group of the current one (0 for
+    none) and the collectives started in each group. `on_fence` is called once in the thread when the current attempt
+    is over; it must interrupt ranks that wait for a lost peer.
     """
 
-    def __init__(self, board: Board, slot: int):
+    def __init__(self, board: StatusBoard, slot: int):
         self.board, self.slot, self.attempt = board, slot, 0
         self.watch: Callable[[], tuple[int, int, list[int]]] = lambda: (0, 0, [])
         self.on_fence: Callable[[], None] = lambda: None
         self.news = threading.Event()
         self._words, self._phase, self._step = board.words, board.at(slot, "phase"), board.at(slot, "step")
-        self._moved, self._bell = board.at(slot, "moved"), board.bell(str(slot))
+        self._moved, self._bell = board.at(slot, "moved"), board.wakeup(str(slot))
         self._fenced = 0
-        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def join(self, attempt: int, rank: int) -> None:
-        """Take part in an attempt."""
+        """Join an attempt as a rank."""
         self.board.put(self.slot, "rank", rank)
         self.board.put(self.slot, "committed", 0)
         self.board.put(self.slot, "attempt", attempt)
@@ -85,14 +85,14 @@ class Heart:
         self._words[self._moved] = time.monotonic_ns()
 
     def wait_for_news(self, seconds: float) -> None:
-        """Until the bell has rung since the last time, or so long."""
+        """Wait for a wake-up, at most so many seconds."""
         self.news.wait(seconds)
         self.news.clear()
 
     def _beat(self) -> None:
         board, slot, before = self.board, self.slot, (0, [0])
         while True:
-            if self._bell.wait(BEAT_S):
+            if self._bell.wait(BEAT_INTERVAL_S):
                 self.news.set()
             progress, inside, counts = self.watch()
             board.put(slot, "progress", progress)

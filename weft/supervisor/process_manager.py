@@ -1,7 +1,7 @@
-"""The parent of a resilient run: it keeps the processes that are wanted alive, and decides nothing.
+"""The parent process of a supervised run: starts and restarts the processes that the supervisor requests.
 
-`weft train` is the guardian. The supervisor is its child like the ranks are, so that killing the supervisor disturbs
-nobody: the next one reads the board and goes on. When the guardian itself is gone, Linux ends all the others.
+`weft train` is the process manager. The supervisor is a child like the ranks, so a killed supervisor is replaced
+without disturbing them. When the manager itself is killed, Linux ends all its children.
 """
 
 from __future__ import annotations
@@ -18,61 +18,68 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from weft.hardware.network import stay_home
+from weft.hardware.network import use_loopback
 from weft.job.errors import MachineError
 from weft.job.run_folder import RunDir
-from weft.supervisor.fork_server import Child, Nursery, adopting
-from weft.supervisor.local_ranks import AT_ONCE, KILLED, WISHES, forwarding, rank_module, shared_memory
-from weft.supervisor.status_board import PHASES, Board
-from weft.supervisor.wakeup import rung_by_signals
+from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
+from weft.supervisor.local_ranks import (
+    KILL_AFTER_INTERRUPTS,
+    KILLED_BY_USER,
+    STOP_SIGNALS,
+    forward_signals,
+    rank_module,
+    shared_memory,
+)
+from weft.supervisor.status_board import PHASES, StatusBoard
+from weft.supervisor.wakeup import wake_on_signals
 
-LOOK_S = 1.0
-"""It looks so often even if nothing rings: no child ended, nobody was born, and the supervisor wants nothing."""
-SHORT_S, TRIES = 2.0, 5
-"""A supervisor that ends so soon, as many times in a row, cannot work here."""
+POLL_S = 1.0
+"""Poll interval when nothing wakes the manager."""
+MIN_SUPERVISOR_LIFE_S, MAX_SHORT_LIVES = 2.0, 5
+"""A supervisor that exits within this time, this many times in a row, cannot work here."""
 WORKER = "weft.training.supervised_rank"
-"""The module of a rank or spare, unless WEFT_RANK_MODULE names another."""
+"""Module of a rank or spare, unless WEFT_RANK_MODULE names another."""
 SUPERVISOR = ("weft.supervisor.supervisor",)
 
 
-def guard(
+def run_supervised(
     run: RunDir,
     world: int,
     spares: int,
     lock: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     supervisor: tuple[str, ...] = SUPERVISOR,
     node: str = "",
 ) -> int:
-    """Train the run in this folder with a supervisor, until it says that it is over. Returns the exit code."""
+    """Train the run in this folder under a supervisor. Returns the exit code."""
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
-    forget_memory(run, node)
+    remove_leftover_memory(run, node)
     folder = Path(tempfile.mkdtemp(prefix="weft-", dir=shared_memory()))
     try:
-        board = Board(folder / "board", slots=world + spares)
-        board["guardian"] = os.getpid()
+        board = StatusBoard(folder / "board", slots=world + spares)
+        board["manager"] = os.getpid()
         _write_pointer(run, folder, node)
-        with adopting() as can_adopt:
-            code = _Guardian(run, world, folder, board, lock, supervisor, can_adopt).keep(say)
-        for line in _last_words(folder) if code != KILLED else ():
-            say(line)
+        with as_subreaper() as can_fork:
+            code = ProcessManager(run, world, folder, board, lock, supervisor, can_fork).keep(log)
+        for line in _read_final_lines(folder) if code != KILLED_BY_USER else ():
+            log(line)
         return code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        pointer(run, node).unlink(missing_ok=True)
+        pointer_path(run, node).unlink(missing_ok=True)
 
 
-def pointer(run: RunDir, node: str = "") -> Path:
-    """Where the memory of a running run is, for whoever wants to look at it from outside."""
+def pointer_path(run: RunDir, node: str = "") -> Path:
+    """The file that says where the shared memory of a running run is."""
     return run.path / f".supervisor{node and '-'}{node}.json"
 
 
-def forget_memory(run: RunDir, node: str = "") -> None:
-    """Free the memory of a run whose guardian was killed; only its own run's, and only if it is nobody's any more."""
+def remove_leftover_memory(run: RunDir, node: str = "") -> None:
+    """Remove the shared memory of a run whose manager was killed, if it belongs to this run and user."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        left = json.loads(pointer(run, node).read_text(encoding="utf-8"))
+        left = json.loads(pointer_path(run, node).read_text(encoding="utf-8"))
         folder = Path(left["folder"])
         ours = folder.parent == Path(shared_memory() or tempfile.gettempdir()) and folder.name.startswith("weft-")
         if ours and left["run"] == str(run.path.resolve()) and folder.stat().st_uid == os.getuid():
@@ -80,11 +87,11 @@ def forget_memory(run: RunDir, node: str = "") -> None:
 
 
 def _write_pointer(run: RunDir, folder: Path, node: str) -> None:
-    content = {"folder": str(folder), "run": str(run.path.resolve()), "guardian": os.getpid()}
-    pointer(run, node).write_text(json.dumps(content), encoding="utf-8")
+    content = {"folder": str(folder), "run": str(run.path.resolve()), "manager": os.getpid()}
+    pointer_path(run, node).write_text(json.dumps(content), encoding="utf-8")
 
 
-def _last_words(folder: Path) -> list[str]:
+def _read_final_lines(folder: Path) -> list[str]:
     try:
         lines: list[str] = json.loads((folder / "end.json").read_text(encoding="utf-8"))
         return lines
@@ -92,53 +99,65 @@ def _last_words(folder: Path) -> list[str]:
         return []
 
 
-Process = subprocess.Popen[bytes] | Child
+Process = subprocess.Popen[bytes] | ForkedProcess
 
 
-class _Guardian:
+class ProcessManager:
     def __init__(
-        self, run: RunDir, world: int, folder: Path, board: Board, lock: int, command: tuple[str, ...], can_adopt: bool
+        self,
+        run: RunDir,
+        world: int,
+        folder: Path,
+        board: StatusBoard,
+        lock: int,
+        command: tuple[str, ...],
+        can_fork: bool,
     ):
         self.run, self.world, self.folder, self.board, self.lock = run, world, folder, board, lock
-        self.command, self.can_adopt = command, can_adopt
+        self.command, self.can_fork = command, can_fork
         self.ranks: list[Process] = []
-        """The processes in slots, for signals."""
+        """The processes in slots, for signal forwarding."""
         self.slots: dict[int, Process] = {}
-        self.nursery: Nursery | None = None
+        self.fork_server: ForkServer | None = None
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.supervised_since, self.short_lives = 0.0, 0
 
-    def keep(self, say: Callable[[str], None]) -> int:
-        signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)  # a process inherits the mask and lifts it when it can answer
-        bell = self.board.bell("guardian")
-        with forwarding(self.ranks) as interrupts, rung_by_signals(bell):
+    def keep(self, log: Callable[[str], None]) -> int:
+        # children inherit the mask and unblock the signals once their handlers are installed
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        wakeup = self.board.wakeup("manager")
+        with forward_signals(self.ranks) as interrupts, wake_on_signals(wakeup):
             try:
-                if self.can_adopt:
-                    self._nursery()  # it imports while the supervisor decides
+                if self.can_fork:
+                    self._fork_server()  # it imports torch while the supervisor starts
                 self._start_supervisor()
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
-                while not self.board["end"] and len(interrupts) < AT_ONCE:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+                while not self.board["end"] and len(interrupts) < KILL_AFTER_INTERRUPTS:
                     self._look()
-                    bell.wait(LOOK_S, *self._births())
+                    wakeup.wait(POLL_S, *self._fork_server_files())
             finally:
-                if self.nursery is not None:
-                    self.nursery.close()
+                if self.fork_server is not None:
+                    self.fork_server.close()
                 for process in [*self.slots.values(), *([self.supervisor] if self.supervisor else [])]:
                     process.kill()
                     process.wait()
-            return self.board["end"] - 1 if len(interrupts) < AT_ONCE else KILLED
+            return self.board["end"] - 1 if len(interrupts) < KILL_AFTER_INTERRUPTS else KILLED_BY_USER
 
-    def _births(self) -> tuple[int, ...]:
-        return () if self.nursery is None or self.nursery.process.poll() is not None else (self.nursery.fileno(),)
+    def _fork_server_files(self) -> tuple[int, ...]:
+        return (
+            ()
+            if self.fork_server is None or self.fork_server.process.poll() is not None
+            else (self.fork_server.fileno(),)
+        )
 
     def _look(self) -> None:
         if self.supervisor is not None and self.supervisor.poll() is not None:
             lived = time.monotonic() - self.supervised_since
-            self.short_lives = self.short_lives + 1 if lived < SHORT_S else 0
-            if self.short_lives == TRIES:
+            self.short_lives = self.short_lives + 1 if lived < MIN_SUPERVISOR_LIFE_S else 0
+            if self.short_lives == MAX_SHORT_LIVES:
                 raise MachineError(f"the supervisor of {self.run.path} ends as soon as it is started; see above why")
             self._start_supervisor()
-        for slot, pid in self.nursery.births() if self.nursery is not None else ():
+        for slot, pid in self.fork_server.new_processes() if self.fork_server is not None else ():
             self.board.put(slot, "pid", pid)
         for slot in range(self.board.slots):
             process = self.slots.get(slot)
@@ -152,22 +171,22 @@ class _Guardian:
 
     def _start_slot(self, slot: int) -> None:
         self.board.clear(slot)
-        if self.can_adopt:
-            self.slots[slot] = self._nursery().ask(slot)
+        if self.can_fork:
+            self.slots[slot] = self._fork_server().fork(slot)
         else:
             self.slots[slot] = self._start([rank_module(WORKER), str(self.run.path)], {"WEFT_SLOT": str(slot)})
         self.board.put(slot, "pid", self.slots[slot].pid)
         self.ranks.append(self.slots[slot])
 
-    def _nursery(self) -> Nursery:
-        if self.nursery is not None and self.nursery.process.poll() is not None:
-            self.nursery.close()
-            self.nursery = None
-        if self.nursery is None:
-            self.nursery = Nursery(
+    def _fork_server(self) -> ForkServer:
+        if self.fork_server is not None and self.fork_server.process.poll() is not None:
+            self.fork_server.close()
+            self.fork_server = None
+        if self.fork_server is None:
+            self.fork_server = ForkServer(
                 lambda env, files: self._start([rank_module(WORKER), str(self.run.path)], env, files)
             )
-        return self.nursery
+        return self.fork_server
 
     def _start_supervisor(self) -> None:
         self.supervised_since = time.monotonic()
@@ -178,11 +197,11 @@ class _Guardian:
         ours = {"WEFT_MEMORY": str(self.folder), "WEFT_LAUNCHER": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         env = {**os.environ, **more, **ours}
         if self.command == SUPERVISOR:
-            stay_home(env)
-        env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads once it knows its share
-        was = signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
+            use_loopback(env)
+        env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its thread count later
+        was = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            # a session of its own: Ctrl-C reaches the guardian alone, which passes it on once
+            # a session of its own, so that Ctrl-C reaches only the manager, which forwards it once
             command = [sys.executable, "-m", *command]
             return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(self.lock, *files))
         finally:

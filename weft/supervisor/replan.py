@@ -1,4 +1,4 @@
-"""A job's plan for as many ranks as are left: the layout that was asked for if it fits, else the nearest that does."""
+"""Re-plan a job for the ranks that are left: the requested layout if it fits, else the nearest that does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Prepare = Callable[[Job, int], tuple[Job, Plan]]
 
 
 def prepare_plan(job: Job, world: int) -> tuple[Job, Plan]:
-    """Plan for so many ranks, and refuse what cannot run."""
+    """Plan for `world` ranks and refuse what cannot run."""
     job, plan = make_plan(job, world)
     check(job, plan, RUNNABLE)
     check_fits(job, plan)
@@ -21,7 +21,7 @@ def prepare_plan(job: Job, world: int) -> tuple[Job, Plan]:
 
 
 def replan(job: Job, ranks: int, nodes: int, prepare: Prepare = prepare_plan) -> tuple[Job, Plan]:
-    """The plan on the most ranks that can be used, at most so many; batch, samples and rate are never touched."""
+    """The plan on the most ranks that can be used, at most `ranks`; batch, samples and learning rate stay the same."""
     job = _with(job, "cluster", nodes=nodes, devices_per_node="auto")
     first: JobError | FitError | None = None
     for world in range(ranks, 0, -1):
@@ -35,7 +35,7 @@ def replan(job: Job, ranks: int, nodes: int, prepare: Prepare = prepare_plan) ->
 
 
 def nearest(job: Job) -> Iterator[Job]:
-    """The job, then changes of its layout from small to large."""
+    """The job, then variants of its layout from the smallest change to the largest."""
     yield job
     free = _with(job, "train", microbatch="auto", accumulation="auto")
     if job.parallel != "auto":
@@ -45,7 +45,7 @@ def nearest(job: Job) -> Iterator[Job]:
         yield _with(job, "parallel", **open_data)
         free = _with(free, "parallel", **open_data)
         yield free
-        for axis in (other, "pp", "cp", "tp"):  # what is given up last is what needs the fastest links
+        for axis in (other, "pp", "cp", "tp"):  # the axes that need the fastest links come last
             free = _with(free, "parallel", **{axis: 1})
             yield free
     yield free.model_copy(update={"parallel": "auto"})

@@ -1,8 +1,8 @@
-"""The board: one small file in shared memory where every process of a run shows what it does, read from outside.
+"""The status board: a small file in shared memory in which every process of a run shows its state.
 
-A head, and one record a slot; a slot is a place for one process, whatever its rank. All are 64-bit words that one
-process writes and others read, without locks: a word is never half-written. The board outlives whoever wrote on it.
-Words that somebody waits for ring that one's bell.
+It has a header and one record a slot; a slot holds one process, whatever its rank. All fields are 64-bit words written
+by one process and read by others without locks. The board outlives its writers. Writing certain words wakes the
+process that waits for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.supervisor.wakeup import Bell
+from weft.supervisor.wakeup import Wakeup
 
 PHASES = ("gone", "start", "spare", "waiting", "connect", "data", "compute", "update", "eval", "checkpoint", "end")
 TRAINING = PHASES[PHASES.index("data") :]
@@ -28,7 +28,7 @@ _HEAD = (
     "end",
     "first_step",
     "supervisor",
-    "guardian",
+    "manager",
     "pause",
     "safe",
     "target",
@@ -36,62 +36,62 @@ _HEAD = (
 HEAD = {name: i for i, name in enumerate(_HEAD)}
 HEAD_WORDS = 16
 LEASE = 15
-"""The last word of the head, a float: until when (time.monotonic) anybody may commit."""
+"""Index of the header's float word: until when (time.monotonic) ranks may commit."""
 _SLOT = (
     "pid", "want", "deaths", "code", "attempt", "rank", "beats", "step", "phase", "committed", "progress", "inside",
     "moved",
 )  # fmt: skip
 SLOT = {name: i for i, name in enumerate(_SLOT)}
 COUNTS = 16
-"""In a record, the first of the words that count collectives, one a group of ranks."""
+"""Index in a record of the first collective counter, one a group of ranks."""
 GROUPS = 12
 SLOT_WORDS = COUNTS + GROUPS
 MAGIC = 0x77656674_0002
-WAITED_FOR = {"end": "guardian", "attempt": "slots", "published": "slots"}
-"""By word of the head, who waits for it: `slots` are all processes that are ranks or may become some."""
-WAITED_FOR_IN_SLOT = {"want": "guardian", "deaths": "supervisor"}
-"""By word of a record."""
+WAITED_FOR = {"end": "manager", "attempt": "slots", "published": "slots"}
+"""Header words that wake a process when written; `slots` wakes all ranks and spares."""
+WAITED_FOR_IN_SLOT = {"want": "manager", "deaths": "supervisor"}
+"""Record words that wake a process when written."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one slot shows at one moment."""
+    """The state of one slot at one moment."""
 
     slot: int
     pid: int
     want: int
     deaths: int
-    """Processes that have ended here."""
+    """Processes that have exited in this slot."""
     code: int
-    """How the last of them ended."""
+    """Exit code of the last of them."""
     attempt: int
     rank: int
     beats: int
     step: int
-    """Steps done."""
+    """Completed steps."""
     phase: str
     committed: int
     """The newest step whose record is written."""
     progress: int
-    """Collectives entered, of whatever group."""
+    """Collectives entered, in any group."""
     inside: int
-    """The place among the counts of the group whose collective it is in, plus 1; 0 while it is in none."""
+    """1 + the group index of the current collective; 0 outside collectives."""
     moved: int
-    """When it last showed something new, in nanoseconds of time.monotonic."""
+    """When anything last changed, in nanoseconds of time.monotonic."""
     counts: tuple[int, ...]
-    """Collectives begun, by group."""
+    """Collectives started, by group."""
 
     @property
     def mark(self) -> tuple[object, ...]:
-        """What changes while something is being done."""
+        """Values that change while the process makes progress."""
         return self.attempt, self.step, self.phase, self.progress, self.committed, self.counts
 
 
-class Board:
-    """The words of a board, by name."""
+class StatusBoard:
+    """A mapped status board."""
 
     def __init__(self, path: Path, slots: int | None = None):
-        """Open the board at a path; with `slots`, make it."""
+        """Open the board at a path; with `slots`, create it."""
         self.path = path
         if slots is not None:
             size = 8 * (HEAD_WORDS + slots * SLOT_WORDS)
@@ -103,7 +103,7 @@ class Board:
             self._map = mmap.mmap(handle, 0)
         finally:
             os.close(handle)
-        self._bells: dict[str, Bell] = {}
+        self._bells: dict[str, Wakeup] = {}
         self._words = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
         if slots is not None:
@@ -117,19 +117,19 @@ class Board:
 
     def __setitem__(self, name: str, value: int) -> None:
         self._words[HEAD[name]] = value
-        self._ring(WAITED_FOR.get(name))
+        self._notify(WAITED_FOR.get(name))
 
-    def bell(self, name: str) -> Bell:
-        """The bell of the guardian, of the supervisor or of a slot, by its number."""
+    def wakeup(self, name: str) -> Wakeup:
+        """The wake-up of the manager, the supervisor, or a slot (by its number)."""
         if name not in self._bells:
-            self._bells[name] = Bell(self.path.with_name(f"bell-{name}"))
+            self._bells[name] = Wakeup(self.path.with_name(f"wakeup-{name}"))
         return self._bells[name]
 
-    def _ring(self, who: str | None) -> None:
+    def _notify(self, who: str | None) -> None:
         if who is not None:
-            with contextlib.suppress(OSError):  # the run is over and its folder gone: nobody waits
+            with contextlib.suppress(OSError):  # the run is over and its folder removed
                 for name in map(str, range(self.slots)) if who == "slots" else (who,):
-                    self.bell(name).ring()
+                    self.wakeup(name).notify()
 
     @property
     def slots(self) -> int:
@@ -144,11 +144,11 @@ class Board:
         self._floats[LEASE] = value
 
     def valid(self, attempt: int) -> bool:
-        """Whether what belongs to this attempt may still be committed."""
+        """Whether ranks of this attempt may still commit."""
         return self["attempt"] == attempt and time.monotonic() < self.lease_until
 
     def at(self, slot: int, name: str) -> int:
-        """The place of a word in `words`."""
+        """Index of a slot's word in `words`."""
         return HEAD_WORDS + slot * SLOT_WORDS + SLOT[name]
 
     @property
@@ -160,14 +160,14 @@ class Board:
 
     def put(self, slot: int, name: str, value: int) -> None:
         self._words[self.at(slot, name)] = value
-        self._ring(WAITED_FOR_IN_SLOT.get(name))
+        self._notify(WAITED_FOR_IN_SLOT.get(name))
 
     def count(self, slot: int, group: int, value: int) -> None:
         if group < GROUPS:
             self._words[HEAD_WORDS + slot * SLOT_WORDS + COUNTS + group] = value
 
     def clear(self, slot: int) -> None:
-        """A new process begins here: nothing is known of it."""
+        """Reset the record for a new process."""
         for name in ("attempt", "beats", "step", "committed", "progress", "inside", "moved"):
             self.put(slot, name, 0)
         self.put(slot, "rank", -1)
@@ -186,8 +186,8 @@ class Board:
         return [self.record(slot) for slot in range(self.slots)]
 
     def close(self) -> None:
-        for bell in self._bells.values():
-            bell.close()
+        for wakeup in self._bells.values():
+            wakeup.close()
         self._words.release()
         self._floats.release()
         self._map.close()

@@ -1,4 +1,4 @@
-"""The supervisor's end of the ranks' store: names and bytes of one attempt at a time."""
+"""The server side of the ranks' rendezvous store: key-value pairs of the newest attempt."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from weft.wire.channel import Channel, Message
 
-MOST = 1 << 26
-"""Bytes that all values of an attempt may have together; torch keeps addresses and small objects there."""
+MAX_STORE_BYTES = 1 << 26
+"""Limit of all values of an attempt together; torch stores addresses and small objects."""
 IDLE_S = 24 * 3600.0
 
 
-class Meeting:
-    """The store of the newest attempt. An older one's ranks are refused, wherever they wake up."""
+class StoreServer:
+    """The store of the newest attempt; ranks of older attempts are refused."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -21,19 +21,19 @@ class Meeting:
         self._values: dict[str, bytes] = {}
 
     def open(self, attempt: int) -> None:
-        """Begin an attempt: what was said in those before is forgotten."""
+        """Start an attempt with an empty store."""
         with self._changed:
             if attempt > self._attempt:
                 self._attempt, self._values = attempt, {}
             self._changed.notify_all()
 
     def serve(self, channel: Channel, hello: Message) -> None:
-        """Answer one rank until it goes."""
+        """Answer one rank until it disconnects."""
         attempt = int(hello["attempt"])
         while True:
-            message, blob = channel.receive(IDLE_S, blob_limit=MOST)
+            message, blob = channel.receive(IDLE_S, blob_limit=MAX_STORE_BYTES)
             with self._changed:
-                # a rank may hear of an attempt before the supervisor that keeps its store has entered it
+                # a rank may learn of an attempt before the supervisor that serves its store
                 self._changed.wait_for(lambda: self._attempt >= attempt, timeout=5.0)
                 if self._attempt != attempt:
                     answer, value = {"refused": f"attempt {attempt} is over; this is attempt {self._attempt}"}, b""
@@ -74,7 +74,7 @@ class Meeting:
         raise ValueError(f"no store does {op!r}")
 
     def _put(self, key: str, value: bytes) -> None:
-        if sum(map(len, self._values.values())) + len(value) > MOST:
+        if sum(map(len, self._values.values())) + len(value) > MAX_STORE_BYTES:
             raise ValueError("the store is full")
         self._values[key] = value
         self._changed.notify_all()

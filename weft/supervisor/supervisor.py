@@ -1,6 +1,6 @@
-"""The supervisor of one machine: it reads the board, says what is wrong and with whom, and begins the next attempt.
+"""The supervisor of one machine: reads the status board, finds faults and starts the next attempt.
 
-It holds nothing that it could not read again: a supervisor that is killed is replaced, and the next one goes on.
+All its state can be read again from the board and the attempt file, so a killed supervisor can be replaced.
 """
 
 from __future__ import annotations
@@ -17,53 +17,55 @@ from weft.job.resilience import Resilience
 from weft.job.run_folder import RunDir
 from weft.planner.plan import Plan
 from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
-from weft.supervisor.diagnosis import Fault
-from weft.supervisor.hang_timeout import Patience, first_steps_s
-from weft.supervisor.local_ranks import GRACE_S, QUIET, WISHES, die_with_parent, read_cause, say_why
-from weft.supervisor.rank_inspection import LOOK_S, exited, kill, stuck
-from weft.supervisor.restart_limit import hopeless, last_words
-from weft.supervisor.status_board import TRAINING, Board, Record
+from weft.supervisor.diagnosis import FaultReport
+from weft.supervisor.failure_report import explain_failure, read_failure
+from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
+from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, STOP_SIGNALS, die_with_parent
+from weft.supervisor.process_name import set_process_name
+from weft.supervisor.rank_inspection import POLL_S, exit_fault, hang_fault, kill
+from weft.supervisor.restart_limit import final_lines, give_up_code
+from weft.supervisor.status_board import TRAINING, Record, StatusBoard
 from weft.watch.journal import Journal
 
-RETURN_S = 3.0
-"""How long the other ranks may take to come back from an attempt that is over, before they are replaced as well."""
+REGROUP_TIMEOUT_S = 3.0
+"""How long ranks may take to return from an attempt that is over, before they are replaced."""
 LOST_S = 5.0
-"""How long a rank may have come back by itself before all are called back."""
-REFILL_S = 2.0
-"""How long a new attempt trains undisturbed before the next spare is started: importing torch takes a core."""
-CALM_S, WARY_S = 0.2, 0.05
-"""Between two looks while all is as usual, and while nothing moves or an attempt has not trained yet after a fault.
-Each takes a little of a core that a rank may need; that a process has ended is rung."""
-UNCOUNTED = ("elsewhere", "grow")
-"""Ends of an attempt that are no fault of a rank here."""
+"""How long a rank may wait after losing its connections before the attempt is ended."""
+SPARE_DELAY_S = 2.0
+"""How long a new attempt trains before the next spare is started: importing torch takes CPU."""
+IDLE_POLL_S, ALERT_POLL_S = 0.2, 0.05
+"""Poll intervals in normal operation, and during a standstill or recovery. Each poll costs CPU; a process that exits
+wakes the supervisor at once."""
+NOT_RANK_FAULTS = ("elsewhere", "grow")
+"""Ends of an attempt that are not caused by a rank of this node."""
 
 
 class Supervisor:
-    """Watches the slots of a board."""
+    """Watches the slots of a status board."""
 
-    calm_s = CALM_S
+    idle_poll_s = IDLE_POLL_S
 
-    def __init__(self, run: RunDir, folder: Path, board: Board, settings: Resilience, plan: Plan):
+    def __init__(self, run: RunDir, folder: Path, board: StatusBoard, settings: Resilience, plan: Plan):
         self.run, self.folder, self.board, self.settings, self.plan = run, folder, board, settings, plan
         self.journal = Journal(run)
-        self.patience = Patience(settings.patience_s, first_steps_s(plan))
+        self.hangs = HangDetector(settings.patience_s, first_steps_timeout_s(plan))
         self.attempt = Attempt(0, plan.world, {}, {}, "", time.time())
-        self.open: list[Fault] = []
-        """Faults of the attempt that is over, while the next is not published."""
+        self.open: list[FaultReport] = []
+        """Faults of the attempt that is over, until the next one is published."""
         self.since = time.monotonic()
         self.announced = True
         self.committed = 0
         self.lost_since: float | None = None
-        self.doomed: set[int] = set()
-        """Ranks that the supervisor has killed itself."""
+        self.replaced: set[int] = set()
+        """Ranks that were lost or killed in this attempt."""
 
     def watch(self) -> int:
-        """Until the run is over. Returns its exit code."""
+        """Supervise until the run is over. Returns its exit code."""
         if number := self.board["published"]:
             self.adopt(number)
         else:
             self.first()
-        bell = self.board.bell("supervisor")
+        wakeup = self.board.wakeup("supervisor")
         while True:
             records = self.board.records()
             self.committed = max([self.committed, *(r.committed for r in records)])
@@ -78,79 +80,79 @@ class Supervisor:
                 self.broken(fault)
             else:
                 self.settle(records)
-            wary = self.patience.uneasy or not self.announced
-            self.patience.looks_s = LOOK_S if self.open else WARY_S if wary else self.calm_s
-            bell.wait(self.patience.looks_s)
+            wary = self.hangs.is_late or not self.announced
+            self.hangs.poll_s = POLL_S if self.open else ALERT_POLL_S if wary else self.idle_poll_s
+            wakeup.wait(self.hangs.poll_s)
 
     def first(self) -> None:
-        """Begin the first attempt."""
+        """Start the first attempt."""
         self.begin({rank: rank for rank in range(self.plan.world)})
 
     def look(self, records: list[Record]) -> int | None:
-        """What else is new; the exit code, where that ends the run. Nothing, on a machine of its own."""
+        """Hook for other events; returns an exit code to end the run."""
         return None
 
-    # -- what is wrong
+    # -- detection
 
-    def fault(self, records: list[Record]) -> Fault | None:
-        """The first thing that is wrong with the present attempt."""
+    def fault(self, records: list[Record]) -> FaultReport | None:
+        """The first fault of the current attempt, if any."""
         ranks = {rank: records[slot] for rank, slot in self.attempt.ranks.items()}
         for rank, record in ranks.items():
             if record.deaths > self.attempt.deaths[record.slot]:
-                self.doomed.add(rank)
-                return exited(self.run, self.folder, rank, record)
+                self.replaced.add(rank)
+                return exit_fault(self.run, self.folder, rank, record)
         lost = any(r.phase == "waiting" and r.attempt == self.attempt.number for r in ranks.values())
         self.lost_since = (self.lost_since or time.monotonic()) if lost else None
         if self.lost_since is not None and time.monotonic() - self.lost_since > LOST_S:
             step = min(record.step for record in ranks.values())
-            return Fault("hang", None, "ranks lost their connections, though nobody is gone", step, "", LOST_S)
-        seconds = self.patience.look(ranks)
-        return self.stuck(ranks, seconds) if seconds is not None else None
+            return FaultReport("hang", None, "ranks lost their connections, though nobody is gone", step, "", LOST_S)
+        seconds = self.hangs.check(ranks)
+        return self.hang_fault(ranks, seconds) if seconds is not None else None
 
-    def stuck(self, ranks: dict[int, Record], seconds: float) -> Fault | None:
-        """Nothing has moved for so long: find out who is to blame, and end it."""
-        found, killed = stuck(self.folder, ranks, self.patience, seconds)
-        self.doomed |= killed
+    def hang_fault(self, ranks: dict[int, Record], seconds: float) -> FaultReport | None:
+        """Handle a standstill: find and kill the rank that caused it."""
+        found, killed = hang_fault(self.folder, ranks, self.hangs, seconds)
+        self.replaced |= killed
         return found
 
-    # -- what is done about it
+    # -- recovery
 
-    def broken(self, fault: Fault) -> None:
-        """The present attempt is over: from this moment nobody commits anything for it."""
+    def broken(self, fault: FaultReport) -> None:
+        """End the current attempt: from now on its ranks must not commit."""
         self.board["attempt"] = self.attempt.number + 1
         self.open.append(fault)
         self.since = time.monotonic()
         self.tell(fault)
 
-    def tell(self, fault: Fault) -> None:
+    def tell(self, fault: FaultReport) -> None:
         after = None if fault.detected_after_s is None else round(fault.detected_after_s, 3)
-        if fault.kind != "oom":  # which the rank has written down itself
+        if fault.kind != "oom":  # the rank has written that event itself
             self.journal.event(
-                "fault", fault=_told(fault.kind), rank=fault.rank, position=fault.position, step=fault.step,
+                "fault", fault=_event_kind(fault.kind), rank=fault.rank, position=fault.position, step=fault.step,
                 attempt=self.attempt.number, why=fault.why, detected_after_s=after,
                 **({"stack": fault.stack} if fault.stack else {}),
             )  # fmt: skip
         joint = " " if fault.kind == "exit" else ": "
-        say(f"{fault.who}{joint}{fault.why}")
+        log(f"{fault.who}{joint}{fault.why}")
 
     def regroup(self, records: list[Record]) -> None:
-        """Wait for the others to come back, put spares in the places of the dead, and begin the next attempt."""
+        """Wait until the remaining ranks are back, fill empty ranks with spares, and start the next attempt."""
         slots, back = self.attempt.ranks, dict[int, int]()
-        impatient = time.monotonic() - self.since > self.patience.to_return(RETURN_S)
+        impatient = time.monotonic() - self.since > self.hangs.regroup_timeout(REGROUP_TIMEOUT_S)
         coming_back = False
         for rank, slot in slots.items():
             record = records[slot]
             if record.deaths > self.attempt.deaths[slot]:
-                if rank not in self.doomed:
-                    self.doomed.add(rank)
-                    self.open.append(exited(self.run, self.folder, rank, record))
+                if rank not in self.replaced:
+                    self.replaced.add(rank)
+                    self.open.append(exit_fault(self.run, self.folder, rank, record))
                     self.tell(self.open[-1])
             elif record.phase == "waiting" and record.attempt == self.attempt.number:
                 back[rank] = slot
             else:
                 coming_back = True
-                if impatient and rank not in self.doomed:
-                    self.doomed.add(rank)
+                if impatient and rank not in self.replaced:
+                    self.replaced.add(rank)
                     kill(record.pid)
         if coming_back:
             return
@@ -166,17 +168,17 @@ class Supervisor:
                 slot = next(s for s in free if not records[s].want and s not in back.values())
                 self.board.put(slot, "want", 1)
                 back[rank] = slot
-        if code := hopeless(self.open[0], self.attempt.faults, self.settings.restarts):
-            self.end(*last_words(self.run, self.board, self.attempt, self.open[0], code))
+        if code := give_up_code(self.open[0], self.attempt.faults, self.settings.restarts):
+            self.end(*final_lines(self.run, self.board, self.attempt, self.open[0], code))
             return
         self.next(back)
 
     def next(self, ranks: dict[int, int]) -> None:
-        """All that live are back, and these slots can be the ranks of the next attempt."""
+        """All remaining ranks are back: start the next attempt with these slots."""
         self.begin(ranks)
 
     def _take_smaller_plan(self) -> None:
-        """A rank that ran out of memory left a plan with smaller microbatches; everything else in it is the same."""
+        """Use the plan that a rank wrote after it ran out of memory, if only its microbatch is smaller."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             left = Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
             if left.axes == self.plan.axes and left.microbatch < self.plan.microbatch:
@@ -185,15 +187,15 @@ class Supervisor:
     def begin(
         self, ranks: dict[int, int], number: int = 0, environment: dict[str, str] | None = None, how: str = ""
     ) -> None:
-        """Publish the next attempt, as others have agreed on it or by itself."""
+        """Publish the next attempt."""
         number = number or self.attempt.number + 1
-        faults = [*self.attempt.faults, *([f.kind, f.rank, f.step] for f in self.open if f.kind not in UNCOUNTED)]
+        faults = [*self.attempt.faults, *([f.kind, f.rank, f.step] for f in self.open if f.kind not in NOT_RANK_FAULTS)]
         recovered = None
         if self.open:
             fault = self.open[0]
             moved = any(self.attempt.ranks.get(rank) != slot for rank, slot in ranks.items())
             recovered = {
-                "fault": _told(fault.kind),
+                "fault": _event_kind(fault.kind),
                 "how": how or ("spare" if moved else "regroup"),
                 "since": self.since,
             }
@@ -212,14 +214,14 @@ class Supervisor:
         write_attempt(self.folder, self.attempt)
         self.board["attempt"] = number
         self.board["published"] = number
-        self.open, self.doomed, self.announced, self.since = [], set(), recovered is None, time.monotonic()
+        self.open, self.replaced, self.announced, self.since = [], set(), recovered is None, time.monotonic()
         last = faults[-1] if faults else None
         same = sum(f == last for f in faults[-3:]) if last and last[0] in ("hang", "gil") else 0
-        self.patience.doubt = 4.0 ** max(0, same - 1)
-        self.patience.new_attempt()
+        self.hangs.repeat_factor = 4.0 ** max(0, same - 1)
+        self.hangs.new_attempt()
 
     def adopt(self, number: int) -> None:
-        """Take over from a supervisor that is gone: the ranks never noticed."""
+        """Take over from a killed supervisor; the ranks are not affected."""
         self.attempt = read_attempt(self.folder, number)
         records = self.board.records()
         self.journal.event(
@@ -230,10 +232,10 @@ class Supervisor:
             "recovered", fault="supervisor", how="regroup", step=max(r.step for r in records) + 1, steps_lost=0,
             attempt=number, seconds=0.0,
         )  # fmt: skip
-        say("the supervisor was killed; another one has taken over, and no step is lost")
+        log("the supervisor was killed; another one has taken over, and no step is lost")
 
     def settle(self, records: list[Record]) -> None:
-        """Nothing is wrong: say that the attempt trains again, and see that there is a spare."""
+        """In normal operation: report that training has resumed, and request missing spares."""
         ranks = [records[slot] for slot in self.attempt.ranks.values()]
         training = all(r.attempt == self.attempt.number and r.phase in TRAINING for r in ranks)
         if training and not self.announced:
@@ -247,39 +249,39 @@ class Supervisor:
                 attempt=self.attempt.number, seconds=round(seconds, 3),
             )  # fmt: skip
             self.committed = step
-            say(f"recovered in {seconds:.1f} s: step {step + 1} is next")
-        if training and time.monotonic() - self.since > REFILL_S and min(r.step for r in ranks) > 0:
+            log(f"recovered in {seconds:.1f} s: step {step + 1} is next")
+        if training and time.monotonic() - self.since > SPARE_DELAY_S and min(r.step for r in ranks) > 0:
             for record in records:
                 if not record.want and record.slot not in self.attempt.ranks.values():
                     self.board.put(record.slot, "want", 1)
 
-    # -- the end
+    # -- end
 
     def ended(self, records: list[Record]) -> int | None:
-        """The exit code, once the ranks have ended by themselves or there is no way on."""
+        """The exit code once the ranks have ended or the run cannot continue."""
         if self.board["end"]:
             return self.board["end"] - 1
         ranks = {rank: records[slot] for rank, slot in self.attempt.ranks.items()}
         gone = {rank: r.code for rank, r in ranks.items() if r.deaths > self.attempt.deaths[r.slot]}
-        quiet = [code for code in gone.values() if code in QUIET]
-        causes = {rank: read_cause(self.run.logs / f"failure-{rank}.json") for rank in gone}
+        quiet = [code for code in gone.values() if code in CLEAN_EXITS]
+        causes = {rank: read_failure(self.run.logs / f"failure-{rank}.json") for rank in gone}
         final = [rank for rank, cause in causes.items() if cause and not cause["machine"]]
         if not quiet and not final:
             return None
         deadline = time.monotonic() + GRACE_S
         if not quiet:
-            self.board["attempt"] = self.attempt.number + 1  # wakes up those that wait for who is gone
+            self.board["attempt"] = self.attempt.number + 1  # interrupts ranks that wait for an exited one
         while time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             now = {rank: self.board.record(slot) for rank, slot in self.attempt.ranks.items()}
             gone = {rank: r.code for rank, r in now.items() if r.deaths > self.attempt.deaths[r.slot]}
             if all(rank in gone or r.phase == "waiting" for rank, r in now.items()):
                 break
-        if quiet:  # ranks end together, after the last checkpoint: who is killed after that changes nothing
+        if quiet:  # ranks exit together after the last checkpoint; a kill after that changes nothing
             return self.end(max(quiet), [])
         lines: list[str] = []
         codes = [gone.get(rank, 0) for rank in range(self.attempt.world)]
-        return self.end(say_why(self.run, codes, final[0], [], lines.append), lines)
+        return self.end(explain_failure(self.run, codes, final[0], [], lines.append), lines)
 
     def end(self, code: int, lines: list[str]) -> int:
         temporary = self.folder / "end.tmp"
@@ -289,24 +291,25 @@ class Supervisor:
         return code
 
 
-def _told(kind: str) -> str:
-    """A kind of fault as events.jsonl names it: a process that raised is one that exited."""
+def _event_kind(kind: str) -> str:
+    """The name of a kind of fault in events.jsonl: a rank that raised is one that exited."""
     return "exit" if kind == "raised" else kind
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def main() -> int:
     die_with_parent()
-    for number in WISHES:  # the guardian passes them on to the ranks
+    set_process_name("weft-supervisor")
+    for number in STOP_SIGNALS:  # the manager forwards them to the ranks
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     run, folder = RunDir(Path(sys.argv[1])), Path(sys.argv[2])
     job, plan = load_job(str(run.job)), Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
-    Supervisor(run, folder, Board(folder / "board"), job.resilience, plan).watch()
+    Supervisor(run, folder, StatusBoard(folder / "board"), job.resilience, plan).watch()
     return 0
 
 

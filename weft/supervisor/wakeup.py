@@ -1,7 +1,4 @@
-"""Bells: the processes of a run wake one another, instead of looking again and again whether something is new.
-
-Ranks that leave no core free are held up by every look of another process, and who waits for them is held up too.
-"""
+"""Wake-ups between the processes of a run, instead of polling, which takes CPU from the ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from pathlib import Path
 from types import FrameType
 
 
-class Bell:
-    """A FIFO: whoever has something new rings, whoever waits sleeps in the kernel until then.
+class Wakeup:
+    """A FIFO on which one process waits and any process notifies.
 
-    Both sides open it for both, so that nobody waits for the other and nobody's end is heard. What was rung before
-    anyone waited is heard at once. One process waits for a bell; it looks at everything then, however often it rang.
+    Both sides open it for reading and writing, so opening never blocks and no end-of-file is seen. A notification
+    before the wait is not lost; several are merged into one.
     """
 
     def __init__(self, path: Path):
@@ -26,12 +23,12 @@ class Bell:
             os.mkfifo(path, 0o600)
         self.handle = os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
-    def ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it rings already
+    def notify(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: already notified
             os.write(self.handle, b"\n")
 
     def wait(self, seconds: float, *others: int) -> bool:
-        """Whether it rang before the time was over; also ends when one of the other files can be read."""
+        """Whether a notification came in time; also returns when one of the other files is readable."""
         waiting = select.poll()
         for handle in (self.handle, *others):
             waiting.register(handle, select.POLLIN)
@@ -47,13 +44,13 @@ class Bell:
 
 
 @contextlib.contextmanager
-def rung_by_signals(bell: Bell) -> Iterator[None]:
-    """While this lasts, every signal that reaches this process rings: also that a child has ended."""
+def wake_on_signals(wakeup: Wakeup) -> Iterator[None]:
+    """Inside the block, every signal to this process, SIGCHLD included, wakes the waiter."""
 
     def nothing(number: int, frame: FrameType | None) -> None: ...
 
     before = signal.signal(signal.SIGCHLD, nothing)
-    told = signal.set_wakeup_fd(bell.handle, warn_on_full_buffer=False)
+    told = signal.set_wakeup_fd(wakeup.handle, warn_on_full_buffer=False)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from weft.guards.out_of_memory import explain as ran_out
+from weft.guards.out_of_memory import explain as explain_oom
 from weft.guards.out_of_memory import is_oom, shrink
 from weft.guards.rollback import RollBack
 from weft.hardware.probe import probe
@@ -24,6 +24,7 @@ from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
+from weft.supervisor.process_name import set_process_name
 from weft.training.signals import Signals
 
 if TYPE_CHECKING:
@@ -36,35 +37,36 @@ Work = Callable[["Session", Signals], Exit]
 def run_rank(
     run: RunDir, job: Job, plan: Plan, signals: Signals, work: Work | None = None, hook: Hook | None = None
 ) -> int:
-    """Train, or do other work with a session, as the rank that the environment names. Returns the exit code."""
-    set_up(run, plan)
+    """Train, or run `work` with a session, as the rank given by the environment. Returns the exit code."""
+    set_up_process(run, plan)
     from weft.training.loop import fit_or_explain
     from weft.training.session import open_session
 
     rank, position = int(os.environ.get("RANK", 0)), ""
+    set_process_name(f"weft-rank-{rank}")
     held: Snapshots | None = None
     while True:
         try:
             session = open_session(job, plan, run, snapshots=held, hook=hook)
             position, held = session.mesh.position, session.snapshots
-            code = attempt(session, signals, work or fit_or_explain)
+            code = train_with_rollback(session, signals, work or fit_or_explain)
             session.mesh.barrier()
             session.close()
             return int(code)
         except BaseException as error:
-            less = explain(run, rank, position, error, plan)
+            smaller_plan = record_failure(run, rank, position, error, plan)
             if held is not None:
-                held.drop()  # it may hold on to tensors of the session that ended
-            if less is None or plan.world > 1:  # others wait for this rank, and do not know
+                held.drop()  # it may reference tensors of the failed session
+            if smaller_plan is None or plan.world > 1:  # the other ranks cannot follow
                 return exit_code(error)
-        plan, session = less, None  # type: ignore[assignment]
+        plan, session = smaller_plan, None  # type: ignore[assignment]
         (run.logs / f"failure-{rank}.json").unlink()
         gc.collect()
 
 
-def set_up(run: RunDir, plan: Plan) -> None:
-    """Import torch, and set what belongs to the whole process."""
-    bring_in(run)
+def set_up_process(run: RunDir, plan: Plan) -> None:
+    """Import torch and apply process-wide settings."""
+    import_training(run)
     import torch
 
     if plan.device == "cpu":
@@ -72,34 +74,34 @@ def set_up(run: RunDir, plan: Plan) -> None:
         torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
 
 
-def bring_in(run: RunDir) -> None:
-    """Import all that training needs: seconds, in which a signal may already come."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read when torch is imported
+def import_training(run: RunDir) -> None:
+    """Import all that training needs, which takes seconds."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read on import of torch
 
-    from weft.training.imports import importing
+    from weft.training.garbage_collection import no_collection
 
-    with importing():
+    with no_collection():
         import weft.training.loop  # noqa: F401
 
 
-def attempt(session: Session, signals: Signals, work: Work) -> Exit:
-    """Do the work, and go back whenever all ranks agree that something went wrong which other samples would mend."""
+def train_with_rollback(session: Session, signals: Signals, work: Work) -> Exit:
+    """Run `work`, and rewind whenever all ranks agree to roll back."""
     while True:
         try:
             return work(session, signals)
-        except RollBack as wish:
+        except RollBack as request:
             began, reached = time.perf_counter(), session.state.step
-            skipped = session.state.skipped_steps | set(wish.skip)
-            session.rewind(wish.to_step)
-            session.state.skipped_steps |= skipped  # an older state does not know of all of them
+            skipped = session.state.skipped_steps | set(request.skip)
+            session.roll_back(request.to_step)
+            session.state.skipped_steps |= skipped  # the older state does not contain all of them
             step = session.state.step
-            session.event("recovered", fault=wish.fault, how="rollback", step=step + 1, steps_lost=reached - step,
+            session.event("recovered", fault=request.fault, how="rollback", step=step + 1, steps_lost=reached - step,
                           seconds=time.perf_counter() - began)  # fmt: skip
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what one step frees for the next: to give it back and take it again costs page faults."""
-    trim, pad, map_from = -1, -2, -3  # of mallopt(3)
+    """Let glibc keep freed memory for the next step, which avoids page faults."""
+    trim, pad, map_from = -1, -2, -3  # options of mallopt(3)
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL("libc.so.6")
         for option, size in ((trim, 1 << 30), (pad, 1 << 26), (map_from, 1 << 25)):
@@ -107,7 +109,7 @@ def keep_freed_memory() -> None:
 
 
 def threads_for(ranks: int) -> int:
-    """Threads of one CPU rank: the cores, shared evenly."""
+    """Threads of each CPU rank: the cores divided evenly."""
     return max(1, probe().cores_physical // max(1, ranks))
 
 
@@ -123,9 +125,9 @@ def is_timeout(error: BaseException) -> bool:
     return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
-def explain(run: RunDir, rank: int, position: str, error: BaseException, plan: Plan) -> Plan | None:
-    """Leave the cause where the launcher finds it, and the traceback in this rank's log. Where memory ran out, returns
-    the plan with which it would not, and leaves that too."""
+def record_failure(run: RunDir, rank: int, position: str, error: BaseException, plan: Plan) -> Plan | None:
+    """Write the failure record for the launcher and the traceback to this rank's log. If memory ran out, also write and
+    return a plan that needs smaller_plan."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if f"{os.sep}weft{os.sep}" in f.filename]
     where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} in {ours[-1].name}" if ours else ""
@@ -137,47 +139,47 @@ def explain(run: RunDir, rank: int, position: str, error: BaseException, plan: P
         "position": position,
         "time": time.time(),
         "kind": type(error).__name__,
-        "message": ran_out(error, plan) if is_oom(error) else str(error).strip(),
+        "message": explain_oom(error, plan) if is_oom(error) else str(error).strip(),
         "where": where,
         "expected": isinstance(error, WeftError),
-        "echo": is_echo(error),
-        "machine": is_machine(error),
+        "echo": is_peer_failure(error),
+        "machine": is_machine_failure(error),
         "code": exit_code(error),
     }
-    less = shrink(run, plan, error, rank, position) if is_oom(error) else None
+    smaller_plan = shrink(run, plan, error, rank, position) if is_oom(error) else None
     (run.logs / f"failure-{rank}.json").write_text(json.dumps(cause), encoding="utf-8")
-    return less
+    return smaller_plan
 
 
-def is_machine(error: BaseException) -> bool:
-    """Whether another process or another try may do better: the machine failed, not the program."""
+def is_machine_failure(error: BaseException) -> bool:
+    """Whether the machine failed rather than the program, so that a restart may help."""
     text = str(error).lower()
     return isinstance(error, OSError) or is_oom(error) or any(s in text for s in ("cuda error", "nccl"))
 
 
-def is_echo(error: BaseException) -> bool:
-    """Whether the error only says that another rank went away."""
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether the error only says that another rank has exited."""
     text = str(error).lower()
     signs = ("connection closed by peer", "connection reset", "connection refused", "broken pipe",
              "remote process exited", "socket closed")  # fmt: skip
     return not isinstance(error, WeftError) and any(s in text for s in signs)
 
 
-def run_here(work: Work | None = None, hook: Hook | None = None) -> int:
-    """A rank that the launcher started: the run's folder is the first argument."""
+def run_launched_rank(work: Work | None = None, hook: Hook | None = None) -> int:
+    """Main function of a rank started by the launcher, with the run's folder as first argument."""
     from weft.supervisor.local_ranks import die_with_parent
 
     die_with_parent()
-    listening = Signals()
+    signals = Signals()
     folder = RunDir(Path(sys.argv[1]))
     description = json.loads(folder.plan.read_text(encoding="utf-8"))
-    code = run_rank(folder, load_job(str(folder.job)), Plan.from_json(description), listening, work, hook)
-    listening.ignore()
+    code = run_rank(folder, load_job(str(folder.job)), Plan.from_json(description), signals, work, hook)
+    signals.ignore()
     return code
 
 
-def end(code: int) -> NoReturn:
-    """All is written: torch's threads may abort a process whose Python is being taken down."""
+def exit_process(code: int) -> NoReturn:
+    """Exit without finalizing Python, during which torch's threads may abort the process."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -185,4 +187,4 @@ def end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    end(run_here())
+    exit_process(run_launched_rank())

@@ -5,26 +5,25 @@ What it counts is what the engine does: live bytes, FLOPs and collectives, next 
 
 from __future__ import annotations
 
-import functools
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.comm import shards
+from weft.comm.fake_internals import real_meshes
 from weft.comm.shards import local_of
 from weft.job.errors import JobError
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
-from weft.memory.tracer import Meter
+from weft.memory.tracer import Tracer
 from weft.mesh import Mesh, connect, pretend
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import Batch
@@ -76,8 +75,8 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
     check(job, plan, RUNNABLE)
     if not 0 <= rank < plan.world:
         raise JobError(f"--rank {rank} is not one of the {plan.world} ranks; 0 to {plan.world - 1} are")
-    if job.model.module or job.optim.name == "adafactor":
-        what = f"model.module={job.model.module}" if job.model.module else "optim.name=adafactor"
+    if job.model.module or not OPTIMIZERS[job.optim.name].dry_run:
+        what = f"model.module={job.model.module}" if job.model.module else f"optim.name={job.optim.name}"
         raise JobError(f"{what} reads values of tensors, and a dry run has none; one of Weft's models with adamw works")
     if plan.sync != "step":
         raise JobError(
@@ -86,7 +85,7 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
     mesh = pretend(plan, rank)
     try:
         norms = _fused_norms() if plan.device == "cuda" else nullcontext()
-        with warnings.catch_warnings(), _real_meshes(), norms, FakeTensorMode(allow_non_fake_inputs=True):
+        with warnings.catch_warnings(), real_meshes(), norms, FakeTensorMode(allow_non_fake_inputs=True):
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # stages copy the model
             meter, parts = trace(job, plan, mesh, copied=COPIED.get(plan.backend, frozenset()))
         return _compare(job, plan, mesh, meter, parts, began)
@@ -101,13 +100,13 @@ def measured_peak(job: Job) -> int:
     return meter.peak
 
 
-def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()) -> tuple[Meter, dict[str, int]]:
+def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()) -> tuple[Tracer, dict[str, int]]:
     """Build this rank and take a step under a meter; also the bytes of what it keeps. `copied` as the meter's."""
-    with Meter(_names(mesh), copied) as meter:
+    with Tracer(_names(mesh), copied) as meter:
         state = build_state(job, plan, mesh)
         state.scale.dynamic = False  # whether a step overflowed is a value, and there are none
         if isinstance(state.model, Pipelined):
-            state.model.wire.nobody = plan.backend == "nccl"
+            state.model.links.keep_sent = plan.backend != "nccl"
         state.optimizers.allocate()
         state.model.zero_grad()
         for name, shard in state.optimizers.params.items():
@@ -155,10 +154,10 @@ def make_batch(job: Job, plan: Plan) -> Batch:
     size, seq, model = plan.microbatch, job.data.seq_len, job.model
     tokens = torch.zeros(size, seq, dtype=torch.int64)
     batch = {"ids": torch.zeros(size, dtype=torch.int64)}
-    if model.family == "mlp":
+    if model.is_stack:
         vectors = torch.zeros(size, model.dim or 0)
         return {**batch, "inputs": vectors, "targets": vectors.clone(), "valid": torch.ones(size, dtype=torch.bool)}
-    if model.family == "vit":
+    if model.is_classifier:
         classes, patches = torch.zeros(size, dtype=torch.int64), torch.zeros(size, seq, PATCH_DIM)
         return {**batch, "inputs": patches, "targets": classes, "valid": torch.ones(size, dtype=torch.bool)}
     batch |= {"inputs": tokens, "targets": tokens.clone(), "valid": torch.ones(size, seq, dtype=torch.bool)}
@@ -167,7 +166,7 @@ def make_batch(job: Job, plan: Plan) -> Batch:
     return batch
 
 
-def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Meter, parts: dict[str, int], began: float) -> DryRun:
+def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Tracer, parts: dict[str, int], began: float) -> DryRun:
     memory, layouts, place = EngineMemory(job, plan, traced=True), Layouts.one(plan), Place.of(plan, mesh.rank)
     states = {name: float(held[0]) for name, held in memory.states(layouts, place).items()}
     peak = sum(float(held[0]) for part, held in memory.rank(layouts, place).items() if part != "runtime")
@@ -190,31 +189,6 @@ def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Meter, parts: dict[str, in
     }
     took = time.perf_counter() - began
     return DryRun(plan.layout(), mesh.rank, plan.world, mesh.position, traced, estimated, collectives, took)
-
-
-@contextmanager
-def _real_meshes() -> Iterator[None]:
-    """Where ranks and shards lie is looked up in tensors, which must hold real numbers even where no other does."""
-
-    def real(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def outside(*args: Any, **kwargs: Any) -> Any:
-            with unset_fake_temporarily():
-                return function(*args, **kwargs)
-
-        return outside
-
-    item, concatenate = DeviceMesh.__getitem__, DeviceMesh._concatenate
-    offsets = shards.compute_local_shape_and_global_offset
-    shards.compute_local_shape_and_global_offset = real(offsets)
-    DeviceMesh.__getitem__ = real(item)  # type: ignore[method-assign]
-    DeviceMesh._concatenate = staticmethod(real(concatenate))  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        shards.compute_local_shape_and_global_offset = offsets
-        DeviceMesh.__getitem__ = item  # type: ignore[method-assign]
-        DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign]
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -1,1 +1,1 @@
-"""Signed messages between the processes of a run that are no ranks of one group: supervisors, servers, workers."""
+"""Authenticated messages between processes of a run that share no process group: supervisors, servers, workers."""

@@ -1,4 +1,4 @@
-"""Who listens at a socket for the processes of its run, and drops everybody else."""
+"""A listening socket that accepts only processes with the run's secret."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import time
 from collections.abc import Callable
 
 from weft.job.errors import MachineError
-from weft.wire.channel import UNHEARD_S, Channel, Gone, shut, welcome
+from weft.wire.channel import ACK_TIMEOUT_S, Channel, Disconnected, accept_channel, close_socket
 
-PENDING = 32
-"""Strangers that are listened to at once; one more, and the oldest is dropped."""
+MAX_PENDING = 32
+"""Limit of unauthenticated connections; above it the oldest is closed."""
 
 
 class Listener:
-    """Accepts connections at one address; `serve` gets each that has shown the secret, in a thread of its own.
+    """Accepts connections at one address; each authenticated one is passed to `serve` in its own thread.
 
-    Whoever has not is dropped, and `note` is told once for each kind of trouble. The default address is this machine's
-    own, which no other can reach.
+    Other connections are closed, and `note` is called once for each reason. The default address is loopback.
     """
 
     def __init__(
@@ -28,10 +27,10 @@ class Listener:
         note: Callable[[str], None],
         host: str = "127.0.0.1",
         setting: str = "resilience.bind",
-        unheard_s: float | None = UNHEARD_S,
+        ack_timeout_s: float | None = ACK_TIMEOUT_S,
     ):
-        """setting: where the job names the host. unheard_s: as of dial()."""
-        self._secret, self._serve, self._note, self._unheard_s = secret, serve, note, unheard_s
+        """setting: the job field of the host, for messages. ack_timeout_s: see open_channel()."""
+        self._secret, self._serve, self._note, self._unheard_s = secret, serve, note, ack_timeout_s
         self._pending: dict[socket.socket, float] = {}
         self._open: set[Channel] = set()
         self._noted: set[str] = set()
@@ -47,11 +46,11 @@ class Listener:
 
     def close(self) -> None:
         self._closed = True
-        shut(self._sock)
+        close_socket(self._sock)
         with self._lock:
             pending, channels = list(self._pending), list(self._open)
         for sock in pending:
-            shut(sock)
+            close_socket(sock)
         for channel in channels:
             channel.close()
 
@@ -62,27 +61,29 @@ class Listener:
             except OSError as error:
                 if self._closed:
                     return
-                self._say_once(f"a connection could not be accepted: {error}")  # too many open files, say
+                self._note_once(f"a connection could not be accepted: {error}")  # for example too many open files
                 time.sleep(0.05)
                 continue
             with self._lock:
                 self._pending[sock] = time.monotonic()
-                oldest = min(self._pending, key=lambda s: self._pending[s]) if len(self._pending) > PENDING else None
+                oldest = (
+                    min(self._pending, key=lambda s: self._pending[s]) if len(self._pending) > MAX_PENDING else None
+                )
             if oldest is not None:
-                self._say_once("many connections that show no secret")
-                shut(oldest)
+                self._note_once("many connections that show no secret")
+                close_socket(oldest)
             try:
-                threading.Thread(target=self._talk, args=(sock,), daemon=True, name="peer").start()
+                threading.Thread(target=self._handshake, args=(sock,), daemon=True, name="peer").start()
             except RuntimeError:  # no more threads
                 self._forget(sock)
-                shut(sock)
+                close_socket(sock)
 
-    def _talk(self, sock: socket.socket) -> None:
+    def _handshake(self, sock: socket.socket) -> None:
         try:
-            channel = welcome(sock, self._secret, self._unheard_s)
+            channel = accept_channel(sock, self._secret, self._unheard_s)
         except (OSError, ValueError) as error:
-            self._say_once(f"a connection was dropped: {error}")
-            shut(sock)
+            self._note_once(f"a connection was dropped: {error}")
+            close_socket(sock)
             return
         finally:
             self._forget(sock)
@@ -90,10 +91,10 @@ class Listener:
             self._open.add(channel)
         try:
             self._serve(channel)
-        except Gone:
+        except Disconnected:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._say_once(f"a connection was dropped: {error!r}")
+            self._note_once(f"a connection was dropped: {error!r}")
         finally:
             with self._lock:
                 self._open.discard(channel)
@@ -103,7 +104,7 @@ class Listener:
         with self._lock:
             self._pending.pop(sock, None)
 
-    def _say_once(self, text: str) -> None:
+    def _note_once(self, text: str) -> None:
         with self._lock:
             if self._closed or text in self._noted or len(self._noted) >= 20:
                 return

@@ -1,4 +1,4 @@
-"""The secret of a run, by which its processes know each other."""
+"""The secret of a run, with which its processes authenticate each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.job.errors import MachineError
 
 
 def run_secret(folder: Path) -> bytes:
-    """The secret of a run: WEFT_SECRET, or a file that only its owner can read, made by whoever comes first."""
+    """The secret of a run: WEFT_SECRET, or a file readable only by its owner, created by the first process."""
     if given := os.environ.get("WEFT_SECRET"):
         if len(given) < 32:
             raise MachineError(
@@ -25,7 +25,7 @@ def run_secret(folder: Path) -> bytes:
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         try:
-            os.link(draft, path)  # with its content, or not at all
+            os.link(draft, path)  # atomic, with its content
         except FileExistsError:
             pass
         finally:

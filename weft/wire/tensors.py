@@ -1,6 +1,6 @@
-"""Requests that carry tensors: a message whose blob is a list of what follows it, and the bytes of each tensor.
+"""Messages with tensors: the blob holds a JSON list of names, dtypes and shapes, and the bytes of each tensor.
 
-Nothing that arrives is ever executed: names, types and shapes are JSON, and the rest is numbers.
+Nothing received is executed.
 """
 
 from __future__ import annotations
@@ -13,24 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.wire.channel import Bytes, Channel, Message, Refused, dial
+from weft.wire.channel import Bytes, Channel, Message, ProtocolError, open_channel
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.bfloat16, torch.int64)}
-"""What may travel."""
-ALIGN = 8
+"""Supported dtypes."""
+ALIGNMENT = 8
 SIZE = struct.Struct("<Q")
-"""Before the list: its bytes."""
-MOST = 1 << 44
-"""Bytes of one message's tensors."""
+"""Length of the list, before it."""
+MAX_TENSOR_BYTES = 1 << 44
+"""Limit of all tensors of one message."""
 
 Answer = tuple[Message, dict[str, Tensor]]
 
 
-class Link:
-    """A channel on which messages come with tensors.
-
-    `request` waits for an answer, however long: it may depend on the work of everybody else.
-    """
+class TensorChannel:
+    """A channel for messages with tensors. `request` waits for its answer without a timeout."""
 
     def __init__(self, channel: Channel):
         self.channel = channel
@@ -44,7 +41,7 @@ class Link:
         return self.channel.received
 
     def request(self, head: Message, tensors: dict[str, Tensor] | None = None) -> Answer:
-        """Send, and wait for the answer."""
+        """Send a message and return the answer."""
         self.send(head, tensors)
         return self.receive()
 
@@ -52,52 +49,52 @@ class Link:
         self.channel.send(head, _pack(tensors) if tensors else (), timeout_s=None)
 
     def receive(self) -> Answer:
-        head, blob = self.channel.receive(None, blob_limit=MOST)
+        head, blob = self.channel.receive(None, blob_limit=MAX_TENSOR_BYTES)
         return head, _unpack(blob) if blob else {}
 
     def close(self) -> None:
-        """Also wakes up whoever waits in receive()."""
+        """Close the channel and interrupt a thread in receive()."""
         self.channel.close()
 
 
-def connect(address: str, secret: bytes, timeout_s: float = 10.0) -> Link:
-    """A link to a listener at host:port."""
+def open_tensor_channel(address: str, secret: bytes, timeout_s: float = 10.0) -> TensorChannel:
+    """Connect to a listener at host:port."""
     host, _, port = address.rpartition(":")
-    return Link(dial((host, int(port)), secret, timeout_s, unheard_s=None))
+    return TensorChannel(open_channel((host, int(port)), secret, timeout_s, ack_timeout_s=None))
 
 
 def _pack(tensors: dict[str, Tensor]) -> list[Bytes]:
     held = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
     listed = json.dumps([(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in held.items()]).encode()
-    listed += b" " * (-len(listed) % ALIGN)
+    listed += b" " * (-len(listed) % ALIGNMENT)
     parts: list[Bytes] = [SIZE.pack(len(listed)) + listed]
     for tensor in held.values():
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
-        parts += [data, bytes(-len(data) % ALIGN)]
+        parts += [data, bytes(-len(data) % ALIGNMENT)]
     return parts
 
 
 def _unpack(blob: bytearray) -> dict[str, Tensor]:
-    """The tensors of a message, as views of what was read."""
+    """The tensors of a message, as views of the received bytes."""
     try:
         (size,) = SIZE.unpack_from(blob)
         listed = [(str(name), str(kind), [int(n) for n in shape]) for name, kind, shape in _list(blob, size)]
     except (struct.error, ValueError, TypeError, RecursionError) as error:
-        raise Refused(f"a list of tensors that is none: {error}") from error
+        raise ProtocolError(f"a list of tensors that is none: {error}") from error
     out: dict[str, Tensor] = {}
     start = SIZE.size + size
     for name, kind, shape in listed:
         dtype = DTYPES.get(kind)
         if dtype is None or any(n < 0 for n in shape):
-            raise Refused(f"{name} is said to be {kind}{shape}")
+            raise ProtocolError(f"{name} is said to be {kind}{shape}")
         count = math.prod(shape)
         end = start + count * dtype.itemsize
         if end > len(blob):
-            raise Refused(f"{name} is said to be {kind}{shape}, and the message ends before")
+            raise ProtocolError(f"{name} is said to be {kind}{shape}, and the message ends before")
         out[name] = (
             torch.frombuffer(blob, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)
         ).view(shape)
-        start = -(-end // ALIGN) * ALIGN
+        start = -(-end // ALIGNMENT) * ALIGNMENT
     return out
 
 

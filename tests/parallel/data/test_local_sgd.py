@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.comm.quantized_sum import LEVELS, decode, encode
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
+from weft.parallel.data.local_sgd import CODECS
 from weft.planner import make_plan
-from weft.planner.engine_constants import QUANTIZATION_BLOCK
 from weft.planner.rules.layout_syntax import ranks
 from weft.verify.prove import with_layout
 
@@ -101,20 +100,22 @@ def test_replicas_that_train_alone_are_not_taken_to_be_broken(pool: RankPool) ->
     assert alike[()] == [(0, 1, 2, 3)] and alike["tp",] == [(0, 2), (1, 3)]
 
 
-@given(st.integers(1, 4), st.sampled_from([8, 4]), st.integers(0, 2**31), st.floats(1e-20, 1e20))
+@given(st.integers(1, 4), st.sampled_from(["int8", "int4"]), st.integers(0, 2**31), st.floats(1e-20, 1e20))
 @settings(max_examples=30, deadline=None)
-def test_integers_come_back_within_half_a_level(blocks: int, bits: int, seed: int, size: float) -> None:
-    values = torch.randn(blocks * QUANTIZATION_BLOCK, generator=torch.Generator().manual_seed(seed)) * size
-    values[:QUANTIZATION_BLOCK] = 0
-    back = decode(encode(values, bits), bits)
-    level = values.view(-1, QUANTIZATION_BLOCK).abs().amax(1, keepdim=True) / LEVELS[bits]
-    assert ((back - values).view(-1, QUANTIZATION_BLOCK).abs() <= level * 0.501).all()
-    assert encode(values, bits).numel() == blocks * (QUANTIZATION_BLOCK * bits // 8 + 4)
+def test_quantized_values_are_within_half_a_level(blocks: int, kind: str, seed: int, size: float) -> None:
+    codec = CODECS[kind]
+    n, levels = blocks * codec.block, 2 ** (codec.bits - 1) - 1
+    values = torch.randn(1, n, generator=torch.Generator().manual_seed(seed)) * size
+    values[:, : codec.block] = 0
+    sent = codec.encode(values, None, list)
+    level = values.view(-1, codec.block).abs().amax(1, keepdim=True) / levels
+    assert ((codec.decode(sent, n) - values).view(-1, codec.block).abs() <= level * 0.501).all()
+    assert sent.numel() == codec.bytes_of(n) == blocks * (codec.block * codec.bits // 8 + 4)
 
 
 @pytest.mark.parametrize(("world", "size"), [(2, 1), (3, 5000)])
-def test_sums_of_integers_are_the_same_on_every_rank(pool: RankPool, world: int, size: int) -> None:
-    found = pool.run(sync_ranks.quantized_sums, world, size, 8)
+def test_quantized_sums_are_equal_on_every_rank(pool: RankPool, world: int, size: int) -> None:
+    found = pool.run(sync_ranks.quantized_sums, world, size, "int8")
     for told, exact, _ in found:
         assert torch.equal(told, found[0][0])
         assert (told - exact).abs().max() <= 0.02 * exact.abs().max()

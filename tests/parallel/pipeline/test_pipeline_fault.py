@@ -13,7 +13,7 @@ from helpers.command import Started, losses, run_of, step_of, weft, write_job
 
 from weft.job.errors import Exit
 from weft.supervisor.local_ranks import GRACE_S
-from weft.training.rank import exit_code, is_echo
+from weft.training.rank import exit_code, is_peer_failure
 
 STEPS, TIMEOUT_S = 40, 20
 JOB: dict[str, Any] = {
@@ -65,7 +65,7 @@ def test_a_rank_that_dies_in_a_schedule_ends_the_run_which_then_resumes(tmp_path
 def test_a_rank_that_stands_still_is_named_once_the_others_have_waited_long_enough(stopped: Started) -> None:
     said = stopped.end()
     assert said.code == Exit.HANG
-    assert said.err.splitlines()[-2].startswith("rank 0 did not answer; rank 1 (pp1) waited in ")
+    assert said.err.splitlines()[-2].startswith("rank 0 did not respond; rank 1 (pp1) waited in ")
     assert said.last == (
         "log: runs/run/logs/rank-0.log; start the same command again to resume, with a longer comm.timeout_s if it was "
         "only slow"
@@ -75,4 +75,4 @@ def test_a_rank_that_stands_still_is_named_once_the_others_have_waited_long_enou
 def test_a_pair_that_a_timeout_closed_is_no_echo_of_another_rank() -> None:
     """Gloo closes a pair when a wait on it has timed out here; whoever waits on it next gets these words."""
     error = RuntimeError("Application timeout caused pair closure")
-    assert exit_code(error) == Exit.HANG and not is_echo(error)
+    assert exit_code(error) == Exit.HANG and not is_peer_failure(error)

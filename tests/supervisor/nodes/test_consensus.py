@@ -1,4 +1,4 @@
-"""The council under partitions, pauses and restarts: no older attempt ever commits after a newer one has."""
+"""The consensus under partitions, pauses and restarts: no older attempt ever commits after a newer one has."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.supervisor.nodes.attempt_claims import Claims
+from weft.supervisor.nodes.attempt_claims import AttemptClaims
 from weft.supervisor.nodes.consensus import (
     ENDED,
     HALTED,
     LEASE,
     LOST_S,
-    PATIENCE_S,
+    MINORITY_WAIT_S,
     RUNNING,
-    Council,
+    Consensus,
     Decision,
+    NodeRanks,
     Report,
-    Seat,
 )
 
 TICK = 0.1
@@ -32,7 +32,7 @@ TROUBLES = ("cut", "link", "pause", "restart", "heal", "break")
 
 @dataclass
 class World:
-    """Nodes with clocks of their own, links that come and go, one disk that all see, and a record of every commit."""
+    """Nodes with their own clocks, links that fail, one shared disk, and a record of every commit."""
 
     size: int
     chance: random.Random
@@ -45,13 +45,13 @@ class World:
 
     def __post_init__(self) -> None:
         self.offsets = [self.chance.uniform(-1e4, 1e4) for _ in range(self.size)]
-        self.nodes = [Council(n, self.size, birth=f"{n}/0") for n in range(self.size)]
+        self.nodes = [Consensus(n, self.size, incarnation=f"{n}/0") for n in range(self.size)]
 
     def clock(self, node: int) -> float:
         return self.now + self.offsets[node]
 
     def restart(self, node: int) -> None:
-        self.nodes[node] = Council(node, self.size, birth=f"{node}/{self.now}")
+        self.nodes[node] = Consensus(node, self.size, incarnation=f"{node}/{self.now}")
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds
@@ -69,30 +69,37 @@ class World:
             (arrived if letter[1] == node and letter[0] <= self.now else under_way).append(letter)
         self.mail = under_way
         for _, _, said, decision in arrived:
-            self.nodes[node].hear(Report.from_json(said), self.clock(node))
+            self.nodes[node].receive(Report.from_json(said), self.clock(node))
             if decision is not None:
                 self.nodes[node].adopt(decision, self.clock(node))
 
     def _act(self, node: int) -> None:
-        council, now = self.nodes[node], self.clock(node)
-        if council.mine.state == RUNNING and council.trouble(now):
-            council.speak(now, state=HALTED)
-        if council.mine.state == HALTED and council.decision is not None:
-            following = self.disk.get(council.decision.number + 1)
-            if following is not None and not council.adopt(following, now):
-                council.leave(following.number)
-        if (proposal := council.propose(now)) is not None:
-            number = max([0, *self.disk]) + 1 if council.decision is None else proposal.number
-            births = {str(n): council.reports[n].birth for n in proposal.nodes if n != node}
-            seats = tuple(Seat(n, i, 1) for i, n in enumerate(proposal.nodes))
-            decision = Decision(number, node, seats, given={"births": {**births, str(node): council.birth}})
-            council.adopt(self.disk.setdefault(number, decision), now)
-        said = _through_json(council.speak(now).to_json())
+        consensus, now = self.nodes[node], self.clock(node)
+        if consensus.own.state == RUNNING and consensus.trouble(now):
+            consensus.update(now, state=HALTED)
+        if consensus.own.state == HALTED and consensus.decision is not None:
+            following = self.disk.get(consensus.decision.number + 1)
+            if following is not None and not consensus.adopt(following, now):
+                consensus.leave(following.number)
+        if (proposal := consensus.propose(now)) is not None:
+            number = max([0, *self.disk]) + 1 if consensus.decision is None else proposal.number
+            incarnations = {str(n): consensus.reports[n].incarnation for n in proposal.nodes if n != node}
+            assignments = tuple(NodeRanks(n, i, 1) for i, n in enumerate(proposal.nodes))
+            decision = Decision(
+                number, node, assignments, given={"incarnations": {**incarnations, str(node): consensus.incarnation}}
+            )
+            consensus.adopt(self.disk.setdefault(number, decision), now)
+        said = _through_json(consensus.update(now).to_json())
         for other in range(self.size):
             if other != node and self.links.get(frozenset({node, other}), True):
-                self.mail.append((self.now + self.chance.choice((0.0, 0.0, 0.3)), other, said, council.decision))
-        decided = council.decision
-        if decided and decided.seats[0].node == node and council.mine.state == RUNNING and now < council.lease_until():
+                self.mail.append((self.now + self.chance.choice((0.0, 0.0, 0.3)), other, said, consensus.decision))
+        decided = consensus.decision
+        if (
+            decided
+            and decided.assignments[0].node == node
+            and consensus.own.state == RUNNING
+            and now < consensus.lease_until()
+        ):
             self.commits.append((self.now, decided.number, node))
 
 
@@ -133,12 +140,12 @@ def test_commits_never_go_back_to_an_older_attempt(size: int, seed: int, trouble
         elif kind == "restart":
             world.restart(node)
         elif kind == "break":
-            world.nodes[node].speak(world.clock(node), state=HALTED, why="a rank was killed")
+            world.nodes[node].update(world.clock(node), state=HALTED, why="a rank was killed")
         else:
             world.links.clear()
         world.run(seconds)
     world.links.clear()
-    world.run(PATIENCE_S + 6)
+    world.run(MINORITY_WAIT_S + 6)
     attempts = [number for _, number, _ in world.commits]
     assert attempts == sorted(attempts)
     owners = {number: node for _, number, node in world.commits}
@@ -146,7 +153,7 @@ def test_commits_never_go_back_to_an_older_attempt(size: int, seed: int, trouble
     assert len({d.number for d in world.disk.values()}) == len(world.disk)
 
 
-def test_the_majority_goes_on_and_the_minority_stops_and_comes_back() -> None:
+def test_majority_continues_and_minority_rejoins() -> None:
     world = _started(3)
     _cut(world, {0})  # the leader, alone
     cut_at = world.now
@@ -154,17 +161,17 @@ def test_the_majority_goes_on_and_the_minority_stops_and_comes_back() -> None:
     assert world.disk[2].nodes == {1, 2}
     assert world.commits[-1][1:] == (2, 1)
     assert max(t for t, number, _ in world.commits if number == 1) < cut_at + LEASE * LOST_S + 2 * TICK
-    assert world.nodes[0].mine.state == HALTED
+    assert world.nodes[0].own.state == HALTED
     world.links.clear()
     world.run(1)
     assert world.nodes[1].joiners(world.clock(1)) == (0,)
-    world.nodes[1].speak(world.clock(1), state=HALTED, why="node 0 is back")
+    world.nodes[1].update(world.clock(1), state=HALTED, why="node 0 is back")
     world.run(1)
     assert world.disk[3].nodes == {0, 1, 2}
     assert world.commits[-1][1:] == (3, 0)
 
 
-def test_a_tie_has_one_winner_and_a_lone_survivor_goes_on_after_a_while() -> None:
+def test_tie_has_one_winner_and_single_node_continues() -> None:
     world = _started(2)
     _cut(world, {0})
     world.run(LOST_S + 2)
@@ -174,21 +181,21 @@ def test_a_tie_has_one_winner_and_a_lone_survivor_goes_on_after_a_while() -> Non
 
     world = _started(4)
     world.paused |= dict.fromkeys((0, 1, 2), 1e9)
-    world.run(LOST_S + PATIENCE_S / 2)
+    world.run(LOST_S + MINORITY_WAIT_S / 2)
     assert 2 not in world.disk
-    world.run(PATIENCE_S)
+    world.run(MINORITY_WAIT_S)
     assert world.disk[2].nodes == {3}
     assert world.commits[-1][1:] == (2, 3)
 
 
-def test_a_fault_on_one_node_is_a_new_attempt_of_all_and_an_end_is_none() -> None:
+def test_fault_on_one_node_starts_a_new_attempt() -> None:
     world = _started(3)
-    world.nodes[2].speak(world.clock(2), state=HALTED, why="rank 2 was killed")
+    world.nodes[2].update(world.clock(2), state=HALTED, why="rank 2 was killed")
     world.run(1)
     assert world.disk[2].nodes == {0, 1, 2}
     assert world.commits[-1][1:] == (2, 0)
     for node in (1, 2):
-        world.nodes[node].speak(world.clock(node), state=ENDED, code=0)
+        world.nodes[node].update(world.clock(node), state=ENDED, code=0)
         world.run(0.5)
         world.paused[node] = 1e9
     world.run(LOST_S + 1)
@@ -197,9 +204,11 @@ def test_a_fault_on_one_node_is_a_new_attempt_of_all_and_an_end_is_none() -> Non
 
 
 def test_an_attempt_can_be_claimed_once(tmp_path: Path) -> None:
-    first, second = Claims(tmp_path / "attempts"), Claims(tmp_path / "attempts")
+    first, second = AttemptClaims(tmp_path / "attempts"), AttemptClaims(tmp_path / "attempts")
     assert first.newest() == 0
-    decision = Decision(7, 1, (Seat(1, 0, 2, "10.0.0.1"), Seat(2, 2, 2)), "node 0 was lost", "shrink", {"a": 1})
+    decision = Decision(
+        7, 1, (NodeRanks(1, 0, 2, "10.0.0.1"), NodeRanks(2, 2, 2)), "node 0 was lost", "shrink", {"a": 1}
+    )
     assert first.make(decision)
     assert not second.make(Decision(7, 2, ()))
     assert second.read(7) == decision
@@ -210,17 +219,17 @@ def test_an_attempt_can_be_claimed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [lambda d: d.pop("seen"), lambda d: d.update(seen=3), lambda d: d.update(node="x")])
-def test_a_report_that_is_none_is_refused(spoil: Callable[[dict], object]) -> None:
+def test_invalid_report_is_refused(spoil: Callable[[dict], object]) -> None:
     data = Report(1).to_json()
     spoil(data)
     with pytest.raises((KeyError, ValueError, TypeError, AttributeError)):
         Report.from_json(data)
 
 
-def test_a_node_that_is_left_alone_and_halts_goes_on_by_itself() -> None:
-    council = Council(1, 2, birth="1/0")
-    assert council.adopt(Decision(4, 1, (Seat(1, 0, 2),), "node 0 is lost"), now=0.0)
-    council.speak(1.0, state=HALTED, why="")  # it could not tell why its ranks came back
-    proposal = council.propose(1.1)
+def test_last_node_continues_alone() -> None:
+    consensus = Consensus(1, 2, incarnation="1/0")
+    assert consensus.adopt(Decision(4, 1, (NodeRanks(1, 0, 2),), "node 0 is lost"), now=0.0)
+    consensus.update(1.0, state=HALTED, why="")  # it could not tell why its ranks came back
+    proposal = consensus.propose(1.1)
     assert proposal is not None
     assert (proposal.number, proposal.nodes) == (5, (1,))

@@ -1,4 +1,4 @@
-"""Nodes of a run that find, believe and lose each other, over real sockets; and the ranks' store between them."""
+"""Membership over real sockets: nodes find, authenticate and lose each other; and the ranks' store."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from helpers.command import DEADLINE_S, until
 from weft.job.errors import MachineError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
-from weft.supervisor.authenticated_store import SecretStore
-from weft.supervisor.nodes.address import Place, local_address
-from weft.supervisor.nodes.consensus import Decision, Proposal, Report, Seat
-from weft.supervisor.nodes.discovery import Registry
-from weft.supervisor.nodes.membership import Nodes, births
+from weft.supervisor.authenticated_store import AuthenticatedStore
+from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report
+from weft.supervisor.nodes.discovery import NodeRegistry
+from weft.supervisor.nodes.membership import Membership, incarnations
+from weft.supervisor.nodes.node_address import NodeAddress, local_address
 from weft.supervisor.replan import replan
-from weft.supervisor.store_server import Meeting
-from weft.wire.channel import Gone
+from weft.supervisor.store_server import StoreServer
+from weft.wire.channel import Disconnected
 
 
 def _decide(proposal: Proposal, reports: Mapping[int, Report]) -> Decision:
-    seats = tuple(Seat(n, i, 1, reports[n].address) for i, n in enumerate(proposal.nodes))
-    given = {"births": births(reports, proposal.nodes)}
-    return Decision(proposal.number, proposal.nodes[0], seats, proposal.why, given=given)
+    assignments = tuple(NodeRanks(n, i, 1, reports[n].address) for i, n in enumerate(proposal.nodes))
+    given = {"incarnations": incarnations(reports, proposal.nodes)}
+    return Decision(proposal.number, proposal.nodes[0], assignments, proposal.why, given=given)
 
 
-class Member:
+class SupervisedRank:
     """A node that halts when there is trouble, as a supervisor would after stopping its ranks."""
 
     def __init__(self, folder: Path, node: int, count: int) -> None:
         self.news, self.notes = threading.Event(), []
-        place = Place(node, count, "127.0.0.1")
-        self.nodes = Nodes(RunDir(folder), place, 1, _decide, self.news.set, self.notes.append, lost_s=6.0)
+        place = NodeAddress(node, count, "127.0.0.1")
+        self.nodes = Membership(RunDir(folder), place, 1, _decide, self.news.set, self.notes.append, lost_s=6.0)
         self.stop = threading.Event()
         threading.Thread(target=self._live, daemon=True).start()
 
@@ -46,24 +46,24 @@ class Member:
         while not self.stop.is_set():
             self.news.wait(0.1)
             self.news.clear()
-            if self.nodes.decision is not None and self.nodes.council.mine.state == "running" and self.nodes.trouble():
+            if self.nodes.decision is not None and self.nodes.consensus.own.state == "running" and self.nodes.trouble():
                 self.nodes.halt()
 
     @property
     def attempt(self) -> int:
-        return self.nodes.council.mine.attempt
+        return self.nodes.consensus.own.attempt
 
     def die(self) -> None:
         self.stop.set()
         self.nodes.close()
 
 
-def test_nodes_agree_lose_one_take_it_back_and_ignore_strangers(tmp_path: Path) -> None:
-    members = [Member(tmp_path, node, 3) for node in range(3)]
+def test_nodes_agree_lose_and_readmit_a_node(tmp_path: Path) -> None:
+    members = [SupervisedRank(tmp_path, node, 3) for node in range(3)]
     until(lambda: all(m.attempt == 1 for m in members))
     until(lambda: all(m.nodes.lease_until() > 0 for m in members))
     with pytest.raises(MachineError, match="node 1 of this run is being run by another process"):
-        Member(tmp_path, 1, 3)
+        SupervisedRank(tmp_path, 1, 3)
 
     for member in members:  # strangers at every socket of the run
         for garbage in (os.urandom(300), b'{"report": {"node": 0}}\n' * 50):
@@ -80,27 +80,27 @@ def test_nodes_agree_lose_one_take_it_back_and_ignore_strangers(tmp_path: Path) 
     decision = members[1].nodes.decision
     assert (decision.nodes, decision.leader, decision.why) == ({1, 2}, 1, "node 0 is no longer heard of")
 
-    members[0] = Member(tmp_path, 0, 3)
-    until(lambda: members[1].nodes.guests() == (0,))
-    assert members[2].nodes.guests() == ()
+    members[0] = SupervisedRank(tmp_path, 0, 3)
+    until(lambda: members[1].nodes.joining_nodes() == (0,))
+    assert members[2].nodes.joining_nodes() == ()
     until(members[1].nodes.pause)
     until(members[2].nodes.pausing)
     members[1].nodes.halt("node 0 is back")
     until(lambda: all(m.attempt == 4 for m in members))
     members[0].nodes.end(6)
-    until(lambda: members[2].nodes.verdict() == 6)
+    until(lambda: members[2].nodes.remote_exit_code() == 6)
     assert all(len(m.notes) == len(set(m.notes)) for m in members)
     for member in members:
         member.die()
     assert not list((tmp_path / "nodes").glob("*.json"))
 
 
-def test_the_store_of_an_attempt_answers_its_own_ranks_only(tmp_path: Path) -> None:
-    member, meeting = Member(tmp_path, 0, 1), Meeting()
-    member.nodes.services["store"] = meeting.serve
+def test_store_answers_only_ranks_of_its_attempt(tmp_path: Path) -> None:
+    member, store_server = SupervisedRank(tmp_path, 0, 1), StoreServer()
+    member.nodes.services["store"] = store_server.serve
     address, secret = member.nodes._listener.address, member.nodes.secret
-    meeting.open(7)
-    first, second = SecretStore(address, secret, 7), SecretStore(address, secret, 7)
+    store_server.open(7)
+    first, second = AuthenticatedStore(address, secret, 7), AuthenticatedStore(address, secret, 7)
     first.set("a", b"\x00\xff")
     assert second.get("a") == b"\x00\xff"
     assert [first.add("n", 2), second.add("n", 3)] == [2, 5]
@@ -116,30 +116,30 @@ def test_the_store_of_an_attempt_answers_its_own_ranks_only(tmp_path: Path) -> N
     first.wait(["late"], timedelta(seconds=DEADLINE_S))
     with pytest.raises(dist.DistStoreError, match="waiting for never"):
         first.wait(["never"], timedelta(seconds=0.01))
-    meeting.open(8)
-    with pytest.raises(Gone, match="attempt 7 is over; this is attempt 8"):
+    store_server.open(8)
+    with pytest.raises(Disconnected, match="attempt 7 is over; this is attempt 8"):
         first.set("a", b"too late")
-    assert not SecretStore(address, secret, 8).check(["c"])
+    assert not AuthenticatedStore(address, secret, 8).check(["c"])
     with pytest.raises(ConnectionError):
-        SecretStore(address, b"x" * 64, 8).check(["c"])
+        AuthenticatedStore(address, b"x" * 64, 8).check(["c"])
     member.die()
 
 
-def test_a_node_learns_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_address_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NODE_RANK", "NNODES", "RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    assert Place.from_env() is None
+    assert NodeAddress.from_env() is None
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert Place.from_env() == Place(1, 3, "127.0.0.1")
+    assert NodeAddress.from_env() == NodeAddress(1, 3, "127.0.0.1")
     monkeypatch.setenv("NODE_RANK", "2")
     monkeypatch.setenv("NNODES", "4")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert Place.from_env() == Place(2, 4, local_address("localhost"))
-    assert Place.from_env(bind="127.0.0.2") == Place(2, 4, "127.0.0.2")
+    assert NodeAddress.from_env() == NodeAddress(2, 4, local_address("localhost"))
+    assert NodeAddress.from_env(bind="127.0.0.2") == NodeAddress(2, 4, "127.0.0.2")
     monkeypatch.setenv("NODE_RANK", "first")
     with pytest.raises(MachineError, match="NODE_RANK=first and NNODES=4 must be numbers"):
-        Place.from_env()
+        NodeAddress.from_env()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_node_learns_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pp": 4}, 1, "1 rank"),
     ],
 )
-def test_fewer_ranks_take_the_nearest_layout_and_keep_the_batch(parallel: dict, ranks: int, layout: str) -> None:
+def test_replan_keeps_the_batch(parallel: dict, ranks: int, layout: str) -> None:
     words = [f"parallel.{axis}={degree}" for axis, degree in parallel.items()]
     words += ["train.global_batch=8", "cluster.device=cpu", "parallel.zero=3"]
     job, plan = replan(load_job("demo", words), ranks, nodes=1)
@@ -159,10 +159,10 @@ def test_fewer_ranks_take_the_nearest_layout_and_keep_the_batch(parallel: dict, 
     assert plan.microbatch * plan.accumulation * plan.dp == 8
 
 
-def test_a_node_whose_link_is_cut_reads_that_the_run_has_ended(tmp_path: Path) -> None:
-    first, second = Registry(tmp_path, 0), Registry(tmp_path, 1)
+def test_disconnected_node_reads_the_end_of_the_run(tmp_path: Path) -> None:
+    first, second = NodeRegistry(tmp_path, 0), NodeRegistry(tmp_path, 1)
     assert second.ended() is None
     first.end(75)
     assert second.ended() == 75
     second.leave()
-    assert Registry(tmp_path, 1).ended() is None  # that was the start before
+    assert NodeRegistry(tmp_path, 1).ended() is None  # that was the start before

@@ -14,21 +14,21 @@ import psutil
 import pytest
 from helpers.command import DEADLINE_S, ENV, ids_by_step, losses, run_of, step_of, until, write_job
 
-from weft.chaos.virtual_hosts import Hosts
+from weft.chaos.virtual_hosts import VirtualHosts
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
-from weft.supervisor.nodes.attempt_claims import Claims
+from weft.supervisor.nodes.attempt_claims import AttemptClaims
 from weft.watch.journal import read_jsonl
 
 BATCH = 12
 
 
 class Cluster:
-    """Hosts on which the same command is started, one supervisor each."""
+    """VirtualHosts on which the same command is started, one supervisor each."""
 
-    def __init__(self, hosts: Hosts, folder: Path, run: RunDir) -> None:
+    def __init__(self, hosts: VirtualHosts, folder: Path, run: RunDir) -> None:
         self.hosts, self.folder, self.run = hosts, folder, run
-        self.claims = Claims(run.path / "attempts")
+        self.claims = AttemptClaims(run.path / "attempts")
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, node: int) -> None:
@@ -78,7 +78,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         cluster={"device": "cpu"}, checkpoint={"every": 0}, resilience={"node_lost_s": 5, "spares": 0},
         optim={"lr": 1e-3, "schedule": "constant", "warmup": 0},
     )  # fmt: skip
-    with Hosts(3) as hosts:
+    with VirtualHosts(3) as hosts:
         made = Cluster(hosts, tmp_path, run_of(tmp_path, "job"))
         for node in range(3):
             made.start(node)
@@ -98,7 +98,7 @@ for garbage in (b"", b"\\0" * 64, b"weft-1\\r\\n" + os.urandom(64), b"GET / HTTP
 """
 
 
-def test_a_run_outlives_strangers_ranks_nodes_and_links(cluster: Cluster) -> None:
+def test_run_survives_lost_ranks_nodes_and_links(cluster: Cluster) -> None:
     attempt = cluster.trains_in({0, 1, 2}, after=0)
 
     # strangers at every socket of the run, from another host: supervisors, the store, Gloo

@@ -10,17 +10,17 @@ from types import FrameType
 from typing import Any
 
 from weft.chaos.accounting import Outcome, sentence
-from weft.chaos.experiment import Account, rehearse
-from weft.chaos.inject import Rehearsal
+from weft.chaos.experiment import ExperimentResult, run_experiment
+from weft.chaos.fault_injector import Experiment
 
 COLUMNS = ("fault", "rank", "phase", "at step", "detected after", "resumed after", "steps lost", "how")
 WIDTHS = (10, 4, 12, 7, 14, 13, 10, 18)
 
 
-def run_and_show(asked: Rehearsal, as_json: bool) -> int:
+def run_and_show(asked: Experiment, as_json: bool) -> int:
     """Rehearse, print, and give the exit code: 0 if the run finished and no sample was lost."""
     signal.signal(signal.SIGTERM, _interrupt)  # whoever is ended like this must still clean up
-    account = rehearse(asked, lambda text: print(text, file=sys.stderr, flush=True))
+    account = run_experiment(asked, lambda text: print(text, file=sys.stderr, flush=True))
     print(json.dumps(to_json(account, asked.seed), indent=2) if as_json else show(account))
     return int(account.code)
 
@@ -29,7 +29,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def to_json(account: Account, seed: int) -> dict[str, Any]:
+def to_json(account: ExperimentResult, seed: int) -> dict[str, Any]:
     """The account as other programs read it."""
     return {
         "finished": account.finished,
@@ -52,7 +52,7 @@ def to_json(account: Account, seed: int) -> dict[str, Any]:
     }
 
 
-def show(account: Account) -> str:
+def show(account: ExperimentResult) -> str:
     """The ledger as a table, and the sentence."""
     rows = [_row(COLUMNS), _row(["─" * w for w in WIDTHS]), *(_row(_cells(o)) for o in account.outcomes), ""]
     if account.why:

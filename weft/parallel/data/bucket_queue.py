@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 
 LEARN_AT = 3
 """The step whose times decide; those before it compile and warm up."""

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from weft.comm import Axis, Meter, Waits
 from weft.comm.algorithms import Start
+from weft.comm.axis import Axis, Pending
 from weft.comm.shards import local_of
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import Queue
 from weft.parallel.data.compression import Compressor
-from weft.parallel.data.fsdp_compression import Gather, Scatter
-from weft.parallel.data.fsdp_internals import fsdp_groups, fsdp_states, reduce_now, see_waits
+from weft.parallel.data.fsdp_compression import CompressedGather, CompressedScatter
+from weft.parallel.data.fsdp_internals import accumulate_gradients, reduce_now, sharded_params
 
 
 def nothing() -> None:
@@ -82,7 +82,7 @@ class Replicas:
         self.grad_params: dict[str, Tensor] = self.master_params
         self.compute_params: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
         self.buckets: list[Bucket] = []
-        self.works: list[Waits] = []
+        self.works: list[Pending] = []
         self.sent = 0
         """Buckets on their way, or with no way to go."""
         self.queue = Queue()
@@ -180,7 +180,8 @@ class Replicas:
             for name, grad in bucket.grads.items():
                 self.master_params[name].grad = grad
         meanwhile()
-        with nullcontext() if self.axis is None or self.axis.spans is None else self.axis.spans.waiting():
+        timeline = self.axis.meter.timeline if self.axis is not None else None
+        with nullcontext() if timeline is None else timeline.waiting():
             for work in self.works:
                 work.wait()
         for bucket in self.buckets:
@@ -223,10 +224,8 @@ class Shards:
     """
 
     def __init__(
-        self, module: nn.Module, zero: int, replicated: bool, meter: Meter, axis: str,
-        compressor: Compressor | None = None,
+        self, module: nn.Module, zero: int, replicated: bool, compressor: Compressor | None = None
     ):  # fmt: skip
-        """`axis` is the name under which the meter counts FSDP2's waits."""
         assert isinstance(module, FSDPModule)
         self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
         self.compressor = compressor
@@ -234,25 +233,24 @@ class Shards:
         for m in self.fsdp_modules:
             m.set_gradient_divide_factor(1.0)  # losses are sums, so gradients are summed
             m.set_force_sum_reduction_for_comms(True)
-            see_waits(m, meter, axis, replicated)
         self.master_params: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.grad_params, self.compute_params = self.master_params, dict[str, Tensor]()
         if compressor is not None:
             self._compress(compressor)
 
     def _compress(self, compressor: Compressor) -> None:
-        """Let each unit's collectives go through the compressor."""
+        """Replace each unit's collectives by compressed ones."""
         names = {id(p): n for n, p in self.module.named_parameters()}
         unit: Any
         for unit in self.fsdp_modules:
-            for group in fsdp_groups(unit._get_fsdp_state()):
-                weights = [(names[id(p.sharded_param)], p._orig_size, p.sharded_param) for p in group.fsdp_params]
-                by_rows = all(p.fsdp_placement.dim == 0 for p in group.fsdp_params)
-                ours = group.mesh_info.shard_process_group == compressor.axis.group
-                if weights and by_rows and ours:  # experts may be cut over other ranks and in another way
-                    scatter = Scatter(compressor, [(n, size) for n, size, p in weights if p.requires_grad])
+            for group, params in sharded_params(unit):
+                by_rows = all(p.dim == 0 for p in params)
+                if params and by_rows and group == compressor.axis.group:  # experts may be sharded in another way
+                    named = [(names[id(p.param)], p.shape) for p in params]
+                    trained = [pair for pair, p in zip(named, params, strict=True) if p.param.requires_grad]
+                    scatter = CompressedScatter(compressor, trained)
                     unit.set_custom_reduce_scatter(scatter)
-                    unit.set_custom_all_gather(Gather(compressor, scatter, [(n, size) for n, size, _ in weights]))
+                    unit.set_custom_all_gather(CompressedGather(compressor, scatter, named))
                     if compressor.across is not None:
                         unit.set_all_reduce_hook(scatter.across)
 
@@ -279,12 +277,8 @@ class Shards:
             self.module.set_reshard_after_forward(False)
 
     def collect(self) -> None:
-        """Take gradients that were set by hand into the fp32 sums."""
-        for each in fsdp_states(self.module):
-            for group in fsdp_groups(each):
-                for param in group.fsdp_params:
-                    param.accumulate_unsharded_grad_if_needed()
-                    param.to_accumulated_grad_if_needed()
+        """Add gradients that were assigned without autograd's hooks to the fp32 sums."""
+        accumulate_gradients(self.module)
 
     def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
         """FSDP2 waits for its own collectives at the end of a backward pass; after a split one it is told to begin."""

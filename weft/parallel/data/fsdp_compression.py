@@ -6,7 +6,6 @@ of the rows, filled up with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from weft.comm.axis import native_all_gather, native_reduce_scatter
 from weft.comm.compressed_sum import hand_out
 from weft.parallel.data.compression import Compressor, Segment
+from weft.parallel.data.fsdp_collectives import Allocates
 
 Weights = list[tuple[str, torch.Size]]
 
@@ -53,14 +53,7 @@ class Columns:
             x[:, c].copy_(part)
 
 
-class Allocates:
-    """What FSDP2 asks of its collectives beside the call."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class Scatter(Allocates):
+class CompressedScatter(Allocates):
     """A unit's reduce-scatter and, where shards have replicas, the sum over them."""
 
     def __init__(self, compressor: Compressor, weights: Weights) -> None:
@@ -108,10 +101,10 @@ class Scatter(Allocates):
             columns.put(row, columns.plain, compressor.across.all_reduce(columns.pick(row, columns.plain)))
 
 
-class Gather(Allocates):
+class CompressedGather(Allocates):
     """A unit's all-gather of weights."""
 
-    def __init__(self, compressor: Compressor, scatter: Scatter, weights: Weights) -> None:
+    def __init__(self, compressor: Compressor, scatter: CompressedScatter, weights: Weights) -> None:
         self.compressor, self.scatter, self.columns = compressor, scatter, Columns(compressor, weights)
 
     def __call__(

@@ -1,63 +1,92 @@
-"""What Weft knows of FSDP2 that FSDP2 does not promise: each private name behind one small function."""
+"""Private names of FSDP2, each behind one small function."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from weft.comm import Meter
+from weft.comm.meter import Meter
 
 
-def reduce_now(module: nn.Module) -> None:
-    """Reduce the gradients that FSDP2 holds whole, as its hooks would at the end of a backward pass."""
-    for each in fsdp_states(module):
-        for group in fsdp_groups(each):
-            group.post_backward()
-    fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+@dataclass(frozen=True)
+class ShardedParam:
+    """A parameter of an FSDP2 module."""
 
-
-def see_waits(module: nn.Module, meter: Meter, axis: str, replicated: bool) -> None:
-    """Let the meter see when an FSDP2 module waits: in gathers and scatters, and from a scatter to the sum that follows
-    it over the replicas, after which FSDP2 calls a hook. On a GPU those run beside the stream that computes, which
-    waits where FSDP2 takes what was gathered, and where it hands over gradients."""
-    for group in fsdp_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
-        if meter.cuda:
-            group.wait_for_unshard = _Seen(group.wait_for_unshard, meter, axis, "all_gather")
-            group.post_backward = _Seen(group.post_backward, meter, axis, "reduce_scatter")
-            continue
-        group._all_gather_comm = _Seen(group._all_gather_comm, meter, axis, "all_gather")
-        group._reduce_scatter_comm = _Seen(group._reduce_scatter_comm, meter, axis, "reduce_scatter")
-        if replicated:
-            group._reduce_scatter_comm.then = group
-            group._all_reduce_hook = lambda summed: meter.leave()
-
-
-class _Seen:
-    """One of FSDP2's collectives, under the eyes of the meter."""
-
-    def __init__(self, comm: Any, meter: Meter, axis: str, what: str):
-        self.comm, self.meter, self.axis, self.what = comm, meter, axis, what
-        self.allocate = getattr(comm, "allocate", None)
-        self.then: Any = None
-        """The group that sums over the replicas next, if any does."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        with self.meter.inside(self.axis, self.what):
-            work = self.comm(*args, **options)
-        if self.then is not None and self.then.all_reduce_grads:
-            self.meter.enter("dp_replicate", "all_reduce")
-        return work
+    param: Tensor
+    """This rank's shard, as the module holds it."""
+    shape: torch.Size
+    """Before it was sharded."""
+    dim: int
+    """The dim along which it is sharded."""
 
 
 def fsdp_states(module: nn.Module) -> list[Any]:
-    """What FSDP2 keeps of a root and of every module below it."""
+    """The FSDP2 states of a root module and of every module below it."""
     return list(fully_shard.state(module)._state_ctx.all_states)  # type: ignore[attr-defined]
 
 
 def fsdp_groups(state: Any) -> list[Any]:
-    """An FSDP2 state's groups of parameters: one until torch 2.12, a list since."""
+    """The parameter groups of an FSDP2 state: one until torch 2.12, a list since."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def _groups_of(unit: nn.Module) -> list[Any]:
+    return fsdp_groups(fully_shard.state(unit))  # type: ignore[attr-defined]
+
+
+def sharded_params(unit: nn.Module) -> list[tuple[dist.ProcessGroup, list[ShardedParam]]]:
+    """Of each parameter group of an FSDP2 module: the ranks over which it is sharded, and its parameters."""
+    return [
+        (
+            group.mesh_info.shard_process_group,
+            [ShardedParam(p.sharded_param, p._orig_size, p.fsdp_placement.dim) for p in group.fsdp_params],
+        )
+        for group in _groups_of(unit)
+    ]
+
+
+def reduce_now(module: nn.Module) -> None:
+    """Reduce the unsharded gradients, as FSDP2's hooks do at the end of a backward pass."""
+    for state in fsdp_states(module):
+        for group in fsdp_groups(state):
+            group.post_backward()
+    fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def accumulate_gradients(module: nn.Module) -> None:
+    """Add gradients that were assigned to unsharded parameters to FSDP2's fp32 sums."""
+    for state in fsdp_states(module):
+        for group in fsdp_groups(state):
+            for param in group.fsdp_params:
+                param.accumulate_unsharded_grad_if_needed()
+                param.to_accumulated_grad_if_needed()
+
+
+def all_reduces(unit: nn.Module) -> Callable[[], bool]:
+    """Whether an FSDP2 module sums its sharded gradients over the replicas at the end of this backward pass."""
+    groups = _groups_of(unit)
+    return lambda: any(group.all_reduce_grads for group in groups)
+
+
+def meter_gpu_waits(unit: nn.Module, meter: Meter, axis: str) -> None:
+    """Count the waits of the compute stream: for gathered weights, and where gradients are handed over. Collectives run
+    in streams of FSDP2's."""
+
+    def metered(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            with meter.inside(axis, what):
+                return function(*args, **options)
+
+        return call
+
+    for group in _groups_of(unit):
+        group.wait_for_unshard = metered(group.wait_for_unshard, "all_gather")
+        group.post_backward = metered(group.post_backward, "reduce_scatter")

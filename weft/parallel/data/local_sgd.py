@@ -8,13 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
 from weft.comm.algorithms import Start
-from weft.comm.quantized_sum import sum_quantized
+from weft.comm.axis import Axis
+from weft.comm.codecs import Integers
+from weft.comm.compressed_sum import sum_all
 from weft.comm.shards import like, local_of
 from weft.job.sync import Sync
+from weft.planner.engine_constants import QUANTIZATION_BLOCK
 
-BITS = {"int8": 8, "int4": 4}
+CODECS = {
+    "int8": Integers(8, QUANTIZATION_BLOCK, feedback=False),
+    "int4": Integers(4, QUANTIZATION_BLOCK, feedback=False),
+}
+"""How weight differences are sent, by `train.sync.quantize`; rounded to nearest."""
 Tensors = dict[str, Tensor]
 
 
@@ -64,14 +70,14 @@ class Rounds(EveryStep):
         self.sync, self.axis, self.start, self.last, self.limit = sync, axis, start, last, limit
         self.master_params, self.averages = master_params, averages
         self.rate, self.momentum = sync.outer
-        self.bits = BITS.get(sync.quantize)
+        self.codec = CODECS.get(sync.quantize)
         device = local_of(next(iter(master_params.values()))).device
         self.tokens = torch.zeros((), dtype=torch.float64, device=device)
         self.since = 0
         """Steps since the replicas were the same."""
         self.sent = 0
         outer = sync.mode == "diloco"
-        self.anchor = _copies(master_params) if outer or self.bits else {}
+        self.anchor = _copies(master_params) if outer or self.codec else {}
         self.velocity = {n: torch.zeros_like(local_of(m.detach())) for n, m in master_params.items()} if outer else {}
 
     def after(self, step: int, count: Tensor, refresh: Callable[[], None]) -> None:
@@ -105,7 +111,7 @@ class Rounds(EveryStep):
         anchors = [self.anchor[n] for n in names]
         anchor = torch.cat([a.reshape(-1) for a in anchors])
         way = (anchor - here) * share
-        way = sum_quantized(way, self.axis, self.bits) if self.bits else self._sum(way)
+        way = sum_all(self.axis, self.codec, way, None)[0] if self.codec else self._sum(way)
         if self.velocity:
             held = [self.velocity[n] for n in names]
             velocity = torch.cat([v.reshape(-1) for v in held]).mul_(self.momentum).add_(way)

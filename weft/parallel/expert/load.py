@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Axis, Waits
-from weft.models.experts import MixtureOfExperts
+from weft.comm.axis import Axis, Pending
+from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.parallel.expert.expert_parallel import Spreading
 from weft.parallel.expert.replication import Copies
 
@@ -42,7 +42,7 @@ class ExpertLoad:
         """The tables of the steps since someone last asked, summed."""
         self.steps = 0
         """How many these are."""
-        self.work: Waits | None = None
+        self.work: Pending | None = None
         self.parts: dict[int, MixtureOfExperts] = {}
         self.copies: dict[int, Pairs] = {}
         """By block, the experts that other ranks than their home compute too, and those ranks of ep."""
@@ -55,9 +55,9 @@ class ExpertLoad:
         """From now on these are the copies of experts, and no others."""
         self.copies = {block: tuple(sorted(pairs)) for block, pairs in copies.items() if pairs}
         for index, part in self.parts.items():
-            if isinstance(part.spread, Spreading):
+            if isinstance(part.layout, Spreading):
                 pairs = self.copies.get(index)
-                part.spread.copies = None if pairs is None else Copies(part.options.count // self.ep, self.ep, pairs)
+                part.layout.copies = None if pairs is None else Copies(part.options.count // self.ep, self.ep, pairs)
 
     def told(self) -> dict[str, Any]:
         """Where copies are, as a snapshot or a checkpoint keeps it."""

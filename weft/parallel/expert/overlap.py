@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 from weft.comm.overlapped_exchange import Trip
 from weft.models.grouped import dispatch, known
 from weft.parallel.expert.permutation import by_expert, sorted_by
@@ -43,7 +43,7 @@ class Halves:
         parts = dispatch(x, self.order, self.inverse).split([sum(s) for s in self.send])
         return [trip.start(part) for trip, part in zip(self.there, parts, strict=True)]
 
-    def around(self, through: Callable[..., Tensor], matrices: Any, under_way: list[Tensor], counts: Tensor) -> Tensor:
+    def compute(self, through: Callable[..., Tensor], matrices: Any, under_way: list[Tensor], counts: Tensor) -> Tensor:
         """Each half through the experts and on its way home, as it comes; all rows when both are back."""
         back = []
         for there, home, half, coming in zip(self.there, self.home, under_way, self.coming, strict=True):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
+from weft.comm.axis import Axis
 from weft.comm.overlapped_exchange import Trip
 
 Matrices = tuple[Tensor | None, ...]

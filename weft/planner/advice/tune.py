@@ -37,7 +37,7 @@ def tune(job: Job, world: int, tokens: float | None = None) -> list[Tuned]:
     counts = count_parameters(job.model)
     if counts is None:
         return []
-    seq = 1 if job.model.family == "mlp" else job.data.seq_len
+    seq = 1 if job.model.is_stack else job.data.seq_len
     budget = tokens or float(job.train.steps * job.train.global_batch * seq)
     out = []
     critical = CRITICAL[0] * (budget / 1e6) ** CRITICAL[1] * CRITICAL[2]

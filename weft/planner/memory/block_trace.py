@@ -212,7 +212,7 @@ def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, chunk: float) -> 
     kept, forward = tape.live - x, tape.peak - x
     start = tape.peak = tape.live
     tape.drop("dw")  # from here on it counts as a gradient
-    if m.family == "vit":
+    if m.is_classifier:
         tape.drop("dx")
         tape.take(dx=z.tokens * z.dim * z.c)
     out_of_region_backward(tape, z, "dx")

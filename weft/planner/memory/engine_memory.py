@@ -25,7 +25,7 @@ from weft.planner.memory.unit_passes import Passes, unit_passes
 from weft.planner.model.facts import Size
 from weft.planner.model.parameters import coords_of
 from weft.planner.plan import Plan
-from weft.planner.rules.context_parallel import attends
+from weft.planner.rules.context_rules import attends
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
@@ -71,7 +71,7 @@ class EngineMemory:
 
     def compiled(self, layouts: Layouts) -> Size:
         """Which layouts compile their blocks: by default on GPUs where no collective is inside a block."""
-        if self.compile != "auto" or self.job.model.family == "mlp" or self.plan.device != "cuda":
+        if self.compile != "auto" or self.job.model.is_stack or self.plan.device != "cuda":
             return np.full(len(layouts), self.compile is True and self.plan.device == "cuda")
         return (layouts.tp == 1) & (layouts.cp == 1)
 
@@ -255,7 +255,7 @@ class _Group:
         StepTrace(stage, regime, walk).run(
             in_flight, pending, layouts.accumulation, flags["piped"], sent, ALL_FORWARD_FIRST[layouts.schedule]
         )
-        after = np.maximum(self._optimizer_temporary(held), self._partial_gradients(held))
+        after = np.maximum(held.scratch, self._partial_gradients(held))
         walk.on, walk.live = None, lasting + gradients
         walk.parts = {p: base.get(p, 0.0) + 0.0 * lasting for p in walk.parts}
         if detail:
@@ -266,7 +266,7 @@ class _Group:
     def held(self, blocks: Size, dense: Size) -> UnitSizes:
         """Sizes of everything on the rank."""
         u = self.units
-        if self.job.model.family == "mlp":
+        if self.job.model.is_stack:
             alone = self.ends * ((self.job.model.layers or 0) % 2)
             pairs = (blocks - alone) / 2
             columns = np.ceil(pairs)
@@ -306,7 +306,7 @@ class _Group:
 
     def _stage(self, passes: Passes, blocks: Size, dense: Size, in_flight: Size, pending: Size) -> Stage:
         layouts, u = self.layouts, self.units
-        mlp = self.job.model.family == "mlp"
+        mlp = self.job.model.is_stack
         some = layouts.recompute_blocks >= 0
         again = np.where(some, np.minimum(layouts.recompute_blocks, blocks), blocks)
         code = np.where(some, RECOMPUTES.index("full"), layouts.recompute)
@@ -357,9 +357,9 @@ class _Group:
     def _batch_bytes(self) -> Size:
         """One microbatch of data: ids, inputs, targets, valid and, where documents are masked, theirs."""
         model, size, seq = self.job.model, self.layouts.microbatch, self.job.data.seq_len
-        if model.family == "mlp":
+        if model.is_stack:
             return size * (8.0 + 2 * FP32_BYTES * (model.dim or 0) + 1)
-        if model.family == "vit":
+        if model.is_classifier:
             return size * (8.0 + FP32_BYTES * seq * PATCH_DIM + 8 + 1)
         return size * (8.0 + seq * (8 + 8 + 1 + (16 if self.job.data.mask_documents else 0)))
 
@@ -367,13 +367,6 @@ class _Group:
         """Gradients that are summed over tp after the last pass are sent together (parallel/spread_model.py)."""
         width = self.compute_bytes if self.flags["alone"] else FP32_BYTES
         return np.where(self.layouts.tp > 1, width * held.partial, 0.0)
-
-    def _optimizer_temporary(self, held: UnitSizes) -> Size:
-        """AdamW and SGD are fused and need nothing; the others make a few tensors of one weight's size."""
-        name = self.job.optim.name
-        if name == "adafactor":
-            return 3 * FP32_BYTES * held.largest
-        return (5 * FP32_BYTES * held.largest_matrix if name == "muon" else 0.0) + 0.0 * held.whole
 
 
 def _scaled(passes: PassBytes, mask: Size) -> PassBytes:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.job.compression import COMPRESSORS
 from weft.planner.calibration import Calibration
 from weft.planner.memory.step_trace import PARTS
 from weft.planner.model.facts import ModelFacts, Size
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
-from weft.planner.search.candidates import COMPRESSIONS, OFFLOADS, RECOMPUTES, Layouts
+from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts
 from weft.planner.time.compression import residual_bytes
 from weft.planner.time.pipeline import stage_layers
 
@@ -78,7 +79,7 @@ def stage_memory(model: ModelFacts, layouts: Layouts, cal: Calibration, index: S
     unit = np.maximum(model.block_shared + model.block_experts / layouts.ep, ends) / layouts.tp
     gathered = np.where(z3 & (shard > 1), 2 * unit * (compute + cal.gradient_bytes / 2), 0.0)
     bucket = np.where(layouts.dp > 1, np.minimum(shared, MAX_BUCKET_ELEMENTS) * cal.gradient_bytes, 0.0)
-    bucket = bucket * np.where(layouts.compression == COMPRESSIONS.index("none"), 1.0, 1.25)
+    bucket = bucket * np.where(layouts.compression == COMPRESSORS.names().index("none"), 1.0, 1.25)
     bucket = bucket + (shared + experts) * trained * residual_bytes(layouts)
     activations = activation_bytes(model, layouts, cal, _layers(model, layouts, index), index)
     tokens = layouts.microbatch * model.seq_len / layouts.cp * model.head_share

@@ -23,7 +23,7 @@ def split_blocks(job: Job, stages: int, pairs: bool) -> tuple[tuple[int, int], .
     """First block and end of each pipeline stage; a JobError where the model has too few blocks."""
     pinned = job.parallel.split if job.parallel != "auto" else None
     parts = part_costs(job.model, job.data.seq_len)
-    if job.model.family == "mlp":
+    if job.model.is_stack:
         return tuple(split_layers(parts[1:-1], stages, pinned, pairs=pairs))
     layers = len(parts) - 2
     return tuple((max(0, a - 1), min(layers, b - 1)) for a, b in split_stages(parts, stages, pinned))
@@ -67,7 +67,7 @@ class StageBlocks:
         piped = layouts.pp > 1
         virtual = np.where(piped, layouts.virtual_stages, 1)
         shape = V_SHAPED[layouts.schedule] & piped
-        pairs = (layouts.tp > 1) & (self.job.model.family == "mlp")
+        pairs = (layouts.tp > 1) & (self.job.model.is_stack)
         index = np.broadcast_to(0 if index is None else index, len(layouts))
         key = ((layouts.pp * 64 + virtual) * 2 + shape) * 2 + pairs
         key = key * 4096 + np.minimum(index, 4095)

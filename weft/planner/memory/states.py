@@ -7,11 +7,13 @@ from math import prod
 
 import numpy as np
 
-from weft.job.schema import Job, Optim
+from weft.job.optim import OPTIMIZERS, WeightShard
+from weft.job.schema import Job
 from weft.planner.engine_constants import GRADIENT_ALIGNMENT
 from weft.planner.memory.live_bytes import FP32_BYTES
 from weft.planner.model.facts import Size
-from weft.planner.model.parameters import Weight, unit_weights
+from weft.planner.model.parameters import unit_weights
+from weft.planner.model.weight_table import Weight
 from weft.planner.search.candidates import Layouts
 from weft.planner.time.compression import compresses
 
@@ -35,41 +37,24 @@ class UnitSizes:
     """Bytes of optimizer state."""
     compressed: Size = 0.0
     """Before sharding, weights whose gradients are compressed where the job compresses."""
-    largest: Size = 0.0
-    """Of the largest shard."""
-    largest_matrix: float = 0.0
-    """Of the largest whole matrix of a block."""
+    scratch: Size = 0.0
+    """Bytes of temporary tensors while the optimizer updates a weight, at most."""
 
     def __add__(self, other: UnitSizes) -> UnitSizes:
         sums = {n: getattr(self, n) + getattr(other, n) for n in _SUMMED}
-        return UnitSizes(**sums, largest=np.maximum(self.largest, other.largest),
-                         largest_matrix=max(self.largest_matrix, other.largest_matrix))  # fmt: skip
+        return UnitSizes(**sums, scratch=np.maximum(self.scratch, other.scratch))
 
     def times(self, count: Size) -> UnitSizes:
         """The sums of `count` such units."""
         present = np.asarray(count) > 0
-        return UnitSizes(**{n: getattr(self, n) * count for n in _SUMMED}, largest=self.largest * present,
-                         largest_matrix=self.largest_matrix)  # fmt: skip
+        return UnitSizes(**{n: getattr(self, n) * count for n in _SUMMED}, scratch=self.scratch * present)
 
     def take(self, chosen: Size) -> UnitSizes:
         """The same for some of the layouts."""
-        return UnitSizes(**{n: np.asarray(getattr(self, n))[chosen] for n in (*_SUMMED, "largest")},
-                         largest_matrix=self.largest_matrix)  # fmt: skip
+        return UnitSizes(**{n: np.asarray(getattr(self, n))[chosen] for n in (*_SUMMED, "scratch")})
 
 
 _SUMMED = ("whole", "padded", "held", "gathered", "aligned", "partial", "optimizer", "compressed")
-
-
-def optimizer_bytes(optim: Optim, weight: Weight, held: Size) -> Size:
-    """State of one weight of which a rank holds `held` elements: two moments and a step count for AdamW."""
-    matrix = len(weight.shape) > 1
-    if optim.name == "adafactor":  # sums of rows and columns, not sharded
-        return FP32_BYTES * ((prod(weight.shape[:-2]) * sum(weight.shape[-2:]) if matrix else held) + 1)
-    if optim.name == "sgd":
-        return FP32_BYTES * held if optim.momentum else 0.0 * held
-    if optim.name == "muon" and matrix and weight.unit:
-        return FP32_BYTES * held
-    return FP32_BYTES * (2 * held + 1)
 
 
 def unit_sizes(job: Job, layouts: Layouts, tp_rank: Size = 0, shard: Size = 0) -> dict[str, UnitSizes]:
@@ -90,7 +75,7 @@ def unit_sizes(job: Job, layouts: Layouts, tp_rank: Size = 0, shard: Size = 0) -
 
 
 def _weight_sizes(
-    job: Job, w: Weight, is_partial: Size, layouts: Layouts, ways: Size, rest: Size, tp_rank: Size, shard: Size
+    job: Job, w: Weight, is_partial: Size, layouts: Layouts, ways: Size, rest: Size, tp_rank: Size, place: Size
 ) -> UnitSizes:  # fmt: skip
     rows, row = w.shape[0], prod(w.shape[1:])
     here: Size = np.full(len(layouts), float(rows))
@@ -103,7 +88,7 @@ def _weight_sizes(
         else:
             row = row // size * length
     chunk = np.ceil(here / ways)
-    held = np.where(ways > 1, np.clip(here - shard * chunk, 0, chunk), here) * row
+    held = np.where(ways > 1, np.clip(here - place * chunk, 0, chunk), here) * row
     whole, padded, gathered = here * row, chunk * row, np.where(ways > 1, chunk * ways, here) * row
     partial = held * is_partial
     if w.experts:
@@ -114,9 +99,10 @@ def _weight_sizes(
         held, gathered = np.where(on_ep, own_padded, held), np.where(on_ep, own_padded * rest, gathered)
         partial = np.where(on_ep, 0.0, partial)
     aligned = np.ceil(whole / GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT
-    matrix = prod(w.shape) if len(w.shape) == 2 and w.unit else 0
+    shard = WeightShard(w.shape, held, bool(w.unit))
+    entry = OPTIMIZERS[job.optim.name].of(shard)
+    compressed = compresses(job.comm.compression, w) & ((layouts.tp == 1) | (w.cut is not None) | is_partial)
     return UnitSizes(
-        whole, padded, held, gathered, aligned, partial, optimizer_bytes(job.optim, w, held),
-        whole * (compresses(job.comm.compression, w) & ((layouts.tp == 1) | (w.cut is not None) | is_partial)),
-        held, float(matrix),
+        whole, padded, held, gathered, aligned, partial, FP32_BYTES * (entry.state(job.optim, shard) + 0.0 * held),
+        whole * compressed, FP32_BYTES * (entry.scratch(shard) + 0.0 * held),
     )  # fmt: skip

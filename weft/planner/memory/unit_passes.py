@@ -58,7 +58,7 @@ def unit_passes(memory: EngineMemory, layouts: Layouts, flags: dict[str, Any], e
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     inverse = inverse.ravel()
     job = memory.job
-    compute = _mlp_passes if job.model.family == "mlp" else _transformer_passes
+    compute = _mlp_passes if job.model.is_stack else _transformer_passes
     return compute(memory, layouts.take(first), flags).take(inverse)
 
 
@@ -106,7 +106,7 @@ def _transformer_passes(memory: EngineMemory, layouts: Layouts, flags: dict[str,
         mask = layouts.microbatch * float(seq) * seq * z.c
         dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
     vocab = np.ceil((m.vocab or 0) / layouts.tp)
-    targets = layouts.microbatch * 1.0 if m.family == "vit" else z.tokens
+    targets = layouts.microbatch * 1.0 if m.is_classifier else z.tokens
     end, head_grad = head_bytes(m, z, vocab, targets, LOGITS_BYTES[memory.device] // FP32_BYTES)
     if flags["compiled"] and mix is None:
         end = _compiled_head(job, z, vocab)
@@ -127,11 +127,11 @@ def _embedding(m: Model, z: Sizes, layouts: Layouts) -> PassBytes:
     """The embedding with learned positions; its gradient is as large as its table."""
     out, whole = z.rows * z.dim * z.c, z.tokens * z.dim * z.c
     learned = m.positions == "learned"
-    looked_up = z.tp and m.family != "vit"
+    looked_up = z.tp and not m.is_classifier
     forward = out + (2 * whole + out if looked_up else 0) + (2 * out if learned else 0)
     kept = out + (z.tokens * 9 if z.tp else 0)
-    table = 0.0 * whole if m.family == "vit" else np.ceil((m.vocab or 0) / layouts.tp) * z.dim * z.c
-    if m.family == "vit":
+    table = 0.0 * whole if m.is_classifier else np.ceil((m.vocab or 0) / layouts.tp) * z.dim * z.c
+    if m.is_classifier:
         from weft.job.shapes import PATCH_DIM
 
         table = table + PATCH_DIM * z.dim * z.c

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from weft.job.schema import Model
 from weft.job.shapes import PATCH_DIM
+from weft.planner.model.weight_table import weights_of
 
 
 @dataclass(frozen=True)
@@ -36,31 +38,22 @@ def count_parameters(model: Model) -> Counts | None:
     """Parameters by part; None for a custom module."""
     if model.module:
         return None
-    dim, layers = _int(model.dim), _int(model.layers)
-    if model.family == "mlp":
-        return Counts(0, dim * dim + (dim if model.bias else 0), layers, 0)
-    heads, kv, hd, ffn = _int(model.heads), _int(model.kv_heads), _int(model.head_dim), _int(model.ffn)
-    vocab, bias = _int(model.vocab), bool(model.bias)
-    norm_rows = 2 if model.norm == "layernorm" and bias else 1
-    norm = norm_rows * dim
-    attention = 2 * dim * heads * hd + 2 * dim * kv * hd
-    attention += ((heads + 2 * kv) * hd + dim) if bias else 0
-    attention += 2 * norm_rows * hd if model.qk_norm else 0
-    gates = 2 if model.activation == "swiglu" else 1
-    mlp = (gates + 1) * dim * ffn + (gates * ffn + dim if bias else 0)
-    embedding = PATCH_DIM * dim + dim if model.family == "vit" else vocab * dim
-    embedding += _int(model.max_len) * dim if model.positions == "learned" else 0
-    head = norm + (0 if model.tied else vocab * dim)
-    if model.experts is None:
-        return Counts(embedding, attention + mlp + 2 * norm, layers, head)
-    experts = model.experts
-    one = (gates + 1) * dim * _int(experts.ffn)
-    routed = (experts.count + experts.shared) * one + dim * experts.count
+    layers = model.layers or 0
+    embedding = _elements(model, 0, 0, begins=True)
+    head = _elements(model, 0, 0, begins=True, ends=True) - embedding
+    if (experts := model.experts) is None:
+        return Counts(embedding, _elements(model, 0, 1), layers, head)
     firsts = min(experts.first_dense, layers)
+    routed = [w for w in weights_of(model, False, firsts, firsts + 1, False, False) if w.experts]
     return Counts(
-        embedding, attention + routed + 2 * norm, layers - firsts, head,
-        first=attention + mlp + 2 * norm, firsts=firsts, idle=(experts.count - experts.top_k) * one,
+        embedding, _elements(model, firsts, firsts + 1), layers - firsts, head,
+        first=_elements(model, 0, 1) if firsts else 0, firsts=firsts,
+        idle=sum(prod(w.shape[1:]) * (w.shape[0] - experts.top_k) for w in routed),
     )  # fmt: skip
+
+
+def _elements(model: Model, first: int, end: int, begins: bool = False, ends: bool = False) -> int:
+    return sum(prod(w.shape) for w in weights_of(model, False, first, end, begins, ends))
 
 
 def flops_per_token(model: Model, seq_len: int) -> float | None:
@@ -68,34 +61,34 @@ def flops_per_token(model: Model, seq_len: int) -> float | None:
     counts = count_parameters(model)
     if counts is None:
         return None
-    if model.family == "mlp":
-        return 6.0 * counts.total
-    dim, layers, vocab = _int(model.dim), _int(model.layers), _int(model.vocab)
+    dim, layers, vocab = model.dim or 0, model.layers or 0, 0 if model.is_stack else model.vocab or 0
     matmuls = counts.first * counts.firsts + (counts.block - counts.idle) * counts.blocks + vocab * dim
-    attention = 12 * layers * _int(model.heads) * _int(model.head_dim) * seq_len
-    return 6.0 * matmuls + (attention / 2 if model.causal else attention)
+    return 6.0 * matmuls + layers * _attention(model, seq_len)
+
+
+def _attention(model: Model, seq_len: int) -> float:
+    """FLOPs a token of one block's scores and weighted sums."""
+    if model.is_stack:
+        return 0.0
+    return 12.0 * (model.heads or 0) * (model.head_dim or 0) * seq_len / (2 if model.causal else 1)
 
 
 def part_costs(model: Model, seq_len: int) -> list[float]:
     """FLOPs per token of the embedding, each block and the head, by which pipeline stages are balanced."""
     counts = count_parameters(model)
     assert counts is not None, "a custom module has no parts to split"
-    if model.family == "mlp":
-        return [0.0, *[6.0 * counts.block] * counts.blocks, 0.0]
-    dim = _int(model.dim)
-    attention = 12.0 * _int(model.heads) * _int(model.head_dim) * seq_len / (2 if model.causal else 1)
-    lookup = 6.0 * PATCH_DIM * dim if model.family == "vit" else 6.0 * dim  # rows are read and added to, not multiplied
-    head = 6.0 * _int(model.vocab) * dim / (seq_len if model.family == "vit" else 1)
+    attention = _attention(model, seq_len)
     first, block = 6.0 * counts.first + attention, 6.0 * (counts.block - counts.idle) + attention
-    return [lookup, *[first] * counts.firsts, *[block] * counts.blocks, head]
+    blocks = [first] * counts.firsts + [block] * counts.blocks
+    if model.is_stack:
+        return [0.0, *blocks, 0.0]
+    dim = model.dim or 0
+    lookup = 6.0 * PATCH_DIM * dim if model.is_classifier else 6.0 * dim  # rows are read and added to, not multiplied
+    head = 6.0 * (model.vocab or 0) * dim / (seq_len if model.is_classifier else 1)
+    return [lookup, *blocks, head]
 
 
 def flops_per_sample(model: Model, seq_len: int) -> float | None:
     """Training FLOPs a sample: a sequence, an image of patches, or the one vector of an MLP."""
     flops = flops_per_token(model, seq_len)
-    return None if flops is None else flops * (1 if model.family == "mlp" else seq_len)
-
-
-def _int(value: int | None) -> int:
-    assert value is not None, "the model is resolved before it is counted"
-    return value
+    return None if flops is None else flops * (1 if model.is_stack else seq_len)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from weft.hardware.catalog import Device, find_device, find_network
-from weft.hardware.efficiency import reach_of
+from weft.hardware.efficiency import measured_limits
 from weft.hardware.prices import price_of
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM, resolve
@@ -169,12 +169,12 @@ def model_facts(job: Job) -> ModelFacts:
     model = resolve(job).model
     if model.module:
         raise ValueError("the size of a custom module is not known before it is built")
-    if model.family == "mlp":
+    if model.is_stack:
         return ModelFacts(
             layers=model.layers, dim=model.dim, ffn=model.dim, heads=0, kv_heads=0, head_dim=0, vocab=0, seq_len=1,
             gates=0, causal=0, bias=int(bool(model.bias)), norm_rows=0, head_share=0.0,
         )  # fmt: skip
-    vit = model.family == "vit"
+    vit = model.is_classifier
     extra: dict[str, Any] = {}
     experts = getattr(model, "experts", None)
     if experts is not None:
@@ -259,7 +259,7 @@ def make_cluster(
 ) -> ClusterFacts:
     """A cluster of equal nodes; `network_gb_s` is what one device has to other nodes."""
     inside = NVLINK_RACK_SIZE.get(device.name, per_node)
-    reach = reach_of(device.name)
+    reach = measured_limits(device.name)
     return ClusterFacts(
         world=world,
         levels=(

@@ -28,7 +28,7 @@ def fp8_share(job: Job, plan: Plan) -> float | None:
     if plan.precision != "fp8" or flops is None:
         return None if flops is None else 0.0
     weights, _ = fp8_weights(job, plan.tp)
-    if job.fp8.head and model.family not in ("mlp", "vit"):
+    if job.fp8.head and model.is_decoder:
         weights += (model.vocab or 0) * (model.dim or 0)
     return 6.0 * weights / flops
 
@@ -66,7 +66,7 @@ def _linears(job: Job, i: int) -> list[tuple[str, int, int, str]]:
     """Path, outputs, inputs and cut of each linear layer of a block."""
     m = job.model
     dim = m.dim or 0
-    if m.family == "mlp":
+    if m.is_stack:
         pairs = (m.layers or 0) // 2
         return [(f"layers.{i}", dim, dim, ("column", "row")[i % 2] if i < 2 * pairs else "whole")]
     heads, kv, ffn = (m.heads or 0) * (m.head_dim or 0), (m.kv_heads or 0) * (m.head_dim or 0), m.ffn or 0

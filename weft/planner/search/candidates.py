@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.job.compression import COMPRESSORS
 from weft.planner.plan import Plan
 from weft.planner.schedules.registry import SCHEDULE_NAMES, resolve_name
 
@@ -19,8 +20,6 @@ RECOMPUTES = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "activations")
 """What is kept in host memory."""
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "topk", "threshold", "powersgd", "onebit", "adaptive")
-"""Gradient compression between replicas."""
 CP_STYLES = ("ring", "ulysses", "hybrid")
 PLACEMENTS = (
     ("tp", "cp", "dp_shard", "dp_replicate", "pp"),
@@ -107,7 +106,7 @@ class Layouts:
         values: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in numbers}
         for name, words in _CODED.items():
             if name in Plan.__dataclass_fields__:
-                values[name] = words[int(getattr(self, name)[i])]
+                values[name] = words()[int(getattr(self, name)[i])]
         if values["compression"] == known.compression.partition(":")[0]:
             values["compression"] = known.compression  # with its number
         if self.recompute_blocks[i] >= 0:
@@ -115,14 +114,14 @@ class Layouts:
         return replace(known, **values, zero=int(self.zero[i]) or 3, sequence=bool(self.sequence[i]), split=())
 
 
-_CODED: dict[str, tuple[str, ...]] = {
-    "schedule": SCHEDULE_NAMES,
-    "recompute": RECOMPUTES,
-    "offload": OFFLOADS,
-    "precision": PRECISIONS,
-    "compression": COMPRESSIONS,
-    "cp_style": CP_STYLES,
-    "placement": PLACEMENT_NAMES,
+_CODED: dict[str, Callable[[], tuple[str, ...]]] = {
+    "schedule": lambda: SCHEDULE_NAMES,
+    "recompute": lambda: RECOMPUTES,
+    "offload": lambda: OFFLOADS,
+    "precision": lambda: PRECISIONS,
+    "compression": COMPRESSORS.names,
+    "cp_style": lambda: CP_STYLES,
+    "placement": lambda: PLACEMENT_NAMES,
 }
 
 _DEFAULTS: dict[str, Any] = {
@@ -143,4 +142,4 @@ def _codes(plan: Plan) -> dict[str, Any]:
         per_stage = -(-int(said["recompute"]) // plan.pp)
         codes["recompute_blocks"], said["recompute"] = per_stage, "full"
     said["compression"] = said["compression"].partition(":")[0]
-    return codes | {name: _CODED[name].index(word) for name, word in said.items()}
+    return codes | {name: _CODED[name]().index(word) for name, word in said.items()}

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from weft.job.compression import COMPRESSORS
 from weft.job.schema import Job
 from weft.planner.rules.arithmetic import divisors
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import (
-    COMPRESSIONS,
     CP_STYLES,
     OFFLOADS,
     PLACEMENTS,
@@ -23,7 +23,6 @@ from weft.planner.search.candidates import (
 )
 
 __all__ = [
-    "COMPRESSIONS",
     "CP_STYLES",
     "OFFLOADS",
     "PLACEMENTS",
@@ -101,7 +100,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
     share: dict[str, Any] = {
         "world": world,
         "batch": job.train.global_batch,
-        "seq_len": 1 if model.family == "mlp" else seq,
+        "seq_len": 1 if model.is_stack else seq,
     }
     fixed: dict[str, Any] = {
         "precision": (precision,), "offload": (job.memory.offload,), 
@@ -116,7 +115,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
         return Space(**share, parts=1, **fixed)
     options = divisors(world)
     heads, kv = model.heads or 0, model.kv_heads or 0
-    width = (model.ffn if model.family != "mlp" else model.dim) or 1
+    width = (model.ffn if not model.is_stack else model.dim) or 1
     layers = model.layers or 1
     tp = [d for d in options if width % d == 0 and (not heads or (heads % d == 0 and kv % d == 0))]
     cp = [d for d in options if d == 1 or (heads and seq % (2 * d) == 0 and seq // d >= MIN_CP_TOKENS and model.causal)]
@@ -157,7 +156,7 @@ def coarse(space: Space) -> Columns:
     rows = _spread(rows, "zero", [np.where(rows["dp_shard"] > 1, z, 0) for z in space.zero], unique=True)
     if space.experts:
         rows = _expert(space, rows)
-    for name, names in (("offload", OFFLOADS), ("precision", PRECISIONS), ("compression", COMPRESSIONS)):
+    for name, names in (("offload", OFFLOADS), ("precision", PRECISIONS), ("compression", COMPRESSORS.names())):
         codes = [names.index(word) for word in getattr(space, name)]
         rows = _spread(rows, name, [np.full(len(rows["tp"]), code) for code in codes])
     rows = _microbatches(space, rows)

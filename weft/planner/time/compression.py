@@ -4,88 +4,61 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from weft.job.compression import Compression, parse_compression
+from weft.job.compression import COMPRESSORS, Compression, CompressionKind, parse_compression, share_of
 from weft.planner.calibration import Calibration
 from weft.planner.engine_constants import GRADIENT_ALIGNMENT, MIN_COMPRESSED_ELEMENTS
 from weft.planner.model.facts import ModelFacts, Size
 from weft.planner.model.parameters import ParamShard, Weight
 from weft.planner.plan import Plan
-from weft.planner.search.candidates import COMPRESSIONS, Layouts
+from weft.planner.search.candidates import Layouts
 from weft.planner.time.compression_warmup import (
     WARMUP_COMPRESSION,
     pays_low_rank,
     rank_at,
     setting_at,
-    share_of,
     thin_pays,
 )
 
-SPARSE_KINDS = ("topk", "threshold")
-
-
-@dataclass(frozen=True)
-class WireFormat:
-    """Bytes per value of a compression kind with its default parameter."""
-
-    gradient: float
-    weight: float
-    """Of a gathered weight; at most as many as without compression."""
-    encoding: float
-    """Memory traffic to encode and decode a gradient."""
-    owed: float = 0.0
-    """Residual kept between steps (error feedback), not sharded over data-parallel ranks."""
-
-
-WIRE_FORMATS: dict[str, WireFormat] = {
-    "none": WireFormat(0.0, 4.0, 0.0),  # what the stack reduces in
-    "fp16": WireFormat(2.01, 2.01, 28.0),
-    "bf16": WireFormat(2.0, 2.0, 20.0),
-    "int8": WireFormat(1.016, 1.03, 28.0),
-    "int4": WireFormat(0.53, 1.03, 40.0, owed=4.0),
-    "topk": WireFormat(0.06, 1.03, 32.0, owed=4.0),
-    "threshold": WireFormat(0.02, 1.03, 40.0, owed=4.0),
-    "powersgd": WireFormat(0.0, 1.03, 24.0, owed=4.0),  # by the width of the model
-    "onebit": WireFormat(0.13, 1.03, 32.0, owed=4.0),
-    "adaptive": WireFormat(1.016, 1.03, 28.0, owed=4.0),  # as int8, between its rungs
-}
 DEFAULT_POWERSGD_RANK = 4
 
 
-def _chosen(layouts: Layouts, values: list[Size]) -> Size:
-    return np.choose(layouts.compression, [np.asarray(v) + 0.0 * layouts.tp for v in values])
+def _chosen(layouts: Layouts, value: Callable[[CompressionKind], Size]) -> Size:
+    return np.choose(layouts.compression, [np.asarray(value(entry)) + 0.0 * layouts.tp for entry in COMPRESSORS])
 
 
 def gradient_bytes(layouts: Layouts, model: ModelFacts, cal: Calibration) -> Size:
     """Bytes per gradient value in collectives."""
-    told: dict[str, Size] = {name: travel.gradient for name, travel in WIRE_FORMATS.items()}
-    told |= {"none": cal.reduce_bytes, "powersgd": 8.0 * DEFAULT_POWERSGD_RANK / np.asarray(model.dim)}
-    return _chosen(layouts, [told[name] for name in COMPRESSIONS])
+
+    def size(entry: CompressionKind) -> Size:
+        if entry.name == "none":
+            return cal.reduce_bytes
+        return 8.0 * DEFAULT_POWERSGD_RANK / np.asarray(model.dim) if entry.low_rank else entry.gradient
+
+    return _chosen(layouts, size)
 
 
 def weight_bytes(layouts: Layouts, size: Size) -> Size:
     """Bytes per gathered weight value; `size` without compression."""
-    return np.minimum(size, _chosen(layouts, [WIRE_FORMATS[name].weight for name in COMPRESSIONS]))
+    return np.minimum(size, _chosen(layouts, lambda entry: entry.weight))
 
 
 def encoding_bytes(layouts: Layouts) -> Size:
     """Memory traffic per encoded gradient value."""
-    return _chosen(layouts, [WIRE_FORMATS[name].encoding for name in COMPRESSIONS])
+    return _chosen(layouts, lambda entry: entry.encoding)
 
 
 def residual_bytes(layouts: Layouts) -> Size:
     """Residual bytes per gradient value, where more than one rank sums."""
-    owed = _chosen(layouts, [WIRE_FORMATS[name].owed for name in COMPRESSIONS])
-    return np.where(layouts.dp * layouts.cp > 1, owed, 0.0)
+    return np.where(layouts.dp * layouts.cp > 1, _chosen(layouts, lambda entry: entry.residual), 0.0)
 
 
 def per_number(setting: Compression) -> float:
     """Bytes per gradient value under a setting."""
-    return 6 * share_of(setting) if setting.kind in SPARSE_KINDS else WIRE_FORMATS[setting.kind].gradient
+    return 6 * share_of(setting) if setting.entry.share is not None else setting.entry.gradient
 
 
 def is_compressed(plan: Plan, weight: Weight) -> bool:
@@ -95,11 +68,13 @@ def is_compressed(plan: Plan, weight: Weight) -> bool:
 
 def compresses(compression: str, weight: Weight) -> bool:
     """Whether a setting compresses the gradients of a weight that tp does not exclude."""
-    kind, _, number = compression.partition(":")
-    if kind in ("none", "adaptive") or len(weight.shape) < 2 or math.prod(weight.shape) < MIN_COMPRESSED_ELEMENTS:
+    setting = parse_compression(compression)
+    if setting.kind == "none" or setting.entry.adaptive:
+        return False
+    if len(weight.shape) < 2 or math.prod(weight.shape) < MIN_COMPRESSED_ELEMENTS:
         return False
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
-    return kind != "powersgd" or pays_low_rank(rows, columns, int(float(number)))
+    return not setting.entry.low_rank or pays_low_rank(rows, columns, int(setting.number))
 
 
 def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, at: float) -> Counter[str]:
@@ -120,7 +95,7 @@ def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, at: floa
 
 def _thin(plan: Plan, wanted: Compression, shard: ParamShard, at: float) -> int:
     """Bytes of PowerSGD's two low-rank matrices; 0 where a weight is not sent that way."""
-    if wanted.kind != "powersgd":
+    if not wanted.entry.low_rank:
         return 0
     shape = shard.weight.on_tp(plan.tp, 0)
     rows, columns, rank = shape[0], math.prod(shape[1:]), int(wanted.number)
@@ -128,12 +103,12 @@ def _thin(plan: Plan, wanted: Compression, shard: ParamShard, at: float) -> int:
 
 
 def _coded(setting: Compression) -> Compression:
-    return WARMUP_COMPRESSION if setting.kind == "powersgd" else setting
+    return WARMUP_COMPRESSION if setting.entry.low_rank else setting
 
 
 def _halves(out: Counter[str], setting: Compression, numbers: int, ranks: int) -> None:
     bytes_ = numbers * per_number(setting)
-    if setting.kind in SPARSE_KINDS:
+    if setting.entry.share is not None:
         out["all_gather"] += round(ranks * bytes_)
     else:
         out["all_to_all"] += round(bytes_)
@@ -157,7 +132,7 @@ def shard_bytes(
             cut["reduce_scatter"] += scatters * whole * 4
             across["all_reduce"] += shard.padded * 4
             continue
-        cut["all_gather"] += round(gathers * whole * min(width, WIRE_FORMATS[wanted.kind].weight))
+        cut["all_gather"] += round(gathers * whole * min(width, wanted.entry.weight))
         if thin := _thin(plan, wanted, shard, at):
             cut["all_reduce"] += scatters * thin
             across["all_reduce"] += scatters * thin
@@ -169,5 +144,5 @@ def shard_bytes(
 
 def residual_of(plan: Plan, shards: Iterable[ParamShard]) -> float:
     """Bytes of a rank's residual: one value for each element of its compressed weights."""
-    owed = WIRE_FORMATS[plan.compression.partition(":")[0]].owed
-    return owed * sum(p.whole for p in shards if is_compressed(plan, p.weight)) if plan.dp * plan.cp > 1 else 0.0
+    residual = parse_compression(plan.compression).entry.residual
+    return residual * sum(p.whole for p in shards if is_compressed(plan, p.weight)) if plan.dp * plan.cp > 1 else 0.0

@@ -12,16 +12,14 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from weft.job.compression import Compression
+from weft.job.compression import Compression, share_of
 
 SPARSE_SHARE_OF_INT8 = 1 / 6
 """The share of values that needs, with their indices, as many bytes as all of them in int8."""
 RAMP_FACTOR = 4
 """Ratio of the rank (or bits) at the end of the warm-up to the wanted one."""
-KINDS_WITH_WARMUP = ("topk", "threshold", "powersgd", "onebit")
-"""Compression kinds with a warm-up."""
 
-WARMUP_COMPRESSION, INTERMEDIATE_COMPRESSION = Compression("int8"), Compression("int4")
+WARMUP_COMPRESSION = Compression("int8")
 
 
 def age(step: float, warmup: int) -> float:
@@ -34,12 +32,6 @@ def share_at(at: float) -> float:
     return SPARSE_SHARE_OF_INT8 / at
 
 
-def share_of(compression: Compression) -> float:
-    """The share of values that topk or threshold sends after the ramp, for normally distributed gradients."""
-    number = compression.number
-    return number if compression.kind == "topk" else math.erfc(number / math.sqrt(2))
-
-
 def sparse_waits(at: float, gathering: int) -> bool:
     """Whether sparse lists gathered from this many ranks are more bytes than int8 reduce-scatter and all-gather."""
     return at < gathering / 2
@@ -47,14 +39,15 @@ def sparse_waits(at: float, gathering: int) -> bool:
 
 def setting_at(wanted: Compression, at: float, gathering: int = 1) -> Compression:
     """The compression used at an age, where `wanted` applies in the end."""
-    if wanted.kind not in KINDS_WITH_WARMUP:
+    if not wanted.entry.ramped:
         return wanted
-    lists = wanted.kind in ("topk", "threshold")
+    lists = wanted.entry.share is not None
     if at < 1 or (lists and sparse_waits(at, gathering)):
         return WARMUP_COMPRESSION
     if lists and share_at(at) > share_of(wanted):
         return Compression("topk", share_at(at))
-    return INTERMEDIATE_COMPRESSION if wanted.kind == "onebit" and at < RAMP_FACTOR else wanted
+    through = wanted.entry.ramped_through
+    return Compression(through) if through and at < RAMP_FACTOR else wanted
 
 
 def pays_low_rank(rows: int, columns: int, rank: int) -> bool:
@@ -80,11 +73,11 @@ def thin_pays(rank: int, shapes: list[tuple[int, int]], at: float) -> bool:
 def age_ranges(wanted: Compression, steps: int, warmup: int, gathering: int) -> list[tuple[float, float]]:
     """A run divided into ranges of one setting: the share of steps of each, and an age at which as much is sent as on
     average in the range."""
-    if not warmup or not steps or wanted.kind not in KINDS_WITH_WARMUP:
+    if not warmup or not steps or not wanted.entry.ramped:
         return [(1.0, math.inf)]
     end = steps / warmup
     turns = [1.0, RAMP_FACTOR / 2, float(RAMP_FACTOR), gathering / 2]
-    if wanted.kind in ("topk", "threshold"):
+    if wanted.entry.share is not None:
         turns.append(SPARSE_SHARE_OF_INT8 / share_of(wanted))
     marks = [0.0, *sorted({t for t in turns if 0 < t < end}), end]
     return [((b - a) / end, (b - a) / math.log(b / a) if a else b / 2) for a, b in pairwise(marks)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import exp, log, prod
 
-from weft.hardware.measured import Attention, Block, Measured, Product
+from weft.hardware.measured import Measured, MeasuredAttention, MeasuredBlock, MeasuredProduct
 from weft.job.schema import Job
 from weft.planner.model.fp8 import cast_bytes, fp8_speedup, fp8_weights
 from weft.planner.model.parameters import stage_weights
@@ -15,7 +15,7 @@ from weft.planner.time.traffic import gradients_stay_low_precision, recomputed_s
 def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
     """Seconds of one step on one device; None where the measurements do not cover the layout."""
     m = job.model
-    if plan.world > 1 or m.family not in ("llama", "gpt2") or not measured.blocks or not measured.heads:
+    if plan.world > 1 or not m.is_decoder or not measured.blocks or not measured.heads:
         return None
     tokens = plan.microbatch * job.data.seq_len
     scale = _matched(job, plan, measured)
@@ -57,7 +57,7 @@ def product_seconds(measured: Measured, dtype: str, m: float, k: float, n: float
     """A product's time: its FLOPs at the speed of the measured ones nearest in shape."""
     points = [p for p in measured.products if p.dtype == dtype] or list(measured.products)
 
-    def distance(p: Product) -> float:
+    def distance(p: MeasuredProduct) -> float:
         return log(p.m / m) ** 2 + log(p.k / k) ** 2 + log(p.n / n) ** 2
 
     near = sorted(points, key=distance)[:4]
@@ -71,7 +71,7 @@ def attention_seconds(job: Job, plan: Plan, measured: Measured) -> tuple[float, 
     m = job.model
     seq, width = job.data.seq_len, m.head_dim or 1
 
-    def distance(a: Attention) -> float:
+    def distance(a: MeasuredAttention) -> float:
         return log(a.seq / seq) ** 2 + 4 * log(a.head_dim / width) ** 2
 
     near = min(measured.attention, key=distance)
@@ -107,7 +107,7 @@ def _matched(job: Job, plan: Plan, measured: Measured) -> float:
     return min(2 * fastest, bytes_ / left) if left > 0 else 2 * fastest
 
 
-def _as_job(job: Job, block: Block) -> Job:
+def _as_job(job: Job, block: MeasuredBlock) -> Job:
     shape = {k: getattr(block, k) for k in ("dim", "heads", "kv_heads", "head_dim", "ffn")}
     model = job.model.model_copy(update={**shape, "activation": "swiglu", "positions": "rope"})
     return job.model_copy(update={"model": model, "data": job.data.model_copy(update={"seq_len": block.seq})})

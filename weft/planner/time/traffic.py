@@ -11,12 +11,12 @@ from dataclasses import replace
 from math import prod
 
 from weft.job.compression import parse_compression
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job, Model
-from weft.planner.engine_constants import GRADIENT_ALIGNMENT, MUON_ITERATIONS
+from weft.planner.engine_constants import GRADIENT_ALIGNMENT
 from weft.planner.model.counts import count_parameters
 from weft.planner.model.parameters import (
     ParamShard,
-    Weight,
     coords_of,
     param_shards,
     shard_count,
@@ -95,7 +95,7 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
                     -(-p.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for p in routed
                 )
         if plan.tp > 1:
-            add = _mlp_tp if job.model.family == "mlp" else _transformer_tp
+            add = _mlp_tp if job.model.is_stack else _transformer_tp
             add(job, plan, stage, out["tp"])
             out["tp"]["all_reduce"] += FP32_BYTES * sum(
                 p.held for p in shards if p.weight.partial and not _on_ep(p, plan)
@@ -145,7 +145,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     dense = blocks if e is None else max(0, min(end, e.first_dense) - first)
     unrouted = blocks if e is None or e.shared else dense
     enters = blocks + unrouted + (1 if ends else 0)
-    leaves = blocks + unrouted + (1 if begins and model.family != "vit" else 0)
+    leaves = blocks + unrouted + (1 if begins and not model.is_classifier else 0)
     # a block that runs again stops at the last matrix, whose input is all that is missing (unless dropout follows)
     once_more = (blocks + unrouted, blocks + unrouted - (0 if model.dropout else dense))
     again = once_more if plan.recompute == "full" else (0, 0)
@@ -155,7 +155,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     else:
         tp["all_reduce"] += times * one * (enters + leaves + again[1])
     if ends:  # for each target: the largest logit, and three sums over the vocabulary
-        targets = plan.microbatch * (1 if model.family == "vit" else job.data.seq_len // plan.cp)
+        targets = plan.microbatch * (1 if model.is_classifier else job.data.seq_len // plan.cp)
         tp["all_reduce"] += times * targets * 4 * FP32_BYTES
 
 
@@ -171,7 +171,7 @@ def _mlp_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
 
 
 def _messages(job: Job, plan: Plan, schedule: Schedule, stage: int, here: int, pp: Counter[str]) -> None:
-    seq = 1 if job.model.family == "mlp" else job.data.seq_len // plan.cp // (plan.tp if plan.sequence else 1)
+    seq = 1 if job.model.is_stack else job.data.seq_len // plan.cp // (plan.tp if plan.sequence else 1)
     one = plan.accumulation * plan.microbatch * seq * (job.model.dim or 0) * compute_bytes(plan)
     for other in (stage - 1, stage + 1):
         if 0 <= other < schedule.stages and schedule.rank_of[other] != here:
@@ -183,7 +183,7 @@ def _tied(job: Job, plan: Plan, schedule: Schedule, coords: dict[str, int], pp: 
     """The first and the last stage swap the gradients of an embedding that is also the head."""
     ends = {0: "embed.weight", schedule.stages - 1: "head.weight"}
     first, last = schedule.rank_of[0], schedule.rank_of[-1]
-    if not job.model.tied or job.model.family == "mlp" or first == last:
+    if not job.model.tied or job.model.is_stack or first == last:
         return
     for stage, name in ends.items():
         if schedule.rank_of[stage] == coords["pp"]:
@@ -210,20 +210,16 @@ def _norms(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[
 
 
 def _optimizer_traffic(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[str]]) -> None:
-    """Muon needs each block's matrix whole, Adafactor the sums of its rows and columns and two of its scalars."""
-    if job.optim.name not in ("muon", "adafactor"):
-        return
+    """What the optimizer sums over the axes that shard a weight (Optimizer.traffic)."""
     for stage in stages_of(plan, coords["pp"]):
         for shard in param_shards(job.model, plan, stage, coords):
-            weight = shard.weight
-            matrix = len(weight.shape) > 1
-            if job.optim.name == "muon":
-                sums = prod(weight.shape) if matrix and weight.unit else 0
-            else:
-                sums = 2 + (prod(weight.shape[:-2]) * sum(weight.shape[-2:]) if matrix else 0)
-            for axis, cuts in (("dp_shard", plan.dp_shard > 1), ("tp", plan.tp > 1 and weight.cut is not None)):
+            entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
+            if not (numbers := int(entry.traffic(shard.for_optimizer))):
+                continue
+            over_tp = plan.tp > 1 and shard.weight.cut is not None
+            for axis, cuts in (("dp_shard", plan.dp_shard > 1), ("tp", over_tp)):
                 if cuts:
-                    out[axis]["all_reduce"] += FP32_BYTES * sums
+                    out[axis]["all_reduce"] += FP32_BYTES * numbers
 
 
 def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
@@ -231,7 +227,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
     counts the half that is needed, and what recompute does again is counted again."""
     model, coords = job.model, coords_of(plan, rank)
     samples = plan.microbatch * plan.accumulation
-    seq = 1 if model.family == "mlp" else job.data.seq_len
+    seq = 1 if model.is_stack else job.data.seq_len
     total = 0.0
     for stage in stages_of(plan, coords["pp"]):
         first, end, begins, ends = stage_range(model, plan, stage)
@@ -243,37 +239,29 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 continue
             if len(shard.weight.shape) != 2 or name == "positions.weight":
                 continue
-            if name == "embed.weight" and model.family != "vit":
+            if name == "embed.weight" and not model.is_classifier:
                 if model.tied and ends:
                     total += 6.0 * samples * seq * size
                 continue
             passes = 3.0
             if not shard.weight.unit:
-                tokens = samples * (1 if name == "head.weight" and model.family == "vit" else seq)
+                tokens = samples * (1 if name == "head.weight" and model.is_classifier else seq)
                 passes = 2.0 if name == "embed.weight" else 3.0  # nobody wants the gradient of patches
             else:
                 tokens = samples * seq
                 passes += 1.0 if plan.recompute == "full" and not name.endswith("mlp.down.weight") else 0.0
                 if name.endswith("router.weight"):  # each rank routes its own tokens
                     tokens //= plan.tp
-                if model.family == "mlp":
+                if model.is_stack:
                     passes = 2.0 if begins and shard.weight.unit == "layers.0" else 3.0
             total += 2.0 * passes * tokens * size / plan.cp
-        if model.family != "mlp":
+        if not model.is_stack:
             scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
             passes = 4.0 if plan.recompute == "full" else 3.0
             total += passes * (end - first) * scores / (2.0 if model.causal else 1.0)
-        if job.optim.name == "muon":
-            total += sum(_newton_schulz(p.weight) for p in param_shards(model, plan, stage, coords))
+        weights = [p.for_optimizer for p in param_shards(model, plan, stage, coords)]
+        total += sum(OPTIMIZERS[job.optim.name].of(weight).flops(weight) for weight in weights)
     return total
-
-
-def _newton_schulz(weight: Weight) -> float:
-    """Muon's Newton–Schulz iterations on a whole matrix of a block, on every rank (optim/muon.py)."""
-    if len(weight.shape) < 2 or not weight.unit:
-        return 0.0
-    short, long = sorted(weight.shape[-2:])
-    return prod(weight.shape[:-2]) * MUON_ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
 
 
 def communication_bytes(job: Job, plan: Plan, last: bool = False) -> dict[str, float]:
@@ -315,12 +303,12 @@ def _approximate(job: Job, plan: Plan) -> dict[str, float]:
         out["dp_shard"] = parameters * (gathers * compute + scatters * FP32_BYTES)
     if plan.dp_replicate > 1 and (plan.dp_shard > 1 or plan.cp == 1):
         out["dp_replicate"] = FP32_BYTES * parameters / (plan.dp_shard * plan.cp)
-    if plan.tp > 1 and job.model.family != "mlp":
+    if plan.tp > 1 and not job.model.is_stack:
         tokens = plan.microbatch * plan.accumulation * job.data.seq_len / plan.cp
         times = 8 + 4 * recomputed_share(plan, job.model)  # two gathers and two sums a block, in each pass
         out["tp"] = times * (job.model.layers or 0) / plan.pp * tokens * (job.model.dim or 0) * compute
     if plan.pp > 1:
-        width = 1 if job.model.family == "mlp" else job.data.seq_len / plan.cp / (plan.tp if plan.sequence else 1)
+        width = 1 if job.model.is_stack else job.data.seq_len / plan.cp / (plan.tp if plan.sequence else 1)
         sent = plan.microbatch * plan.accumulation * width * (job.model.dim or 0) * compute
         out["pp"] = 2 * plan.virtual_stages * sent  # activations forward, gradients back
     return out

@@ -1,4 +1,4 @@
-"""Attempts, claimed in the run's folder: a file of each number that can be made only once, on a disk that all see."""
+"""Claims of attempts: one file for each attempt number in the run's folder, on a disk that all nodes share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NAME = re.compile(r"(\d{6,})\.json")
 LIMIT = 1 << 22
 
 
-class Claims:
-    """The attempts of a run. `make` succeeds for one caller and one content of a number, on all machines together."""
+class AttemptClaims:
+    """The attempts of a run. Over all nodes, `make` succeeds once for each number."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def make(self, decision: Decision) -> bool:
-        """Claim an attempt; False when someone else has it."""
+        """Claim an attempt; False if another node has claimed it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         draft = self.folder / f".draft-{secrets.token_hex(8)}"
         try:
@@ -30,16 +30,16 @@ class Claims:
                 file.flush()
                 os.fsync(file.fileno())
             try:
-                os.link(draft, self._path(decision.number))  # appears whole or not at all; also over NFS
+                os.link(draft, self._path(decision.number))  # atomic, also over NFS
             except FileExistsError:
-                # the answer of a file server may be lost and the call repeated: then the claim is ours after all
+                # NFS may repeat a call whose answer was lost: then the claim is ours after all
                 return os.path.samefile(draft, self._path(decision.number))
         finally:
             draft.unlink(missing_ok=True)
         return True
 
     def read(self, number: int) -> Decision | None:
-        """An attempt, if it has been claimed."""
+        """The decision of an attempt, if it has been claimed."""
         try:
             with self._path(number).open(encoding="utf-8") as file:
                 return Decision.from_json(json.loads(file.read(LIMIT)))

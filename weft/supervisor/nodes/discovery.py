@@ -1,4 +1,4 @@
-"""Where the nodes of a run find each other: a folder of the run in which each leaves its address."""
+"""Discovery of the nodes of a run: each writes its address to a folder of the run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from weft.job.errors import MachineError
 
 
-class Registry:
-    """One node's entry, which one process at a time may hold, and what the others have left."""
+class NodeRegistry:
+    """This node's entry, held by one process at a time, and the entries of the others."""
 
     def __init__(self, folder: Path, node: int):
         self.folder, self.node = folder, node
@@ -22,11 +22,11 @@ class Registry:
         self._before = self._last_end()
 
     def end(self, code: int) -> None:
-        """Leave the word that the run is over, for nodes that nobody can tell: their links are cut."""
+        """Record the exit code of the run, for nodes that cannot be reached over the network."""
         self._write("ended", [code, secrets.token_hex(8)])
 
     def ended(self) -> int | None:
-        """The exit code of the others, if the run has ended since this node came."""
+        """The exit code recorded since this node started, if any."""
         last = self._last_end()
         return None if last is None or last == self._before else int(last[0])
 
@@ -37,18 +37,18 @@ class Registry:
         except (OSError, ValueError, TypeError):
             return None
 
-    def enter(self, address: tuple[str, int], birth: str) -> None:
-        self._write(f"{self.node}.json", {"address": address[0], "port": address[1], "birth": birth})
+    def enter(self, address: tuple[str, int], incarnation: str) -> None:
+        self._write(f"{self.node}.json", {"address": address[0], "port": address[1], "incarnation": incarnation})
 
     def _write(self, name: str, content: Any) -> None:
-        """A file for this owner alone, whole or not at all."""
+        """Write a file atomically, readable only by its owner."""
         draft = self.folder / f".{name}-{secrets.token_hex(4)}"
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(content, file)
         draft.replace(self.folder / name)
 
     def others(self) -> list[int]:
-        """The nodes that have left an address."""
+        """The nodes that have written an address."""
         names = [path.stem for path in self.folder.glob("*.json") if path.stem.isdigit()]
         return [int(name) for name in names if int(name) != self.node]
 
@@ -65,7 +65,7 @@ class Registry:
 
 
 def _only_one(path: Path, node: int) -> int:
-    """A lock that one process of a node holds."""
+    """Take the lock that one process of a node may hold."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

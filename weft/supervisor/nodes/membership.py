@@ -1,4 +1,4 @@
-"""This node among the others of a run: it tells them how it is, hears how they are, and enters attempts with them."""
+"""This node's membership in a run: exchanges reports with the other nodes and enters attempts with them."""
 
 from __future__ import annotations
 
@@ -10,182 +10,186 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.job.run_folder import RunDir
-from weft.supervisor.nodes.address import Place
-from weft.supervisor.nodes.attempt_claims import Claims
+from weft.supervisor.nodes.attempt_claims import AttemptClaims
 from weft.supervisor.nodes.consensus import (
-    BEAT_S,
     ENDED,
     HALTED,
     LOST_S,
-    PATIENCE_S,
+    MINORITY_WAIT_S,
+    REPORT_INTERVAL_S,
     RUNNING,
-    Council,
+    Consensus,
     Decision,
     Proposal,
     Report,
 )
-from weft.supervisor.nodes.discovery import Registry
-from weft.wire.channel import HANDSHAKE_S, Channel, Gone, Message, Refused, dial
+from weft.supervisor.nodes.discovery import NodeRegistry
+from weft.supervisor.nodes.node_address import NodeAddress
+from weft.wire.channel import HANDSHAKE_S, Channel, Disconnected, Message, ProtocolError, open_channel
 from weft.wire.listener import Listener
 from weft.wire.secret import run_secret
 
 Decide = Callable[[Proposal, Mapping[int, Report]], Decision | None]
-"""Fills in what a proposal leaves open: which ranks go where, under which plan; None where there is no way."""
+"""Completes a proposal with a plan and the ranks of each node; None if no plan fits."""
 
-AIM_S = 3.0
-"""If not all have sent a step by then, a later one is tried."""
+COPY_TARGET_TIMEOUT_S = 3.0
+"""If not all nodes have copied the target step by then, a later step is chosen."""
 
 Serve = Callable[[Channel, Message], None]
 
 
-class Nodes:
-    """One node's seat in the council, with its sockets and threads. `on_news` is called when something has changed."""
+class Membership:
+    """The consensus of one node with its sockets and threads. `on_news` is called on changes."""
 
     def __init__(
         self,
         run: RunDir,
-        place: Place,
+        place: NodeAddress,
         slots: int,
         decide: Decide,
         on_news: Callable[[], None],
         note: Callable[[str], None],
         lost_s: float = LOST_S,
-        patience_s: float = PATIENCE_S,
+        minority_wait_s: float = MINORITY_WAIT_S,
     ):
         self.run, self.place, self._decide, self._on_news, self._note = run, place, decide, on_news, note
         self.secret = run_secret(run.path)
-        self.claims = Claims(run.path / "attempts")
-        self.services: dict[str, Serve] = {"report": self._listen}
-        """By purpose: who answers a connection."""
-        self._registry = Registry(run.path / "nodes", place.node)
-        birth = secrets.token_hex(8)
-        self.council = Council(place.node, place.count, birth, lost_s, patience_s)
+        self.claims = AttemptClaims(run.path / "attempts")
+        self.services: dict[str, Serve] = {"report": self._receive_reports}
+        """Handlers of connections, by purpose."""
+        self._registry = NodeRegistry(run.path / "nodes", place.node)
+        incarnation = secrets.token_hex(8)
+        self.consensus = Consensus(place.node, place.count, incarnation, lost_s, minority_wait_s)
         self._changed = threading.Condition()
-        self._aimed = self._announced = 0.0
+        self._target_set_at = self._announced = 0.0
         self._closed = False
         self._senders: set[int] = set()
         self._listener = Listener(self.secret, self._serve, note, place.host)
         host, port = self._listener.address
-        self.council.speak(time.monotonic(), slots=slots, address=host, port=port)
-        self._registry.enter((host, port), birth)
-        for work in (self._find_others, self._chair):
+        self.consensus.update(time.monotonic(), slots=slots, address=host, port=port)
+        self._registry.enter((host, port), incarnation)
+        for work in (self._find_others, self._decide_attempts):
             threading.Thread(target=work, daemon=True, name=work.__name__.strip("_")).start()
 
     @property
     def decision(self) -> Decision | None:
         """The attempt this node is in."""
-        return self.council.decision
+        return self.consensus.decision
 
     def trouble(self) -> str:
-        """Why the attempt cannot go on."""
+        """Why the attempt cannot continue, or empty."""
         with self._changed:
-            return self.council.trouble(time.monotonic())
+            return self.consensus.trouble(time.monotonic())
 
-    def verdict(self) -> int | None:
-        """The exit code with which another node has ended this attempt, if one has."""
+    def remote_exit_code(self) -> int | None:
+        """The exit code with which another node has ended this attempt, if any."""
         with self._changed:
-            decision = self.council.decision
+            decision = self.consensus.decision
             if decision is None:
                 return None
-            told = [r for n, r in self.council.reports.items() if n in decision.nodes and r.attempt == decision.number]
+            told = [
+                r for n, r in self.consensus.reports.items() if n in decision.nodes and r.attempt == decision.number
+            ]
             return next((r.code for r in told if r.state == ENDED), None)
 
     def lease_until(self) -> float:
-        """Until when, by time.monotonic(), this node may commit."""
+        """Until when (time.monotonic) this node may commit."""
         with self._changed:
-            return self.council.lease_until()
+            return self.consensus.lease_until()
 
-    def guests(self) -> tuple[int, ...]:
-        """Nodes that would like to join, as the one who leads sees it; the others leave it to him."""
+    def joining_nodes(self) -> tuple[int, ...]:
+        """On the leader, nodes that can join; elsewhere empty."""
         with self._changed:
-            decision = self.council.decision
-            if decision is None or decision.leader != self.place.node or self.council.mine.state != RUNNING:
+            decision = self.consensus.decision
+            if decision is None or decision.leader != self.place.node or self.consensus.own.state != RUNNING:
                 return ()
-            return self.council.joiners(time.monotonic())
+            return self.consensus.joiners(time.monotonic())
 
     def missing(self) -> list[int]:
-        """Nodes that are expected and not in sight."""
+        """Expected nodes that are not visible."""
         with self._changed:
-            return [n for n in range(self.place.count) if not self.council.sees(n, time.monotonic())]
+            return [n for n in range(self.place.count) if not self.consensus.sees(n, time.monotonic())]
 
     def halt(self, why: str = "") -> None:
-        """The ranks of this node have stopped: the attempt is over here."""
-        self._say(state=HALTED, why=why)
+        """Report that this node's ranks have stopped."""
+        self._update(state=HALTED, why=why)
 
     def end(self, code: int) -> None:
-        """The run is over here."""
-        if self.decision is not None:  # one that was left out does not speak for the run
+        """Report the end of the run on this node."""
+        if self.decision is not None:  # an excluded node does not decide the end of the run
             with contextlib.suppress(OSError):
                 self._registry.end(code)
-        self._say(state=ENDED, code=code)
+        self._update(state=ENDED, code=code)
 
     def ended(self) -> int | None:
-        """The exit code with which the others ended the run, though this node could not be told."""
+        """The exit code that other nodes recorded in the run's folder."""
         return self._registry.ended()
 
     def known(self, since: float) -> bool:
-        """Whether every node of the attempt has heard what this one has said since then, or is gone."""
+        """Whether every visible node of the attempt has acknowledged a report sent after `since`."""
         with self._changed:
-            now, decision = time.monotonic(), self.council.decision
+            now, decision = time.monotonic(), self.consensus.decision
             others = decision.nodes - {self.place.node} if decision else frozenset()
-            return all(self.council.acknowledged.get(n, 0.0) > since or not self.council.sees(n, now) for n in others)
+            return all(
+                self.consensus.acknowledged.get(n, 0.0) > since or not self.consensus.sees(n, now) for n in others
+            )
 
     def pause(self) -> bool:
-        """Announce that the ranks will be asked to save and stop for guests; true once every node has heard it."""
-        if not self.council.mine.pausing:
+        """Announce that ranks will stop so that nodes can join; True once every node has acknowledged it."""
+        if not self.consensus.own.pausing:
             self._announced = time.monotonic()
-            self._say(pausing=True)
+            self._update(pausing=True)
         return self.known(self._announced)
 
     def pausing(self) -> bool:
-        """Whether the ranks of this attempt were asked to save and stop, and the run will go on."""
+        """Whether the leader has asked the ranks of this attempt to save and stop."""
         with self._changed:
-            decision, reports = self.council.decision, self.council.reports
+            decision, reports = self.consensus.decision, self.consensus.reports
             if decision is None:
                 return False
-            leader = self.council.mine if decision.leader == self.place.node else reports.get(decision.leader)
+            leader = self.consensus.own if decision.leader == self.place.node else reports.get(decision.leader)
             return leader is not None and leader.attempt == decision.number and leader.pausing
 
-    def kept(self, step: int) -> None:
-        """The neighbour has this node's snapshots of a step."""
-        self._say(kept=step)
+    def set_copied(self, step: int) -> None:
+        """Report that the neighbour holds this node's snapshots of a step."""
+        self._update(copied=step)
 
-    def aim(self, committed: int) -> None:
-        """As the one who leads: when all have sent one step, name the next that is worth it."""
+    def set_copy_target(self, committed: int) -> None:
+        """On the leader: when all nodes have copied the target step, choose the next."""
         with self._changed:
-            mine, decision, now = self.council.mine, self.council.decision, time.monotonic()
-            if decision is None or decision.leader != self.place.node or mine.state != RUNNING:
+            own, decision, now = self.consensus.own, self.consensus.decision, time.monotonic()
+            if decision is None or decision.leader != self.place.node or own.state != RUNNING:
                 return
-            others = [self.council.reports.get(n) for n in decision.nodes - {self.place.node}]
+            others = [self.consensus.reports.get(n) for n in decision.nodes - {self.place.node}]
             if not others or any(r is None or r.attempt != decision.number for r in others):
                 return
-            kept = {mine.kept, *(r.kept for r in others if r is not None)}
-            done = mine.target > 0 and len(kept) == 1 and min(kept) >= mine.target
-            late = now - self._aimed > AIM_S
-            if mine.target and not done and not late:
+            copied = {own.copied, *(r.copied for r in others if r is not None)}
+            done = own.target > 0 and len(copied) == 1 and min(copied) >= own.target
+            late = now - self._target_set_at > COPY_TARGET_TIMEOUT_S
+            if own.target and not done and not late:
                 return
-            self._aimed = now
-        # who has thrown the step away before he heard of it cannot send it: then a later one
-        self._say(target=committed + (3 if late and mine.target else 1), **({"safe": min(kept)} if done else {}))
+            self._target_set_at = now
+        # a node may have discarded the step before it learned of it; then a later one is needed
+        self._update(target=committed + (3 if late and own.target else 1), **({"safe": min(copied)} if done else {}))
 
     def copies(self) -> tuple[int, int]:
-        """The step that all neighbours have, and the one from which on the next is sent."""
+        """The step that all neighbours hold, and the step from which the next copy is sent."""
         with self._changed:
-            decision, reports = self.council.decision, self.council.reports
+            decision, reports = self.consensus.decision, self.consensus.reports
             if decision is None:
                 return 0, 0
-            leader = self.council.mine if decision.leader == self.place.node else reports.get(decision.leader)
+            leader = self.consensus.own if decision.leader == self.place.node else reports.get(decision.leader)
             return (leader.safe, leader.target) if leader and leader.attempt == decision.number else (0, 0)
 
     def neighbour(self) -> tuple[int, tuple[str, int]] | None:
-        """The node that keeps copies of this one's snapshots, and where it listens."""
+        """The node that holds copies of this node's snapshots, and its address."""
         with self._changed:
-            decision = self.council.decision
-            if decision is None or len(decision.seats) < 2:
+            decision = self.consensus.decision
+            if decision is None or len(decision.assignments) < 2:
                 return None
-            order = [seat.node for seat in decision.seats]
+            order = [assignment.node for assignment in decision.assignments]
             following = order[(order.index(self.place.node) + 1) % len(order)]
-            report = self.council.reports.get(following)
+            report = self.consensus.reports.get(following)
             return None if report is None else (following, (report.address, report.port))
 
     def close(self) -> None:
@@ -195,80 +199,80 @@ class Nodes:
         self._listener.close()
         self._registry.leave()
 
-    def _say(self, **changes: Any) -> None:
+    def _update(self, **changes: Any) -> None:
         with self._changed:
-            self.council.speak(time.monotonic(), **changes)
+            self.consensus.update(time.monotonic(), **changes)
             self._changed.notify_all()
 
     def _find_others(self) -> None:
-        """A thread for every node that has left its address in the run's folder."""
+        """Start a sender thread for each node in the registry."""
         while not self._closed:
             for node in self._registry.others():
                 if node not in self._senders:
                     self._senders.add(node)
-                    threading.Thread(target=self._tell, args=(node,), daemon=True, name=f"to-{node}").start()
-            time.sleep(BEAT_S)
+                    threading.Thread(target=self._send_reports_to, args=(node,), daemon=True, name=f"to-{node}").start()
+            time.sleep(REPORT_INTERVAL_S)
 
-    def _tell(self, node: int) -> None:
-        """Report to one node, again and again, over connections that are made anew when they break."""
+    def _send_reports_to(self, node: int) -> None:
+        """Send reports to one node and reconnect when the connection breaks."""
         while not self._closed:
             address = self._registry.address_of(node)
             try:
                 if address is None:
-                    raise Gone("it has left no address")
-                channel = dial(address, self.secret, timeout_s=self.council.lost_s / 2)
+                    raise Disconnected("it has left no address")
+                channel = open_channel(address, self.secret, timeout_s=self.consensus.lost_s / 2)
                 try:
                     channel.send({"purpose": "report", "node": self.place.node})
-                    self._keep_telling(channel)
+                    self._send_reports(channel)
                 finally:
                     channel.close()
-            except Gone:
+            except Disconnected:
                 pass
-            except Refused as error:
+            except ProtocolError as error:
                 self._note(f"node {node} at {address} was not believed: {error}")
-            time.sleep(BEAT_S)
+            time.sleep(REPORT_INTERVAL_S)
 
-    def _keep_telling(self, channel: Channel) -> None:
+    def _send_reports(self, channel: Channel) -> None:
         told = -1
         while not self._closed:
             with self._changed:
-                report, decision = self.council.speak(time.monotonic()), self.council.decision
+                report, decision = self.consensus.update(time.monotonic()), self.consensus.decision
             message: Message = {"report": report.to_json()}
             if decision is not None and decision.number != told:
                 message["decision"], told = decision.to_json(), decision.number
-            channel.send(message, timeout_s=self.council.lost_s)
+            channel.send(message, timeout_s=self.consensus.lost_s)
             with self._changed:
-                self._changed.wait(BEAT_S)
+                self._changed.wait(REPORT_INTERVAL_S)
 
     def _serve(self, channel: Channel) -> None:
         hello, _ = channel.receive(HANDSHAKE_S)
         self.services[str(hello["purpose"])](channel, hello)
 
-    def _listen(self, channel: Channel, hello: Message) -> None:
-        """Hear one node's reports until it stops."""
+    def _receive_reports(self, channel: Channel, hello: Message) -> None:
+        """Receive one node's reports until it disconnects."""
         node = int(hello["node"])
         while not self._closed:
-            message, _ = channel.receive(5 * self.council.lost_s)
+            message, _ = channel.receive(5 * self.consensus.lost_s)
             report = Report.from_json(message["report"])
             if report.node != node:
-                raise Refused(f"node {node} speaks for node {report.node}")
+                raise ProtocolError(f"node {node} speaks for node {report.node}")
             with self._changed:
                 now = time.monotonic()
-                before = self.council.reports.get(node)
-                self.council.hear(report, now)
-                adopted = "decision" in message and self.council.adopt(Decision.from_json(message["decision"]), now)
+                before = self.consensus.reports.get(node)
+                self.consensus.receive(report, now)
+                adopted = "decision" in message and self.consensus.adopt(Decision.from_json(message["decision"]), now)
                 news = adopted or before is None or (before.attempt, before.state) != (report.attempt, report.state)
                 if news:
                     self._changed.notify_all()
             if news:
                 self._on_news()
 
-    def _chair(self) -> None:
-        """Notice trouble, follow what others have claimed, and claim where it is this node's turn."""
+    def _decide_attempts(self) -> None:
+        """Detect faults, follow claimed attempts, and claim one when it is this node's turn."""
         troubled = False
         while not self._closed:
             with self._changed:
-                trouble = bool(self.council.trouble(time.monotonic()))
+                trouble = bool(self.consensus.trouble(time.monotonic()))
             if trouble and not troubled:
                 self._on_news()
             troubled = trouble
@@ -277,37 +281,37 @@ class Nodes:
             except OSError as error:
                 self._note(f"the run's folder cannot be used, so nothing can be agreed on: {error}")
             with self._changed:
-                self._changed.wait(BEAT_S / 2)
+                self._changed.wait(REPORT_INTERVAL_S / 2)
 
     def _follow_or_claim(self) -> None:
         with self._changed:
-            halted, decision = self.council.mine.state == HALTED, self.council.decision
+            halted, decision = self.consensus.own.state == HALTED, self.consensus.decision
         if halted and decision is not None and (following := self.claims.read(decision.number + 1)) is not None:
             self._enter(following)
             return
         with self._changed:
-            proposal = self.council.propose(time.monotonic())
-            reports = {**self.council.reports, self.place.node: self.council.mine}
+            proposal = self.consensus.propose(time.monotonic())
+            reports = {**self.consensus.reports, self.place.node: self.consensus.own}
         if proposal is None:
             return
         number = proposal.number if decision is not None else self.claims.newest() + 1
         made = self._decide(Proposal(number, proposal.nodes, proposal.lost, proposal.joined, proposal.why), reports)
         with self._changed:
-            again = self.council.propose(time.monotonic())
+            again = self.consensus.propose(time.monotonic())
         if made is None or again is None or again.nodes != proposal.nodes:
-            return  # while the plan was made, someone came or went
+            return  # the set of nodes changed while the plan was made
         claimed = made if self.claims.make(made) else self.claims.read(number)
         if claimed is not None:
             self._enter(claimed)
 
     def _enter(self, decision: Decision) -> None:
         with self._changed:
-            if not self.council.adopt(decision, time.monotonic()) and decision.seat(self.place.node) is None:
-                self.council.leave(decision.number)
+            if not self.consensus.adopt(decision, time.monotonic()) and decision.assignment(self.place.node) is None:
+                self.consensus.leave(decision.number)
             self._changed.notify_all()
         self._on_news()
 
 
-def births(reports: Mapping[int, Report], nodes: tuple[int, ...]) -> dict[str, str]:
-    """Which process of each node is meant by a decision."""
-    return {str(n): reports[n].birth for n in nodes}
+def incarnations(reports: Mapping[int, Report], nodes: tuple[int, ...]) -> dict[str, str]:
+    """The process of each node that a decision means."""
+    return {str(n): reports[n].incarnation for n in nodes}

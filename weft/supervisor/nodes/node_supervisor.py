@@ -1,4 +1,4 @@
-"""The supervisor of one node among several: what the nodes agree on takes the place of what one would decide alone."""
+"""The supervisor of one node among several: attempts are agreed on with the other nodes."""
 
 from __future__ import annotations
 
@@ -19,89 +19,96 @@ from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.supervisor.diagnosis import Fault
-from weft.supervisor.local_ranks import QUIET, WISHES, die_with_parent
-from weft.supervisor.nodes.address import Place
-from weft.supervisor.nodes.consensus import Decision, Proposal, Report, Seat
-from weft.supervisor.nodes.membership import Nodes, births
-from weft.supervisor.rank_inspection import LOOK_S, kill
+from weft.supervisor.diagnosis import FaultReport
+from weft.supervisor.local_ranks import CLEAN_EXITS, STOP_SIGNALS, die_with_parent
+from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report
+from weft.supervisor.nodes.membership import Membership, incarnations
+from weft.supervisor.nodes.node_address import NodeAddress
+from weft.supervisor.process_name import set_process_name
+from weft.supervisor.rank_inspection import POLL_S, kill
 from weft.supervisor.replan import replan
-from weft.supervisor.status_board import TRAINING, Board, Record
-from weft.supervisor.store_server import Meeting
-from weft.supervisor.supervisor import WARY_S, Supervisor, say
+from weft.supervisor.status_board import TRAINING, Record, StatusBoard
+from weft.supervisor.store_server import StoreServer
+from weft.supervisor.supervisor import ALERT_POLL_S, Supervisor, log
 
-SETTLED_S = 2.0
-"""How long an attempt trains before others are taken in."""
-FAREWELL_S = 1.0
-"""How long a node that has ended still tells the others."""
-OTHERS_S = 1.5
-"""Where no rank here is to blame for a standstill, how long the other nodes may take to find theirs."""
+JOIN_DELAY_S = 2.0
+"""How long an attempt trains before nodes may join."""
+END_NOTICE_S = 1.0
+"""How long an ended node keeps sending its last report."""
+OTHER_NODES_WAIT_S = 1.5
+"""How long other nodes may take to find the rank that caused a hang, if it is not on this node."""
 
 
 class NodeSupervisor(Supervisor):
-    """A Supervisor whose attempts are agreed on with the other nodes of the run."""
+    """A Supervisor whose attempts are decided by consensus with the other nodes."""
 
-    calm_s = WARY_S
-    """What other nodes say is not rung."""
+    idle_poll_s = ALERT_POLL_S
+    """Reports of other nodes do not wake the supervisor."""
 
-    def __init__(self, run: RunDir, folder: Path, board: Board, job: Job, plan: Plan, place: Place, slots: int):
+    def __init__(
+        self, run: RunDir, folder: Path, board: StatusBoard, job: Job, plan: Plan, place: NodeAddress, slots: int
+    ):
         super().__init__(run, folder, board, job.resilience, plan)
         self.copying = True
-        """Whether nodes keep copies of one another's snapshots."""
+        """Whether nodes hold copies of one another's snapshots."""
         self.job, self.place, self.slots = job, place, slots
         self.free: list[int] | None = None
-        """The slots that wait for the next attempt; None while one is under way."""
+        """Slots that wait for the next attempt; None while an attempt runs."""
         self.failed: WeftError | None = None
-        self.guests_since: float | None = None
+        self.joining_since: float | None = None
         self.blameless: float | None = None
         self.left_out, self.attempt_first, self.closed, self.ending = 0.0, 0, False, False
-        self.keeper, self.meeting = Keeper(folder), Meeting()
-        self.nodes = Nodes(run, place, slots, self.decide, lambda: None, self.note, lost_s=job.resilience.node_lost_s)
-        self.nodes.services |= {"store": self.meeting.serve, "copy": self.keeper.serve}
-        self.sender = Sender(folder, self.nodes.secret, self.errand, self.nodes.kept, self.note)
+        self.keeper, self.store_server = Keeper(folder), StoreServer()
+        self.nodes = Membership(
+            run, place, slots, self.decide, lambda: None, self.note, lost_s=job.resilience.node_lost_s
+        )
+        self.nodes.services |= {"store": self.store_server.serve, "copy": self.keeper.serve}
+        self.sender = Sender(folder, self.nodes.secret, self.copy_request, self.nodes.set_copied, self.note)
         threading.Thread(target=self._renew, daemon=True, name="lease").start()
 
     def _renew(self) -> None:
-        """The ranks may commit as long as all nodes hear of this one, whatever the supervisor is busy with."""
+        """Extend the ranks' lease from a thread, independent of the supervisor's loop."""
         while not self.closed:
             self.board.lease_until = self.nodes.lease_until()
             self.board["safe"], self.board["target"] = self.nodes.copies()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def note(self, text: str) -> None:
-        say(f"node {self.place.node}: {text}")
+        log(f"node {self.place.node}: {text}")
 
-    # -- what the loop of the supervisor asks
+    # -- hooks of the supervisor's loop
 
     def first(self) -> None:
-        """All slots begin to import torch while the nodes find each other."""
+        """Start all slots, which import torch while the nodes connect."""
         for slot in range(self.slots):
             self.board.put(slot, "want", 1)
         self.free = list(range(self.slots))
 
     def adopt(self, number: int) -> None:
-        """Another supervisor was here before. The nodes take this for a node that was started again."""
+        """Take over from a killed supervisor; the other nodes treat this as a restarted node."""
         super().adopt(number)
         self.board["attempt"] = self.attempt.number + 1
-        self.open = [Fault("supervisor", None, f"the supervisor of node {self.place.node} was killed", self.committed)]
+        self.open = [
+            FaultReport("supervisor", None, f"the supervisor of node {self.place.node} was killed", self.committed)
+        ]
 
     def look(self, records: list[Record]) -> int | None:
-        """What is new among the nodes; the exit code, where the run has ended elsewhere."""
+        """Handle changes among the nodes; returns an exit code if the run has ended elsewhere."""
         if self.failed is not None:
             return self.end(int(self.failed.exit_code), [f"weft: {self.failed}"])
-        code = self.nodes.verdict()
-        if code is not None and (code not in QUIET or self.free is not None or not self.attempt.ranks):
+        code = self.nodes.remote_exit_code()
+        if code is not None and (code not in CLEAN_EXITS or self.free is not None or not self.attempt.ranks):
             return self.end(code, [])
         if self.nodes.pausing():
             self.board["pause"] = self.attempt.number
         if self.free is not None:
             return self.wait_for_others()
         if self.copying:
-            self.nodes.aim(max((records[s].committed for s in self.attempt.ranks.values()), default=0))
-        self.invite(records)
+            self.nodes.set_copy_target(max((records[s].committed for s in self.attempt.ranks.values()), default=0))
+        self.pause_for_joining_nodes(records)
         return None
 
-    def fault(self, records: list[Record]) -> Fault | None:
+    def fault(self, records: list[Record]) -> FaultReport | None:
         if self.free is not None:
             return None
         ranks = [records[slot] for slot in self.attempt.ranks.values()]
@@ -109,11 +116,11 @@ class NodeSupervisor(Supervisor):
         back = [r for r in ranks if r.phase == "waiting" and r.attempt == self.attempt.number]
         step = max((r.step for r in ranks), default=self.committed)
         if self.board["pause"] == self.attempt.number and not died:
-            return Fault("grow", None, "others join", step) if len(back) == len(ranks) else None
-        if back and not died:  # it came back by itself: a peer of another node is gone
-            return Fault("elsewhere", None, self.nodes.trouble() or "a rank of another node is gone", step)
+            return FaultReport("grow", None, "others join", step) if len(back) == len(ranks) else None
+        if back and not died:  # it lost a connection to a rank of another node
+            return FaultReport("elsewhere", None, self.nodes.trouble() or "a rank of another node is gone", step)
         if why := self.nodes.trouble():
-            return Fault("elsewhere", None, why, step)
+            return FaultReport("elsewhere", None, why, step)
         return super().fault(records) if ranks else None
 
     def regroup(self, records: list[Record]) -> None:
@@ -124,24 +131,24 @@ class NodeSupervisor(Supervisor):
         if self.free is None and self.attempt.ranks:
             super().settle(records)
 
-    def stuck(self, ranks: dict[int, Record], seconds: float) -> Fault | None:
-        """Most often the rank to blame is on another node, whose supervisor will name it."""
-        found = super().stuck(ranks, seconds)
+    def hang_fault(self, ranks: dict[int, Record], seconds: float) -> FaultReport | None:
+        """Usually the cause is on another node, whose supervisor finds it."""
+        found = super().hang_fault(ranks, seconds)
         if found is None or found.rank is not None or len(self.attempt.ranks) == self.attempt.world:
             return found
         now = time.monotonic()
         self.blameless = self.blameless if self.blameless is not None and now - self.blameless < 10 else now
-        return found if now - self.blameless > OTHERS_S else None
+        return found if now - self.blameless > OTHER_NODES_WAIT_S else None
 
-    def tell(self, fault: Fault) -> None:
-        """What happened on another node is told there; a lost node by the one who leads."""
+    def tell(self, fault: FaultReport) -> None:
+        """Faults of another node are logged there; a lost node is logged by the leader."""
         if fault.kind == "elsewhere":
-            say(f"node {self.place.node}: {fault.why}; its ranks stop")
+            log(f"node {self.place.node}: {fault.why}; its ranks stop")
         elif fault.kind != "grow":
             super().tell(fault)
 
     def next(self, back: dict[int, int]) -> None:
-        """The ranks here have stopped: now the nodes must agree."""
+        """The ranks of this node have stopped: agree on the next attempt with the other nodes."""
         self.free = sorted(back.values())
         fault = self.open[0]
         who = "" if fault.rank is None else f"rank {fault.rank} "
@@ -151,24 +158,24 @@ class NodeSupervisor(Supervisor):
         decision, now = self.nodes.decision, time.monotonic()
         if decision is not None and decision.number > self.attempt.number:
             self.left_out = 0.0
-            if self.nodes.lease_until() > now:  # everyone is in
+            if self.nodes.lease_until() > now:  # all nodes have entered
                 self.enter(decision)
             return None
         if decision is None and self.attempt.number:
-            return self.outside(now)
+            return self.wait_to_rejoin(now)
         if decision is None and now - self.since > self.settings.gather_s and (absent := self.nodes.missing()):
             missing = ", ".join(map(str, absent))
             words = f"node {missing} did not come within {self.settings.gather_s:g} s; it must see {self.run.path}"
             return self.end(int(Exit.MACHINE), [f"weft: {words} and the address {self.place.host}"])
         return None
 
-    def outside(self, now: float) -> int | None:
-        """The others went on without this node. It waits to be taken back."""
+    def wait_to_rejoin(self, now: float) -> int | None:
+        """Wait to rejoin after the others continued without this node."""
         if not self.left_out:
             self.left_out = now
-            if self.nodes.council.newest:  # else only its supervisor was replaced
+            if self.nodes.consensus.newest:  # otherwise only its supervisor was replaced
                 self.note("the others went on without it; it commits nothing and waits to be taken back")
-        told = (*(r.code for r in self.nodes.council.reports.values()), self.nodes.ended())
+        told = (*(r.code for r in self.nodes.consensus.reports.values()), self.nodes.ended())
         if over := [code for code in told if code is not None]:
             return self.end(over[0], [])
         if now - self.left_out > self.settings.gather_s:
@@ -176,26 +183,26 @@ class NodeSupervisor(Supervisor):
             return self.end(int(Exit.MACHINE), [f"weft: {words}"])
         return None
 
-    def invite(self, records: list[Record]) -> None:
-        """Where nodes would like to join: ask the ranks to save and come back, once everyone knows why."""
-        guests, now = self.nodes.guests(), time.monotonic()
+    def pause_for_joining_nodes(self, records: list[Record]) -> None:
+        """If nodes can join, ask the ranks to save and stop, once every node knows why."""
+        joining_nodes, now = self.nodes.joining_nodes(), time.monotonic()
         ranks = [records[slot] for slot in self.attempt.ranks.values()]
         training = ranks and all(r.attempt == self.attempt.number and r.phase in TRAINING for r in ranks)
         moved = any(r.committed > self.attempt_first for r in ranks)
-        if not guests or not training or not moved or now - self.since < SETTLED_S:
+        if not joining_nodes or not training or not moved or now - self.since < JOIN_DELAY_S:
             return
-        if self.nodes.pause() and self.guests_since is None:
-            self.guests_since = now
+        if self.nodes.pause() and self.joining_since is None:
+            self.joining_since = now
             self.board["pause"] = self.attempt.number
-            names = ", ".join(map(str, guests))
-            say(f"node {names} would like to join: the ranks save, and go on together")
+            names = ", ".join(map(str, joining_nodes))
+            log(f"node {names} would like to join: the ranks save, and go on together")
             for record in ranks:
                 os.kill(record.pid, signal.SIGUSR1)
 
-    # -- the attempts
+    # -- attempts
 
     def decide(self, proposal: Proposal, reports: Mapping[int, Report]) -> Decision | None:
-        """The whole of an attempt: the plan for the ranks there are, which of them run where, and where they meet."""
+        """Complete an attempt: the plan for the available ranks, the ranks of each node, and the rendezvous address."""
         nodes, before = proposal.nodes, self.nodes.decision
         slots = {n: reports[n].slots for n in nodes}
         try:
@@ -204,31 +211,34 @@ class NodeSupervisor(Supervisor):
         except WeftError as error:
             self.failed = error
             return None
-        left, seats = plan.world, []
-        for node in in_place(nodes, slots, before):
+        left, assignments = plan.world, []
+        for node in keep_ranks_in_place(nodes, slots, before):
             ranks = min(slots[node], left)
-            seats.append(Seat(node, plan.world - left, ranks, reports[node].address))
+            assignments.append(NodeRanks(node, plan.world - left, ranks, reports[node].address))
             left -= ranks
         lost, joined = set(proposal.lost), set(proposal.joined)
         how = "start" if before is None else "shrink" if lost else "grow" if joined else "regroup"
         given = {
-            "births": births(reports, nodes), "plan": plan.to_json(), "lost": sorted(lost), "joined": sorted(joined),
+            "incarnations": incarnations(reports, nodes),
+            "plan": plan.to_json(),
+            "lost": sorted(lost),
+            "joined": sorted(joined),
             "store": [reports[self.place.node].address, reports[self.place.node].port],
-        }  # fmt: skip
-        return Decision(proposal.number, self.place.node, tuple(seats), proposal.why, how, given)
+        }
+        return Decision(proposal.number, self.place.node, tuple(assignments), proposal.why, how, given)
 
     def enter(self, decision: Decision) -> None:
-        """Begin the attempt that the nodes have agreed on."""
-        seat, leads = decision.seat(self.place.node), decision.leader == self.place.node
-        assert seat is not None and self.free is not None
-        if (ranks := self.places_for(range(seat.first, seat.first + seat.ranks))) is None:
+        """Start the attempt that the nodes have agreed on."""
+        assignment, leads = decision.assignment(self.place.node), decision.leader == self.place.node
+        assert assignment is not None and self.free is not None
+        if (ranks := self.slots_for(range(assignment.first, assignment.first + assignment.ranks))) is None:
             return
         self.plan = Plan.from_json(decision.given["plan"])
-        self.copying = not needless(self.plan, [range(s.first, s.first + s.ranks) for s in decision.seats])
+        self.copying = not needless(self.plan, [range(s.first, s.first + s.ranks) for s in decision.assignments])
         if leads:
-            self.meeting.open(decision.number)
+            self.store_server.open(decision.number)
             _write_plan(self.run, self.plan)
-            self.tell_of_nodes(decision)
+            self.log_node_changes(decision)
         self.forget_old_snapshots()
         host, port = decision.given["store"]
         environment = {"WEFT_STORE_AT": f"{host}:{port}"}
@@ -236,18 +246,17 @@ class NodeSupervisor(Supervisor):
         environment |= {variable: name for variable in (GLOO, NCCL) if name and variable not in os.environ}
         how = "" if decision.how == "regroup" else decision.how
         self.attempt_first = self.committed
-        self.free = self.guests_since = self.blameless = None
+        self.free = self.joining_since = self.blameless = None
         if decision.given["lost"]:
-            self.open = [Fault("node_lost", None, decision.why, self.committed)]
-        self.board.lease_until = self.nodes.lease_until()  # before a rank looks, or it takes the attempt for over
+            self.open = [FaultReport("node_lost", None, decision.why, self.committed)]
+        self.board.lease_until = self.nodes.lease_until()  # before a rank checks it
         self.begin(ranks, number=decision.number, environment=environment, how=how)
         self.announced = self.announced or not leads
 
-    def places_for(self, ranks: range) -> dict[int, int] | None:
-        """A slot for each rank; None while processes that cannot be used are still ending.
+    def slots_for(self, ranks: range) -> dict[int, int] | None:
+        """A slot for each rank; None while unusable processes are still exiting.
 
-        A process that was one rank cannot become another: torch remembers, for a mesh of the same shape, where in it
-        this process stood.
+        A process cannot change its rank: torch caches the coordinates of a mesh of the same shape.
         """
         records = {r.slot: r for r in self.board.records()}
         lives = {slot: r.rank for slot, r in records.items() if r.rank >= 0 and r.phase != "gone"}
@@ -255,63 +264,67 @@ class NodeSupervisor(Supervisor):
         unfit = [slot for slot in lives if slot not in placed.values()]
         for slot in unfit:
             kill(records[slot].pid)
-        if unfit or self.ending:  # the guardian counts a death a moment after it shows it
+        if unfit or self.ending:  # the manager counts an exit shortly after the phase shows it
             self.ending = bool(unfit)
             return None
         order = {"spare": 0, "start": 1, "gone": 2}
         fresh = sorted(records.keys() - placed.values(), key=lambda slot: order.get(records[slot].phase, 3))
         return {rank: placed[rank] if rank in placed else fresh.pop(0) for rank in ranks}
 
-    def tell_of_nodes(self, decision: Decision) -> None:
-        """The faults that no single node has seen on itself, told by the one who leads."""
+    def log_node_changes(self, decision: Decision) -> None:
+        """On the leader: log lost and joined nodes."""
         for node in decision.given["lost"]:
             self.journal.event(
                 "fault", fault="node_lost", rank=None, position=f"node {node}", step=self.committed,
-                attempt=decision.number - 1, why=f"node {node} was not heard of for {self.nodes.council.lost_s:g} s",
-                detected_after_s=self.nodes.council.lost_s,
+                attempt=decision.number - 1, why=f"node {node} was not heard of for {self.nodes.consensus.lost_s:g} s",
+                detected_after_s=self.nodes.consensus.lost_s,
             )  # fmt: skip
         if decision.how != "start":
             words = {"shrink": "without node ", "grow": "together with node "}.get(decision.how)
             names = ", ".join(map(str, decision.given["lost"] or decision.given["joined"]))
-            say(f"attempt {decision.number} on {len(decision.seats)} nodes{f', {words}{names}' if words else ''}: "
-                f"{self.plan.layout()}")  # fmt: skip
+            change = f", {words}{names}" if words else ""
+            log(f"attempt {decision.number} on {len(decision.assignments)} nodes{change}: {self.plan.layout()}")
 
     def forget_old_snapshots(self) -> None:
-        """Only the last attempt's ranks left something that the next can use."""
+        """Remove snapshots that the next attempt cannot use."""
         for path in [*self.folder.glob("snap-*"), *self.folder.glob("places-*.json")]:
             number = path.name.split("-")[1].split(".")[0]
             if number.isdigit() and self.attempt.number and int(number) not in self.attempt.ranks:
                 path.unlink(missing_ok=True)
         self.keeper.forget(before=self.attempt.number)
 
-    def errand(self) -> Errand | None:
-        """Which snapshots the neighbour should get now."""
+    def copy_request(self) -> Errand | None:
+        """The snapshots to send to the neighbour now."""
         found, target = self.nodes.neighbour(), self.nodes.copies()[1]
         if self.free is not None or not self.attempt.ranks or not target or found is None:
             return None
         return Errand(self.attempt.number, frozenset(self.attempt.ranks), *found, target)
 
     def end(self, code: int, lines: list[str]) -> int:
-        """Tell the others, and give them the time to hear it."""
+        """Report the end to the other nodes and wait briefly for their acknowledgement."""
         ended = time.monotonic()
         self.nodes.end(code)
-        while not self.nodes.known(ended) and time.monotonic() < ended + FAREWELL_S:
-            time.sleep(LOOK_S)
+        while not self.nodes.known(ended) and time.monotonic() < ended + END_NOTICE_S:
+            time.sleep(POLL_S)
         self.sender.close()
         self.closed = True
         self.nodes.close()
         return super().end(code, lines)
 
 
-def in_place(nodes: Sequence[int], slots: Mapping[int, int], before: Decision | None) -> list[int]:
-    """The nodes in an order in which as many as possible keep their ranks."""
+def keep_ranks_in_place(nodes: Sequence[int], slots: Mapping[int, int], before: Decision | None) -> list[int]:
+    """Order the nodes so that as many as possible keep their ranks."""
     if before is None or len(set(slots.values())) > 1:
         return list(nodes)
     size = next(iter(slots.values()))
-    kept = {seat.first // size: seat.node for seat in before.seats if seat.node in nodes and seat.first % size == 0}
-    kept = {position: node for position, node in kept.items() if position < len(nodes)}
-    rest = [node for node in nodes if node not in kept.values()]
-    return [kept[position] if position in kept else rest.pop(0) for position in range(len(nodes))]
+    copied = {
+        assignment.first // size: assignment.node
+        for assignment in before.assignments
+        if assignment.node in nodes and assignment.first % size == 0
+    }
+    copied = {position: node for position, node in copied.items() if position < len(nodes)}
+    rest = [node for node in nodes if node not in copied.values()]
+    return [copied[position] if position in copied else rest.pop(0) for position in range(len(nodes))]
 
 
 def _write_plan(run: RunDir, plan: Plan) -> None:
@@ -322,13 +335,14 @@ def _write_plan(run: RunDir, plan: Plan) -> None:
 
 def main() -> int:
     die_with_parent()
-    for number in WISHES:  # the guardian passes them on to the ranks
+    set_process_name("weft-supervisor")
+    for number in STOP_SIGNALS:  # the manager forwards them to the ranks
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     run, folder, where = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), json.loads(sys.argv[3])
     job, plan = load_job(str(run.job)), Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
-    place = Place(where["node"], where["count"], where["host"])
-    NodeSupervisor(run, folder, Board(folder / "board"), job, plan, place, where["slots"]).watch()
+    place = NodeAddress(where["node"], where["count"], where["host"])
+    NodeSupervisor(run, folder, StatusBoard(folder / "board"), job, plan, place, where["slots"]).watch()
     return 0
 
 

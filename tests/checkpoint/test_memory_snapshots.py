@@ -1,0 +1,117 @@
+"""In-memory snapshots: a ring of committed steps in shared memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.checkpoint import memory_snapshots as snapshots
+from weft.checkpoint.memory_snapshots import AGREE_AFTER, FEWEST, Snapshots, newest_common
+
+
+@given(st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=4), st.none() | st.integers(0, 9))
+def test_newest_common_step(held: list[set[int]], at_most: int | None) -> None:
+    found = newest_common(held, at_most)
+    fitting = [s for s in range(10) if all(s in h for h in held) and (at_most is None or s <= at_most)]
+    assert found == (fitting[-1] if fitting else None)
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    bits = torch.arange(7, dtype=torch.uint8) + step
+    return {"w": torch.full((3, 5), float(step)), "bits": bits, "n": torch.tensor(step)}
+
+
+def test_snapshots_survive_their_process_and_torn_ones_are_ignored(tmp_path: Path) -> None:
+    first = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    for step in range(1, 6):
+        first.take(step, state(step), {"step": step})
+        if step < 5:
+            first.seal(step, {"tokens": 10 * step})
+    assert first.held() == [3, 4]  # the fifth was copied and never committed
+    second = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    assert second.held() == [3, 4]
+    into = {name: torch.zeros_like(t) for name, t in state(0).items()}
+    assert second.holds(into)
+    assert second.load(4, into) == {"step": 4, "tokens": 40}
+    assert all(torch.equal(into[n], t) for n, t in state(4).items())
+    assert not second.holds({"w": torch.zeros(1)})
+    for path in tmp_path.glob("snap-0.*"):
+        content = bytearray(path.read_bytes())
+        content[60] ^= 1  # inside the table
+        path.write_bytes(content)
+    assert Snapshots(tmp_path, rank=0, keep=FEWEST).held() == []
+
+
+def test_snapshot_ring_is_complete_after_every_fault(tmp_path: Path) -> None:
+    for attempt in range(8):  # each is broken while a step is copied, and some steps are undone
+        ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+        if attempt:
+            ring.load(min(ring.held()), {name: torch.zeros_like(t) for name, t in state(0).items()})
+        for step in range(10 * attempt, 10 * attempt + 5):
+            ring.take(step, state(step), {})
+            ring.seal(step, {})
+        assert ring.held() == list(range(10 * attempt + 5 - FEWEST, 10 * attempt + 5))
+        ring.take(10 * attempt + 5, state(0), {})
+    assert len(list(tmp_path.glob("snap-0.*"))) == FEWEST
+
+
+def test_background_ring_does_not_block(tmp_path: Path) -> None:
+    ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    ring.background, ring.every = True, AGREE_AFTER  # as on a GPU
+    assert not ring.due(1) and ring.due(AGREE_AFTER)
+    for step in range(1, AGREE_AFTER + 1):
+        ring.tick(step)
+    ring.take(AGREE_AFTER, state(1), {})
+    ring.seal(AGREE_AFTER, {})
+    deadline = time.monotonic() + 20
+    step = AGREE_AFTER
+    while not ring.held() and time.monotonic() < deadline:
+        step += 1
+        ring.take(step, state(step), {})
+        ring.seal(step, {})
+        time.sleep(0.01)
+    assert ring.held() and min(ring.held()) > AGREE_AFTER - 1
+    assert ring.wish() == 1  # these few bytes are copied in no time
+    ring._copies.clear()
+    ring._steps.extend([0.3] * 8)
+    ring._copies.append(0.36)  # 0.09 s of it are not hidden by a step
+    assert ring.wish() == 40
+
+
+def test_large_ring_grows_by_one_file_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "AT_ONCE", 1000)
+    ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    assert ring.due(1)
+    for step in range(1, FEWEST + 3):
+        ring.take(step, state(step), {})
+        ring.seal(step, {})
+        assert len(list(tmp_path.glob("snap-0.*"))) == min(step, FEWEST)
+        assert ring.held() == list(range(max(1, step - FEWEST + 1), step + 1))
+    assert ring.every == AGREE_AFTER and not ring.due(1)  # until the ranks agree
+
+
+def test_weights_are_copied_before_the_next_update(tmp_path: Path) -> None:
+    weight, seen = torch.zeros(4), torch.zeros(4)
+    shards = {"model.w": weight, "buffer.seen": seen}
+    ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    into = {name: torch.empty(4) for name in shards}
+    for step in (1, 2, 3):
+        weight.fill_(step)
+        seen.fill_(step)
+        ring.take(step, shards, {})
+        seen.fill_(-1)  # the next forward pass
+        if step == 2:  # else it is committed before the next update: an evaluation is due
+            ring.settle()
+            weight.fill_(-1)
+        ring.seal(step, {})
+        ring.load(step, into)
+        assert [into[name].tolist() for name in shards] == [[step] * 4] * 2
+    ring.take(4, shards, {})
+    ring.drop()
+    ring.seal(4, {})
+    assert ring.held() == [2, 3]

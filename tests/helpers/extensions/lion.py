@@ -1,0 +1,25 @@
+"""An optimizer of a user's own: Lion (Chen et al. 2023)."""
+
+from typing import Any
+
+import torch
+
+from weft.job.optim import OPTIMIZERS, Optim, Optimizer
+
+
+class Lion(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (b1, b2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - lr * group["weight_decay"]).add_(p.grad.lerp(mean, b1).sign_(), alpha=-lr)
+                mean.lerp_(p.grad, 1 - b2)
+
+
+def build(optim: Optim, groups: list[dict[str, Any]]) -> Lion:
+    return Lion(groups, {"lr": optim.lr, "betas": optim.betas})
+
+
+OPTIMIZERS.register(Optimizer("lion", "Lion.", f"{__name__}:build", state=lambda optim, weight: weight.held))

@@ -1,0 +1,72 @@
+"""An optimizer, a compressor and a model family of a user's own: the schema, `weft plan` and `weft train` know them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.command import python, weft
+
+from weft.job.errors import JobError
+from weft.job.load import load_job, parse_job
+
+JOB = """\
+name: own
+extensions: [helpers.extensions.lion, helpers.extensions.float8, helpers.extensions.residual_mlp]
+model: {family: residual-mlp, dim: 32, layers: 4}
+data: {source: synthetic}
+train: {steps: 30, global_batch: 8, eval_every: 0}
+optim: {name: lion, lr: 1e-3, warmup: 0}
+comm: {compression: float8}
+parallel: {dp_replicate: 2, dp_shard: 1}
+cluster: {device: cpu, devices_per_node: 2}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "own.yaml").write_text(JOB)
+    return tmp_path
+
+
+def test_the_schema_lists_registered_names(job: Path) -> None:
+    code = (
+        "import json; from weft.job import Job, load_job; load_job('own.yaml'); d = Job.model_json_schema()['$defs'];"
+        "print(json.dumps([d['Optim']['properties']['name']['enum'], d['Model']['properties']['family']]))"
+    )
+    optimizers, family = json.loads(python(job, "-c", code).out)
+    assert optimizers == ["adamw", "sgd", "adafactor", "muon", "lion"]
+    assert "residual-mlp" in json.dumps(family)
+
+
+def test_plan_uses_the_entries(job: Path) -> None:
+    def estimate(*overrides: str) -> dict[str, dict[str, float]]:
+        found = weft(job, "plan", "own.yaml", "--json", *overrides)
+        assert found.code == 0, found.err
+        figures: dict[str, dict[str, float]] = json.loads(found.out)["estimate"]
+        return figures
+
+    numbers = 4 * (32 * 32 + 32)
+    own, plain = estimate(), estimate("optim.name=adamw", "comm.compression=none")
+    assert own["memory"]["optimizer"] == 4 * numbers / 2**30 < plain["memory"]["optimizer"]
+    assert own["bytes"]["dp_replicate"] == numbers < plain["bytes"]["dp_replicate"]
+
+
+def test_train_runs_them_on_two_ranks(job: Path) -> None:
+    done = weft(job, "train", "own.yaml")
+    assert done.code == 0, done.err
+    losses = [json.loads(line)["loss"] for line in (job / "runs/own/metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < 0.9 * losses[0]
+    again = weft(job, "train", "own.yaml", "optim.name=lionn")
+    assert again.code == 2 and "must be adamw, sgd, adafactor, muon or lion; did you mean lion?" in again.err
+
+
+def test_only_a_job_file_imports_extensions(tmp_path: Path) -> None:
+    """Jobs in checkpoints and run records pass through parse_job, which imports nothing."""
+    (tmp_path / "job.yaml").write_text("extensions: [no_such_module]")
+    with pytest.raises(JobError, match="extensions: no_such_module: cannot import no_such_module"):
+        load_job(str(tmp_path / "job.yaml"))
+    assert parse_job({"extensions": ["no_such_module"]}).extensions == ("no_such_module",)
+    with pytest.raises(JobError, match="must be names of Python modules"):
+        parse_job({"extensions": ["os:system"]})

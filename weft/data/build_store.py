@@ -1,0 +1,302 @@
+"""`weft data build`: text to a token store, in parallel, resumable after a kill at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import astuple, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.data import store as s
+from weft.data.build_part import part_is_complete, part_path, read_part, rename_durable, write_atomic, write_part
+from weft.data.sources import PART_BYTES, Part, SourceFile, find_files, json_texts, read_range, split_into_parts
+from weft.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
+from weft.job.errors import JobError, MachineError
+
+SETTINGS = "build.json"
+# a vocabulary trained on this much text hardly changes with more
+_TRAIN_BYTES = 128 << 20
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """Result of a build."""
+
+    tokens: int
+    documents: int
+    vocab: int
+    path: Path
+    seconds: float
+
+
+def build(
+    sources: str | Path | Sequence[str | Path],
+    out: str | Path,
+    tokenizer: str | Path = "bytes",
+    workers: int | None = None,
+    field: str = "text",
+    progress: Progress | None = None,
+    part_bytes: int = PART_BYTES,
+) -> BuildResult:
+    """Build the token store `out` from text files (a file is a document), .jsonl files (a line is one) and folders.
+
+    Finished parts are kept in out/.parts, so the same call continues an interrupted build and gives the same bytes.
+    `progress` is called with (bytes done, bytes in total). More than one worker uses a pool of spawned processes: a
+    script that calls this must guard its entry with `if __name__ == "__main__":`.
+    """
+    began = time.perf_counter()
+    out = Path(out)
+    if workers is not None and workers < 1:
+        raise JobError(f"workers must be at least 1, not {workers}")
+    names = [str(sources)] if isinstance(sources, str | Path) else [str(x) for x in sources]
+    try:
+        files = find_files(names, out)
+        settings = _settings(files, str(tokenizer), field, part_bytes)
+        with _locked_folder(out, settings) as folder:
+            if not (out / s.META).exists():
+                spec = _prepare_tokenizer(folder, files, str(tokenizer), field, part_bytes)
+                parts = split_into_parts(files, part_bytes)
+                _encode_parts(parts, folder, spec, field, workers, progress)
+                _assemble(out, folder, len(parts), spec, names)
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise MachineError(f"the store {out} could not be built: {error}; mend it and run the build again") from error
+    meta = s.open_store(out).meta
+    if progress:
+        progress(total := sum(f.size for f in files), total)
+    return BuildResult(meta.tokens, meta.documents, meta.vocab, out, time.perf_counter() - began)
+
+
+def _settings(files: Sequence[SourceFile], tokenizer: str, field: str, part_bytes: int) -> dict[str, Any]:
+    """Everything that determines the bytes of a store; a build continues one with equal settings."""
+    if tokenizer != "bytes" and bpe_size(tokenizer) is None:
+        load_tokenizer(tokenizer)
+        tokenizer = "sha256:" + hashlib.sha256(_tokenizer_file(tokenizer).read_bytes()).hexdigest()
+    listing = json.dumps([astuple(f) for f in files]).encode()
+    return {
+        "format": s.FORMAT,
+        "tokenizer": tokenizer,
+        "field": field,
+        "part_bytes": part_bytes,
+        "files": len(files),
+        "bytes": sum(f.size for f in files),
+        "listing": hashlib.sha256(listing).hexdigest(),
+    }
+
+
+@contextlib.contextmanager
+def _locked_folder(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
+    """Lock `out` for this build; refuses a folder with other contents, another build, or a running one."""
+    if out.exists() and not out.is_dir():
+        raise JobError(f"{out} is a file; a token store is a folder, choose another --out")
+    if out.is_dir() and any(out.iterdir()) and not s.is_store(out):
+        raise JobError(f"the folder {out} holds other things; choose a new or an empty one for --out")
+    if (out / s.META).exists():
+        _same_settings(out, out / SETTINGS, settings)
+    folder = out / s.PARTS
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise JobError(f"another build is writing {out}; wait for it or choose another --out") from None
+        if (folder / SETTINGS).exists():
+            _same_settings(out, folder / SETTINGS, settings)
+        else:
+            write_atomic(folder / SETTINGS, (json.dumps(settings, indent=2) + "\n").encode())
+        for leftover in folder.glob("*.tmp"):
+            leftover.unlink(missing_ok=True)
+        try:
+            yield folder
+        except JobError:
+            # the sources are wrong and must change, so the build cannot continue
+            shutil.rmtree(folder, ignore_errors=True)
+            if not any(out.iterdir()):
+                out.rmdir()
+            raise
+
+
+def _same_settings(out: Path, file: Path, settings: dict[str, Any]) -> None:
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = {}
+    differ = [key for key in settings if before.get(key) != settings[key]]
+    if not differ:
+        return
+    shown = [key for key in differ if key in before and key != "listing"]
+    what = ", ".join(f"{key} was {before[key]!r} and is {settings[key]!r}" for key in shown)
+    if not shown:
+        what = "its source files have other names or were changed since" if before else f"it has no {SETTINGS}"
+    raise JobError(f"{out} already holds a build that differs: {what}; choose another --out, or delete the folder")
+
+
+def _tokenizer_file(name: str) -> Path:
+    path = Path(name)
+    return path / s.TOKENIZER if path.is_dir() else path
+
+
+def _prepare_tokenizer(folder: Path, files: Sequence[SourceFile], name: str, field: str, part_bytes: int) -> str:
+    """Train or copy the tokenizer into the parts folder once; workers load it from there."""
+    if name == "bytes":
+        return name
+    target = folder / s.TOKENIZER
+    if not target.exists():
+        size = bpe_size(name)
+        if size is None:
+            write_atomic(target, _tokenizer_file(name).read_bytes())
+        else:
+            trained = train_bpe(_sample_texts(split_into_parts(files, part_bytes), field), size)
+            write_atomic(target, trained.inner.to_str(pretty=True).encode())
+    return str(target)
+
+
+def _sample_texts(parts: Sequence[Part], field: str) -> Iterator[str]:
+    """Texts to train a vocabulary on: all of a small corpus, evenly spaced parts of a large one."""
+    total = sum(byte_range.stop - byte_range.start for part in parts for byte_range in part)
+    for part in parts[:: -(-total // _TRAIN_BYTES) or 1]:
+        for byte_range in part:
+            if byte_range.kind == "jsonl":
+                yield from json_texts(byte_range, field)
+            else:
+                yield read_range(byte_range).decode("utf-8", "replace")
+
+
+def _encode_parts(
+    parts: Sequence[Part], folder: Path, spec: str, field: str, workers: int | None, progress: Progress | None
+) -> None:
+    """Write every part that is not there yet."""
+    tokenizer = load_tokenizer(spec)
+    dtype = s.token_dtype(tokenizer.vocab)
+    sizes = [sum(byte_range.stop - byte_range.start for byte_range in part) for part in parts]
+    todo = [number for number in range(len(parts)) if not part_is_complete(part_path(folder, number), dtype)]
+    done = sum(sizes) - sum(sizes[number] for number in todo)
+    if progress:
+        progress(done, sum(sizes))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(workers or cores, len(todo))
+    jobs = [(number, parts[number], part_path(folder, number), field) for number in todo]
+    for number in _one_by_one(jobs, tokenizer) if workers <= 1 else _in_pool(jobs, spec, workers):
+        done += sizes[number]
+        if progress:
+            progress(done, sum(sizes))
+
+
+_PartJob = tuple[int, Part, Path, str]
+
+
+def _one_by_one(jobs: Sequence[_PartJob], tokenizer: Tokenizer) -> Iterator[int]:
+    for number, part, target, field in jobs:
+        write_part(target, part, tokenizer, field)
+        yield number
+
+
+def _in_worker(job: _PartJob, spec: str) -> int:
+    number, part, target, field = job
+    write_part(target, part, _loaded_once(spec), field)
+    return number
+
+
+@cache
+def _loaded_once(spec: str) -> Tokenizer:
+    """A worker lives for one build, so the file behind spec cannot change under this cache."""
+    return load_tokenizer(spec)
+
+
+def _in_pool(jobs: Sequence[_PartJob], spec: str, workers: int) -> Iterator[int]:
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker)
+    waiting: set[Future[int]] = set()
+    try:
+        for job in jobs:
+            # a corpus may have a hundred thousand parts; only a few are queued
+            if len(waiting) >= 4 * workers:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+            waiting.add(pool.submit(_in_worker, job, spec))
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    except BrokenProcessPool:
+        raise MachineError(
+            "a worker of the build died (out of memory, or a script without `if __name__ == '__main__':`); "
+            "run it again with fewer --workers, it will continue"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def leave_with_parent() -> None:
+        # workers of a killed build would otherwise wait for work forever
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+
+
+def _assemble(out: Path, folder: Path, parts: int, spec: str, names: list[str]) -> None:
+    """Join the parts in order; meta.json comes last, so a folder that has it is complete."""
+    tokenizer = load_tokenizer(spec)
+    dtype = s.token_dtype(tokenizer.vocab)
+    tokens_tmp, docs_tmp = folder / f"{s.TOKENS}.tmp", folder / f"{s.DOCS}.tmp"
+    total = documents = 0
+    with tokens_tmp.open("wb") as tokens_file, docs_tmp.open("wb") as docs_file:
+        first = np.zeros(1, dtype="<i8").tobytes()
+        docs_file.write(first)
+        crcs = {s.TOKENS: 0, s.DOCS: zlib.crc32(first)}
+        for number in range(parts):
+            ends, tokens = read_part(part_path(folder, number), dtype)
+            for file, name, data in (
+                (tokens_file, s.TOKENS, tokens.tobytes()),
+                (docs_file, s.DOCS, (ends + total).astype("<i8").tobytes()),
+            ):
+                file.write(data)
+                crcs[name] = zlib.crc32(data, crcs[name])
+            total += tokens.size
+            documents += ends.size
+        for file in (tokens_file, docs_file):
+            file.flush()
+            os.fsync(file.fileno())
+    if not documents:
+        raise JobError(f"there is no document in {', '.join(names)}; a store needs at least one")
+    rename_durable(tokens_tmp, out / s.TOKENS)
+    rename_durable(docs_tmp, out / s.DOCS)
+    if spec != "bytes":
+        data = Path(spec).read_bytes()
+        crcs[s.TOKENIZER] = zlib.crc32(data)
+        write_atomic(out / s.TOKENIZER, data, folder)
+    write_atomic(out / SETTINGS, (folder / SETTINGS).read_bytes(), folder)
+    meta = s.StoreMeta(
+        format=s.FORMAT,
+        vocab=tokenizer.vocab,
+        dtype=dtype.name,
+        tokens=total,
+        documents=documents,
+        tokenizer="bytes" if spec == "bytes" else s.TOKENIZER,
+        eos=tokenizer.eos,
+        crc32=crcs,
+        source=names,
+    )
+    write_atomic(out / s.META, meta.to_json().encode(), folder)

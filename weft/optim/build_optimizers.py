@@ -1,0 +1,201 @@
+"""The job's optimizer over the master weights, grouped so that each group is one fused call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.comm.shards import like, local_of
+from weft.job.optim import OPTIMIZERS, WeightShard
+from weft.job.registry import find_object
+from weft.job.schema import Optim
+from weft.optim.adafactor import Adafactor
+from weft.optim.adamw import AdamW
+from weft.optim.clip import scale_grads
+from weft.optim.foreach_internals import foreach_copy_
+from weft.optim.muon import Muon
+
+Params = dict[str, Tensor]
+Groups = list[dict[str, Any]]
+"""Parameter groups as torch takes them."""
+
+
+class Optimizers:
+    """One or two torch optimizers that step as one. `state()` names every tensor by its parameter.
+
+    Each works on `params`: the master weights, or this rank's shards of them where an element's update needs no other
+    element. `grad_params` hold the gradients: the master weights, or weights of another dtype. `compute_params` are the
+    weights of the forward pass, refreshed from the master weights after an update.
+    """
+
+    def __init__(
+        self,
+        parts: list[torch.optim.Optimizer],
+        master_params: Params,
+        params: Params,
+        grad_params: Params,
+        compute_params: Params,
+    ):
+        self.parts, self.master_params, self.params, self.grad_params, self.compute_params = (
+            parts,
+            master_params,
+            params,
+            grad_params,
+            compute_params,
+        )
+        self.names = {id(p): n for n, p in params.items()}
+
+    def step(self, lr: float, factor: Tensor | None = None, taken: Tensor | None = None) -> None:
+        """Update the master weights and the compute weights with gradients · factor.
+
+        `taken` is a boolean on the device; if it is false nothing changes, so that steps with gradients that are not
+        finite are skipped without synchronisation.
+        """
+        for name, param in self.params.items():
+            if param is not self.master_params[name]:
+                param.data = local_of(self.master_params[name].detach())
+        stale: Params = {}
+        for part in self.parts:
+            params = {self.names[id(p)]: p for group in part.param_groups for p in group["params"]}
+            for group in part.param_groups:
+                group["lr"] = lr * group["lr_factor"]
+            if isinstance(part, AdamW) and all(p.is_cuda for p in params.values()):
+                self._fused_step(part, params, factor, taken)
+            else:
+                self._plain_step(part, params, factor, taken)
+                stale |= {n: self.compute_params[n] for n in params if n in self.compute_params}
+        if stale:
+            with torch.no_grad():
+                foreach_copy_(
+                    [local_of(c.detach()) for c in stale.values()],
+                    [local_of(self.master_params[n].detach()) for n in stale],
+                )
+
+    def _fused_step(self, part: AdamW, params: Params, factor: Tensor | None, taken: Tensor | None) -> None:
+        grads = {id(p): local_of(g) for n, p in params.items() if (g := self.grad_params[n].grad) is not None}
+        compute_params = {
+            id(p): local_of(self.compute_params[n].detach()) for n, p in params.items() if n in self.compute_params
+        }
+        one = torch.ones((), device=next(iter(params.values())).device)
+        part.fused_step(
+            grads, compute_params, one if factor is None else factor, one if taken is None else taken.float()
+        )
+
+    def _plain_step(
+        self, part: torch.optim.Optimizer, params: Params, factor: Tensor | None, taken: Tensor | None
+    ) -> None:
+        """torch's own step, which takes scaled gradients of the parameters' dtype in .grad."""
+        for name, param in params.items():
+            leaf, master = self.grad_params[name], self.master_params[name]
+            if leaf is not master:
+                master.grad = None if leaf.grad is None else like(local_of(leaf.grad).float(), master)
+            if param is not master:
+                param.grad = None if master.grad is None else local_of(master.grad)
+        if factor is not None:
+            scale_grads(params.values(), factor)
+        _set_found_inf(part, taken)
+        part.step()
+        for name, param in params.items():  # free this step's gradients before the next backward pass
+            if self.grad_params[name] is not self.master_params[name]:
+                self.master_params[name].grad = None
+            if param is not self.master_params[name]:
+                param.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor of the state as NAME.KEY."""
+        return {name: self._as_master(param, value) for name, param, value in self._held()}
+
+    def shards(self) -> Params:
+        """The same tensors, local to this rank."""
+        return {name: value for name, _, value in self._held()}
+
+    def _held(self) -> list[tuple[str, Tensor, Tensor]]:
+        return [
+            (f"{self.names[id(param)]}.{key}", param, value)
+            for part in self.parts
+            for param, state in part.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        ]
+
+    def _as_master(self, param: Tensor, value: Tensor) -> Tensor:
+        master = self.master_params[self.names[id(param)]]
+        return like(value, master) if param is not master and value.dim() else value
+
+    def allocate(self) -> None:
+        """Create the state by a step of rate 0 on zero gradients, so that a checkpoint can be loaded into it."""
+        grads = {name: leaf.grad for name, leaf in self.grad_params.items()}  # they may be views of buckets
+        for leaf in self.grad_params.values():
+            leaf.grad = torch.zeros_like(leaf)
+        self.step(0.0)
+        for name, leaf in self.grad_params.items():
+            leaf.grad = grads[name]
+
+
+def _set_found_inf(part: torch.optim.Optimizer, taken: Tensor | None) -> None:
+    """Make an optimizer skip this step if it is not taken, through `found_inf` as torch's gradient scaler does."""
+    found: Any = None if taken is None else (~taken).float()
+    part.found_inf = found  # type: ignore[attr-defined]
+    if found is not None and isinstance(part, torch.optim.SGD):
+        for group in part.param_groups:  # the fused kernel would leave the first momentum uninitialised
+            for param in group["params"] if group["momentum"] else ():
+                part.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+
+
+def build_optimizers(
+    optim: Optim, master_params: Params, is_block: Callable[[str], bool], grad_params: Params | None = None,
+    compute_params: Params | None = None,
+) -> Optimizers:  # fmt: skip
+    """The job's optimizer. Matrices decay, vectors do not."""
+    grad_params, compute_params = grad_params or master_params, compute_params or {}
+    chosen: dict[str, Params] = {}
+    for name, master in master_params.items():
+        block = is_block(name) and (master.dim() == 2 or _is_stack(name, master))
+        entry = OPTIMIZERS[optim.name].of(WeightShard(tuple(master.shape), master.numel(), block))
+        chosen.setdefault(entry.name, {})[name] = _shard(master) if entry.elementwise else master
+    parts = []
+    for name, params in chosen.items():
+        make = find_object(OPTIMIZERS[name].build, "optim.name")
+        parts.append(make(optim, _groups(params, optim.weight_decay)))
+    params = {name: param for some in chosen.values() for name, param in some.items()}
+    return Optimizers(parts, master_params, params, grad_params, compute_params)
+
+
+def _shard(master: Tensor) -> Tensor:
+    """What an element-wise optimizer works on: a plain tensor over the master's shard on this rank."""
+    return nn.Parameter(local_of(master.detach())) if isinstance(master, DTensor) else master
+
+
+def adamw(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return AdamW(groups, optim.lr, optim.betas, optim.eps)
+
+
+def sgd(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
+
+
+def adafactor(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return Adafactor(groups, optim.lr)
+
+
+def muon(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
+    return Muon(groups, optim.lr, optim.momentum, optim.weight_decay)
+
+
+def _groups(params: Params, weight_decay: float) -> Groups:
+    matrices = [p for p in params.values() if p.dim() >= 2]
+    vectors = [p for p in params.values() if p.dim() < 2]
+    return [
+        {"params": members, "weight_decay": decay, "lr_factor": 1.0}
+        for members, decay in ((matrices, weight_decay), (vectors, 0.0))
+        if members
+    ]
+
+
+def _is_stack(name: str, param: Tensor) -> bool:
+    """Whether a weight is a stack of one matrix per expert."""
+    return param.dim() == 3 and ".experts." in name

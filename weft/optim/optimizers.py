@@ -1,0 +1,53 @@
+"""The built-in optimizers. A new one is an entry here, or in a module of a job's `extensions`."""
+
+from __future__ import annotations
+
+from math import prod
+
+from weft.job.optim import OPTIMIZERS, Optim, Optimizer, WeightShard
+from weft.planner.engine_constants import MUON_ITERATIONS
+
+
+def _row_and_column_sums(weight: WeightShard) -> float:
+    """Numbers in the row and column means of a matrix, or of each expert's."""
+    return prod(weight.shape[:-2]) * sum(weight.shape[-2:]) if len(weight.shape) > 1 else 0
+
+
+def _adafactor_state(optim: Optim, weight: WeightShard) -> float:
+    return (_row_and_column_sums(weight) or weight.held) + 1
+
+
+def _newton_schulz(weight: WeightShard) -> float:
+    """FLOPs of Muon's Newton–Schulz iterations on the whole matrix."""
+    short, long = sorted(weight.shape[-2:])
+    return prod(weight.shape[:-2]) * MUON_ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
+
+
+OPTIMIZERS.register(
+    Optimizer(
+        "adamw", "AdamW (Loshchilov & Hutter 2019), fused.", "weft.optim.build_optimizers:adamw",
+        state=lambda optim, weight: 2 * weight.held + 1,  # two moments, and the count of steps
+    )
+)  # fmt: skip
+OPTIMIZERS.register(
+    Optimizer(
+        "sgd", "SGD with momentum.", "weft.optim.build_optimizers:sgd",
+        state=lambda optim, weight: weight.held if optim.momentum else 0,
+    )
+)  # fmt: skip
+OPTIMIZERS.register(
+    Optimizer(
+        "adafactor", "Adafactor (Shazeer & Stern 2018): second moments as row and column means.",
+        "weft.optim.build_optimizers:adafactor", state=_adafactor_state, elementwise=False,
+        traffic=lambda weight: 2 + _row_and_column_sums(weight), scratch=lambda weight: 3 * weight.held, dry_run=False,
+    )
+)  # fmt: skip
+OPTIMIZERS.register(
+    Optimizer(
+        "muon", "Muon (Jordan et al. 2024) on the matrices of blocks, adamw on the rest.",
+        "weft.optim.build_optimizers:muon",
+        state=lambda optim, weight: weight.held, elementwise=False, block_matrices_only=True,
+        traffic=lambda weight: prod(weight.shape),
+        scratch=lambda weight: 5 * prod(weight.shape) if len(weight.shape) == 2 else 0, flops=_newton_schulz,
+    )
+)  # fmt: skip

@@ -1,0 +1,62 @@
+"""Speed-up of settings that the job does not use: fp8, gradient compression and offload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weft.job.compression import COMPRESSORS
+from weft.job.schema import Comm, Job, Memory
+from weft.planner.search.candidates import Layouts
+from weft.planner.search.choose import choices
+from weft.planner.search.search import LayoutSearch, SearchResult
+
+SETTINGS = (
+    ("precision", "precision", "fp8"), ("compression", "comm.compression", "bf16"),
+    ("compression", "comm.compression", "int8"), ("offload", "memory.offload", "optimizer"),
+    ("offload", "memory.offload", "activations"),
+)  # fmt: skip
+MIN_GAIN = 0.01
+"""Smaller gains are not reported."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A setting, and the speed-up of a step with it."""
+
+    setting: str
+    step_time_s: float
+    peak_gib: float
+    faster: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "setting": self.setting, "step_time_s": self.step_time_s, "peak_memory_gib": self.peak_gib,
+            "faster": self.faster,
+        }  # fmt: skip
+
+
+def _is_supported(key: str, value: str) -> bool:
+    """Whether a job accepts the setting: the estimate covers more settings than the schema."""
+    section, _, field = key.rpartition(".")
+    if key == "comm.compression":
+        return value in COMPRESSORS
+    return value in choices({"comm": Comm, "memory": Memory, "": Job}[section], field)
+
+
+def gains_of_other_settings(search: LayoutSearch, found: SearchResult) -> list[Gain]:
+    """Search again with the best layout's degrees and each setting in turn; the largest gain first."""
+    one: Layouts = found.layouts.take([0])
+    device = found.estimator.cluster.device
+    gains = []
+    for name, key, value in SETTINGS:
+        if name == "precision" and (device is None or not device.peak_tflops.get(value)):
+            continue
+        if value in getattr(search.space, name) or not _is_supported(key, value):
+            continue
+        same: dict[str, Any] = {axis: (int(getattr(one, axis)[0]),) for axis in ("pp", "tp", "cp", "ep")}
+        other = LayoutSearch(search.space.restricted(**same, **{name: (value,)}), found.estimator).find()
+        if len(other) and other.times[0] < (1 - MIN_GAIN) * found.times[0]:
+            seconds = float(other.times[0])
+            gains.append(Gain(f"{key}={value}", seconds, float(other.peaks[0]), float(found.times[0]) / seconds - 1))
+    return sorted(gains, key=lambda gain: -gain.faster)

@@ -1,0 +1,130 @@
+"""Every weight of a model by name and shape, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from weft.job.model import FAMILIES
+from weft.job.schema import Model
+from weft.job.shapes import PATCH_DIM
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a model."""
+
+    name: str
+    shape: Shape
+    unit: str
+    """The block it is gathered with; empty for what stands outside the blocks."""
+    cut: int | None = None
+    """The dim that tp cuts; None: every rank of tp has it whole."""
+    partial: bool = False
+    """Whole on every rank of tp, but each sees a part of the data: its gradient is summed over tp."""
+    experts: bool = False
+    """One matrix of every expert: [experts, out, in], of which each rank of ep has some."""
+
+    def on_tp(self, tp: int, rank: int) -> Shape:
+        """Its shape on one rank of tp; the last shards may be shorter."""
+        if self.cut is None or tp == 1:
+            return self.shape
+        size = self.shape[self.cut]
+        step = -(-size // tp)
+        length = min(step, size - min(rank * step, size))
+        return (*self.shape[: self.cut], length, *self.shape[self.cut + 1 :])
+
+
+def weights_of(model: Model, sequence: bool, first: int, end: int, begins: bool, ends: bool) -> Iterable[Weight]:
+    """The weights of blocks first … end - 1, of the embedding if `begins` and of the head if `ends`, in the order of
+    the model. `sequence`: between blocks, tp cuts the sequence."""
+    assert model.family is not None
+    table = FAMILIES[model.family].weights or (_stack if model.is_stack else _transformer)
+    return table(model, sequence, first, end, begins, ends)
+
+
+def _transformer(m: Model, sequence: bool, first: int, end: int, begins: bool, ends: bool) -> Iterator[Weight]:
+    dim, vocab = _int(m.dim), _int(m.vocab)
+    if begins:
+        if m.is_classifier:
+            yield Weight("embed.weight", (dim, PATCH_DIM), "", None, sequence)
+            yield Weight("embed.bias", (dim,), "", None, sequence)
+        else:
+            yield Weight("embed.weight", (vocab, dim), "", 0)
+        if m.positions == "learned":
+            yield Weight("positions.weight", (_int(m.max_len), dim), "", None, sequence)
+    for i in range(first, end):
+        yield from _block(m, sequence, f"blocks.{i}", m.experts is not None and i >= m.experts.first_dense)
+    if ends:
+        yield from _norm(m, "norm", "", dim, sequence)
+        if not (m.tied and begins):
+            yield Weight("head.weight", (vocab, dim), "", 0)
+
+
+def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight]:
+    dim, ffn, hd = _int(m.dim), _int(m.ffn), _int(m.head_dim)
+    heads, kv = _int(m.heads) * hd, _int(m.kv_heads) * hd
+    yield from _norm(m, f"{unit}.attn_norm", unit, dim, sequence)
+    for key, width in (("q", heads), ("k", kv), ("v", kv)):
+        yield from _column(m, f"{unit}.attn.{key}", unit, width, dim)
+    yield from _row(m, f"{unit}.attn.o", unit, dim, heads, sequence)
+    if m.qk_norm:
+        for key in ("q_norm", "k_norm"):
+            yield from _norm(m, f"{unit}.attn.{key}", unit, hd, True)
+    yield from _norm(m, f"{unit}.mlp_norm", unit, dim, sequence)
+    if routed:
+        yield from _experts(m, unit)
+        return
+    for key in ("gate", "up") if m.activation == "swiglu" else ("up",):
+        yield from _column(m, f"{unit}.mlp.{key}", unit, ffn, dim)
+    yield from _row(m, f"{unit}.mlp.down", unit, dim, ffn, sequence)
+
+
+def _experts(m: Model, unit: str) -> Iterator[Weight]:
+    assert m.experts is not None
+    e, dim, gates = m.experts, _int(m.dim), ("gate", "up") if m.activation == "swiglu" else ("up",)
+    ffn = _int(e.ffn)
+    yield Weight(f"{unit}.mlp.router.weight", (e.count, dim), unit, None, True)
+    for key in gates:
+        yield Weight(f"{unit}.mlp.experts.{key}.weight", (e.count, ffn, dim), unit, None, True, True)
+    yield Weight(f"{unit}.mlp.experts.down.weight", (e.count, dim, ffn), unit, None, True, True)
+    if e.shared:
+        for key in gates:
+            yield Weight(f"{unit}.mlp.shared.{key}.weight", (e.shared * ffn, dim), unit, 0)
+        yield Weight(f"{unit}.mlp.shared.down.weight", (dim, e.shared * ffn), unit, 1)
+
+
+def _column(m: Model, name: str, unit: str, out: int, into: int) -> Iterator[Weight]:
+    yield Weight(f"{name}.weight", (out, into), unit, 0)
+    if m.bias:
+        yield Weight(f"{name}.bias", (out,), unit, 0)
+
+
+def _row(m: Model, name: str, unit: str, out: int, into: int, sequence: bool) -> Iterator[Weight]:
+    yield Weight(f"{name}.weight", (out, into), unit, 1)
+    if m.bias:
+        yield Weight(f"{name}.bias", (out,), unit, None, sequence)
+
+
+def _norm(m: Model, name: str, unit: str, width: int, partial: bool) -> Iterator[Weight]:
+    yield Weight(f"{name}.weight", (width,), unit, None, partial)
+    if m.norm == "layernorm" and m.bias:
+        yield Weight(f"{name}.bias", (width,), unit, None, partial)
+
+
+def _stack(m: Model, sequence: bool, first: int, end: int, begins: bool, ends: bool) -> Iterator[Weight]:
+    dim = _int(m.dim)
+    for i in range(first, end):
+        unit = f"layers.{i}"
+        pair = i < _int(m.layers) // 2 * 2
+        column = pair and i % 2 == 0
+        yield Weight(f"{unit}.weight", (dim, dim), unit, (0 if column else 1) if pair else None)
+        if m.bias:
+            yield Weight(f"{unit}.bias", (dim,), unit, 0 if column else None)
+
+
+def _int(value: int | None) -> int:
+    assert value is not None, "the model is resolved before it is counted"
+    return value

@@ -1,0 +1,34 @@
+"""Rules of tensor parallelism."""
+
+from __future__ import annotations
+
+from weft.job.schema import Job
+from weft.planner.plan import Plan
+from weft.planner.rules.arithmetic import divisors, either
+from weft.planner.rules.context_rules import attends
+
+
+def heads_rule(job: Job, plan: Plan) -> str | None:
+    """tp divides the attention heads and the key and value heads."""
+    heads, kv = job.model.heads, job.model.kv_heads
+    if plan.tp == 1 or not attends(job) or not heads or not kv:
+        return None
+    fit = [d for d in divisors(heads) if kv % d == 0]
+    if heads % plan.tp:
+        return f"parallel.tp={plan.tp} does not divide model.heads={heads}; tp={either(fit)} would work"
+    if kv % plan.tp:
+        return (
+            f"parallel.tp={plan.tp} does not divide model.kv_heads={kv}: each rank needs a whole key and value head; "
+            f"tp={either(fit)} would work"
+        )
+    return None
+
+
+def width_rule(job: Job, plan: Plan) -> str | None:
+    """tp divides the feed-forward width."""
+    ffn = job.model.ffn if not job.model.is_stack else job.model.dim
+    if plan.tp == 1 or not ffn or ffn % plan.tp == 0:
+        return None
+    name = "model.ffn" if not job.model.is_stack else "model.dim"
+    up = -(-ffn // plan.tp) * plan.tp
+    return f"{name}={ffn} is not a multiple of parallel.tp={plan.tp}; {name}={up} would work"

@@ -1,0 +1,78 @@
+"""The last lines of a failed run, from its ranks' exit codes and failure records."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from weft.job.errors import Exit
+from weft.job.run_folder import RunDir
+
+
+def explain_failure(run: RunDir, codes: list[int], first: int, silent: list[int], log: Callable[[str], None]) -> int:
+    """Print which rank failed, its position, what it was doing and what to try. Returns the exit code.
+
+    `silent` are the ranks that the launcher killed because they did not exit.
+    """
+    causes = [cause for p in run.logs.glob("failure-*.json") if (cause := read_failure(p))]
+    silent = [i for i in silent if not has_failure_record(run, i)]
+    killed = [i for i, c in enumerate(codes) if c < 0 and not has_failure_record(run, i)]
+    first_hand = sorted((c for c in causes if not c["echo"]), key=lambda c: c["time"])
+    timeouts_only = first_hand and all(c["code"] == Exit.HANG for c in first_hand)
+    if timeouts_only and silent and set(killed) <= set(silent):
+        return _explain_silent(run, first_hand[0], silent, log)
+    if killed and (not first_hand or timeouts_only or first in killed):
+        rank = first if first in killed else killed[0]
+        name = signal.Signals(-codes[rank]).name
+        hint = "; if nobody sent it, memory may have run out: see dmesg, and try a smaller train.microbatch"
+        log(f"rank {rank} was killed by {name}{hint if name == 'SIGKILL' else ''}")
+        log(f"log: {_log_path(run, rank)}; start the same command again to resume")
+        return int(Exit.DIFFERS)
+    known = first_hand or sorted(causes, key=lambda c: c["time"])
+    if not known:
+        log(f"rank {first} ended with code {codes[first]} and left no reason; log: {_log_path(run, first)}")
+        return int(Exit.DIFFERS)
+    cause = known[0]
+    if cause["expected"]:
+        log(f"weft: {cause['message']}")
+        return int(cause["code"])
+    log(f"{_rank_name(cause)} failed in {cause['where']}: {cause['kind']}: {cause['message']}")
+    log(f"traceback: {_log_path(run, cause['rank'])}; start the same command again to resume")
+    return int(cause["code"])
+
+
+def _explain_silent(run: RunDir, waiter: dict[str, Any], silent: list[int], log: Callable[[str], None]) -> int:
+    names = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+    log(
+        f"{names} did not respond; {_rank_name(waiter)} waited in {waiter['where']}: {waiter['kind']}: "
+        f"{waiter['message']}"
+    )
+    log(
+        f"log: {_log_path(run, silent[0])}; start the same command again to resume, with a longer comm.timeout_s if it "
+        "was only slow"
+    )
+    return int(Exit.HANG)
+
+
+def read_failure(path: Path) -> dict[str, Any] | None:
+    """A rank's failure record; None if it is missing or unreadable."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    except (OSError, ValueError):
+        return None
+
+
+def _rank_name(cause: dict[str, Any]) -> str:
+    return f"rank {cause['rank']} ({cause['position']})" if cause["position"] else f"rank {cause['rank']}"
+
+
+def has_failure_record(run: RunDir, rank: int) -> bool:
+    return read_failure(run.logs / f"failure-{rank}.json") is not None
+
+
+def _log_path(run: RunDir, rank: int) -> Path:
+    return run.logs / f"rank-{rank}.log"

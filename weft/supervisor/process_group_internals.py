@@ -1,0 +1,27 @@
+"""Private names of torch's process groups: abort of NCCL, and the sequence numbers of collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def abort_nccl() -> None:
+    """Abort all process groups of NCCL, which waits on the device, so that closing sockets does not interrupt it."""
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        from torch.distributed.distributed_c10d import _abort_process_group
+
+        _abort_process_group()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend of a process group for a device."""
+    return group._get_backend(device)
+
+
+def sequence_number(backend: Any) -> int:
+    """How many collectives a backend has started."""
+    number: int = backend._get_sequence_number_for_group()
+    return number
