@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -226,7 +227,7 @@ class StepTrace:
         self._backward(first, last)
         if self.r.split_passes:
             for unit, count in reversed(self.s.blocks):
-                self.w.repeat(count, lambda _, unit=unit: self._weight_pass(unit, first, last))  # type: ignore[misc]
+                self.w.repeat(count, partial(self._weight_pass, unit, first, last))
         self._finish(first, last)
 
     def _forward(self) -> None:
@@ -239,7 +240,7 @@ class StepTrace:
         w.flash(s.begin.forward)
         w.add(s.begin.kept, "activations")
         for unit, count in s.blocks:
-            w.repeat(count, lambda _, unit=unit: self._block_forward(unit, gathering))  # type: ignore[misc]
+            w.repeat(count, partial(self._block_forward, unit, gathering))
         w.flash(s.end.forward)
         w.add(s.end.kept, "activations")
         if gathering:
@@ -249,7 +250,7 @@ class StepTrace:
         elif r.sharded:
             self.ready = True
 
-    def _block_forward(self, unit: Unit, gathering: bool) -> None:
+    def _block_forward(self, unit: Unit, gathering: bool, final: Size) -> None:
         w = self.w
         for part in unit.parts if gathering else ():
             w.flash((3 if part is unit.experts else 2) * part.gathered, "communication")
@@ -283,23 +284,20 @@ class StepTrace:
             if first and not r.buckets:  # the head's gradient stays in fp32
                 w.add((s.head_grad - s.tied_grad) * (FP32_BYTES / r.compute_bytes - 1), "gradients")
         for unit, count in reversed(s.blocks):
-            w.repeat(
-                count,
-                lambda final, unit=unit: self._block_backward(unit, first, last, final * (unit is s.blocks[0][0])),
-            )  # type: ignore[misc]
+            w.repeat(count, partial(self._block_backward, unit, first, last, unit is s.blocks[0][0]))
         w.flash(s.begin.backward)
         w.add(-s.begin.kept - s.hidden, "activations")
         if not r.sharded:  # both gradients of a tied weight are added before they are reduced
             w.flash(s.tied_grad, "gradients")
             w.add(-s.tied_grad, "gradients")
 
-    def _block_backward(self, unit: Unit, first: bool, last: Size, final: Size) -> None:
+    def _block_backward(self, unit: Unit, first: bool, last: Size, lowest: bool, final: Size) -> None:
         w = self.w
         for part in unit.parts if self.r.gathers_again else ():
             w.flash((3 if part is unit.experts else 2) * part.gathered - self.ahead, "communication")
             w.flash(2 * part.gathered - self.ahead, "communication")
             more = unit.experts is not None and part is unit
-            following = unit.parts[1].gathered if more else unit.gathered * (1 - final)
+            following = unit.parts[1].gathered if more else unit.gathered * (1 - final * lowest)
             w.add(part.gathered - self.ahead + following, "communication")
             self.ahead = self._now(following, self.ahead)
         w.flash(unit.passes.backward)
@@ -308,7 +306,7 @@ class StepTrace:
         else:
             self._block_gradients(unit, first, last)
 
-    def _weight_pass(self, unit: Unit, first: bool, last: Size) -> None:
+    def _weight_pass(self, unit: Unit, first: bool, last: Size, final: Size) -> None:
         self.w.add(-self.s.later, "activations")
         self._block_gradients(unit, first, last)
 
