@@ -39,11 +39,11 @@ def train(
 
 
 def _leave_when_asked() -> None:
-    """Until there are ranks that could save: there is nothing to save yet, and the run can be started again."""
-    from weft.job.errors import Exit
+    """Exit on a stop signal while there are no ranks: nothing has to be saved."""
+    from weft.supervisor.stop_signals import STOP_CODES, handled_signals
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: sys.exit(int(Exit.PREEMPTED)))
+    for number in handled_signals():
+        signal.signal(number, lambda number, frame: sys.exit(int(STOP_CODES[signal.Signals(number)])))
 
 
 def prove(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -21,7 +20,8 @@ from weft.data.loader import to_device
 from weft.job.errors import Exit, JobError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.train import prepare, write_job_and_plan
+from weft.launch.run_files import RunFiles
+from weft.launch.train import prepare
 from weft.measure.device_peaks import measure_roofs
 from weft.parallel.pipeline.executor import Pipelined
 from weft.planner.memory.approximate import optimizer_bytes
@@ -51,12 +51,13 @@ def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], Non
     run = RunDir(Path(job.runs_dir) / job.name)
     with run_lock(run) as lock:
         _clear(run)
-        write_job_and_plan(run, job, plan)
+        files = RunFiles(run, lock.created)
+        files.write(job, plan)
         code = launch(run, plan.world, lock, say, worker=("weft.measure.step_profile", str(steps)))
         if code == Exit.DONE:
             write_report(run)
         elif code == Exit.JOB:
-            shutil.rmtree(run.path)
+            files.undo()
         return abs(code), run
 
 

@@ -20,11 +20,12 @@ from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
 from weft.supervisor.diagnosis import Fault
 from weft.supervisor.failure_report import explain_failure, read_failure
 from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
-from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, STOP_SIGNALS, die_with_parent
+from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, die_with_parent
 from weft.supervisor.process_name import set_process_name
 from weft.supervisor.rank_inspection import POLL_S, exit_fault, hang_fault, kill
 from weft.supervisor.restart_limit import final_lines, give_up_code
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
+from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.watch.journal import Journal
 
 REGROUP_TIMEOUT_S = 3.0

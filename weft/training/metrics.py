@@ -21,6 +21,7 @@ from weft.mesh import Mesh
 from weft.planner.model.counts import flops_per_sample
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
+from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.training.signals import Signals
 from weft.training.state import State
 from weft.training.step import Gradients
@@ -134,7 +135,7 @@ class Ledger:
         if entry is None:
             return
         norm, count, loss_sum, told, more = entry.figures.read()
-        wishes = len(Signals.CODES)
+        wishes = len(STOP_SIGNALS)
         self.stop = Signals.decide(told[:wishes])
         loss = loss_sum / max(1, count)
         taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps
