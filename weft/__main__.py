@@ -1,5 +1,24 @@
-"""`python -m weft` is `weft`."""
+"""The entry point of `weft` and `python -m weft`: handles signals before anything slow is imported."""
 
-from weft.cli import main
+from __future__ import annotations
 
-main()
+import os
+import signal
+import sys
+
+
+def main() -> None:
+    """Run the command line. A stop signal during the imports exits at once with its code: nothing is to be saved."""
+    interrupted, preempted = 130, 75  # weft.job.errors.Exit, which would import pydantic
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(interrupted))
+    if "train" in sys.argv[1:2]:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, lambda number, frame: os._exit(preempted))
+    from weft.cli import main as run_command
+
+    run_command()
+
+
+if __name__ == "__main__":
+    main()

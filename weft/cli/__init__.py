@@ -73,6 +73,7 @@ def main() -> None:
     # once the exit code is known, one Ctrl-C more shall not change it
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         app(prog_name="weft")
     except WeftError as error:
         say(f"weft: {error}")

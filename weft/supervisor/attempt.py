@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from weft.supervisor.memory_folder import write_file
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,7 @@ def path_of(folder: Path, number: int) -> Path:
 
 def write_attempt(folder: Path, attempt: Attempt) -> None:
     """Write the file atomically."""
-    path = path_of(folder, attempt.number)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(attempt)), encoding="utf-8")
-    os.chmod(temporary, 0o600)
-    temporary.replace(path)
+    write_file(path_of(folder, attempt.number), json.dumps(asdict(attempt)))
 
 
 def read_attempt(folder: Path, number: int) -> Attempt:

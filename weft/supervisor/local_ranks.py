@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from weft.hardware.network import stay_home
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.supervisor.failure_report import explain_failure
+from weft.supervisor.memory_folder import memory_folder
 from weft.supervisor.run_lock import RunLock
 from weft.supervisor.stop_signals import SignalForwarder
 
@@ -38,11 +38,6 @@ def die_with_parent() -> None:
             os._exit(1)
 
 
-def shared_memory() -> str | None:
-    """A folder in memory, where the system has one."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
-
-
 WORKER = ("weft.training.rank",)
 """The module that a rank runs, and its arguments after the run folder."""
 
@@ -58,12 +53,12 @@ def launch(run: RunDir, world: int, lock: RunLock, log: Callable[[str], None], w
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="weft-", dir=shared_memory()) as folder:
+    with memory_folder(log) as folder:
         ranks: list[subprocess.Popen[bytes]] = []
         with SignalForwarder() as signals:
             try:
                 for rank in range(world):
-                    ranks.append(_start(run, rank, world, Path(folder) / "store", lock, worker))
+                    ranks.append(_start(run, rank, world, folder / "store", lock, worker))
                     signals.add(ranks[-1])
                 signals.unblock()
                 code = _watch(run, lock, ranks, lambda text: None if signals.killed else log(text))

@@ -6,13 +6,10 @@ without disturbing them. When the manager itself is killed, Linux ends all its c
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +18,8 @@ from weft.hardware.network import stay_home
 from weft.job.errors import MachineError
 from weft.job.run_folder import RunDir
 from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
-from weft.supervisor.local_ranks import KILLED_BY_USER, rank_module, shared_memory
+from weft.supervisor.local_ranks import KILLED_BY_USER, rank_module
+from weft.supervisor.memory_folder import memory_folder
 from weft.supervisor.run_lock import RunLock
 from weft.supervisor.status_board import PHASES, StatusBoard
 from weft.supervisor.stop_signals import SignalForwarder, signals_blocked
@@ -49,35 +47,23 @@ def run_supervised(
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
-    remove_leftover_memory(run, node)
-    folder = Path(tempfile.mkdtemp(prefix="weft-", dir=shared_memory()))
-    try:
-        board = StatusBoard(folder / "board", slots=world + spares)
-        board["manager"] = os.getpid()
-        _write_pointer(run, folder, node)
-        with as_subreaper() as can_fork:
-            code = ProcessManager(run, world, folder, board, lock, supervisor, can_fork).keep(log)
-        for line in _read_final_lines(folder) if code != KILLED_BY_USER else ():
-            log(line)
-        return code
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        pointer_path(run, node).unlink(missing_ok=True)
+    with memory_folder(log) as folder:
+        try:
+            board = StatusBoard(folder / "board", slots=world + spares)
+            board["manager"] = os.getpid()
+            _write_pointer(run, folder, node)
+            with as_subreaper() as can_fork:
+                code = ProcessManager(run, world, folder, board, lock, supervisor, can_fork).keep(log)
+            for line in _read_final_lines(folder) if code != KILLED_BY_USER else ():
+                log(line)
+            return code
+        finally:
+            pointer_path(run, node).unlink(missing_ok=True)
 
 
 def pointer_path(run: RunDir, node: str = "") -> Path:
     """The file that says where the shared memory of a running run is."""
     return run.path / f".supervisor{node and '-'}{node}.json"
-
-
-def remove_leftover_memory(run: RunDir, node: str = "") -> None:
-    """Remove the shared memory of a run whose manager was killed, if it belongs to this run and user."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        left = json.loads(pointer_path(run, node).read_text(encoding="utf-8"))
-        folder = Path(left["folder"])
-        ours = folder.parent == Path(shared_memory() or tempfile.gettempdir()) and folder.name.startswith("weft-")
-        if ours and left["run"] == str(run.path.resolve()) and folder.stat().st_uid == os.getuid():
-            shutil.rmtree(folder)
 
 
 def _write_pointer(run: RunDir, folder: Path, node: str) -> None:

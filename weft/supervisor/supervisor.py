@@ -21,6 +21,7 @@ from weft.supervisor.diagnosis import Fault
 from weft.supervisor.failure_report import explain_failure, read_failure
 from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
 from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, die_with_parent
+from weft.supervisor.memory_folder import write_file
 from weft.supervisor.process_name import set_process_name
 from weft.supervisor.rank_inspection import POLL_S, exit_fault, hang_fault, kill
 from weft.supervisor.restart_limit import final_lines, give_up_code
@@ -285,9 +286,7 @@ class Supervisor:
         return self.end(explain_failure(self.run, codes, final[0], [], lines.append), lines)
 
     def end(self, code: int, lines: list[str]) -> int:
-        temporary = self.folder / "end.tmp"
-        temporary.write_text(json.dumps(lines), encoding="utf-8")
-        temporary.replace(self.folder / "end.json")
+        write_file(self.folder / "end.json", json.dumps(lines))
         self.board["end"] = code + 1
         return code
 
