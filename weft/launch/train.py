@@ -14,6 +14,7 @@ from weft.hardware.rank_environment import adopt
 from weft.job.errors import Exit, JobError, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
+from weft.launch.open_files import ensure_open_files
 from weft.launch.run_files import RunFiles, keep_earlier_run
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
 from weft.server.launcher import launch_server_run
@@ -47,6 +48,7 @@ def start(
     `resilient` starts a supervisor that replaces lost ranks; by default with several ranks.
     """
     run = RunDir(Path(job.runs_dir) / job.name)
+    ensure_open_files(plan.world)
     with run_lock(run) as lock:
         if fresh:
             keep_earlier_run(run, log)

@@ -28,7 +28,7 @@ class Attempt:
     recovered: dict[str, Any] | None = None
     """The fault before this attempt: kind, how it was handled, and when it was detected. None for the first attempt."""
     faults: list[list[Any]] = field(default_factory=list)
-    """Kind, rank and step of every fault so far, used to detect a repeated fault."""
+    """Kind, rank, step, cause and attempt of every fault so far, used to detect a repeated fault."""
     environment: dict[str, str] = field(default_factory=dict)
     """Extra environment variables of the ranks, such as the rendezvous address."""
     plan: dict[str, Any] = field(default_factory=dict)
