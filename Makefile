@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
 
-.PHONY: train test lint system clean
+.PHONY: train test test-gpu lint system clean
 
 train: $(READY)
 	$(BIN)/weft train demo
@@ -18,6 +18,10 @@ train: $(READY)
 # Tests start, stop and starve real processes: on a busy machine one may fail that is right. It gets one more try, and is named.
 test: $(READY) system
 	$(BIN)/python -m pytest -n 2 --dist loadfile --reruns 1 -rR
+
+# Needs an NVIDIA GPU; without one it says so and exits 4.
+test-gpu: $(READY)
+	$(BIN)/python -m pytest tests/gpu
 
 lint: $(READY)
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -18,9 +18,9 @@ import numpy as np
 
 from weft.planner.calibration import CALIBRATION_FOLDER, Calibration
 from weft.planner.memory.layouts_memory import GIB, memory_by_part
-from weft.planner.published.batch import gather_rows
-from weft.planner.published.framework import PURE, Stack, load_stack, stack_of
-from weft.planner.published.rows import Row, read_table
+from weft.planner.published.framework import PURE_BF16, Framework, framework_of, load_framework
+from weft.planner.published.row_arrays import gather_rows
+from weft.planner.published.rows import PublishedRun, read_table
 
 SHARP = 25.0
 """How steeply the cost of a wrong verdict rises with its distance from the limit."""
@@ -47,12 +47,12 @@ FACTORS = {
 }
 
 
-def loss(stack: Stack, rows: Sequence[Row]) -> tuple[float, int, int]:
+def loss(stack: Framework, rows: Sequence[PublishedRun]) -> tuple[float, int, int]:
     """The cost, and how many verdicts were wrong: said to fit, and said not to."""
-    by: dict[Calibration, list[Row]] = {}
+    by: dict[Calibration, list[PublishedRun]] = {}
     for row in rows:
         cal = stack.of(row)
-        cal = cal.with_(**PURE) if "bf16-true" in row.text.get("precision", "") else cal
+        cal = cal.with_(**PURE_BF16) if "bf16-true" in row.text.get("precision", "") else cal
         by.setdefault(cal, []).append(row)
     total, fits, fails = 0.0, 0, 0
     for cal, own in by.items():
@@ -74,9 +74,9 @@ def loss(stack: Stack, rows: Sequence[Row]) -> tuple[float, int, int]:
 CACHE: dict[str, tuple] = {}  # type: ignore[type-arg]
 
 
-def search(name: str, rows: Sequence[Row], tries: int) -> Stack:
+def search(name: str, rows: Sequence[PublishedRun], tries: int) -> Framework:
     """Widely at first, then around the best."""
-    start, free = load_stack(name), FREE[name]
+    start, free = load_framework(name), FREE[name]
     factors = FACTORS.get(name, {})
     names, keys = list(free), list(factors)
     low = np.array([free[n][0] for n in names] + [0.5 * factors[k] for k in keys])
@@ -94,14 +94,14 @@ def search(name: str, rows: Sequence[Row], tries: int) -> Stack:
         variants = {k: dict(v) for k, v in start.variants.items()}
         for key, factor in zip(keys, point[len(names) :], strict=True):
             variants[key]["activation"] = round(told["activation"] * float(factor), 3)
-        tried = Stack(name, start.base.with_(**{**told, **FIXED.get(name, {})}), variants)
+        tried = Framework(name, start.base.with_(**{**told, **FIXED.get(name, {})}), variants)
         value = loss(tried, rows)[0]
         if value < best_value:
             best_value, best, found = value, point, tried
     return found
 
 
-def held_out(name: str, rows: Sequence[Row], tries: int) -> None:
+def held_out(name: str, rows: Sequence[PublishedRun], tries: int) -> None:
     """Verdicts and peaks of every model by a fit without it."""
     fits = fails = 0
     for model in sorted({row.model_name for row in rows}):
@@ -127,7 +127,7 @@ def main() -> None:
     for name in FREE:
         if args.only and name not in args.only.split(","):
             continue
-        rows = [r for r in every if stack_of(r) == name and r.text.get("recompute") and r.text.get("trust") != "C"]
+        rows = [r for r in every if framework_of(r) == name and r.text.get("recompute") and r.text.get("trust") != "C"]
         if args.held_out:
             held_out(name, rows, args.tries)
             continue

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from weft.planner.calibration import CALIBRATION_FOLDER, Calibration
-from weft.planner.published.batch import estimate_rows
 from weft.planner.published.fitting import fit, profile
-from weft.planner.published.framework import Stack, stack_of
-from weft.planner.published.rows import Row, read_table
+from weft.planner.published.framework import Framework, framework_of
+from weft.planner.published.row_arrays import estimate_rows
+from weft.planner.published.rows import PublishedRun, read_table
 
 MATMUL = ("matmul", "wave", "depth")
 LINKS = ("link", "network", "latency", "jitter")
@@ -37,9 +37,9 @@ class Recipe:
     free: tuple[str, ...]
     variants: dict[str, tuple[dict[str, float], tuple[str, ...]]] = field(default_factory=dict)
     """Key of a variant → what is set in it, and what is fitted again on its rows alone."""
-    main: Callable[[Row], bool] = lambda row: True
+    main: Callable[[PublishedRun], bool] = lambda row: True
     """The rows the base is fitted on; all others belong to variants."""
-    weight: Callable[[Row], int] = lambda row: 1
+    weight: Callable[[PublishedRun], int] = lambda row: 1
     profiled: bool = False
     """Whether measured block times of the rows' shapes join the formulas."""
 
@@ -144,7 +144,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def fit_stack(recipe: Recipe, rows: Sequence[Row], name: str) -> Stack:
+def fit_stack(recipe: Recipe, rows: Sequence[PublishedRun], name: str) -> Framework:
     """Base first, then each variant from the base."""
     main = [row for row in rows if recipe.main(row) for _ in range(recipe.weight(row))]
     base = fit(main or rows, recipe.start, recipe.free).with_(name=name)
@@ -152,21 +152,21 @@ def fit_stack(recipe: Recipe, rows: Sequence[Row], name: str) -> Stack:
         base = profile([row for row in main if row.cluster.world <= row.cluster.node_size], base)
     variants: dict[str, dict[str, float]] = {}
     for key, (fixed, free) in recipe.variants.items():
-        bare = Stack(name, base, {key: fixed})
+        bare = Framework(name, base, {key: fixed})
         own = [
             row
             for row in rows
-            if not recipe.main(row) and Stack(name, base, {key: {"jitter": -1.0}}).of(row).jitter < 0
+            if not recipe.main(row) and Framework(name, base, {key: {"jitter": -1.0}}).of(row).jitter < 0
         ]
         if own:
             found = fit(own, base.with_(**fixed), free)
             variants[key] = {**bare.variants[key], **{n: getattr(found, n) for n in free}}
         else:
             variants[key] = fixed
-    return Stack(name, base, variants)
+    return Framework(name, base, variants)
 
 
-def errors(stack: Stack, rows: Sequence[Row]) -> np.ndarray:
+def errors(stack: Framework, rows: Sequence[PublishedRun]) -> np.ndarray:
     """Predicted over measured, less one."""
     out = np.zeros(len(rows))
     cals: dict[Calibration, list[int]] = {}
@@ -178,12 +178,12 @@ def errors(stack: Stack, rows: Sequence[Row]) -> np.ndarray:
     return out
 
 
-def groups(rows: Sequence[Row]) -> list[str]:
+def groups(rows: Sequence[PublishedRun]) -> list[str]:
     names = [row.model_name for row in rows]
     return names if len(set(names)) > 1 else [f"pp {row.layout['pp']}" for row in rows]
 
 
-def held_out(recipe: Recipe, rows: Sequence[Row], name: str) -> np.ndarray:
+def held_out(recipe: Recipe, rows: Sequence[PublishedRun], name: str) -> np.ndarray:
     """Errors of every row by fits without its group; groups are dealt into at most five folds, the largest first."""
     keys = groups(rows)
     sizes = sorted(set(keys), key=lambda k: -keys.count(k))
@@ -208,20 +208,20 @@ def show(name: str, e: np.ndarray) -> dict[str, float]:
     return {k: round(float(v), 4) for k, v in told.items()}
 
 
-def rows_of(path: Path) -> dict[str, list[Row]]:
+def rows_of(path: Path) -> dict[str, list[PublishedRun]]:
     """Rows with a time, by stack. Other people's FSDP runs are few and of trust B: they calibrate, unscored."""
-    out: dict[str, list[Row]] = {}
+    out: dict[str, list[PublishedRun]] = {}
     for row in read_table(path)[0]:
         if row.seconds:
-            out.setdefault(stack_of(row), []).append(row)
+            out.setdefault(framework_of(row), []).append(row)
         elif (
             row.why_not == "trust B"
-            and stack_of(row) == "fsdp"
+            and framework_of(row) == "fsdp"
             and row.text["task"] == "pretrain"
             and row.text["tokens_per_s_per_gpu"]
         ):
             tokens = float(row.text["tokens_per_s_per_gpu"]) * row.cluster.world
-            again = Row(**{**row.__dict__, "seconds": row.global_batch * row.model.seq_len / tokens})
+            again = PublishedRun(**{**row.__dict__, "seconds": row.global_batch * row.model.seq_len / tokens})
             out.setdefault("fsdp", []).append(again)
     return out
 
@@ -255,7 +255,7 @@ def main() -> None:
         )
 
 
-def write(stack: Stack, spread: float, recipe: Recipe, rows: int) -> None:
+def write(stack: Framework, spread: float, recipe: Recipe, rows: int) -> None:
     """Only what differs from the defaults; memory settings that are already in the file stay."""
     path = CALIBRATION_FOLDER / f"{stack.name}.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.planner.published.framework import load_stack
-from weft.planner.published.rows import Row, read_table
+from weft.planner.published.framework import load_framework
+from weft.planner.published.rows import PublishedRun, read_table
 from weft.planner.published.score import errors, predict, score_table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -95,15 +95,15 @@ def held_out() -> str:
     return "\n".join(lines)
 
 
-def unknown(rows: list[Row]) -> str:
+def unknown(rows: list[PublishedRun]) -> str:
     """Every source as if nobody had fitted it: by the default calibration alone, and helped by its other models."""
     lines = [
         "| source | rows | default alone: median | p90 | helped by other models: median | p90 |",
         "|---|---|---|---|---|---|",
     ]
-    default = load_stack("default").of
+    default = load_framework("default").of
     for source in sorted({row.source for row in rows}):
-        own = [Row(**{**row.__dict__, "source": f"unknown {source}"}) for row in rows if row.source == source]
+        own = [PublishedRun(**{**row.__dict__, "source": f"unknown {source}"}) for row in rows if row.source == source]
         measured = np.array([row.seconds for row in own], float)
         cells = [source, str(len(own))]
         for scale in (False, True):

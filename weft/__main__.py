@@ -10,7 +10,8 @@ import sys
 def main() -> None:
     """Run the command line. A stop signal during the imports exits at once with its code: nothing is to be saved."""
     interrupted, preempted = 130, 75  # weft.job.errors.Exit, which would import pydantic
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(interrupted))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(interrupted))
     if "train" in sys.argv[1:2]:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup

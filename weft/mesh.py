@@ -15,8 +15,9 @@ from weft.comm.axis import Axis
 from weft.comm.dtensor_internals import flatten_mesh, join_meshes
 from weft.comm.fake_internals import join_fake_group
 from weft.comm.meter import Meter
-from weft.hardware.network import name_interface
-from weft.hardware.rank_environment import standing, under_mpi
+from weft.hardware.network import export_interface
+from weft.hardware.rank_environment import rank_info, under_mpi
+from weft.hardware.shared_devices import act_as_own_host, memory_fraction, ranks_per_device, use_many_queues
 from weft.job.errors import MachineError
 from weft.planner.plan import Plan
 
@@ -117,13 +118,28 @@ class Mesh:
             with self.meter.inside("everyone", "barrier"):
                 dist.barrier(group=self.host_group)
 
+    def create_communicators(self) -> None:
+        """Create the NCCL communicator of every group now, by a first collective on each, in one order on all ranks.
+
+        Otherwise each is created by its first operation, which may be a message between two of its ranks, beside other
+        operations that wait for one another.
+        """
+        assert self.device_mesh is not None
+        meshes = [self.device_mesh, *(m for m in (self.joined, self.folded) if m is not None)]
+        groups = [g for mesh in meshes for g in mesh.get_all_groups()]
+        groups += [axis.group for axis in self.every_axis()]
+        one = torch.ones(1, device=self.device)
+        for group in {g.group_name: g for g in groups if g.size() > 1}.values():
+            dist.all_reduce(one, group=group)
+        torch.cuda.synchronize(self.device)
+
     def close(self) -> None:
         if self.everyone is not None:
             dist.destroy_process_group()
 
 
 def local_device(plan: Plan, local_rank: int) -> torch.device:
-    """Where a rank computes; several ranks may share a GPU (over Gloo)."""
+    """Where a rank computes; several ranks may share a GPU."""
     if plan.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -139,17 +155,23 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
     The rank comes from the environment (weft.hardware.rank_environment). The ranks meet in the file WEFT_STORE where it
     is given (one machine: no port to race for), else at MASTER_ADDR:MASTER_PORT, else through MPI.
     """
-    here = standing()
+    here = rank_info()
     if here.world != plan.world:
         raise MachineError(f"the plan needs {plan.world} ranks, but {here.world} were started")
+    if plan.device == "cuda":
+        use_many_queues()
     device = local_device(plan, here.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        sharing = ranks_per_device(here.local_world, torch.cuda.device_count())
+        torch.cuda.set_per_process_memory_fraction(memory_fraction(sharing) if sharing > 1 else 1.0, device)
+        if sharing > 1 and plan.backend == "nccl":
+            act_as_own_host(one_node=here.local_world == here.world)
     if here.world == 1:
         return Mesh(0, 1, device, None, {}, None, None, None)
     timeout = datetime.timedelta(seconds=timeout_s)
     if here.local_world < here.world:
-        name_interface()
+        export_interface()
     if plan.backend == "mpi":
         if not under_mpi():
             raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
@@ -161,6 +183,8 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
                             world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
     mesh = mesh_of(plan, device, timeout, host_backend)
     mesh.store = store  # torch keeps only the half of it that is not Python
+    if plan.backend == "nccl":
+        mesh.create_communicators()
     return mesh
 
 
@@ -176,7 +200,7 @@ def _meeting(timeout: datetime.timedelta) -> dist.Store | None:
     """Where the ranks meet; None leaves it to torch, which reads MASTER_ADDR and MASTER_PORT."""
     file = os.environ.get("WEFT_STORE")
     if file:
-        return dist.FileStore(file, standing().world)
+        return dist.FileStore(file, rank_info().world)
     return mpi.meet(timeout) if under_mpi() and "MASTER_ADDR" not in os.environ else None
 
 
@@ -197,7 +221,7 @@ def pretend(plan: Plan, rank: int) -> Mesh:
 
 def ranks_of_a_node(plan: Plan) -> int:
     """Ranks lie on nodes in order, as many on each as its starter put there, or as the plan says if that is fewer."""
-    here = standing()
+    here = rank_info()
     started = here.local_world if here.world == plan.world else plan.world
     return max(1, min(plan.world // plan.nodes, started))
 

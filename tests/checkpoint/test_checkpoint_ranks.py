@@ -27,7 +27,7 @@ from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.format import SavedCheckpoint, list_checkpoints, newest_good, read_meta, verify
 from weft.checkpoint.reader import load_full
 from weft.job.errors import JobError
-from weft.launch.rank_pool import IMPORTED
+from weft.launch.rank_pool import PRELOADED
 
 Events = list[tuple[str, dict[str, Any]]]
 
@@ -369,7 +369,7 @@ def _write_report(folder: Path, rank: int, report: dict[str, str]) -> None:
 
 def _spawn(world: int, folder: Path, checks: list[Callable[[Ranks], None]]) -> dict[str, list[str]]:
     """Each check's outcome by rank."""
-    mp.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
     work = (world, folder, checks)
     started = mp.start_processes(_rank, args=work, nprocs=world, join=False, start_method="forkserver")
     for process in started.processes:

@@ -176,7 +176,7 @@ def test_a_hostile_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
         load_full(tmp_path / "step-00000002")
 
 
-def test_a_run_continues_from_nothing_that_no_run_would_say() -> None:
+def test_invalid_metadata_is_refused() -> None:
     good = {
         "step": 4, "tokens": 9, "samples": 8, "scale": {"value": 1.0, "quiet": 0, "skipped": 0}, "skipped_steps": [3],
         "job": {"model": {}, "data": {}, "train": {}},
@@ -187,7 +187,7 @@ def test_a_run_continues_from_nothing_that_no_run_would_say() -> None:
         "step": -1, "samples": 10**30, "tokens": "9", "scale": {"value": float("nan"), "quiet": 0}, "job": [],
         "plan": {"dp_shard": "x"}, "skipped_steps": {"a": 1},
     }.items():  # fmt: skip
-        assert "not what a run says" in (meta_problem({**good, key: value}) or "")
+        assert "not that of a run" in (meta_problem({**good, key: value}) or "")
 
 
 def test_a_full_disk_costs_the_journal_no_line(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import Said, python, weft, write_job
+from helpers.command import Output, python, weft, write_job
 from safetensors.torch import load_file
 
 import weft as package
@@ -20,9 +20,9 @@ from weft.cli import main
 from weft.job import Job, load_job
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
-from weft.training.weights import newest
+from weft.training.export import newest
 
-Command = Callable[..., Said]
+Command = Callable[..., Output]
 
 JOB = {
     "name": "tiny",
@@ -55,7 +55,7 @@ def run(folder: Path) -> RunDir:
 def command(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     """The command line in this process, in the folder of the runs."""
 
-    def call(*args: str) -> Said:
+    def call(*args: str) -> Output:
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", ["weft", *args])
         capfd.readouterr()
@@ -64,7 +64,7 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
             main()
         except SystemExit as end:
             code = int(end.code or 0)
-        return Said(code, *capfd.readouterr())
+        return Output(code, *capfd.readouterr())
 
     return call
 
@@ -104,7 +104,7 @@ def test_every_command_has_help(command: Command) -> None:
     ):
         assert f" {verb} " in said.out
         assert command(verb, "--help").code == 0
-    assert "Weft weaves one training run across any number of devices." in said.out
+    assert "Distributed training of neural networks with PyTorch" in said.out
     assert command().err == said.out
 
 
@@ -190,8 +190,8 @@ def test_the_run_s_folder(run: RunDir) -> None:
         (("prove", "job.yaml", "--steps", "0"), "Invalid value for '--steps'"),
         (("generate", "tinny"), "weft: no run is at tinny or runs/tinny; did you mean tiny?"),
         (("report", "nothing"), "weft: no run is at nothing or runs/nothing; runs here: tiny"),
-        (("export", "tiny", "--to", "onnx"), "weft: --to 'onnx' is not known; safetensors is"),
-        (("export", "tiny", "--dtype", "int4"), "weft: --dtype 'int4' is not known; use fp32, bf16, fp16"),
+        (("export", "tiny", "--to", "onnx"), "weft: --to 'onnx' is not a known format; use safetensors"),
+        (("export", "tiny", "--dtype", "int4"), "weft: --dtype 'int4' is not supported; use fp32, bf16, fp16"),
         (("data",), "Usage: weft data"),
         (("data", "build", "nothing.txt", "--out", "x"), "weft: "),
         (("trian", "job.yaml"), "No such command 'trian'"),

@@ -18,7 +18,7 @@ from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.planner.plan import Plan
-from weft.training.traffic import Traffic
+from weft.training.comm_metrics import CommMetrics
 from weft.watch.figures.steps import figures
 from weft.watch.journal import Journal
 from weft.watch.report import write_report
@@ -64,22 +64,22 @@ def test_bytes_inside_a_node_and_between_nodes(pool: RankPool) -> None:
 def watched(job: Job) -> tuple[list[dict[str, float]], dict[str, Counted], bool]:
     """Two steps, of which the second is watched: its figures, and what the axes counted in it."""
     job, _, mesh, stepper, loader = begin(job)
-    traffic = Traffic(mesh, 2)
+    comm = CommMetrics(mesh, 2)
     found: list[dict[str, float]] = []
     counts: dict[str, Counted] = {}
     for step, batches in zip(range(2), loader, strict=False):
-        traffic.turn(step)
+        comm.next_step(step)
         for axis in mesh.every_axis():
             axis.reset()
         stepper.update(stepper.gradients(batches), stepper.learning_rate())
         counts = {axis.name: axis.read() for axis in mesh.axes.values()}
-        found.append(traffic.figures(traffic.timeline, 1.0))
-    traffic.turn(2)
+        found.append(comm.figures(comm.timeline, 1.0))
+    comm.next_step(2)
     return found, counts, mesh.meter.timeline is None
 
 
 def weights_of(job: Job) -> Tensor:
-    from weft.models.build import build_model
+    from weft.models.build_model import build_model
     from weft.planner import make_plan
 
     return torch.tensor(sum(p.numel() for p in build_model(make_plan(job)[0].model, 0).parameters()))

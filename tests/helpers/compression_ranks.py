@@ -19,7 +19,7 @@ from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
 from weft.job.compression import parse_compression
 from weft.job.schema import Job
-from weft.training.optional_state import load_maxima, load_owed
+from weft.training.optional_state import load_amax_history, load_residuals
 from weft.verify.prove import join_stages
 
 
@@ -57,11 +57,11 @@ def journey(
     state, spread_model = stepper.state, stepper.state.model
     checkpoints = Checkpointer(Path(folder or "."), group=mesh.host_group, keep=9, keep_every=0, background=False)
     if folder and checkpoints.newest() is not None:
-        found = checkpoints.load_newest(tensors := state.empty_like(saved_world=0))
+        found = checkpoints.load_newest(tensors := state.loadable_tensors(saved_world=0))
         assert found is not None
-        state.adopt(tensors, found.meta)
-        load_owed(checkpoints, found, state)
-        load_maxima(checkpoints, found, state)
+        state.restore(tensors, found.meta)
+        load_residuals(checkpoints, found, state)
+        load_amax_history(checkpoints, found, state)
     for compressor in spread_model.compressors if bare else []:
         for channel in compressor.channels:
             channel.way = Way(channel.way.gradients, None)

@@ -103,7 +103,7 @@ def move_experts(job: Job, how: str) -> Moved:
             home = count // plan.ep
             pairs = {(0, r) for r in range(1, plan.ep)} | {(count - 1, 0), (1, 1)}
             load.place({block: tuple((e, r) for e, r in pairs if e // home != r) for block in load.blocks})
-            state.adopt({}, state.counts())  # as after a fault
+            state.restore({}, state.counts())  # as after a fault
         elif i == 0 and how != "still":
             room = 2 if how == "both" else 0
             rebalance(state, replace(plan, ep_rebalance=-1.0, ep_copies=room, ep_copy_rows=0.0))

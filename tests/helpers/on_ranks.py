@@ -26,7 +26,7 @@ from weft.job.errors import WeftError
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
 from weft.optim.adafactor import add_up
-from weft.optim.clip import cut_axes
+from weft.optim.clip import sharded_axes
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.training.build import build_state
 from weft.training.step import Stepper
@@ -129,10 +129,10 @@ def move(job: Job | Planned, folder: str, train: int, file: str) -> int | None:
     job, plan, mesh, stepper, _ = begin(job)
     state = stepper.state
     checkpoints = Checkpointer(Path(folder), group=mesh.host_group, keep=9, keep_every=0, background=False)
-    tensors = state.empty_like(saved_world=0)
+    tensors = state.loadable_tensors(saved_world=0)
     found = checkpoints.load_newest(tensors)
     if found is not None:
-        state.adopt(tensors, found.meta)
+        state.restore(tensors, found.meta)
     opened = _whole_state(stepper)
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
@@ -204,7 +204,7 @@ class Collectives(TorchDispatchMode):
 
 def _shard(master: Tensor, mesh: Mesh) -> tuple[tuple[tuple[str, int], ...], str]:
     local = master.to_local() if isinstance(master, DTensor) else master
-    where = tuple((axis, mesh.coord(axis)) for axis in cut_axes(master))
+    where = tuple((axis, mesh.coord(axis)) for axis in sharded_axes(master))
     return where, hashlib.sha256(local.detach().contiguous().numpy().tobytes()).hexdigest()
 
 

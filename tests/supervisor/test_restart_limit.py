@@ -7,7 +7,7 @@ from typing import Any
 from helpers.command import python, write_job
 
 from weft.job.errors import Exit
-from weft.supervisor.diagnosis import Fault
+from weft.supervisor.diagnosis import FaultReport
 from weft.supervisor.restart_limit import (
     MAX_BACKOFF_S,
     MAX_SAME_FAULT,
@@ -19,11 +19,11 @@ from weft.supervisor.restart_limit import (
 )
 
 
-def fault(rank: int, why: str, step: int = 0, kind: str = "raised") -> Fault:
-    return Fault(kind, rank, why, step)
+def fault(rank: int, why: str, step: int = 0, kind: str = "raised") -> FaultReport:
+    return FaultReport(kind, rank, why, step)
 
 
-def after(*attempts: list[Fault]) -> list[list[Any]]:
+def after(*attempts: list[FaultReport]) -> list[list[Any]]:
     return [entry(f, number + 1) for number, faults in enumerate(attempts) for f in faults]
 
 

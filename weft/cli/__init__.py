@@ -1,4 +1,4 @@
-"""One command a verb, each a few lines that call the rooms below. Rooms are imported where they are used."""
+"""The command line: one function per command, grouped in modules. Commands import what they use when they run."""
 
 from __future__ import annotations
 
@@ -8,49 +8,44 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from weft.cli import bench as measure
-from weft.cli import data as stores
-from weft.cli import machine as here
-from weft.cli import planning as plans
-from weft.cli import results
-from weft.cli import train as runs
-from weft.cli.common import say
+from weft.cli import bench, data, machine, planning, results, train
+from weft.cli.common import print_json, print_stderr
 
 app = typer.Typer(
     name="weft", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
-    help="Weft weaves one training run across any number of devices.",
-    epilog="JOB is a recipe's name (weft recipes) or a YAML file; key=value changes it, as in train.steps=100.",
+    help="Distributed training of neural networks with PyTorch, on any number of devices.",
+    epilog="JOB is a recipe's name (weft recipes) or a YAML file; key=value changes a field, as in train.steps=100.",
 )  # fmt: skip
 
-VERBS: tuple[Callable[..., None], ...] = (
-    runs.train, plans.plan, plans.estimate, runs.prove, runs.chaos, plans.dryrun, plans.calibrate, results.generate,
-    results.export, results.report, here.doctor, here.schema, here.recipes, here.lesson,
+COMMANDS: tuple[Callable[..., None], ...] = (
+    train.train, planning.plan, planning.estimate, train.prove, train.chaos, planning.dryrun, planning.calibrate,
+    results.generate, results.export, results.report, machine.doctor, machine.schema, machine.recipes, machine.lesson,
 )  # fmt: skip
-"""In the order in which --help lists them."""
+"""The commands, in the order of --help."""
 
-FAMILIES: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
-    "data": ("Token stores.", {"build": stores.data_build}),
+GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
+    "data": ("Build token stores.", {"build": data.data_build}),
     "bench": (
-        "Measurements on this machine.",
-        {"step": measure.bench_step, "collectives": measure.bench_collectives},
+        "Measure this machine.",
+        {"step": bench.bench_step, "collectives": bench.bench_collectives},
     ),
 }
-"""Verbs of two words."""
+"""Commands of two words: the help text of a group and its commands."""
 
-for verb in VERBS:
-    app.command()(verb)
-for family, (what, members) in FAMILIES.items():
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=what)
-    for name, verb in members.items():
-        group.command(name)(verb)
-    app.add_typer(group, name=family)
+for command in COMMANDS:
+    app.command()(command)
+for group_name, (help_text, members) in GROUPS.items():
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help_text)
+    for name, command in members.items():
+        group.command(name)(command)
+    app.add_typer(group, name=group_name)
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
@@ -60,29 +55,57 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
-    """Weft weaves one training run across any number of devices."""
+    """Distributed training of neural networks with PyTorch, on any number of devices."""
 
 
 def main() -> None:
-    """The entry point: a person's mistake is one sentence and an exit code, never a traceback."""
+    """Run a command. A user's mistake ends with one sentence and an exit code; with --json, also as JSON on stdout."""
     from weft.job.errors import Exit, WeftError
 
-    gc.set_threshold(100_000, 20, 20)  # a command imports much that stays, and lives shortly
-    # once the exit code is known, one Ctrl-C more shall not change it
+    gc.set_threshold(100_000, 20, 20)  # a command imports many long-lived objects and ends soon
+    # another Ctrl-C during shutdown does not change the exit code
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    as_json = "--json" in sys.argv[1:]
+    stdout = _CountedOutput(sys.stdout)
+    sys.stdout = stdout
+    code, text = int(Exit.DONE), ""
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        app(prog_name="weft")
+        code = app(prog_name="weft", standalone_mode=not as_json) or code
     except WeftError as error:
-        say(f"weft: {error}")
-        sys.exit(int(error.exit_code))
+        code, text = int(error.exit_code), str(error)
     except KeyboardInterrupt:
-        sys.exit(int(Exit.INTERRUPTED))
+        code = int(Exit.INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(int(Exit.DONE))
     except OSError as error:
-        say(f"weft: {error.strerror or error}: {error.filename or 'the machine refused'}")
-        sys.exit(int(Exit.MACHINE))
+        where = f": {error.filename}" if error.filename else ""
+        code, text = int(Exit.MACHINE), f"{error.strerror or error}{where}"
+    except Exception as error:  # with --json, a mistake in the arguments arrives as an exception of click
+        if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
+            raise
+        code, text = int(Exit.JOB), error.format_message()
+    finally:
+        sys.stdout = stdout.stream
+    if as_json and code and not stdout.written:
+        print_json({"error": text or f"ended with exit code {code}", "code": code})
+    if text:
+        print_stderr(f"weft: {text}")
+    sys.exit(code)
+
+
+class _CountedOutput:
+    """A stream that records whether anything was written to it."""
+
+    def __init__(self, stream: Any):
+        self.stream, self.written = stream, False
+
+    def write(self, text: str) -> int:
+        self.written = True
+        return int(self.stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)

@@ -7,47 +7,49 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, JobArg, Nproc, Overrides, say
+from weft.cli.common import AsJson, JobArg, Nproc, Overrides, clean_up_on_interrupt, print_stderr
 
 
 def bench_step(
     job: JobArg,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to profile.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps to profile.")] = 3,
     nproc: Nproc = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where one step's time goes, by class of kernel, and how far each is from what the device can do."""
+    """Profile a training step: time by class of kernel, and how much of the device's peak each reaches."""
     from weft.job.load import load_job
 
     described = load_job(job, overrides or ())
     from weft.measure.step_profile import bench_step, show
 
-    code, run = bench_step(described, nproc, steps, say)
+    clean_up_on_interrupt()
+    code, run = bench_step(described, nproc, steps, print_stderr)
     if code:
         raise typer.Exit(code)
     print(run.profile.read_text(encoding="utf-8") if as_json else show(run))
     if not as_json:
-        say(f"profile: {run.profile}; picture: {run.report}")
+        print_stderr(f"profile: {run.profile}; picture: {run.report}")
 
 
 def bench_collectives(
     nproc: Nproc = None,
-    kinds: Annotated[str | None, typer.Option(help="Such as all_reduce,broadcast. Left out: every collective.")] = None,
-    algorithms: Annotated[str | None, typer.Option(help="Such as native,ring. Left out: every algorithm.")] = None,
-    dtypes: Annotated[str, typer.Option(help="Such as fp32,bf16,fp16,int64.")] = "fp32,bf16",
-    smallest: Annotated[str, typer.Option("--min", help="The smallest size.")] = "1K",
-    largest: Annotated[str, typer.Option("--max", help="The largest size.")] = "4M",
-    device: Annotated[str, typer.Option(help="cpu or cuda. auto: GPUs where there are several.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=0, help="About how long to measure.")] = 15.0,
+    kinds: Annotated[str | None, typer.Option(help="Collectives, such as all_reduce,broadcast. Default: all.")] = None,
+    algorithms: Annotated[str | None, typer.Option(help="Algorithms, such as native,ring. Default: all.")] = None,
+    dtypes: Annotated[str, typer.Option(help="Data types, such as fp32,bf16,fp16,int64.")] = "fp32,bf16",
+    smallest: Annotated[str, typer.Option("--min", help="Smallest message size.")] = "1K",
+    largest: Annotated[str, typer.Option("--max", help="Largest message size.")] = "4M",
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto uses GPUs if there are several.")] = "auto",
+    seconds: Annotated[float, typer.Option(min=0, help="Approximate duration of the measurement.")] = 15.0,
     layout: Annotated[
-        str | None, typer.Option(help="A mesh, such as 'dp_shard 2 x tp 2'; each axis is measured.")
+        str | None, typer.Option(help="Measure each axis of a mesh, such as 'dp_shard 2 x tp 2'.")
     ] = None,
-    axes: Annotated[str | None, typer.Option(help="Of the mesh, such as tp,everyone. Left out: all.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Draw it as one offline page.")] = None,
+    axes: Annotated[str | None, typer.Option(help="Axes of the mesh, such as tp,everyone. Default: all.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the results as an HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure every collective, on local ranks or those that torchrun or mpirun started: α, β and bandwidth."""
+    """Measure collectives: latency and bandwidth on local ranks, or on those started by torchrun or mpirun."""
     from weft.measure.collectives import run_and_show
 
+    clean_up_on_interrupt()
     run_and_show(nproc, kinds, algorithms, dtypes, smallest, largest, device, seconds, html, as_json, layout, axes)

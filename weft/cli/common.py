@@ -1,8 +1,9 @@
-"""What verbs have in common: arguments that mean the same everywhere, and where their words go."""
+"""Arguments and output that the commands share."""
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -13,13 +14,33 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the job, such as optim.lr=3e-4.")
 ]
 RunArg = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name below runs/.")]
-Nproc = Annotated[int | None, typer.Option("--nproc", "-n", min=1, help="Ranks to start on this machine.")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON alone on stdout.")]
+Nproc = Annotated[int | None, typer.Option("--nproc", "-n", min=1, help="Number of ranks on this machine.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda; ranks share GPUs where there are fewer of them.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
+    """Print a line for people, so that stdout holds only results."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
+    """Print a result as JSON on stdout."""
     print(json.dumps(value, indent=2, default=str))
+
+
+def clean_up_on_interrupt() -> None:
+    """From now on Ctrl-C raises KeyboardInterrupt: the command starts processes or writes files."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def on_device(overrides: list[str] | None, device: str | None) -> list[str]:
+    """The overrides of a job for ranks of this machine on a device, which they may share."""
+    from weft.job.errors import JobError
+
+    if device not in (None, "cpu", "cuda"):
+        raise JobError(f"--device {device} is not a kind of local device; cpu or cuda would work")
+    chosen = [f"cluster.device={device}"] if device else []
+    return [*(overrides or ()), *chosen, *(["cluster.share_devices=true"] if device == "cuda" else [])]

@@ -1,4 +1,4 @@
-"""`weft data`: token stores."""
+"""`weft data`: building token stores."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, print_json
+from weft.cli.common import AsJson, clean_up_on_interrupt, print_json
 
 
 def data_build(
     sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Text files, JSONL files or folders.")],
-    out: Annotated[Path, typer.Option(help="The store's folder.")],
+    out: Annotated[Path, typer.Option(help="Folder of the token store.")],
     tokenizer: Annotated[
-        str, typer.Option(help="bytes, bpe:N to train one of N tokens, or a tokenizer.json.")
+        str, typer.Option(help="bytes, bpe:N to train a BPE tokenizer of N tokens, or a tokenizer.json.")
     ] = "bytes",
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes. Left out: the cores.")] = None,
-    field: Annotated[str, typer.Option(help="Which field of a JSONL line holds the text.")] = "text",
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of processes. Default: one per core.")] = None,
+    field: Annotated[str, typer.Option(help="Field of a JSONL line with the text.")] = "text",
     as_json: AsJson = False,
 ) -> None:
-    """Turn text into a memory-mapped token store. Started again after a kill, it continues."""
-    from weft.data.build import build
+    """Tokenize text into a memory-mapped token store. An interrupted build continues when it is run again."""
+    from weft.data.build_store import build
     from weft.watch.progress import byte_bar
 
+    clean_up_on_interrupt()
     with byte_bar("building", quiet=as_json) as progress:
         made = build(sources, out, tokenizer, workers, field, progress)
     if as_json:

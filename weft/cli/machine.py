@@ -1,4 +1,4 @@
-"""Verbs that show what is here: the machine, the fields of a job, recipes, lessons."""
+"""`weft doctor`, `schema`, `recipes` and `lesson`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, print_json
+from weft.cli.common import AsJson, clean_up_on_interrupt, print_json
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Say what this machine has, what is missing, and what to do. Exit code 4 if something is missing."""
+    """Check whether this machine is ready for training. Exit code 4 if something required is missing."""
     from weft.hardware.doctor import diagnose, show, to_json, worst
     from weft.job.errors import Exit
 
@@ -22,7 +22,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def schema() -> None:
-    """Print the JSON Schema of a job."""
+    """Print the JSON Schema of job files."""
     from weft.job.schema import Job
 
     print_json(Job.model_json_schema())
@@ -30,9 +30,11 @@ def schema() -> None:
 
 def recipes(as_json: AsJson = False) -> None:
     """List the recipes."""
-    from weft.job.load import recipes as known
+    from weft.job.load import recipes as find_recipes
 
-    lines = {name: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for name, path in known().items()}
+    lines = {
+        name: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for name, path in find_recipes().items()
+    }
     if as_json:
         print_json(lines)
         return
@@ -41,8 +43,10 @@ def recipes(as_json: AsJson = False) -> None:
         print(f"{name:{width}}  {text}")
 
 
-def lesson(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Left out: list them.")] = None) -> None:
-    """Run a lesson: one parallelism by hand, in plain PyTorch, on ranks of this machine."""
+def lesson(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Name of a lesson. Default: list all.")] = None,
+) -> None:
+    """Run a lesson: one kind of parallelism by hand in plain PyTorch, on local ranks."""
     from weft.job.errors import JobError
     from weft.job.load import lessons
 
@@ -52,5 +56,6 @@ def lesson(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Le
             print(f"{each:16} {path.read_text(encoding='utf-8').splitlines()[0].strip(chr(34))}")
         return
     if name not in known:
-        raise JobError(f"no lesson is named {name!r}; lessons: {', '.join(known) or 'none'}")
+        raise JobError(f"unknown lesson {name!r}; lessons: {', '.join(known) or 'none'}")
+    clean_up_on_interrupt()
     raise typer.Exit(subprocess.run([sys.executable, known[name]], check=False).returncode)

@@ -1,4 +1,4 @@
-"""Verbs that look ahead: the layout of a job, what it takes, a step without devices, a measured machine."""
+"""`weft plan`, `estimate`, `dryrun` and `calibrate`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, JobArg, Nproc, Overrides, print_json, say
+from weft.cli.common import AsJson, JobArg, Nproc, Overrides, clean_up_on_interrupt, print_json, print_stderr
 
 
 def plan(
@@ -15,41 +15,48 @@ def plan(
     overrides: Overrides = None,
     nproc: Nproc = None,
     gantt: Annotated[bool, typer.Option("--gantt", help="Draw the simulated time line of a pipelined step.")] = False,
-    top: Annotated[int, typer.Option("--top", min=1, help="Layouts to list, the winner and the runner-ups.")] = 5,
+    top: Annotated[
+        int, typer.Option("--top", min=1, help="Number of layouts to list: the best and the runners-up.")
+    ] = 5,
     pareto: Annotated[
-        bool, typer.Option("--pareto", help="List the front over time, memory, money and energy.")
+        bool, typer.Option("--pareto", help="List the Pareto front over time, memory, cost and energy.")
     ] = False,
-    why_not: Annotated[str | None, typer.Option("--why-not", help="Explain a layout, such as 'tp=8 pp=2'.")] = None,
+    why_not: Annotated[
+        str | None, typer.Option("--why-not", help="Explain why a layout was not chosen, such as 'tp=8 pp=2'.")
+    ] = None,
     compare: Annotated[
-        str | None, typer.Option("--compare", help="Offers to price the run on: clouds, NAME:spot, own.")
+        str | None, typer.Option("--compare", help="Compare the cost of the run on offers: a cloud, CLOUD:spot or own.")
     ] = None,
     history: Annotated[
-        Path | None, typer.Option("--history", help="A folder of runs to correct the estimate by.")
+        Path | None, typer.Option("--history", help="Correct the estimates by the measured runs of this folder.")
     ] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="Also choose batch, rate, warm-up and ramp.")] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Also advise batch size, learning rate, warm-up and batch ramp.")
+    ] = False,
     tokens: Annotated[float | None, typer.Option("--tokens", min=1, max=1e18, help="Token budget of --tune.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Draw the plan as one offline page.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the plan as an HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search the best way to spread a job, and show why, what it takes, and what else there is."""
-    from weft.cli.views.plan import Asked, show
+    """Find the best parallel layout of a job; show the reasons, the estimates and the alternatives."""
+    from weft.cli.views.plan import PlanOptions, show
     from weft.job.load import load_job
 
-    words = list(overrides or ())
-    # `--compare a b own`: what follows the first offer arrives beside the overrides
-    offers = [w for w in words if "=" not in w] if compare else []
-    described = load_job(job, [w for w in words if w not in offers])
+    given = list(overrides or ())
+    # `--compare a b own`: offers after the first arrive among the overrides
+    offers = [text for text in given if "=" not in text] if compare else []
+    described = load_job(job, [text for text in given if text not in offers])
     named = [name for text in [compare, *offers] if text for name in text.split(",")]
     front = pareto or as_json or html is not None
-    made = show(described, nproc, Asked(top, front, gantt, why_not, named, history, tune, tokens))
+    made = show(described, nproc, PlanOptions(top, front, gantt, why_not, named, history, tune, tokens))
     if as_json:
-        print_json(made.data)
+        failure = {"error": str(made.failed), "code": int(made.failed.exit_code)} if made.failed else {}
+        print_json(made.data | failure)
     else:
         print(made.text)
     if html is not None:
         from weft.watch.plan_page import write_plan_page
 
-        say(f"written: {write_plan_page(html, made.data)}")
+        print_stderr(f"written: {write_plan_page(html, made.data)}")
     if made.failed:
         raise made.failed
 
@@ -57,15 +64,17 @@ def plan(
 def estimate(
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A recipe's name or a YAML file.")] = None,
     overrides: Overrides = None,
-    table: Annotated[Path | None, typer.Option(help="Score the estimates against a table of published runs.")] = None,
-    stack: Annotated[str | None, typer.Option(help="The calibration: a stack's name or a JSON file.")] = None,
-    fit: Annotated[
-        bool, typer.Option(help="Scale sources no calibration knows, by their rows of other models.")
-    ] = True,
+    table: Annotated[
+        Path | None, typer.Option(help="Score the estimates against a CSV table of published runs.")
+    ] = None,
+    stack: Annotated[
+        str | None, typer.Option(help="The calibration: the name of a software stack, or a JSON file.")
+    ] = None,
+    fit: Annotated[bool, typer.Option(help="Fit sources without a calibration on their rows of other models.")] = True,
     nproc: Nproc = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a job's layout would take: memory, time, energy, money. Or score a table of runs."""
+    """Estimate memory, time, energy and cost of a job's layout, or score the estimates against a table of runs."""
     from weft.cli.views.estimate import run_and_show
 
     print(run_and_show(job, overrides or [], table, stack, fit, nproc, as_json))
@@ -74,11 +83,13 @@ def estimate(
 def dryrun(
     job: JobArg,
     overrides: Overrides = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Ranks. Left out: those of the job's cluster.")] = None,
-    rank: Annotated[int, typer.Option(min=0, help="Which of them is traced.")] = 0,
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks. Default: that of the job's cluster.")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="The rank to trace.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Trace one rank's real step without data, devices or peers: memory, FLOPs and collectives beside the estimate."""
+    """Trace a step of one rank without data, devices or other ranks: memory, FLOPs and collectives."""
     from weft.job.load import load_job
     from weft.planner.make_plan import make_plan
     from weft.planner.ranks import with_nodes
@@ -90,10 +101,11 @@ def dryrun(
 
 
 def calibrate(
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes: seconds instead of minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure fewer sizes: seconds instead of minutes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine into hardware/NAME.json; later estimates use it."""
+    """Measure this machine and write hardware/NAME.json; later estimates use it."""
     from weft.measure.calibrate import run_and_show
 
+    clean_up_on_interrupt()
     run_and_show(quick, as_json)

@@ -1,4 +1,4 @@
-"""Verbs that train: a run, the proof that every layout is the same run, a rehearsal of its faults."""
+"""`weft train`, `prove` and `chaos`."""
 
 from __future__ import annotations
 
@@ -8,37 +8,36 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, JobArg, Nproc, Overrides, say
+from weft.cli.common import AsJson, Device, JobArg, Nproc, Overrides, clean_up_on_interrupt, on_device, print_stderr
 
 
 def train(
     job: JobArg,
     overrides: Overrides = None,
     nproc: Nproc = None,
-    fresh: Annotated[bool, typer.Option(help="Set an earlier run of this name aside and start from step 0.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Rename an earlier run of this name and start from step 0.")] = False,
     resilient: Annotated[
         bool | None,
-        typer.Option(
-            help="Replace ranks that are lost and go on. Left out: with more than one rank.", show_default=False
-        ),
+        typer.Option(help="Replace lost ranks and continue. Default: with more than one rank.", show_default=False),
     ] = None,
 ) -> None:
-    """Train a job. Started again, it resumes; started by torchrun or mpirun, it joins."""
-    _leave_when_asked()
-    from weft.hardware.rank_environment import adopt
+    """Train a job. A run that is started again resumes; ranks started by torchrun or mpirun join."""
+    _exit_on_signals()
+    from weft.hardware.rank_environment import export_torchrun_variables
     from weft.job.load import load_job
     from weft.launch.node import start_node, this_node
     from weft.launch.train import join, prepare, start
 
     described = load_job(job, overrides or ())
+    clean_up_on_interrupt()
     if (place := this_node(described, nproc)) is not None:
-        raise typer.Exit(start_node(described, place, nproc, log=say))
-    if adopt():
-        raise typer.Exit(join(described, log=say))
-    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, log=say))
+        raise typer.Exit(start_node(described, place, nproc, log=print_stderr))
+    if export_torchrun_variables():
+        raise typer.Exit(join(described, log=print_stderr))
+    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, log=print_stderr))
 
 
-def _leave_when_asked() -> None:
+def _exit_on_signals() -> None:
     """Exit on a stop signal while there are no ranks: nothing has to be saved."""
     from weft.supervisor.stop_signals import STOP_CODES, handled_signals
 
@@ -51,43 +50,53 @@ def prove(
     overrides: Overrides = None,
     layouts: Annotated[
         list[str] | None,
-        typer.Option("--layouts", "-l", help="Such as ddp2,zero3,'dp_shard=2 tp=2'. Left out: all that fit the job."),
+        typer.Option(
+            "--layouts", "-l", help="Layouts, such as ddp2,zero3,'dp_shard=2 tp=2'. Default: all that fit the job."
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
-    shrink: Annotated[bool, typer.Option(help="Prove a small model of the same kind instead.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 3,
+    shrink: Annotated[bool, typer.Option(help="Use a small model of the same kind.")] = False,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove on local CPU ranks that every layout is the same run as one process."""
+    """Prove that layouts train the same as one process, on local ranks."""
     from weft.cli.views.prove import run_and_show
     from weft.job.load import load_job
 
-    raise typer.Exit(run_and_show(load_job(job, overrides or ()), layouts or [], steps, shrink, as_json))
+    described = load_job(job, on_device(overrides, device))
+    clean_up_on_interrupt()
+    raise typer.Exit(run_and_show(described, layouts or [], steps, shrink, as_json))
 
 
 def chaos(
     job: JobArg,
     overrides: Overrides = None,
     faults: Annotated[
-        str, typer.Option(help="Such as kill:3,stop@1,nan (KIND[:COUNT][@RANK]), random:10, or all.")
+        str, typer.Option(help="Faults: KIND[:COUNT][@RANK] such as kill:3,stop@1,nan; random:N; or all.")
     ] = "random:5",
-    seed: Annotated[int, typer.Option(help="Another seed: other ranks, other moments.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the ranks and times of the faults.")] = 0,
     nproc: Nproc = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Hosts of network namespaces (root), each with --nproc ranks.")] = 1,
-    every: Annotated[
-        float | None, typer.Option(min=1, help="Strike at about this many seconds' distance until the run ends.")
-    ] = None,
-    compare: Annotated[bool, typer.Option(help="Run undisturbed first, and compare every bit of the weights.")] = True,
-    restart: Annotated[bool, typer.Option("--restart", help="Start the run again however it ended.")] = False,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds without a step until the run is given up.")] = 300.0,
+    nodes: Annotated[
+        int,
+        typer.Option(min=1, help="Number of simulated hosts (network namespaces; needs root) with --nproc ranks each."),
+    ] = 1,
+    every: Annotated[float | None, typer.Option(min=1, help="Mean seconds between faults, until the run ends.")] = None,
+    compare: Annotated[bool, typer.Option(help="First run without faults, and compare the weights bit by bit.")] = True,
+    restart: Annotated[bool, typer.Option("--restart", help="Start the run again after any end.")] = False,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Seconds without a step after which the run is given up.")
+    ] = 300.0,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rehearse: put faults into a real local run, and account for what they cost. Exit code 1 if anything was lost."""
+    """Inject faults into a local run, and measure what they cost. Exit code 1 if samples were lost."""
     from weft.chaos.fault_injector import Experiment
     from weft.cli.views.chaos import run_and_show
     from weft.job.load import load_job
 
-    described = load_job(job, overrides or ())
+    described = load_job(job, on_device(overrides, device))
     asked = Experiment(
         described, nproc, faults, seed, nodes, every_s=every, compare=compare, restart=restart, timeout_s=patience
     )
+    clean_up_on_interrupt()
     raise typer.Exit(run_and_show(asked, as_json))

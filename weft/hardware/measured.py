@@ -1,4 +1,4 @@
-"""What `weft calibrate` measured on a machine: points that later estimates interpolate."""
+"""Measurements of `weft calibrate`, which estimates interpolate."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weft.job.errors import JobError
 FOLDER = "hardware"
 """Below the current folder."""
 SHIPPED = Path(__file__).parent / "measured_devices"
-"""What was measured before and comes with Weft."""
+"""Measurements included in Weft."""
 
 
 @dataclass(frozen=True)
-class Product:
+class MeasuredProduct:
     """One matrix product [m, k] × [k, n]."""
 
     dtype: str
@@ -32,7 +32,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class MeasuredAttention:
     """Causal attention over `batch` sequences, forward and backward."""
 
     dtype: str
@@ -46,7 +46,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Block:
+class MeasuredBlock:
     """One of Weft's own blocks, forward and backward, as the engine runs it."""
 
     dtype: str
@@ -62,7 +62,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Head:
+class MeasuredHead:
     """The loss over a vocabulary, with both gradients."""
 
     dtype: str
@@ -73,8 +73,9 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Message:
-    """One collective over local ranks. `axis` says which: tp are neighbours, dp_replicate stand apart."""
+class MeasuredMessage:
+    """One collective over local ranks. `axis` names the ranks: those of tp are neighbours, those of dp_replicate are
+    far apart."""
 
     axis: str
     kind: str
@@ -94,23 +95,23 @@ class Measured:
     product: str
     torch: str
     threads: int
-    products: tuple[Product, ...]
-    attention: tuple[Attention, ...]
-    blocks: tuple[Block, ...]
-    heads: tuple[Head, ...]
+    products: tuple[MeasuredProduct, ...]
+    attention: tuple[MeasuredAttention, ...]
+    blocks: tuple[MeasuredBlock, ...]
+    heads: tuple[MeasuredHead, ...]
     copy_gb_s: dict[str, float]
     """By size in bytes."""
     launch_s: float
-    """One tiny operator: what the host needs to start it."""
+    """Host time to launch one small kernel."""
     optimizer_ns: float
-    """AdamW, a parameter."""
+    """Time of AdamW per parameter."""
     to_device_gb_s: float | None
     from_device_gb_s: float | None
     disk_write_gb_s: float
     disk_read_gb_s: float
-    collectives: tuple[Message, ...]
+    collectives: tuple[MeasuredMessage, ...]
     seconds: float
-    """How long measuring took."""
+    """Duration of the measurement."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,7 +119,8 @@ class Measured:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measured:
         lists = {
-            "products": Product, "attention": Attention, "blocks": Block, "heads": Head, "collectives": Message,
+            "products": MeasuredProduct, "attention": MeasuredAttention, "blocks": MeasuredBlock,
+            "heads": MeasuredHead, "collectives": MeasuredMessage,
         }  # fmt: skip
         known = {f.name: data[f.name] for f in fields(cls)}
         return cls(**{**known, **{key: tuple(kind(**row) for row in data[key]) for key, kind in lists.items()}})
@@ -131,12 +133,12 @@ class Measured:
 
 
 def file_name(text: str) -> str:
-    """A name that is a file's: lower case, words joined by dashes."""
+    """A file name: lower case, words joined by dashes."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
 def load_measured(name: str, folder: str | Path = FOLDER) -> Measured | None:
-    """What was measured here of the device of this name, else what comes with Weft; None where nobody has yet."""
+    """Measurements of a device from this folder, else those included in Weft; None if there are none."""
     path = Path(folder) / f"{file_name(name)}.json"
     if not path.is_file():
         path = SHIPPED / path.name
@@ -145,4 +147,4 @@ def load_measured(name: str, folder: str | Path = FOLDER) -> Measured | None:
     try:
         return Measured.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
-        raise JobError(f"{path} is not what weft calibrate writes ({error}); run weft calibrate again") from None
+        raise JobError(f"{path} is not a valid measurement file ({error}); run weft calibrate again") from None

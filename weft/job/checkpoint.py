@@ -1,4 +1,4 @@
-"""`checkpoint`: when the state of the run is written, and how much of it is kept."""
+"""`checkpoint`: how often checkpoints are written, and how many are kept."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from weft.job.section import Section
 
 
 class Checkpoint(Section):
-    """When the state of the run is written, and how much of it is kept."""
+    """How often checkpoints are written, and how many are kept."""
 
-    every: int = Field(200, ge=0)
-    """Steps between checkpoints; 0 writes only the last. The last step is always written."""
-    keep: int = Field(3, ge=1)
-    """Newest checkpoints kept."""
-    keep_every: int = Field(0, ge=0)
-    """Checkpoints whose step is a multiple of this are kept for ever; 0 keeps none for ever."""
+    every: int = Field(200, ge=0, le=10**12)
+    """Steps between checkpoints; 0 writes only the one of the last step, which is always written."""
+    keep: int = Field(3, ge=1, le=10**6)
+    """Number of checkpoints to keep; older ones are deleted."""
+    keep_every: int = Field(0, ge=0, le=10**12)
+    """Never delete a checkpoint whose step is a multiple of this; 0 turns this off."""
     background: bool = True
-    """Training goes on while a checkpoint is written."""
+    """Write checkpoints in the background while training continues."""

@@ -1,4 +1,4 @@
-"""The section of a job that says what it runs on: devices, topology, failures, price."""
+"""`cluster`: devices, topology, failure rates and price."""
 
 from __future__ import annotations
 
@@ -9,81 +9,86 @@ from pydantic import Field, field_validator
 
 from weft.job.section import Section
 
+MAX_DEVICES_PER_NODE = 4096
 
-class Level(Section):
-    """One level of a cluster's topology: what a rank has to ranks outside the level below."""
+
+class TopologyLevel(Section):
+    """One level of the cluster's topology: the link of a rank to ranks outside the level below."""
 
     name: str
-    """socket, node, rack, pod, or what it is called."""
-    size: int = Field(ge=2)
-    """Ranks inside one group of this level; the last level may be left open with the number of all ranks."""
+    """Name of the level, such as socket, node, rack or pod."""
+    size: int = Field(ge=2, le=10**9)
+    """Ranks in one group of this level; for the outermost level, all ranks."""
     gb_s: float = Field(gt=0)
-    """One way, a rank, when all talk at once and nothing is oversubscribed."""
+    """Bandwidth per rank in one direction, when all ranks send at once and the link is not oversubscribed."""
     latency_us: float = Field(5.0, ge=0)
-    """A small message across this level."""
+    """Latency of a small message across this level."""
     oversubscription: float = Field(1.0, ge=1)
-    """How many times less than gb_s is there when all ranks of a group talk to other groups at once."""
+    """Factor by which the bandwidth drops when all ranks of a group send to other groups at once."""
 
 
-class Group(Section):
-    """More machines, of another kind."""
+class DeviceGroup(Section):
+    """Additional nodes with another device."""
 
     device: str
-    """A name of the catalog."""
-    nodes: int = Field(1, ge=1)
-    """Machines of this kind."""
-    devices_per_node: int = Field(8, ge=1)
-    """Devices on each."""
+    """A device of the catalog."""
+    nodes: int = Field(1, ge=1, le=10**6)
+    """Number of these nodes."""
+    devices_per_node: int = Field(8, ge=1, le=MAX_DEVICES_PER_NODE)
+    """Devices on each of them."""
     memory_gib: float | None = Field(None, gt=0)
-    """Memory of one device, when it differs from the catalog's."""
+    """Memory of one device, if it differs from the catalog."""
 
 
 class Failures(Section):
-    """What goes wrong on the cluster, and what it costs; the plan chooses the checkpoint interval by it."""
+    """How often the cluster fails and what a failure costs; the plan chooses the checkpoint interval accordingly."""
 
     device_hours: float = Field(50_000.0, gt=0)
-    """Mean hours one device runs between stops of the whole run. Llama 3: 419 unplanned stops in 54 days of 16,384."""
+    """Mean device hours between interruptions of the run. Llama 3 405B: 419 in 54 days on 16,384 GPUs."""
     restart_s: float = Field(300.0, ge=0)
-    """From a stop to the first step again: noticing it, starting, loading."""
+    """Time from a failure to the next step: detection, start and loading."""
     checkpoint_gb_s: float = Field(2.0, gt=0)
-    """What one node writes to the file system."""
+    """Write bandwidth of one node to the file system."""
     preemptions_per_day: float = Field(0.0, ge=0)
-    """How often a spot machine is taken away; the run stops each time one of its nodes is."""
+    """Preemptions per node and day; the run is interrupted whenever one of its nodes is preempted."""
 
 
 class Cluster(Section):
-    """The devices. Left out: this machine."""
+    """The devices to train on or plan for. Default: this machine."""
 
     device: str = "auto"
-    """cpu, cuda, or a name of the catalog such as h100-sxm; auto takes the GPUs if there are any."""
-    nodes: int = Field(1, ge=1)
-    """Machines."""
+    """cpu, cuda, or a device of the catalog such as h100-sxm; auto uses the GPUs if there are any."""
+    nodes: int = Field(1, ge=1, le=10**6)
+    """Number of nodes (machines)."""
     devices_per_node: int | Literal["auto"] = "auto"
-    """Devices, and so ranks, on each machine."""
+    """Devices, and therefore ranks, on each node."""
+    share_devices: bool = False
+    """Let several ranks share a GPU over NCCL where there are more ranks than GPUs: for rehearsal, not for speed."""
     network: str = "auto"
-    """The link between nodes, such as ib-ndr or roce-400; auto is the usual one for the device."""
+    """Network between nodes, such as ib-ndr or roce-400; auto is the usual one for the device."""
     memory_gib: float | None = Field(None, gt=0)
-    """Memory of one device, when it differs from the catalog's."""
+    """Memory of one device, if it differs from the catalog."""
     catalog: str | None = None
-    """A YAML file with devices, networks and prices of your own; it is read over Weft's, weft/hardware/catalog.yaml."""
-    levels: list[Level] = Field(default_factory=list)
-    """The topology from the innermost level outwards. Left out: the node's links, then the network."""
-    also: list[Group] = Field(default_factory=list)
-    """Machines of other kinds beside these. They can be planned for, but not trained on yet."""
+    """YAML file with your own devices, networks and prices, in the form of weft/hardware/catalog.yaml; its entries are
+    added to Weft's."""
+    levels: list[TopologyLevel] = Field(default_factory=list)
+    """Topology, from the innermost level outwards. Default: the links inside a node, then the network."""
+    also: list[DeviceGroup] = Field(default_factory=list)
+    """Additional nodes with other devices. Supported by the planner, not in training."""
     failures: Failures = Failures()
-    """Failure rate, restart and checkpoint cost."""
+    """Failure rates, and the cost of restarts and checkpoints."""
     price_usd_hour: float | None = Field(None, ge=0)
-    """Price of one device. Left out: the catalog's usual price."""
+    """Price of one device per hour. Default: the catalog's."""
 
     @field_validator("device", mode="before")
     @classmethod
-    def _named(cls, value: object) -> object:
+    def _as_text(cls, value: object) -> object:
         """YAML reads 4090 as a number."""
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("levels")
     @classmethod
-    def _rising(cls, value: list[Level]) -> list[Level]:
+    def _check_order(cls, value: list[TopologyLevel]) -> list[TopologyLevel]:
         for inner, outer in itertools.pairwise(value):
             if outer.size <= inner.size:
                 raise ValueError(
@@ -95,6 +100,6 @@ class Cluster(Section):
     @field_validator("devices_per_node")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be at least 1, or auto")
+        if isinstance(value, int) and not 1 <= value <= MAX_DEVICES_PER_NODE:
+            raise ValueError(f"must be from 1 to {MAX_DEVICES_PER_NODE}, or auto")
         return value

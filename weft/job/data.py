@@ -1,4 +1,4 @@
-"""`data`: what a model is trained on."""
+"""`data`: where samples come from."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from weft.job.section import Section
 
 
 class Data(Section):
-    """Where samples come from."""
+    """Where samples come from, and how they are tokenized and masked."""
 
     source: str = "pydoc"
-    """pydoc (Python's own reference text), stdlib (its source code), synthetic, the path of a store made by
-    `weft data build`, or your own dataset as package.module:name."""
-    seq_len: int = Field(128, ge=1)
-    """Tokens in a sample."""
+    """pydoc (Python's reference documentation), stdlib (Python's source code), synthetic, the path of a token store
+    made by `weft data build`, or your own dataset as package.module:name."""
+    seq_len: int = Field(128, ge=1, le=2**31)
+    """Sequence length: tokens per sample."""
     tokenizer: str = "bytes"
-    """bytes, or the path of a tokenizer.json. A built store brings its own."""
+    """bytes, or the path of a tokenizer.json. A token store has its own tokenizer."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
-    """Share of the corpus, at its end, kept for evaluation."""
+    """Fraction of the corpus, at its end, held out for evaluation."""
     mask_documents: bool = False
-    """Packed documents do not see one another, positions restart in each, and no token predicts the next document."""
-    prefetch: int = Field(2, ge=0)
-    """Steps read ahead of the one being computed."""
+    """Mask attention between packed documents: positions restart in each, and no token predicts the next document."""
+    prefetch: int = Field(2, ge=0, le=1000)
+    """Batches to read ahead in the background."""
     record_ids: bool = False
-    """Write which samples each rank read at each step to samples/rank-*.jsonl."""
+    """Log the samples that each rank reads at each step to samples/rank-*.jsonl."""

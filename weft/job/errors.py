@@ -1,10 +1,10 @@
-"""Errors a person can act on; each class carries the exit code of the command-line contract."""
+"""User-facing errors, each with the exit code of the command line."""
 
 from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Exit codes, as the command line promises them."""
+    """Exit codes of the command line."""
 
     DONE = 0
     DIFFERS = 1
@@ -18,36 +18,36 @@ class Exit(IntEnum):
 
 
 class WeftError(Exception):
-    """Something a person can mend: the text is one clear sentence, shown without a traceback."""
+    """An error that the user can fix. Its text is shown without a traceback."""
 
     exit_code: Exit = Exit.DIFFERS
 
 
 class JobError(WeftError):
-    """The job is wrong: a key, a type, a value, or two settings that clash."""
+    """The job is invalid: an unknown key, a wrong type or value, or two settings that clash."""
 
     exit_code = Exit.JOB
 
 
 class FitError(WeftError):
-    """The job is right but will not fit on the devices it names."""
+    """The job does not fit into the memory of its devices."""
 
     exit_code = Exit.FIT
 
 
 class MachineError(WeftError):
-    """This machine lacks something the job needs."""
+    """This machine lacks something that the job needs."""
 
     exit_code = Exit.MACHINE
 
 
 class DivergedError(WeftError):
-    """The loss or the gradients are no longer finite."""
+    """The loss or the gradients are not finite."""
 
     exit_code = Exit.DIVERGED
 
 
 class HangError(WeftError):
-    """A collective ran out of time: some rank never arrived."""
+    """A collective timed out because a rank did not arrive."""
 
     exit_code = Exit.HANG

@@ -1,4 +1,4 @@
-"""`fp8`: scaling of the fp8 products."""
+"""`fp8`: scaling and scope of fp8 matrix products."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from weft.job.section import Section
 
 
 class Fp8(Section):
-    """With precision: fp8, how the numbers of the blocks' matrix products are brought into fp8's small range."""
+    """Scaling and scope of fp8 matrix products, with precision: fp8."""
 
     scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """One scale a tensor (fastest), or one for each row and column (finer: an outlier costs only its own row)."""
+    """One scale per tensor (fastest), or one per row and column (more precise: an outlier affects only its own row)."""
     amax: Literal["dynamic", "delayed"] = "dynamic"
-    """The largest value that a scale is made from: the tensor's own, or (tensorwise) that of the steps before, which
-    saves a pass over the tensor and clips what is larger."""
-    history: int = Field(16, ge=1)
-    """Steps remembered (delayed)."""
+    """Source of the largest absolute value that a scale is computed from: the tensor itself (dynamic), or with
+    tensorwise scaling the previous steps (delayed), which saves a pass over the tensor and clips larger values."""
+    history: int = Field(16, ge=1, le=10_000)
+    """Length of the amax history in steps (delayed)."""
     fast_accumulation: Literal["none", "forward", "all"] = "forward"
-    """Which products may add up in the tensor cores' own shorter registers, as NVIDIA's GPUs do fastest."""
+    """Matrix products that use the fast, lower-precision accumulation of NVIDIA's tensor cores."""
     head: bool = False
-    """Whether the head multiplies in fp8 as well: faster with a large vocabulary, and coarser where it matters most."""
+    """Also use fp8 for the output head: faster with a large vocabulary, but less precise logits."""
     skip: list[str] = Field(default_factory=list)
-    """Layers of the blocks that stay in bf16, as patterns of paths: [blocks.0.*, "*.down"]. Embedding, norms, attention
-    and layers whose sizes are no multiples of 16 always do."""
+    """Layers that stay in bf16, as patterns of module paths, such as [blocks.0.*, "*.down"]. Embedding, norms,
+    attention and layers whose sizes are not multiples of 16 always stay in bf16."""

@@ -1,4 +1,4 @@
-"""Jobs from YAML, recipes and key=value overrides, with errors that say what to write instead."""
+"""Reads jobs from YAML files, recipes and key=value overrides."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ import yaml
 from weft.job.errors import JobError
 from weft.job.registry import import_extensions
 from weft.job.schema import Job
+from weft.job.section import plain_types
 from weft.job.sync import expand
+from weft.job.validation import sections_of
 
-LARGEST = 20_000
-"""Parts of a job file, every mention of an alias counted: a few lines can stand for more than memory holds."""
+MAX_YAML_NODES = 20_000
+"""Nodes of a job file with aliases expanded: a few lines of nested aliases can expand to more than memory holds."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 3e-4 is a number, and a repeated key is an error."""
+    """Safe YAML in which 3e-4 is a number and a repeated key is an error."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Keys are looked at as they were written, before << brings others in, which may be written over."""
+        """Check for repeated keys before << merges others, which may be overridden."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     raise JobError(
-                        f"the key {key.value!r} stands twice (line {key.start_mark.line + 1}); keep one of them"
+                        f"the key {key.value!r} is repeated (line {key.start_mark.line + 1}); keep one of them"
                     )
                 seen.add(key.value)
         return node
@@ -43,12 +45,15 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _yaml(text: str, where: str) -> Any:
+def _yaml(text: str, where: str, annotation: Any) -> Any:
+    """The value of a YAML text; `annotation` is the type of the field or section that it is for."""
     try:
-        value = yaml.load(text, Loader=_Loader)
-        if _parts(value, {}) > LARGEST:
-            raise JobError(f"{where} stands for more than {LARGEST} parts; write out what is meant, without aliases")
-        return value
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        value = None if node is None else loader.construct_document(node)
+        if _count_nodes(value, {}) > MAX_YAML_NODES:
+            raise JobError(f"{where} expands to more than {MAX_YAML_NODES} nodes; write it without aliases")
+        return _keep_text(value, node, annotation)
     except RecursionError:
         raise JobError(f"{where} is nested too deeply to be a job") from None
     except ValueError as error:  # such as a number with more digits than Python reads
@@ -59,35 +64,61 @@ def _yaml(text: str, where: str) -> Any:
         raise JobError(f"{where}{line} is not YAML: {getattr(error, 'problem', error)}") from None
 
 
-def _parts(value: Any, known: dict[int, int]) -> int:
-    """How many parts a value has when its aliases are written out; one that contains itself has too many."""
+def _keep_text(value: Any, node: yaml.Node | None, annotation: Any) -> Any:
+    """The value with scalars of text fields as they were written: `name: off` is the text "off", not false."""
+    types = plain_types(annotation)
+    if isinstance(node, yaml.MappingNode) and isinstance(value, dict):
+        fields = {k: f.annotation for part in sections_of(annotation) for k, f in part.model_fields.items()}
+        for key, inner in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in fields and key.value in value:
+                value[key.value] = _keep_text(value[key.value], inner, fields[key.value])
+    elif isinstance(node, yaml.SequenceNode) and isinstance(value, list):
+        value[:] = [_keep_text(item, inner, annotation) for item, inner in zip(value, node.value, strict=True)]
+    elif isinstance(node, yaml.ScalarNode) and not isinstance(value, str):
+        is_text = str in types and types.isdisjoint((bool, int, float, dict, Any))
+        is_null = value is None and (type(None) in types or not node.value)
+        return node.value if is_text and not is_null else value
+    return value
+
+
+def _annotation(key: str) -> Any:
+    """The type of the field with a dotted key; Any if there is none."""
+    found: Any = Job
+    for part in key.split("."):
+        fields = {k: f.annotation for section in sections_of(found) for k, f in section.model_fields.items()}
+        found = fields.get(part, Any)
+    return found
+
+
+def _count_nodes(value: Any, known: dict[int, int]) -> int:
+    """Number of nodes with aliases expanded; one that contains itself has too many."""
     if not isinstance(value, dict | list):
         return 1
     if id(value) not in known:
-        known[id(value)] = LARGEST + 1
+        known[id(value)] = MAX_YAML_NODES + 1
         inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = min(LARGEST + 1, 1 + sum(_parts(item, known) for item in inside))
+        known[id(value)] = min(MAX_YAML_NODES + 1, 1 + sum(_count_nodes(item, known) for item in inside))
     return known[id(value)]
 
 
-def _beside(folder: str, pattern: str) -> dict[str, Path]:
-    """Files by name: they lie beside the package in a checkout, inside it once installed."""
+def _files(folder: str, pattern: str) -> dict[str, Path]:
+    """Files by name, from beside the package in a checkout or inside the installed package."""
     package = Path(__file__).resolve().parent.parent
     return {p.stem: p for d in (package.parent / folder, package / f"_{folder}") for p in sorted(d.glob(pattern))}
 
 
 def recipes() -> dict[str, Path]:
     """Every recipe by name."""
-    return _beside("recipes", "*.yaml")
+    return _files("recipes", "*.yaml")
 
 
 def lessons() -> dict[str, Path]:
     """Every lesson by name."""
-    return _beside("lessons", "*.py")
+    return _files("lessons", "*.py")
 
 
 def find_job(name: str) -> Path:
-    """The file behind JOB: a YAML file, a run's folder, or a recipe's name."""
+    """The file of a JOB argument: a YAML file, a run's folder, or a recipe's name."""
     path = Path(name)
     if path.is_dir() and (path / "job.yaml").is_file():
         return path / "job.yaml"
@@ -104,17 +135,17 @@ def find_job(name: str) -> Path:
 
 
 def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
-    """Read JOB, apply the overrides, and check it."""
+    """Read a JOB, apply the overrides, and validate it."""
     path = find_job(name)
     try:
-        raw = _yaml(path.read_text(encoding="utf-8"), str(path))
+        raw = _yaml(path.read_text(encoding="utf-8"), str(path), Job)
     except UnicodeDecodeError as error:
         raise JobError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
         raise JobError(f"{path} must hold sections such as `model:` and `train:`, not a {type(raw).__name__}")
-    raw = {key: value for key, value in raw.items() if value is not None}  # a section's heading with nothing under it
+    raw = {key: value for key, value in raw.items() if value is not None}  # an empty section
     raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem))
     raw = apply_overrides(raw, overrides)
     import_extensions(raw.get("extensions"))
@@ -125,7 +156,7 @@ _SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
     "model": lambda text: {"module": text} if ":" in text else {"shape": text},
     "train.sync": expand,
 }
-"""Sections that may be written as one word."""
+"""Sections that have a short form."""
 
 
 def _expanded(section: Callable[[str], dict[str, Any]], text: str, key: str) -> dict[str, Any]:
@@ -136,13 +167,13 @@ def _expanded(section: Callable[[str], dict[str, Any]], text: str, key: str) -> 
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Set section.key=value pairs on a raw job; values are read as YAML."""
+    """Apply section.key=value pairs to a raw job; values are parsed as YAML."""
     raw = dict(raw)
     for item in overrides:
         key, sign, text = item.partition("=")
         if not sign or not key.strip():
             raise JobError(f"{item!r} is not key=value; write for example train.steps=100")
-        value = _yaml(text, item)
+        value = _yaml(text, item, _annotation(key.strip()))
         node: dict[str, Any] = raw
         *parents, last = key.strip().split(".")
         for i, part in enumerate(parents):
@@ -152,7 +183,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
             elif isinstance(child, str) and (section := _SHORT.get(".".join(parents[: i + 1]))):
                 child = _expanded(section, child, ".".join(parents[: i + 1]))
             elif not isinstance(child, dict):
-                raise JobError(f"{key}: {'.'.join(parents[: i + 1])} is {child!r}, which has no parts")
+                raise JobError(f"{key}: {'.'.join(parents[: i + 1])} is {child!r}, not a section")
             node[part] = dict(child)
             node = node[part]
         node[last] = value
@@ -160,10 +191,10 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
 
 
 def parse_job(raw: dict[str, Any]) -> Job:
-    """A Job from plain data, or a JobError that names every mistake, one line each."""
+    """A Job from plain data; a JobError lists every mistake, one line each."""
     return Job.model_validate(raw)
 
 
 def dump_yaml(job: Job) -> str:
-    """The whole job as YAML, every default written out; reading it gives the same job."""
+    """The whole job as YAML with all defaults; reading it gives the same job."""
     return yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

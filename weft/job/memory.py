@@ -1,4 +1,4 @@
-"""`memory`: recompute and offload."""
+"""`memory`: recompute, offload and chunks."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from weft.job.section import Section
 
 
 class Memory(Section):
-    """Where a tensor waits until it is needed."""
+    """How activations are saved for the backward pass."""
 
     recompute: int | Literal["auto", "none", "selective", "full"] = "auto"
-    """What is computed again in the backward pass instead of kept: nothing (none), all but the outputs of matrix
-    products and attention (selective), that many blocks (a number), or every block (full). auto is the least that
-    fits."""
+    """What is recomputed in the backward pass instead of saved: nothing (none), everything except the outputs of matrix
+    products and attention (selective), a number of whole blocks, or every block (full). auto recomputes the least that
+    fits into memory."""
     budget_gib: float | None = Field(None, gt=0)
-    """Memory a rank may use, by which the layout and recompute: auto are chosen. Left out: 90 % of the device's."""
+    """Memory budget of a rank, from which the layout and recompute: auto are chosen. Default: 90 % of the device's
+    memory."""
     offload: Literal["none", "activations"] = "none"
-    """none keeps everything on the device; activations parks what each block must remember in host memory until its
-    backward pass, and computes the rest of the block again but for its attention."""
+    """none keeps activations on the device; activations moves the saved inputs and attention outputs of each block to
+    host memory until its backward pass, and recomputes the rest of the block."""
     chunk: int | Literal["auto"] = "auto"
-    """Tokens of a sequence that pass at once through the linear parts of a block (norms, projections, feed-forward),
-    which are then computed again chunk by chunk; 0 takes all at once. auto is 0 up to 65,536 tokens a rank."""
+    """Process the norms, projections and feed-forward layers of a block in chunks of this many tokens, and recompute
+    them chunk by chunk; 0 turns this off. auto is 0 up to 65,536 tokens per rank."""
     host_gib: float | None = Field(None, ge=0)
-    """Host memory that parked activations may take on each rank; what exceeds it stays on the device. Left out: 70 %
-    of this machine's, shared by its ranks."""
+    """Host memory for offloaded activations per rank; the rest stays on the device. Default: 70 % of the machine's
+    memory, divided by its ranks."""
 
     @field_validator("chunk")
     @classmethod
-    def _tokens(cls, value: int | str) -> int | str:
+    def _check_chunk(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 0:
             raise ValueError("must be a number of tokens, 0 for all at once, or auto")
         return value
 
     @field_validator("recompute")
     @classmethod
-    def _count(cls, value: int | str) -> int | str:
+    def _check_recompute(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 0:
             raise ValueError("must be a number of blocks from 0 up, or auto, none, selective or full")
         return value

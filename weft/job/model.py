@@ -1,4 +1,4 @@
-"""`model`: what is trained, and what is registered for each model family."""
+"""`model`: the model to train, and the registry of model families."""
 
 from __future__ import annotations
 
@@ -40,62 +40,63 @@ FAMILIES: Registry[Family] = Registry("model.family", "weft.models.families")
 
 
 class RopeScaling(Section):
-    """How rotary positions are stretched beyond the length a model was trained on."""
+    """Scaling of rotary positions for sequences longer than the model was trained on."""
 
     kind: Literal["linear", "ntk", "llama3"] = "llama3"
-    """linear divides positions; ntk raises the base; llama3 stretches only the slow frequencies."""
+    """linear divides positions; ntk raises the base; llama3 scales only the low frequencies."""
     factor: float = Field(8.0, ge=1)
-    """How many times longer the sequences become."""
-    original_len: int = Field(8192, ge=1)
-    """The length the model was first trained on (llama3)."""
+    """Factor by which sequences become longer."""
+    original_len: int = Field(8192, ge=1, le=2**31)
+    """Sequence length of the original training (llama3)."""
     low_freq: float = Field(1.0, gt=0)
-    """Wavelengths longer than original_len / low_freq are stretched in full (llama3)."""
+    """Wavelengths longer than original_len / low_freq are scaled by the full factor (llama3)."""
     high_freq: float = Field(4.0, gt=0)
-    """Wavelengths shorter than original_len / high_freq are left alone (llama3)."""
+    """Wavelengths shorter than original_len / high_freq are not scaled (llama3)."""
 
 
 class Experts(Section):
-    """Feed-forward parts of which each token uses a few. Neither they nor the router have biases."""
+    """Mixture of experts: feed-forward networks of which each token uses a few. Experts and router have no biases."""
 
-    count: int = Field(8, ge=1)
+    count: int = Field(8, ge=1, le=65_536)
     """Routed experts in each block."""
-    top_k: int = Field(2, ge=1)
-    """Experts that a token is sent to."""
-    ffn: int | None = Field(None, ge=1)
-    """Hidden width of one expert. Left out: model.ffn."""
-    shared: int = Field(0, ge=0)
-    """Experts of the same width that every token uses; they are kept as one part of that many times the width."""
-    first_dense: int = Field(0, ge=0)
-    """Blocks at the start that keep the plain feed-forward part of width model.ffn."""
-    groups: int = Field(1, ge=1)
-    """Groups of experts; a token goes to experts of few groups, and so of few nodes."""
-    top_groups: int | None = Field(None, ge=1)
-    """Groups that a token may use. Left out: all."""
+    top_k: int = Field(2, ge=1, le=65_536)
+    """Routed experts per token."""
+    ffn: int | None = Field(None, ge=1, le=2**24)
+    """Hidden width of one expert. Default: model.ffn."""
+    shared: int = Field(0, ge=0, le=1024)
+    """Shared experts, which every token uses; they are stored as one network of `shared` times the width."""
+    first_dense: int = Field(0, ge=0, le=10_000)
+    """Number of blocks at the start with a dense feed-forward layer of width model.ffn instead of experts."""
+    groups: int = Field(1, ge=1, le=65_536)
+    """Groups of experts; a token is routed to experts of at most top_groups groups, which limits the nodes it is sent
+    to."""
+    top_groups: int | None = Field(None, ge=1, le=65_536)
+    """Groups per token. Default: all."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """What turns the router's scores into weights."""
+    """Function that turns the router's scores into weights."""
     renormalize: bool | None = None
-    """Divide the weights of a token's experts by their sum. Left out: with top_k of more than one; the weight of a
-    single expert over itself is always 1, and its router would learn nothing from the loss."""
+    """Divide the weights of a token's experts by their sum. Default: true for top_k above 1. With one expert the weight
+    would always be 1, and the router would get no gradient from the loss."""
     scale: float = Field(1.0, gt=0)
-    """What the routed experts' sum is multiplied by."""
+    """Factor on the sum of the routed experts' outputs."""
     balance: Literal["aux", "bias", "none"] = "aux"
-    """How load is kept even: an auxiliary loss, a bias that learns from the load, or not at all."""
+    """Load balancing: an auxiliary loss (aux), a per-expert bias updated from the load (bias), or none."""
     aux_weight: float | None = Field(None, ge=0)
-    """Weight of the auxiliary loss. Left out: 0.01 with balance aux, else 0."""
+    """Weight of the auxiliary loss. Default: 0.01 with balance aux, otherwise 0."""
     aux_scope: Literal["sequence", "batch"] = "sequence"
-    """Whose load the auxiliary loss evens out: each sequence's own, or that of the whole batch of the step before."""
+    """Load that the auxiliary loss balances: that of each sequence, or that of the previous step's whole batch."""
     z_weight: float = Field(0.0, ge=0)
-    """Weight of the router z-loss, the square of the scores' log-sum-exp; 0.001 is usual."""
+    """Weight of the router z-loss, the squared log-sum-exp of the scores; 0.001 is usual."""
     bias_rate: float = Field(0.001, gt=0)
-    """What the bias of an expert moves by in a step (balance bias)."""
+    """Change of an expert's bias per step (balance bias)."""
     capacity: float | None = Field(None, gt=0)
-    """Tokens of a sequence that an expert takes, as a multiple of an even share; later ones are dropped, in training
-    alone. Left out: none is dropped."""
+    """Capacity factor: tokens of a sequence that an expert processes, as a multiple of an even share; further tokens
+    are dropped during training. Default: no limit."""
 
     @model_validator(mode="after")
-    def _few(self) -> Experts:
+    def _check_counts(self) -> Experts:
         if {"count", "top_k", "groups"} - self.model_fields_set:
-            return self  # the shape may say the rest; who resolves it says everything
+            return self  # the shape may set the rest; it is checked once resolved
         if self.top_k > self.count:
             raise ValueError(f"must not ask for top_k={self.top_k} of count={self.count} experts")
         if self.count % self.groups:
@@ -109,59 +110,61 @@ class Experts(Section):
 
 
 class Model(Section):
-    """What is trained. A shape or a family sets the defaults; every field given here wins over them."""
+    """The model. A shape or a family sets the defaults; fields given here override them."""
 
     shape: str | None = None
-    """A named shape, such as tiny, gpt2-125m, llama-1b, llama-8b or llama-405b."""
+    """A predefined shape, such as tiny, gpt2-125m, llama-1b, llama-8b or llama-405b."""
     module: str | None = None
-    """Your own nn.Module, as package.module:Class. `model: package.module:Class` is short for this."""
+    """Your own nn.Module, as package.module:Class; `model: package.module:Class` is short for it."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for your own module's constructor."""
+    """Keyword arguments of your own module's constructor."""
     loss: str = "auto"
-    """For your own module: auto (cross-entropy for integer targets, squared error otherwise) or package.module:function
-    taking (outputs, targets) and returning one loss a target."""
+    """Loss of your own module: auto (cross-entropy for integer targets, otherwise squared error), or a
+    package.module:function that takes (outputs, targets) and returns one loss per target."""
     family: Annotated[str, NameIn(FAMILIES)] | None = None
     """gpt2 and llama (decoder-only), vit (an encoder of image patches), mlp (the deep MLP of the lessons)."""
-    dim: int | None = Field(None, ge=1)
+    dim: int | None = Field(None, ge=1, le=2**20)
     """Width of the residual stream."""
-    layers: int | None = Field(None, ge=1)
-    """Number of blocks (for the MLP: of square layers)."""
-    heads: int | None = Field(None, ge=1)
+    layers: int | None = Field(None, ge=1, le=10_000)
+    """Number of blocks; for mlp, of square layers."""
+    heads: int | None = Field(None, ge=1, le=65_536)
     """Attention heads."""
-    kv_heads: int | None = Field(None, ge=1)
-    """Key and value heads; fewer than heads is grouped-query attention. Left out: the same as heads."""
-    head_dim: int | None = Field(None, ge=1)
-    """Width of one head. Left out: dim / heads."""
-    ffn: int | None = Field(None, ge=1)
-    """Hidden width of the feed-forward part. Left out: 4 × dim (gpt2), 8/3 × dim rounded up to 64 (llama)."""
-    vocab: int | None = Field(None, ge=1)
-    """Vocabulary size. Left out: the tokenizer's. For vit: the number of classes."""
-    max_len: int | None = Field(None, ge=1)
-    """Longest sequence of a model with learned positions. Left out: data.seq_len."""
+    kv_heads: int | None = Field(None, ge=1, le=65_536)
+    """Key and value heads; fewer than heads is grouped-query attention. Default: heads."""
+    head_dim: int | None = Field(None, ge=1, le=65_536)
+    """Width of one head. Default: dim / heads."""
+    ffn: int | None = Field(None, ge=1, le=2**24)
+    """Hidden width of the feed-forward layer. Default: 4 × dim (gpt2), 8/3 × dim rounded up to a multiple of 64
+    (llama)."""
+    vocab: int | None = Field(None, ge=1, le=2**27)
+    """Vocabulary size; for vit, the number of classes. Default: the tokenizer's."""
+    max_len: int | None = Field(None, ge=1, le=2**31)
+    """Longest sequence of a model with learned positions. Default: data.seq_len."""
     norm: Literal["layernorm", "rmsnorm"] | None = None
-    """Normalisation before each part of a block."""
+    """Normalisation before attention and feed-forward."""
     norm_eps: float | None = Field(None, gt=0)
-    """Added to the variance inside the norm."""
+    """Epsilon added to the variance in the norm."""
     positions: Literal["learned", "rope"] | None = None
-    """How a token knows where it stands."""
+    """Position encoding: a learned embedding, or rotary (rope)."""
     rope_theta: float | None = Field(None, gt=0)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of rotary positions for longer sequences."""
+    """Scaling of rotary positions for longer sequences."""
     activation: Literal["gelu", "swiglu"] | None = None
-    """The feed-forward part's non-linearity."""
+    """Activation of the feed-forward layer."""
     tied: bool | None = None
-    """Share the token embedding with the output head."""
+    """Tie the token embedding and the output head."""
     bias: bool | None = None
-    """Biases in the linear layers and the layer norms."""
+    """Use biases in linear layers and layer norms."""
     qk_norm: bool | None = None
-    """Normalise queries and keys by head before attention."""
+    """Normalise the queries and keys of each head before attention."""
     causal: bool | None = None
-    """A token sees only those before it."""
+    """Causal attention: a token attends only to itself and earlier tokens."""
     experts: Experts | None = None
-    """Experts instead of one feed-forward part (gpt2 and llama)."""
+    """Mixture of experts instead of a dense feed-forward layer (gpt2 and llama)."""
     dropout: float | None = Field(None, ge=0, lt=1)
-    """Share of activations dropped after the embedding, attention and feed-forward parts; the same in every layout."""
+    """Dropout probability after the embedding, attention and feed-forward layers; the masks are the same in every
+    layout."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""`optim`: the optimizer and its learning rate, and what is registered for each kind of both."""
+"""`optim`: the optimizer and the learning-rate schedule, and the registries of both."""
 
 from __future__ import annotations
 
@@ -77,38 +77,38 @@ LR_SCHEDULES: Registry[LrSchedule] = Registry("optim.schedule", "weft.optim.sche
 
 
 class Optim(Section):
-    """The optimizer and its learning rate over time."""
+    """The optimizer and the learning-rate schedule."""
 
     name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
     """adamw, sgd with momentum, adafactor, or muon (muon on the blocks' matrices, adamw on the rest)."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's running means."""
+    """Decay rates of AdamW's moments."""
     eps: float = Field(1e-8, gt=0)
-    """Added to AdamW's denominator."""
+    """Epsilon in AdamW's denominator."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of sgd and muon."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decay of matrices, apart from the gradient (sgd adds it to the gradient, as torch does). Vectors never decay."""
+    """Decoupled weight decay of matrices (sgd adds it to the gradient, as torch does). Vectors are not decayed."""
     clip: float = Field(1.0, ge=0)
-    """Largest global gradient norm; 0 does not clip."""
+    """Maximum norm of the global gradient; 0 turns clipping off."""
     schedule: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"
-    """How the rate falls after warm-up; wsd is warm-up, stable, decay."""
+    """Learning-rate schedule after the warm-up; wsd is warmup-stable-decay."""
     warmup: float = Field(0.02, ge=0)
-    """Warm-up: below 1 a share of all steps, from 1 up a number of steps."""
+    """Warm-up steps; a value below 1 is a fraction of all steps."""
     min_lr: float = Field(0.1, ge=0, le=1)
-    """Where cosine, linear and wsd end, as a share of lr."""
+    """Final learning rate of cosine, linear and wsd, as a fraction of lr."""
     decay: float = Field(0.2, gt=0, le=1)
-    """Share of all steps in which wsd decays, at the end."""
+    """Fraction of all steps, at the end, in which wsd decays."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Scale lr with train.global_batch / base_batch."""
-    base_batch: int = Field(256, ge=1)
-    """The global batch for which lr was chosen (scale_lr)."""
+    base_batch: int = Field(256, ge=1, le=10**9)
+    """Global batch for which lr was chosen (scale_lr)."""
 
     @field_validator("betas")
     @classmethod
-    def _decays(cls, value: tuple[float, float]) -> tuple[float, float]:
+    def _check_betas(cls, value: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError("must be two numbers from 0 to below 1, such as [0.9, 0.95]")
         return value

@@ -1,69 +1,73 @@
-"""`parallel`: the degree of every axis."""
+"""`parallel`: the parallel layout."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from weft.job.registry import NameIn, Registry
 from weft.job.section import Section
+
+PIPELINE_SCHEDULES: Registry[Any] = Registry("parallel.schedule", "weft.planner.schedules.registry")
+
+MAX_DEGREE = 10**9
 
 
 class Parallel(Section):
-    """The degree of each axis. -1 stands for the rest of the ranks, on one axis."""
+    """Degree of each parallel axis. One axis may be -1: all remaining ranks."""
 
     dp_replicate: int = 1
-    """Copies of the model (or of the sharded group) that average their gradients."""
+    """Data-parallel replicas of the model, or of the sharded group."""
     dp_shard: int = -1
-    """Ranks among which the optimizer state, gradients and parameters are cut, as zero says."""
+    """Ranks that shard the optimizer state, and depending on zero also gradients and parameters (FSDP)."""
     zero: Literal[1, 2, 3] = 3
-    """What dp_shard cuts: 1 the optimizer state, 2 the gradients too, 3 the parameters too."""
+    """ZeRO stage of dp_shard: 1 shards the optimizer state, 2 also the gradients, 3 also the parameters."""
     tp: int = 1
-    """Ranks among which each matrix is cut."""
+    """Tensor parallelism: ranks that split each weight matrix."""
     sequence: bool = True
-    """With tp: norms and residuals are cut along the sequence."""
+    """Sequence parallelism: with tp, split norms and residuals along the sequence."""
     cp: int = 1
-    """Ranks among which the sequence is cut."""
+    """Context parallelism: ranks that split the sequence."""
     cp_style: Literal["auto", "ring", "ulysses", "hybrid"] = "auto"
-    """How the ranks of cp attend to each other's tokens: ring sends keys and values around, ulysses deals out the
-    heads, hybrid does the second inside groups and the first between them."""
+    """Attention under cp: ring passes keys and values around the ranks, ulysses splits attention by heads, hybrid uses
+    ulysses inside groups and ring between them."""
     pp: int = 1
-    """Stages among which the layers are cut."""
+    """Pipeline parallelism: ranks that split the layers into stages."""
     ep: int = 1
-    """Ranks among which the experts are cut, laid over dp_shard × cp × tp. -1: as many of these as divide the number of
-    experts."""
+    """Expert parallelism: ranks that split the experts, taken from dp_shard × cp × tp. -1 uses as many of these as
+    divide the number of experts."""
     ep_exchange: Literal["direct", "two-hop"] = "direct"
-    """How tokens reach experts on other nodes: each rank to each, or first inside the node and then between nodes,
-    which makes fewer and larger messages. Where ep lies inside a node, both are the same."""
+    """All-to-all of the tokens: direct between all ranks, or first inside each node and then between nodes (two-hop),
+    with fewer and larger messages. The two are the same if ep is inside a node."""
     ep_overlap: bool = False
-    """Tokens travel to experts in two halves: one half's experts compute while the other half is under way. Worth it
-    where an exchange takes about as long as the experts; products are half as large."""
+    """Send tokens to experts in two halves, so that the exchange of one overlaps with the computation of the other.
+    Helps if the exchange takes about as long as the experts; matrix products are half as large."""
     ep_rebalance: float = Field(0.0, ge=0, lt=1)
-    """At a checkpoint experts change ranks, with all that belongs to them, if the load of the fullest rank since the
-    last one would have been less by this share; the model stays the same. 0: never; 0.1 is usual."""
-    ep_copies: int = Field(1, ge=0)
-    """With ep_rebalance: experts of other ranks that a rank may compute beside its own, in each block. A hot expert's
-    tokens are then shared by several ranks, where that saves more than lending its weights costs. 0: experts only
-    move."""
-    schedule: str = "1f1b"
-    """The order of a pipeline's work: naive, gpipe, 1f1b, interleaved-1f1b, zero-bubble (zb-h1, zbv) or dualpipe-v."""
-    virtual_stages: int | None = Field(None, ge=1)
-    """Stages on each rank of a pipeline. Left out: what the schedule wants, 1 or 2."""
+    """At a checkpoint, move experts between ranks if that would have reduced the load of the busiest rank since the
+    last checkpoint by this fraction. The model does not change. 0 turns this off; 0.1 is usual."""
+    ep_copies: int = Field(1, ge=0, le=65_536)
+    """With ep_rebalance: copies of other ranks' experts that a rank may hold in each block. The tokens of a busy expert
+    are then divided among several ranks, if that saves more than copying its weights costs. 0 only moves experts."""
+    schedule: Annotated[str, NameIn(PIPELINE_SCHEDULES)] = "1f1b"
+    """Pipeline schedule, such as 1f1b, interleaved-1f1b or zbv; docs/pipeline.md describes all of them."""
+    virtual_stages: int | None = Field(None, ge=1, le=10_000)
+    """Pipeline stages per rank. Default: 1 or 2, depending on the schedule."""
     microbatches: int | Literal["auto"] = "auto"
-    """Microbatches of a rank's share of the global batch; the same thing as train.accumulation."""
+    """Microbatches per step of a rank; the same as train.accumulation."""
     split: list[int] | None = None
-    """Blocks in each stage, in order. Left out: split by cost, so that no stage is slower than it must be."""
+    """Blocks of each stage, in order. Default: split by cost, so that the slowest stage is as fast as possible."""
 
     @field_validator("microbatches")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be at least 1, or auto")
+        if isinstance(value, int) and not 1 <= value <= MAX_DEGREE:
+            raise ValueError(f"must be from 1 to {MAX_DEGREE}, or auto")
         return value
 
     @field_validator("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
     @classmethod
-    def _degree(cls, value: int) -> int:
-        if value < 1 and value != -1:
-            raise ValueError("must be at least 1, or -1 for the rest of the ranks")
+    def _check_degree(cls, value: int) -> int:
+        if not 1 <= value <= MAX_DEGREE and value != -1:
+            raise ValueError(f"must be from 1 to {MAX_DEGREE}, or -1 for the rest of the ranks")
         return value

@@ -1,4 +1,4 @@
-"""The resilience section of a job: what a run does about faults."""
+"""`resilience`: detection of faults and recovery."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from weft.job.section import Section
 
 
 class Resilience(Section):
-    """What a run does about faults. The defaults keep it alive and change nothing about its numbers."""
+    """Fault detection and recovery. The defaults keep a run alive without changing its results."""
 
-    bad_steps: int = Field(3, ge=1)
-    """Steps in a row whose loss or gradients are not finite after which the run ends as diverged; fewer are skipped."""
+    bad_steps: int = Field(3, ge=1, le=10**6)
+    """Consecutive steps with a non-finite loss or gradient after which the run ends as diverged; single ones are
+    skipped."""
     bind: str | None = None
-    """Address at which this node's supervisor listens to those of other nodes. Left out: the one that leads to
+    """Address on which this node's supervisor listens for other nodes. Default: the address of the route to
     MASTER_ADDR; on one machine, loopback."""
-    check_every: int = Field(10, ge=0)
-    """Steps within which ranks that hold the same weights notice that they differ, and at most so many are lost (from 2
-    on); 0 compares never."""
+    check_every: int = Field(10, ge=0, le=10**12)
+    """Steps between comparisons of replicated weights for silent data corruption; from 2 on, also the most steps that
+    are lost when they differ. 0 turns this off."""
     evict_slow: bool = False
-    """Ask for another process in the place of a rank that stays slow."""
+    """Replace the process of a rank that stays slow."""
     gather_s: float = Field(300.0, gt=0)
-    """How long a node waits for the others at the start, and to be taken back after they went on without it."""
+    """Time that a node waits for the others at the start, and to rejoin after they continued without it."""
     node_lost_s: float = Field(2.4, ge=1)
-    """Silence after which a node is lost, and the others go on without it."""
+    """Heartbeat timeout of a node: after it the others continue without the node."""
     patience_s: float = Field(1.5, gt=0)
-    """Shortest standstill of all ranks that counts as a hang; it grows with the longest pauses the run makes itself."""
+    """Hang timeout: shortest standstill of all ranks that counts as a hang. It grows with the longest normal pause of
+    the run."""
     rebalance: bool = True
-    """Move sequences from a slow rank to fast ones. The same run within rounding, though not bit for bit."""
-    restarts: int = Field(100, ge=0)
-    """Faults after which a run gives up. The same fault at the same step ends it sooner."""
+    """Move sequences from a slow rank to fast ones. The results are the same up to rounding, not bit for bit."""
+    restarts: int = Field(100, ge=0, le=10**6)
+    """Maximum number of restarts. The same fault at the same step ends the run earlier."""
     roll_back: bool = True
-    """Undo a step whose loss or gradient norm leaves all bounds, and pass over its batch."""
-    spares: int = Field(1, ge=0)
-    """Processes that have imported everything and wait to take the place of one that is lost."""
+    """Undo a step with an outlier loss or gradient norm, and skip its batch."""
+    spares: int = Field(1, ge=0, le=64)
+    """Standby processes, started in advance to replace a lost rank."""

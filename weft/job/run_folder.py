@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where."""
+"""The folder of a run and the files in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.job.errors import JobError
 
 @dataclass(frozen=True)
 class RunDir:
-    """runs/NAME and the names of the files in it."""
+    """runs/NAME and the paths of its files."""
 
     path: Path
 
@@ -25,17 +25,17 @@ class RunDir:
 
     @property
     def slices(self) -> Path:
-        """Which rank holds which slice of what, for the report."""
+        """The slices of each parameter by rank, for the report."""
         return self.path / "slices.json"
 
     @property
     def pipeline(self) -> Path:
-        """When each stage worked in one step, simulated and measured."""
+        """Time line of one pipelined step, simulated and measured."""
         return self.path / "pipeline.json"
 
     @property
     def profile(self) -> Path:
-        """Where a step's time goes, by class of work (weft bench step)."""
+        """Time of a step by class of kernel (weft bench step)."""
         return self.path / "profile.json"
 
     @property
@@ -56,7 +56,7 @@ class RunDir:
 
     @property
     def compiled(self) -> Path:
-        """What torch.compile made, so that a run that is started again starts at once."""
+        """Cache of torch.compile, so that a restarted run does not compile again."""
         return self.path / "compiled"
 
     @property
@@ -69,7 +69,7 @@ class RunDir:
 
 
 def find_run(name: str, runs_dir: str = "runs") -> RunDir:
-    """The run behind RUN: a folder, or a name below runs_dir."""
+    """The run of a RUN argument: a folder, or a name below runs_dir."""
     for path in (Path(name), Path(runs_dir) / name):
         if (path / "job.yaml").is_file():
             return RunDir(path)

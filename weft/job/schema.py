@@ -1,4 +1,4 @@
-"""A Job, assembled from its sections. The text under each field is its help; `weft schema` prints it as JSON Schema."""
+"""The Job and its sections. The docstring of a field is its help; `weft schema` prints all of them as JSON Schema."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from weft.job.checkpoint import Checkpoint
-from weft.job.cluster import Cluster, Failures, Group, Level
+from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
 from weft.job.fp8 import Fp8
@@ -23,45 +23,63 @@ from weft.job.train import Train
 from weft.job.watch import Watch
 
 __all__ = [
-    "Checkpoint", "Cluster", "Comm", "Data", "Experts", "Failures", "Fp8", "Group", "Job", "Level", "Memory", "Model",
-    "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "Train", "Watch",
+    "Checkpoint",
+    "Cluster",
+    "Comm",
+    "Data",
+    "DeviceGroup",
+    "Experts",
+    "Failures",
+    "Fp8",
+    "Job",
+    "Memory",
+    "Model",
+    "Optim",
+    "Parallel",
+    "Resilience",
+    "RopeScaling",
+    "Section",
+    "Sync",
+    "TopologyLevel",
+    "Train",
+    "Watch",
 ]  # fmt: skip
 
 
 class Job(Section):
-    """One training run, as a person describes it."""
+    """The description of one training run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The run lives in runs/NAME."""
+    """Name of the run; its files are in runs/NAME."""
     model: Model = Model()
-    """What is trained."""
+    """The model."""
     data: Data = Data()
-    """What it is trained on."""
+    """The training data."""
     train: Train = Train()
-    """The recipe."""
+    """Steps, batch size and evaluation."""
     optim: Optim = Optim()
-    """The optimizer."""
+    """The optimizer and learning rate."""
     cluster: Cluster = Cluster()
     """The devices."""
     parallel: Parallel | Literal["auto"] = "auto"
-    """The layout: auto, or the degree of each axis."""
+    """The parallel layout: auto, or the degree of each axis."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """What the matrices are multiplied in; weights and optimizer stay fp32. auto is bf16 on GPUs, fp32 on CPUs.
-    fp8 is bf16 with the blocks' matrix products in fp8."""
+    """Data type of matrix products; master weights and optimizer state are fp32. auto is bf16 on GPUs and fp32 on CPUs.
+    fp8 is bf16 with the matrix products of the blocks in fp8."""
     fp8: Fp8 = Fp8()
-    """Scaling, with precision: fp8."""
+    """Scaling and scope of precision: fp8."""
     memory: Memory = Memory()
-    """Recompute and offload."""
+    """Recompute, offload and chunks."""
     comm: Comm = Comm()
     """Communication."""
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoints."""
     resilience: Resilience = Resilience()
-    """What is done about faults."""
+    """Fault detection and recovery."""
     watch: Watch = Watch()
     """Progress and metrics."""
     runs_dir: str = "runs"
-    """The folder that holds the runs."""
+    """Folder of all runs."""
     extensions: tuple[str, ...] = ()
     """Modules, such as my_package.lion, that register optimizers, schedules, compressors or model families of your own.
     They are imported before the rest of a job file is read, by every rank too."""
@@ -72,3 +90,6 @@ class Job(Section):
         if wrong := [name for name in value if not MODULE_NAME.fullmatch(name)]:
             raise ValueError(f"must be names of Python modules such as my_package.lion, not {wrong[0]!r}")
         return value
+
+
+Section.job_type = Job

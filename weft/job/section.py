@@ -1,13 +1,14 @@
-"""What every section of a job is: frozen, closed to unknown keys, and clear about mistakes."""
+"""The base of every section of a job: frozen, closed to unknown keys, with error messages that name the field."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
 from weft.job.errors import JobError
+from weft.job.validation import describe_errors
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -15,53 +16,66 @@ else:
     ModelMetaclass = type(BaseModel)
 
 
-class _Spoken(ModelMetaclass):
-    """Makes sections whose mistakes are told in a person's words, also when they are made in Python."""
+MAX_INTEGER = 2**62
+"""Limit of integers without a limit of their own: they must fit into 64 bits, with room for arithmetic."""
 
-    if not TYPE_CHECKING:  # a checker shall see the fields of each section
+
+class _JobErrors(ModelMetaclass):
+    """Raises a JobError instead of pydantic's ValidationError, also for sections constructed in Python."""
+
+    if not TYPE_CHECKING:  # type checkers should see the fields of each section
 
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             try:
                 return super().__call__(*args, **fields)
             except ValidationError as error:
-                raise _told(error, cls) from None
+                raise JobError(describe_errors(error, cls, cls.job_type)) from None
 
 
-def _told(error: ValidationError, section: type[BaseModel]) -> JobError:
-    from weft.job.validation import in_words  # it knows every section, and so comes after them
-
-    return JobError(in_words(error, section))
-
-
-class Section(BaseModel, metaclass=_Spoken):
-    """A part of a job: frozen, and closed to keys it does not know."""
+class Section(BaseModel, metaclass=_JobErrors):
+    """A part of a job: frozen, and closed to unknown keys."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
     )
+    job_type: ClassVar[type[BaseModel] | None] = None
+    """The whole job, for messages that name a field by its full path; set by weft/job/schema.py."""
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        """From plain data; a JobError names every mistake, one line each."""
+        """A section from plain data; a JobError lists every mistake, one line each."""
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
-            raise _told(error, cls) from None
+            raise JobError(describe_errors(error, cls, cls.job_type)) from None
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML reads yes and on as true, which Python takes for 1."""
-        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
-        if {bool, Any}.isdisjoint(kinds) and {int, float} & kinds:
-            items = value if isinstance(value, list | tuple) else [value]
-            if any(isinstance(item, bool) for item in items):
-                raise PydanticKnownError("int_type" if int in kinds else "float_type")
+    def _check_plain_values(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for numbers (YAML reads `yes` as true, Python would accept it as 1), huge integers, and
+        text that cannot be written to a file or passed to the system."""
+        field = cls.model_fields[info.field_name or ""]
+        types = plain_types(field.annotation)
+        has_limit = any(hasattr(limit, "le") or hasattr(limit, "lt") for limit in field.metadata)
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, bool) and {bool, Any}.isdisjoint(types) and {int, float} & types:
+                raise PydanticKnownError("int_type" if int in types else "float_type")
+            if isinstance(item, int) and Any not in types and not has_limit and abs(item) >= MAX_INTEGER:
+                raise ValueError(f"must be below {MAX_INTEGER}")
+            if isinstance(item, str) and not _is_writable(item):
+                raise ValueError("must be text without NUL and invalid Unicode characters")
         return value
 
 
-def _kinds(annotation: Any) -> set[Any]:
-    """The plain types an annotation is made of; a number that stands for itself counts as one."""
+def _is_writable(text: str) -> bool:
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def plain_types(annotation: Any) -> set[Any]:
+    """The types an annotation is made of; the members of a Literal count by their type."""
     if not (parts := get_args(annotation)):
         return {annotation}
-    return {kind for part in parts for kind in (_kinds(part) if not isinstance(part, int | str) else {type(part)})}
+    return {kind for part in parts for kind in (plain_types(part) if not isinstance(part, int | str) else {type(part)})}

@@ -1,4 +1,4 @@
-"""Named shapes of models, and the one place where a model's fields are filled in."""
+"""Named shapes of models, and the resolution of a model's fields."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         family="llama", dim=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn=6144, vocab=151936, qk_norm=True,
         rope_theta=1e6, experts=dict(count=128, top_k=8, ffn=768),
     ),
-    # DeepSeek compresses keys, values and queries; here grouped queries stand for it, with nearly as many weights
+    # DeepSeek uses multi-head latent attention; grouped queries replace it here, with nearly as many weights
     "deepseek-v3-16b": dict(
         family="llama", dim=2048, layers=27, heads=16, kv_heads=4, head_dim=128, ffn=10944, vocab=102400,
         experts=dict(count=64, top_k=6, ffn=1408, shared=2, first_dense=1, renormalize=False),
@@ -68,7 +68,7 @@ PATCH_DIM = 48
 
 
 def resolve(job: Job) -> Job:
-    """The same job with every field of its model filled in: given fields first, then the shape, then the family."""
+    """The job with every field of its model resolved: given fields first, then the shape, then the family."""
     if job.model.module:
         return job
     return job.model_copy(update={"model": _resolve_model(job.model, job.data)})
@@ -79,7 +79,7 @@ def _resolve_model(model: Model, data: Data) -> Model:
     shape = _shape(model.shape or ("tiny" if not {"family", "dim", "layers"} & given.keys() else None))
     if "family" in given and given["family"] != shape.get("family", given["family"]):
         shape = {k: v for k, v in shape.items() if k != "kv_heads"}
-    if model.experts is not None:  # what a person says of the experts, over what the shape says of them
+    if model.experts is not None:  # given fields of the experts override the shape's
         given["experts"] = {
             **(shape.get("experts") or {}),
             **model.experts.model_dump(exclude_unset=True, exclude_none=True),
@@ -137,7 +137,7 @@ def _shape(name: str | None) -> dict[str, Any]:
 
 
 def data_vocab(data: Data) -> int | None:
-    """Vocabulary of the data's tokenizer, or None where the model decides (synthetic data, a person's own)."""
+    """Vocabulary size of the data's tokenizer, or None if the model decides (synthetic data, a dataset of your own)."""
     if data.source == "synthetic" or ":" in data.source:
         return None
     meta = Path(data.source) / "meta.json"

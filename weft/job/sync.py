@@ -1,4 +1,4 @@
-"""`train.sync`: how often, and through whom, the parts of a run that read different samples come together."""
+"""`train.sync`: how and how often data-parallel ranks synchronise."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MODES: dict[str, str] = {
     "server": "server:async or server:sync",
     "federated": "federated",
 }
-"""Each mode, and how it is written in short."""
+"""Each mode with its short form."""
 
 PERIODS: dict[str, int] = {"local": 8, "diloco": 50, "federated": 1}
-"""Steps between exchanges where a person gives none."""
+"""Default steps between exchanges."""
 
 OUTER: dict[str, tuple[float, float]] = {"local": (1.0, 0.0), "diloco": (0.7, 0.9), "federated": (1.0, 0.0)}
-"""Rate and momentum of the outer step where a person gives none (DiLoCo: Douillard et al. 2023)."""
+"""Default learning rate and momentum of the outer optimizer (DiLoCo: Douillard et al. 2023)."""
 
 OF_MODE: dict[str, tuple[str, ...]] = {
     "every": ("local", "diloco", "federated"),
@@ -44,11 +44,11 @@ OF_MODE: dict[str, tuple[str, ...]] = {
     "tolerance": ("federated",),
     "host": ("server", "federated"),
 }
-"""Which modes read which field: elsewhere it would be passed over in silence."""
+"""The modes that use a field; in other modes it is refused."""
 
 
 def expand(text: str) -> dict[str, Any]:
-    """`local:8`, `diloco:50`, `server:async` or a mode alone, as a section."""
+    """The section of a short form: `local:8`, `diloco:50`, `server:async` or a mode alone."""
     mode, sign, rest = text.partition(":")
     if mode in MODES and not sign:
         return {"mode": mode}
@@ -63,47 +63,47 @@ def expand(text: str) -> dict[str, Any]:
 
 
 class Sync(Section):
-    """How often, and through whom, ranks that read different samples come together."""
+    """How and how often data-parallel ranks synchronise."""
 
     mode: Mode = "step"
-    """step (gradients are summed in every step), local (replicas train alone and average their weights now and then),
-    diloco (the same with an outer optimizer), server (workers push gradients to a parameter server and pull weights) or
-    federated (clients with private data train a while, and their updates are averaged)."""
-    every: int | None = Field(None, ge=1)
-    """Steps between exchanges. Left out: 8 (local), 50 (diloco), 1 (federated: each round is then a step of ordinary
-    training; more steps send less and learn less from as many samples)."""
+    """step (sum gradients in every step), local (local SGD: replicas train independently and average their weights
+    periodically), diloco (the same with an outer optimizer), server (workers push gradients to a parameter server and
+    pull weights) or federated (clients train on private data, and their updates are averaged)."""
+    every: int | None = Field(None, ge=1, le=10**9)
+    """Steps between exchanges. Default: 8 (local), 50 (diloco), 1 (federated: each round is then an ordinary training
+    step; more steps communicate less, but learn less from the same number of samples)."""
     outer_lr: float | None = Field(None, gt=0)
-    """Rate of the outer step. Left out: 0.7 (diloco), 1 (federated)."""
+    """Learning rate of the outer optimizer. Default: 0.7 (diloco), 1 (federated)."""
     outer_momentum: float | None = Field(None, ge=0, lt=1)
-    """Nesterov momentum of the outer step. Left out: 0.9 (diloco), 0 (federated)."""
+    """Nesterov momentum of the outer optimizer. Default: 0.9 (diloco), 0 (federated)."""
     quantize: Literal["none", "int8", "int4"] = "none"
-    """What travels at an exchange of local and diloco: the way that each replica went, as it is or in so few bits."""
+    """Quantization of the weight changes that local and diloco exchange."""
     order: Literal["sync", "async"] = "async"
-    """Of a parameter server: sync waits for every share of a step, async takes gradients as they come."""
-    servers: int = Field(1, ge=1)
-    """Parameter servers, among which the weights are dealt out."""
-    staleness: int = Field(4, ge=0)
-    """Updates by which the weights that a gradient was computed with may be old (async); no update is made that would
-    leave a worker further behind, until it has delivered or is gone."""
-    gather: int | None = Field(None, ge=1)
-    """Gradients that make one update (async), whoever sent them. Left out: as many as make a global batch."""
-    snapshot_every: int = Field(10, ge=1)
-    """Updates between the snapshots from which a parameter server starts again after it was killed."""
-    clients: int = Field(8, ge=1)
-    """Clients among which the data is dealt out unevenly, by its labels or topics."""
-    sampled: int | None = Field(None, ge=1)
-    """Clients drawn for each round. Left out: all."""
+    """Updates of a parameter server: sync waits for all workers in each step, async applies gradients on arrival."""
+    servers: int = Field(1, ge=1, le=4096)
+    """Number of parameter servers; each holds a shard of the weights."""
+    staleness: int = Field(4, ge=0, le=10**6)
+    """Maximum staleness of a gradient in updates (async): an update that would leave a worker further behind waits
+    until the worker has delivered its gradient or left."""
+    gather: int | None = Field(None, ge=1, le=10**6)
+    """Gradients per update (async), from any workers. Default: as many as make a global batch."""
+    snapshot_every: int = Field(10, ge=1, le=10**9)
+    """Updates between the snapshots from which a killed parameter server recovers."""
+    clients: int = Field(8, ge=1, le=10**6)
+    """Number of clients; the data is divided among them unevenly, by label or topic."""
+    sampled: int | None = Field(None, ge=1, le=10**6)
+    """Clients sampled for each round. Default: all."""
     skew: float = Field(0.3, gt=0)
-    """How uneven the clients' data is: the concentration of a Dirichlet draw for each label or topic. Small is uneven;
-    100 is nearly even."""
+    """Concentration of the Dirichlet distribution that divides each label or topic among the clients. Small values are
+    uneven; 100 is nearly even."""
     clip: float = Field(0.0, ge=0)
-    """Largest norm of a client's update; 0 does not clip."""
+    """Maximum norm of a client's update; 0 turns clipping off."""
     noise: float = Field(0.0, ge=0)
-    """Gaussian noise on the averaged update, as a multiple of clip divided by the clients in the round."""
+    """Standard deviation of Gaussian noise on the averaged update, as a multiple of clip / clients in the round."""
     tolerance: float = Field(10.0, gt=1)
-    """A client's update is rejected if its norm exceeds the round's median norm so many times."""
+    """Reject a client's update if its norm exceeds the median norm of the round by this factor."""
     host: str = "127.0.0.1"
-    """Address at which servers listen. Only this machine reaches the default."""
+    """Address on which servers listen. The default is reachable from this machine only."""
 
     @model_validator(mode="before")
     @classmethod
@@ -111,7 +111,7 @@ class Sync(Section):
         return expand(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _belongs(self) -> Sync:
+    def _check_mode(self) -> Sync:
         for name, modes in OF_MODE.items():
             value = getattr(self, name)
             if self.mode not in modes and value != type(self).model_fields[name].default:
@@ -133,7 +133,7 @@ class Sync(Section):
 
     @property
     def outer(self) -> tuple[float, float]:
-        """Rate and momentum of the outer step."""
+        """Learning rate and momentum of the outer optimizer."""
         rate, momentum = OUTER.get(self.mode, (1.0, 0.0))
         return (
             rate if self.outer_lr is None else self.outer_lr,

@@ -1,4 +1,4 @@
-"""`train`: how long, and how many samples a step."""
+"""`train`: steps, batch size, seed and evaluation."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from weft.job.sync import Sync
 
 
 class Train(Section):
-    """The recipe: how long, how many samples a step. Batches count sequences."""
+    """Steps, batch size, seed and evaluation. Batch sizes count sequences."""
 
-    steps: int = Field(600, ge=0)
-    """Optimizer steps in the whole run."""
-    global_batch: int = Field(32, ge=1)
-    """Sequences in one optimizer step, over all ranks."""
+    steps: int = Field(600, ge=0, le=10**12)
+    """Optimizer steps of the run."""
+    global_batch: int = Field(32, ge=1, le=10**9)
+    """Sequences per optimizer step, over all ranks."""
     microbatch: int | Literal["auto"] = "auto"
-    """Sequences one rank computes at once."""
+    """Sequences that a rank processes at once. auto is the largest that fits."""
     accumulation: int | Literal["auto"] = "auto"
-    """Microbatches one rank computes in a step. Follows from microbatch, or the other way round."""
+    """Microbatches per step of a rank (gradient accumulation). auto follows from microbatch, and vice versa."""
     seed: int = Field(0, ge=0, lt=2**62)
-    """Fixes the initial weights, the order of samples and the dropout masks, whatever the layout."""
-    eval_every: int = Field(100, ge=0)
-    """Steps between evaluations on the held-out part; 0 evaluates never."""
-    eval_batches: int = Field(8, ge=1)
-    """Global batches in one evaluation, at most what the held-out part has."""
+    """Random seed of the initial weights, the sample order and the dropout masks; they are the same in every layout."""
+    eval_every: int = Field(100, ge=0, le=10**12)
+    """Steps between evaluations on held-out data; 0 turns evaluation off."""
+    eval_batches: int = Field(8, ge=1, le=10**9)
+    """Global batches per evaluation, at most those of the held-out data."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Probability spread evenly over the vocabulary in the training target."""
+    """Label smoothing: probability distributed evenly over the vocabulary in the training target."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile each block with torch.compile. auto does so on GPUs, for Weft's own models."""
+    """Compile each block with torch.compile. auto compiles Weft's own models on GPUs."""
     ema: float = Field(0.0, ge=0, lt=1)
-    """Decay of an exponential moving average of the weights; 0 keeps none. 0.999 is usual."""
+    """Decay of an exponential moving average of the weights, such as 0.999; 0 turns it off."""
     sync: Sync = Sync()
-    """How often ranks that read different samples come together: step, local:8, diloco:50, server:async, server:sync,
-    federated, or a section of these."""
+    """Synchronisation of data-parallel ranks: step, local:8, diloco:50, server:async, server:sync, federated, or a
+    section."""
 
     @field_validator("microbatch", "accumulation")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be at least 1, or auto")
+        if isinstance(value, int) and not 1 <= value <= 10**9:
+            raise ValueError("must be from 1 to 1000000000, or auto")
         return value

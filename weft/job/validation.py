@@ -1,4 +1,4 @@
-"""What is wrong with a job, in the words of a person: pydantic's errors as one sentence a key."""
+"""Error messages of a job: pydantic's validation errors as one sentence per key."""
 
 from __future__ import annotations
 
@@ -9,50 +9,51 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from weft.job.schema import Job
 
-
-def in_words(error: ValidationError, section: type[BaseModel] = Job) -> str:
-    """Every mistake, one line each; `section` is what was being made, a whole job or a part of one."""
-    prefix = next((key for key, part in _parts() if part is section), "")
+def describe_errors(error: ValidationError, section: type[BaseModel], job: type[BaseModel] | None) -> str:
+    """Every mistake, one line each; `section` is the type that was validated, a whole `job` or a part of one."""
+    whole = job or section
+    prefix = next((key for key, part in _sections_by_key(whole) if part is section), "")
     by_key: dict[str, list[Any]] = {}
     for e in error.errors():
         parts = [prefix, *(str(p) for p in e["loc"] if not _BRANCHES.match(str(p)))]
         by_key.setdefault(".".join(p for p in parts if p), []).append(e)
-    # a union fails once for each branch; what is said of a deeper key is what was meant
+    # a union fails once for each branch; the deepest key is the one that was written
     keys = [k for k in by_key if not any(other.startswith(k + ".") for other in by_key)]
-    return "\n".join(_sentence(k, by_key[k]) for k in keys)
+    return "\n".join(_sentence(k, by_key[k], whole) for k in keys)
 
 
-def known_keys(model: type[BaseModel] = Job, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a job."""
+def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a job or a section."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        for part in _sections(field.annotation):
+        for part in sections_of(field.annotation):
             yield from known_keys(part, f"{prefix}{name}.")
 
 
-def _parts(model: type[BaseModel] = Job, prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every section of a job and the key it stands under."""
+def _sections_by_key(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every section of a job with its dotted key."""
     for name, field in model.model_fields.items():
-        for part in _sections(field.annotation):
+        for part in sections_of(field.annotation):
             yield prefix + name, part
-            yield from _parts(part, f"{prefix}{name}.")
+            yield from _sections_by_key(part, f"{prefix}{name}.")
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """The sections in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [s for arg in getattr(annotation, "__args__", ()) for s in _sections(arg)]
+    return [s for arg in getattr(annotation, "__args__", ()) for s in sections_of(arg)]
 
 
-# pydantic marks the branch of a union in the location; a person did not write it
+# pydantic adds the branch of a union to the location; it is not part of the key
 _BRANCHES = re.compile(r"^(Parallel|RopeScaling|int|str|float|bool|literal\[.*\]|function-.*|constrained-.*)$")
 
 _EXPECTED = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
+    "int_parsing_size": "a smaller number",
     "float_parsing": "a number",
     "float_type": "a number",
     "bool_parsing": "true or false",
@@ -64,28 +65,28 @@ _EXPECTED = {
     "tuple_type": "a list",
     "string_pattern_mismatch": "letters, digits, dots, dashes and underscores",
 }
-"""Pydantic's kinds of mismatch in the words of a person."""
+"""What was expected, by pydantic's error type."""
 
 
-def _sentence(key: str, errors: list[Any]) -> str:
+def _sentence(key: str, errors: list[Any], job: type[BaseModel]) -> str:
     if any(e["type"] == "extra_forbidden" for e in errors):
-        return f"{key}: unknown key{_suggest(key)}"
+        return f"{key}: unknown key{_suggest(key, job)}"
     value = errors[0].get("input")
-    said = key if isinstance(value, dict) else f"{key}={value!r}"
+    shown = key if isinstance(value, dict) else f"{key}={value!r}"
     expected = [_EXPECTED.get(e["type"]) or _choices(e) for e in errors]
     if all(expected):
-        return f"{said}: must be {' or '.join(dict.fromkeys(str(x) for x in expected))}"
+        return f"{shown}: must be {' or '.join(dict.fromkeys(str(x) for x in expected))}"
     message = next(str(e["msg"]) for e, known in zip(errors, expected, strict=True) if not known)
     message = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    return f"{said}: {message if message.startswith(('must', 'no ')) else 'must be ' + message}"
+    return f"{shown}: {message if message.startswith(('must', 'no ')) else 'must be ' + message}"
 
 
 def _choices(error: Any) -> str | None:
     return str(error["ctx"]["expected"]).replace("'", "") if error["type"] == "literal_error" else None
 
 
-def _suggest(key: str) -> str:
-    known = list(known_keys())
+def _suggest(key: str, job: type[BaseModel]) -> str:
+    known = list(known_keys(job))
     section, _, last = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
     near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)

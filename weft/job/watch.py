@@ -8,15 +8,15 @@ from weft.job.section import Section
 
 
 class Watch(Section):
-    """What a person sees of the run."""
+    """Progress, metrics and the report."""
 
-    every: int = Field(10, ge=1)
-    """Steps between plain progress lines."""
-    gantt_step: int = Field(5, ge=0)
-    """The step of a pipelined run whose time line the report shows; 0 records none."""
-    comm_every: int = Field(10, ge=0)
-    """Steps between those whose communication is timed: its share of the step, what of it nothing hid, its speed. 0
-    times none."""
+    every: int = Field(10, ge=1, le=10**12)
+    """Steps between progress lines."""
+    gantt_step: int = Field(5, ge=0, le=10**12)
+    """Step of a pipelined run whose time line is recorded for the report; 0 turns this off."""
+    comm_every: int = Field(10, ge=0, le=10**12)
+    """Steps between measurements of communication: its share of the step, how much is not overlapped, its bandwidth. 0
+    turns this off."""
     trackers: list[str] = Field(default_factory=list)
     """Other programs that are told the metrics; metrics.jsonl is always written."""
 

@@ -1,8 +1,8 @@
 """Slow imports of the rank pool, done once in the fork server of the pool."""
 
-from weft.training.imports import importing
+from weft.training.garbage_collection import no_collection
 
-with importing():
+with no_collection():
     import weft.verify.prove  # noqa: F401
     from weft.comm.teardown import freeze_imports
 

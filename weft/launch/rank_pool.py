@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
+import signal
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-IMPORTED = ["weft.launch.pool_imports"]
-"""Modules preloaded in the fork server."""
+PRELOADED = ["weft.launch.pool_imports"]
+"""Modules that take seconds to import: the fork server imports them once for all ranks."""
+STACKS = signal.SIGUSR2
+"""A rank that receives this signal writes the stacks of its threads to its file in the pool's folder."""
+STACKS_S = 1.0
+"""How long a pool waits for these files."""
 
 
 class RankFailed(RuntimeError):
-    """A function raised on a rank; the text contains its traceback."""
+    """A function raised an error on a rank, or a rank did not answer; the text holds the traceback or the stacks."""
 
     def __init__(self, rank: int, text: str, error: BaseException | None):
         super().__init__(f"rank {rank} failed:\n{text}")
@@ -32,8 +39,9 @@ class RankPool:
     failure all ranks are replaced, since peers may hang.
     """
 
-    def __init__(self, timeout_s: float = 300.0):
-        self.timeout_s = timeout_s
+    def __init__(self, timeout_s: float = 300.0, environment: Mapping[str, str] | None = None):
+        """`environment` is added to that of the ranks."""
+        self.timeout_s, self.environment = timeout_s, dict(environment or {})
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="weft-pool-")
         self._calls = 0
@@ -50,8 +58,9 @@ class RankPool:
         while pipes:
             ready = wait(list(pipes), timeout=self.timeout_s)
             if not ready:
+                stacks = self._stacks(sorted(pipes.values()))
                 self._replace()
-                raise RankFailed(min(pipes.values()), f"no answer within {self.timeout_s:.0f} s", None)
+                raise RankFailed(min(pipes.values()), f"{stacks}\nno answer within {self.timeout_s:.0f} s", None)
             for pipe in (p for p in ready if isinstance(p, Connection)):
                 rank = pipes.pop(pipe)
                 try:
@@ -64,11 +73,21 @@ class RankPool:
                 results[rank] = value
         return [results[r] for r in range(world)]
 
+    def _stacks(self, ranks: list[int]) -> str:
+        """What the threads of some ranks are doing."""
+        for rank in ranks:
+            if (pid := self._ranks[rank][0].pid) is not None:
+                os.kill(pid, STACKS)
+        time.sleep(STACKS_S)
+        files = {rank: Path(self._folder.name) / f"stacks-{self._ranks[rank][0].pid}" for rank in ranks}
+        return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
+
     def _spawn(self) -> tuple[BaseProcess, Connection]:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
+        context.set_forkserver_preload(PRELOADED)
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        args = (theirs, self.environment, self._folder.name)
+        process = context.Process(target=_serve, args=args, daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -91,7 +110,14 @@ class RankPool:
         self.close()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, environment: dict[str, str], folder: str) -> None:
+    os.environ.update(environment)
+    with (Path(folder) / f"stacks-{os.getpid()}").open("w") as stacks:
+        faulthandler.register(STACKS, file=stacks, all_threads=True)
+        _answer_calls(pipe)
+
+
+def _answer_calls(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 

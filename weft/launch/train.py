@@ -10,13 +10,14 @@ from pathlib import Path
 
 from weft.data.dataset import check_dataset
 from weft.hardware.probe import probe
-from weft.hardware.rank_environment import adopt
+from weft.hardware.rank_environment import export_torchrun_variables
 from weft.job.errors import Exit, JobError, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.open_files import ensure_open_files
 from weft.launch.run_files import RunFiles, keep_earlier_run
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
+from weft.planner.ranks import shares_devices
 from weft.server.launcher import launch_server_run
 from weft.server.rendezvous import prepare_rendezvous
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, launch
@@ -49,6 +50,8 @@ def start(
     """
     run = RunDir(Path(job.runs_dir) / job.name)
     ensure_open_files(plan.world)
+    if plan.device == "cuda" and shares_devices(job, probe(), plan.world):
+        log(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for rehearsal, not for speed")
     with run_lock(run) as lock:
         if fresh:
             keep_earlier_run(run, log)
@@ -111,7 +114,7 @@ def join(job: Job, log: Callable[[str], None] = print) -> int:
 
 def train(job: Job, nproc: int | None = None, *, fresh: bool = False, resilient: bool | None = None) -> RunDir:
     """Train a job and return its run folder. Joins a world started by torchrun or mpirun, else starts local ranks."""
-    if adopt():
+    if export_torchrun_variables():
         code = join(job)
     else:
         code = start(*prepare(job, nproc), fresh=fresh, resilient=resilient)
@@ -122,8 +125,11 @@ def train(job: Job, nproc: int | None = None, *, fresh: bool = False, resilient:
 
 def finish(run: RunDir, log: Callable[[str], None]) -> None:
     """Write the report and print how the run ended, predicted beside measured."""
-    for line in closing_lines(run):
-        log(line)
+    try:
+        for line in closing_lines(run):
+            log(line)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        log(f"{run.events} or {run.metrics} is damaged ({type(error).__name__}: {error}): no closing figures")
     try:
         log(f"report: {write_report(run)}")
     except Exception as error:  # a good run does not fail because of its report

@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.hardware.catalog import device_by_product
-from weft.hardware.measured import Attention, Block, Head, Measured, Message, Product, file_name
+from weft.hardware.measured import (
+    Measured,
+    MeasuredAttention,
+    MeasuredBlock,
+    MeasuredHead,
+    MeasuredMessage,
+    MeasuredProduct,
+    file_name,
+)
 from weft.hardware.probe import Machine, probe
 from weft.job.schema import Job, Optim
 from weft.job.shapes import resolve
@@ -24,14 +32,14 @@ from weft.launch.rank_pool import RankPool
 from weft.measure import collective_times as bench
 from weft.measure.collective_times import Case
 from weft.mesh import connect
-from weft.models.attention import Where, attention
-from weft.models.build import build_model
+from weft.models.attention import TokenInfo, attention
+from weft.models.build_model import build_model
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import frequencies, rotation
-from weft.optim.build import build_optimizers
+from weft.optim.build_optimizers import build_optimizers
 from weft.parallel.apply import compile_parts, find_units
 from weft.planner.plan import Plan
-from weft.precision import COMPUTE
+from weft.precision import COMPUTE_DTYPES
 
 MIB = 2**20
 DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32")}
@@ -107,20 +115,20 @@ def measure(quick: bool = False, say: Callable[[str], None] = lambda text: None)
     )  # fmt: skip
 
 
-def _products(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[Product, ...]:
+def _products(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[MeasuredProduct, ...]:
     out = []
     widths, rows = WIDTHS[kind], ROWS[kind]
     shapes = [(m, k, n) for m in rows for k in widths for n in sorted({k, 4 * k, widths[0]})]
     for dtype in DTYPES[kind]:
         usual = dtype == DTYPES[kind][0]
         for m, k, n in shapes[:: 5 if quick or not usual else 1]:
-            a = torch.randn(m, k, device=device, dtype=COMPUTE[dtype])
-            b = torch.randn(n, k, device=device, dtype=COMPUTE[dtype])
-            out.append(Product(dtype, m, k, n, timed(lambda a=a, b=b: F.linear(a, b), device, budget)))  # type: ignore[misc]
+            a = torch.randn(m, k, device=device, dtype=COMPUTE_DTYPES[dtype])
+            b = torch.randn(n, k, device=device, dtype=COMPUTE_DTYPES[dtype])
+            out.append(MeasuredProduct(dtype, m, k, n, timed(lambda a=a, b=b: F.linear(a, b), device, budget)))  # type: ignore[misc]
     return tuple(out)
 
 
-def _attention(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[Attention, ...]:
+def _attention(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[MeasuredAttention, ...]:
     out = []
     dtype = DTYPES[kind][0]
     for seq in SEQS[kind][: 1 if quick else None]:
@@ -128,17 +136,19 @@ def _attention(kind: str, device: torch.device, budget: float, quick: bool) -> t
             batch = max(1, SEQS[kind][1] // seq)
 
             def make(count: int, seq: int = seq, width: int = width, batch: int = batch) -> Tensor:
-                return torch.randn(batch, seq, count, width, device=device, dtype=COMPUTE[dtype], requires_grad=True)
+                return torch.randn(
+                    batch, seq, count, width, device=device, dtype=COMPUTE_DTYPES[dtype], requires_grad=True
+                )
 
             q, k, v = make(heads), make(kv), make(kv)
 
             rows = torch.arange(seq, device=device)
 
             def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v, rows: Tensor = rows) -> Tensor:
-                return attention(q, k, v, True, Where(None, None, None, rows, rows.shape[0]))
+                return attention(q, k, v, True, TokenInfo(None, None, None, rows, rows.shape[0]))
 
             ahead, both = _both(forward, device, budget)
-            out.append(Attention(dtype, batch, heads, kv, seq, width, ahead, both - ahead))
+            out.append(MeasuredAttention(dtype, batch, heads, kv, seq, width, ahead, both - ahead))
     return tuple(out)
 
 
@@ -150,7 +160,7 @@ def _both(forward: Callable[[], Tensor], device: torch.device, budget: float) ->
     return ahead, timed(lambda: forward().backward(grad), device, budget)
 
 
-def _blocks(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[Block, ...]:
+def _blocks(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[MeasuredBlock, ...]:
     out = []
     dtype = DTYPES[kind][0]
     for dim, heads, kv, ffn in BLOCKS[kind][: 1 if quick else None]:
@@ -166,32 +176,36 @@ def _blocks(kind: str, device: torch.device, budget: float, quick: bool) -> tupl
                 "vocab": 64,
             }
             job = resolve(Job.model_validate({"model": model, "data": {"source": "synthetic", "seq_len": seq}}))
-            block = next(iter(find_units(build_model(job.model)).values())).to_empty(device=device).to(COMPUTE[dtype])
+            block = (
+                next(iter(find_units(build_model(job.model)).values()))
+                .to_empty(device=device)
+                .to(COMPUTE_DTYPES[dtype])
+            )
             for p in block.parameters():
                 torch.nn.init.normal_(p, std=0.02)
-            x = torch.randn(batch, seq, dim, device=device, dtype=COMPUTE[dtype], requires_grad=True)
+            x = torch.randn(batch, seq, dim, device=device, dtype=COMPUTE_DTYPES[dtype], requires_grad=True)
             freq = frequencies(dim // heads, 10_000.0, None, device)
             rows = torch.arange(seq, device=device)
-            where = Where(rotation(rows, freq), None, None, rows, seq)
+            where = TokenInfo(rotation(rows, freq), None, None, rows, seq)
             if kind == "cuda":  # as the plan does by default
                 compile_parts(block, ("forward",))
             ahead, both = _both(lambda b=block, x=x, w=where: b(x, w), device, budget)  # type: ignore[misc]
-            out.append(Block(dtype, dim, heads, kv, dim // heads, ffn, batch, seq, ahead, both - ahead))
+            out.append(MeasuredBlock(dtype, dim, heads, kv, dim // heads, ffn, batch, seq, ahead, both - ahead))
     return tuple(out)
 
 
-def _heads(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[Head, ...]:
+def _heads(kind: str, device: torch.device, budget: float, quick: bool) -> tuple[MeasuredHead, ...]:
     out = []
     dtype, tokens = DTYPES[kind][0], ROWS[kind][1]
     for vocab, dim in VOCAB[kind][: 1 if quick else None]:
-        x = torch.randn(tokens, dim, device=device, dtype=COMPUTE[dtype], requires_grad=True)
-        weight = torch.randn(vocab, dim, device=device, dtype=COMPUTE[dtype], requires_grad=True)
+        x = torch.randn(tokens, dim, device=device, dtype=COMPUTE_DTYPES[dtype], requires_grad=True)
+        weight = torch.randn(vocab, dim, device=device, dtype=COMPUTE_DTYPES[dtype], requires_grad=True)
         targets = torch.zeros(tokens, dtype=torch.int64, device=device)
 
         def work(x: Tensor = x, weight: Tensor = weight, targets: Tensor = targets) -> None:
             linear_cross_entropy(x, weight, targets).backward()
 
-        out.append(Head(dtype, dim, vocab, tokens, timed(work, device, budget)))
+        out.append(MeasuredHead(dtype, dim, vocab, tokens, timed(work, device, budget)))
     return tuple(out)
 
 
@@ -253,7 +267,7 @@ def _disk(size: int) -> tuple[float, float]:
         return write, size / (time.perf_counter() - began) / 1e9
 
 
-def _collectives(kind: str, machine: Machine, budget: float, quick: bool) -> tuple[Message, ...]:
+def _collectives(kind: str, machine: Machine, budget: float, quick: bool) -> tuple[MeasuredMessage, ...]:
     """Over local ranks, on neighbours and on those that stand apart; one device has nobody to talk to."""
     ranks = torch.cuda.device_count() if kind == "cuda" else min(4, max(2, machine.cores_physical))
     ranks = 1 << (ranks.bit_length() - 1)
@@ -261,11 +275,11 @@ def _collectives(kind: str, machine: Machine, budget: float, quick: bool) -> tup
         return ()
     sizes = SIZES[kind][:: 2 if quick else 1]
     with RankPool(timeout_s=240) as pool:
-        found: list[Message] = pool.run(_talk, ranks, kind, ranks, sizes, budget)[0]
+        found: list[MeasuredMessage] = pool.run(_talk, ranks, kind, ranks, sizes, budget)[0]
     return tuple(found)
 
 
-def _talk(kind: str, ranks: int, sizes: tuple[int, ...], budget: float) -> list[Message]:
+def _talk(kind: str, ranks: int, sizes: tuple[int, ...], budget: float) -> list[MeasuredMessage]:
     """On one rank: every collective on every axis, the same number of times on all ranks."""
     inner = 2 if ranks > 2 else ranks
     backend = "nccl" if kind == "cuda" else "gloo"
@@ -275,7 +289,7 @@ def _talk(kind: str, ranks: int, sizes: tuple[int, ...], budget: float) -> list[
     asked = [Case(kind_, "native", "fp32", size) for size in sizes for kind_ in COLLECTIVES]
     axes = {**mesh.axes, "everyone": mesh.everyone} if ranks > inner else mesh.axes
     return [
-        Message(axis.name, case.kind, axis.size, bytes_, seconds)
+        MeasuredMessage(axis.name, case.kind, axis.size, bytes_, seconds)
         for axis in axes.values()
         for case, (bytes_, seconds) in zip(asked, bench.measure(axis, mesh.device, asked, budget), strict=True)
     ]

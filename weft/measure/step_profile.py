@@ -28,14 +28,14 @@ from weft.planner.memory.approximate import optimizer_bytes
 from weft.planner.memory.prediction import communication_bytes
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.planner.model.reference_rate import peak_flops
-from weft.precision import COMPUTE
+from weft.precision import COMPUTE_DTYPES
 from weft.supervisor.local_ranks import launch
 from weft.supervisor.run_lock import run_lock
-from weft.training.metrics import Ledger, peak_memory_gib
+from weft.training.metrics import StepMetrics, peak_memory_gib, utilization
 from weft.training.session import Session
 from weft.training.signals import Signals
 from weft.watch.kernel_profile import StepFacts, from_json, summarise, table, to_json
-from weft.watch.profiler_trace import Trace, read_trace
+from weft.watch.profiler_trace import ProfilerTrace, read_trace
 from weft.watch.report import write_report
 
 WARM, TIMED = 4, {"cpu": 4, "cuda": 12}
@@ -98,7 +98,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
     """Warm up, time some steps, profile some more, and leave profile.json."""
     job, plan, mesh = session.job, session.plan, session.mesh
     write = session.journal.metrics if session.journal else (lambda record: None)
-    ledger = Ledger(job, plan, mesh, session.state, write, signals, session.guards)
+    metrics = StepMetrics(job, plan, mesh, session.state, write, signals, session.guards)
     session.event("start", step=0, layout=plan.layout(), world=plan.world)
     with closing(session.loader()) as loader:
 
@@ -108,13 +108,13 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
             began = time.perf_counter()
             with record_function("weft.window"):
                 for _ in range(count):
-                    _step(session, loader, ledger)
-                ledger.settle()
+                    _step(session, loader, metrics)
+                metrics.settle()
                 if mesh.device.type == "cuda":
                     torch.cuda.synchronize()
             return (time.perf_counter() - began) / count
 
-        ledger.start_clock()
+        metrics.start_clock()
         some(WARM)
         seconds = some(TIMED.get(mesh.device.type, TIMED["cuda"]))
         if mesh.device.type == "cuda":
@@ -122,7 +122,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
                 some(1)
         with _marked_loss(session), _profiling(mesh.device) as profiler:
             some(steps)
-    roofs = measure_roofs(plan, mesh.device, COMPUTE[plan.precision])
+    roofs = measure_roofs(plan, mesh.device, COMPUTE_DTYPES[plan.precision])
     rows = summarise(_read(profiler), steps, seconds * 1e3, facts_of(session), roofs)
     mine = {
         "rank": mesh.rank, "position": mesh.position, "peak_memory_gib": peak_memory_gib(mesh.device),
@@ -137,7 +137,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
             "job": job.name, "layout": plan.layout(), "device": plan.device_name, "precision": plan.precision,
             "step_ms": seconds * 1e3, "profiled_steps": steps,
             "tokens_per_s": _tokens(job) / seconds if not job.model.is_stack else None,
-            "mfu": flops / (seconds * peak * plan.world) if flops and peak else None,
+            "mfu": utilization(flops, seconds, peak, plan.world),
             "catalog_tflops": peak / 1e12 if peak else None,
             "roofs": vars(roofs), "ranks": everyone,
         }  # fmt: skip
@@ -146,7 +146,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
     return Exit.DONE
 
 
-def _step(session: Session, loader: Iterator[Any], ledger: Ledger) -> None:
+def _step(session: Session, loader: Iterator[Any], metrics: StepMetrics) -> None:
     """One step of the loop, its parts marked for the trace."""
     stepper, device = session.stepper, session.mesh.device
     lr = stepper.learning_rate()
@@ -157,7 +157,7 @@ def _step(session: Session, loader: Iterator[Any], ledger: Ledger) -> None:
     with record_function("weft.update"):
         norm, _ = stepper.update(grads, lr)
     with record_function("weft.figures"):
-        ledger.post(grads, norm, lr)
+        metrics.post(grads, norm, lr)
 
 
 def _profiling(device: torch.device) -> profile:
@@ -165,7 +165,7 @@ def _profiling(device: torch.device) -> profile:
     return profile(activities=kinds, record_shapes=True)
 
 
-def _read(profiler: profile) -> Trace:
+def _read(profiler: profile) -> ProfilerTrace:
     with tempfile.TemporaryDirectory(prefix="weft-profile-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -208,7 +208,7 @@ def _tokens(job: Job) -> int:
 def facts_of(session: Session) -> StepFacts:
     """What the job and the plan say of one step of this rank."""
     job, plan = session.job, session.plan
-    model, width = job.model, COMPUTE[plan.precision].itemsize
+    model, width = job.model, COMPUTE_DTYPES[plan.precision].itemsize
     master_params = session.state.model.master_params.values()
     held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0

@@ -25,7 +25,7 @@ from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import AXES, Plan
 from weft.planner.ranks import backend_of, device_for, device_memory, world_of
 from weft.planner.rules.arithmetic import divisors
-from weft.planner.rules.context_parallel import attends
+from weft.planner.rules.context_rules import attends
 from weft.planner.rules.table import check
 from weft.planner.schedules.registry import SCHEDULES, check_schedule, splits_backward
 from weft.planner.schedules.stage_split import split_layers, split_stages

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from weft.hardware.catalog import Device
-from weft.hardware.efficiency import reach_of
-from weft.hardware.measured import Attention, Measured, load_measured
+from weft.hardware.efficiency import measured_limits
+from weft.hardware.measured import Measured, MeasuredAttention, load_measured
 from weft.planner.calibration import Calibration, load_calibration
 
 LARGE_MESSAGE_BYTES = 1 << 22
@@ -23,9 +23,9 @@ def with_measurements(shipped: Calibration, measured: Measured, device: Device) 
     peak = device.peak_tflops.get("bf16") or device.peak_tflops.get("fp32")
     best = max((p.tflops for p in measured.products if p.dtype in ("bf16", "fp32")), default=0.0)
     if peak and best:
-        changed["matmul"] = min(1.0, best / (peak * reach_of(device.name).matmul))
+        changed["matmul"] = min(1.0, best / (peak * measured_limits(device.name).matmul))
         rates = [_attention_rate(a) for a in measured.attention]
-        changed["attention"] = min(1.0, max(rates, default=0.0) / (peak * reach_of(device.name).matmul))
+        changed["attention"] = min(1.0, max(rates, default=0.0) / (peak * measured_limits(device.name).matmul))
         changed["attention"] = changed["attention"] or shipped.attention
     fast = max(measured.copy_gb_s.values(), default=0.0)
     if fast:
@@ -41,7 +41,7 @@ def with_measurements(shipped: Calibration, measured: Measured, device: Device) 
     return shipped.with_(**changed, name=f"weft, measured on {measured.product}")
 
 
-def _attention_rate(a: Attention) -> float:
+def _attention_rate(a: MeasuredAttention) -> float:
     """TFLOP/s of causal attention, forward and backward, masked blocks not counted."""
     flops = 3.5 * 2 * a.batch * a.heads * a.head_dim * a.seq * a.seq
     return flops / (a.forward_s + a.backward_s) / 1e12

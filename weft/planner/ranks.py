@@ -8,6 +8,7 @@ from dataclasses import replace
 from weft.hardware.catalog import Device, device_by_product, find_device
 from weft.hardware.probe import Machine, probe
 from weft.hardware.rank_environment import under_mpi
+from weft.hardware.shared_devices import memory_fraction, ranks_per_device
 from weft.job.errors import JobError, MachineError
 from weft.job.schema import Job
 from weft.planner.plan import AXES, Plan
@@ -22,7 +23,16 @@ def device_memory(job: Job, device: Device, machine: Machine, world: int) -> flo
     """GiB of memory per rank: from the job, else the catalog; CPU ranks share this machine's memory."""
     if job.cluster.memory_gib:
         return job.cluster.memory_gib
-    return machine.memory_gib * job.cluster.nodes / world if device.kind == "cpu" else device.memory_gib
+    if device.kind == "cpu":
+        return machine.memory_gib * job.cluster.nodes / world
+    sharing = ranks_per_device(world, len(machine.gpus)) if shares_devices(job, machine, world) else 1
+    return device.memory_gib * (memory_fraction(sharing) if sharing > 1 else 1.0)
+
+
+def shares_devices(job: Job, machine: Machine, world: int) -> bool:
+    """Whether there are more ranks on this machine than GPUs."""
+    here = job.cluster.device in ("auto", "cuda") and job.cluster.nodes == 1
+    return here and 0 < len(machine.gpus) < world
 
 
 def device_for(job: Job, machine: Machine) -> Device:
@@ -76,6 +86,8 @@ def world_of(job: Job, machine: Machine, device: Device, given: int | None) -> t
         for degree in degrees:
             pinned *= max(1, degree)
     if device.kind != "cpu":
+        if job.cluster.share_devices and not open_axis:
+            return pinned, []
         count = len(machine.gpus) if job.cluster.device in ("auto", "cuda") else DEVICES_PER_NODE
         return job.cluster.nodes * (count or 1), []
     if not open_axis:
@@ -93,8 +105,10 @@ def backend_of(job: Job, machine: Machine, kind: str, world: int) -> str:
         if job.comm.backend == "mpi" and kind != "cpu":
             raise JobError("comm.backend=mpi carries tensors in host memory alone, and the ranks compute on GPUs; "
                            "nccl would work, under mpirun too")  # fmt: skip
+        if job.comm.backend == "nccl" and shares_devices(job, machine, world) and not job.cluster.share_devices:
+            raise JobError(f"comm.backend=nccl: {world} ranks on {len(machine.gpus)} GPU need "
+                           "cluster.share_devices=true, which is for rehearsal and not for speed")  # fmt: skip
         return job.comm.backend
     if kind == "cpu":
         return "mpi" if under_mpi() and "WEFT_STORE" not in os.environ else "gloo"
-    shared = job.cluster.device in ("auto", "cuda") and job.cluster.nodes == 1 and world > len(machine.gpus)
-    return "gloo" if shared else "nccl"
+    return "gloo" if shares_devices(job, machine, world) and not job.cluster.share_devices else "nccl"

@@ -19,8 +19,8 @@ from weft.job.errors import DivergedError, Exit, JobError, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, local_device
-from weft.models.build import build_model
-from weft.optim.build import Optimizers, build_optimizers
+from weft.models.build_model import build_model
+from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.parallel.apply import find_units
 from weft.planner.plan import Plan
 from weft.planner.sync import one_replica
@@ -147,11 +147,11 @@ class Chief:
         """Tensors and coordinator state of the newest checkpoint; both empty for a new run."""
         if self.checkpoints.newest() is None:
             return {}, {}
-        tensors = self.state.empty_like(saved_world=0)
+        tensors = self.state.loadable_tensors(saved_world=0)
         found = self.checkpoints.load_newest(tensors)
         if found is None:
             return {}, {}
-        self.state.adopt(tensors, found.meta)
+        self.state.restore(tensors, found.meta)
         if found.meta.get("sync", {}).get("velocity"):
             master_params = self.state.model.master_params
             outer = {f"outer.velocity.{n}": torch.empty_like(m.detach()) for n, m in master_params.items()}

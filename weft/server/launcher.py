@@ -26,7 +26,7 @@ EXIT_TIMEOUT_S = 15.0
 
 
 @dataclass
-class Place:
+class RoleProcess:
     """A role in the run and the process that currently has it."""
 
     role: str
@@ -47,7 +47,7 @@ def launch_server_run(run: RunDir, servers: int, workers: int, lock: RunLock, sa
         roles = ["chief", *["server"] * (servers - 1), *["worker"] * workers]
         places = []
         for index, role in enumerate(roles):
-            places.append(Place(role, index, _start(run, role, index, lock)))
+            places.append(RoleProcess(role, index, _start(run, role, index, lock)))
             if role == "chief":
                 signals.add(places[0].process)  # only the chief receives signals; it stops the others
         signals.unblock()
@@ -72,7 +72,7 @@ def _start(run: RunDir, role: str, index: int, lock: RunLock) -> subprocess.Pope
 
 
 def _watch(
-    run: RunDir, places: list[Place], signals: SignalForwarder, lock: RunLock, say: Callable[[str], None]
+    run: RunDir, places: list[RoleProcess], signals: SignalForwarder, lock: RunLock, say: Callable[[str], None]
 ) -> int:
     """Wait until the chief ends, restarting killed processes."""
     chief, restarts = places[0], 0
@@ -105,7 +105,7 @@ def _watch(
     return KILLED_BY_USER
 
 
-def _let_go(places: list[Place]) -> None:
+def _let_go(places: list[RoleProcess]) -> None:
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     for place in places:
         if place.role != "server":  # servers wait for a new chief and do not exit by themselves

@@ -19,7 +19,7 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.local_ranks import die_with_parent
-from weft.training.imports import importing
+from weft.training.garbage_collection import no_collection
 from weft.training.rank import exit_code, exit_process, keep_freed_memory, record_failure, threads_for
 from weft.training.signals import Signals
 
@@ -72,7 +72,7 @@ def run_process(run: RunDir, role: str, index: int, about: dict[str, Any]) -> in
     """Run one process and return its exit code; a failure is recorded in logs/failure-INDEX.json, as for ranks."""
     signals = Signals()
     job, plan = load_job(str(run.job)), Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
-    with importing():
+    with no_collection():
         import torch
 
         from weft.server.chief import run_chief

@@ -1,12 +1,12 @@
-"""What a run trains, put together from the Job and the Plan: the spread model, its optimizer and rounds, at step 0."""
+"""Builds the state of a run from the Job and the Plan: the spread model, its optimizer, average and loss scale."""
 
 from __future__ import annotations
 
 from weft.comm.algorithms import summing
 from weft.job.schema import Job
 from weft.mesh import Mesh, ranks_of_a_node
-from weft.models.build import build_model
-from weft.optim.build import Optimizers, build_optimizers
+from weft.models.build_model import build_model
+from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.optim.ema import Ema
 from weft.parallel.apply import find_units, parallelize
 from weft.parallel.data.local_sgd import EveryStep, Rounds
@@ -18,7 +18,7 @@ from weft.training.state import State
 
 
 def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
-    """The model spread over the mesh, its optimizer, average and loss scale, at step 0."""
+    """The state of a run at step 0."""
     spread_model = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
     ema = Ema(spread_model.master_params, job.train.ema)
     state = State(spread_model, make_optimizers(job, spread_model), ema, LossScale.for_precision(plan.precision), mesh)
@@ -27,7 +27,7 @@ def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
 
 
 def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
-    """How replicas come together, as train.sync says."""
+    """How replicas are synchronized between steps, as set by train.sync."""
     axis = mesh.axis("dp_replicate")
     if not plan.alone or axis is None:
         return EveryStep()
@@ -37,7 +37,7 @@ def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
 
 
 def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined) -> Optimizers:
-    """The job's optimizer over the master weights; muon asks which of them are in the blocks."""
+    """The job's optimizer over the master weights. Muon treats those in the blocks differently."""
     units = tuple(find_units(build_model(job.model)))
     return build_optimizers(
         job.optim,

@@ -1,9 +1,9 @@
-"""At a checkpoint: give experts other ranks, and hot ones several, where that makes the ranks' loads more even.
+"""Moves experts between ranks at a checkpoint, and replicates hot ones, so that the ranks have even loads.
 
-Experts of a block are alike but for their weights. If the router's rows, the biases, the weights and all that the
-optimizer and the average hold of them are put into another order together, the model says what it said before. Which
-rank holds an expert follows from its number, so a hot one can be given a rank whose others are idle. One that is too
-hot for any rank is computed by several (parallel/expert/replication.py), and its tensors stay where they are.
+Experts of a block differ only in their weights. If the router's rows, the biases, the weights and their optimizer and
+average states are permuted together, the model computes the same. An expert's index determines its rank, so permuting
+them moves a hot expert to a rank whose others are idle. An expert too hot for one rank is replicated
+(parallel/expert/replication.py), and its tensors stay where they are.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import local_of, shard_of
-from weft.planner.advice.expert_placement import Placing, cost_of, fullest, place
+from weft.planner.advice.expert_placement import ExpertPlacement, cost_of, fullest, place
 from weft.planner.plan import Plan
 from weft.training.state import State
 
-MOVED = ("router.", "experts.", "bias", "past")
-"""What of a mixture has a row for each expert."""
+PER_EXPERT = ("router.", "experts.", "bias", "past")
+"""Names of the tensors of a mixture that have a row for each expert."""
 
 
 def rebalance(state: State, plan: Plan) -> dict[str, float] | None:
-    """Place the experts of the blocks anew where the fullest rank would have less load by the share `ep_rebalance`.
+    """Move the experts of every block whose most loaded rank would get less by the fraction `ep_rebalance`.
 
-    Returns the worst block's fullest rank over the mean, before and after; None where nothing changed. All ranks know
-    the load of all blocks, and so decide alike.
+    Returns the largest load of a rank over the mean, before and after, in the worst block; None where nothing changed.
+    All ranks know the load of all blocks, so they decide the same.
     """
     load = state.model.load
     if load is None or not load.blocks or not load.steps:
@@ -34,7 +34,7 @@ def rebalance(state: State, plan: Plan) -> dict[str, float] | None:
     table = (load.since[:, :-3] / passes).tolist()
     load.since.zero_()
     load.steps = 0
-    before, after, moves = [], [], dict[int, Placing]()
+    before, after, moves = [], [], dict[int, ExpertPlacement]()
     for index, counts in zip(load.blocks, table, strict=True):
         there = load.copies.get(index, ())
         found = place(counts, plan.ep, moves=plan.ep_moves, room=plan.ep_copies, price=plan.ep_copy_rows)
@@ -56,12 +56,14 @@ def rebalance(state: State, plan: Plan) -> dict[str, float] | None:
 
 @torch.no_grad()
 def _reorder(state: State, block: int, order: list[int]) -> None:
-    """Put all that a block has by expert into another order, one tensor after the other."""
+    """Permute every tensor of a block that has a row for each expert."""
     prefix = f"blocks.{block}.mlp."
     for name, tensor in sorted(state.tensors().items()):
         kind, _, rest = name.partition(".")
-        ours = kind in ("model", "buffer", "optim", "ema") and rest.startswith(tuple(prefix + m for m in MOVED))
-        if ours and tensor.dim() and tensor.shape[0] == len(order):  # what Adafactor keeps by column has no experts
+        ours = kind in ("model", "buffer", "optim", "ema") and rest.startswith(tuple(prefix + m for m in PER_EXPERT))
+        if (
+            ours and tensor.dim() and tensor.shape[0] == len(order)
+        ):  # Adafactor's column statistics have no expert dimension
             _permute(tensor, order)
 
 

@@ -1,4 +1,4 @@
-"""Text from a trained run, one token after the other."""
+"""Generates text from a checkpoint, token by token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.checkpoint.format import SavedCheckpoint
 from weft.data.dataset import open_tokenizer
 from weft.job.errors import JobError
 from weft.job.load import parse_job
-from weft.training.weights import load_model
+from weft.training.export import load_model
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def generate(
     seed: int = 0,
     ema: bool = False,
 ) -> Iterator[str]:
-    """Pieces of text as they are made, the prompt not among them. Temperature 0 always takes the likeliest token."""
+    """Yield the generated text in parts, without the prompt. Temperature 0 always takes the likeliest token."""
     job = parse_job(found.meta["job"])
     if not job.model.is_decoder:
         raise JobError(f"only a language model can generate; this run trains {job.model.module or job.model.family}")
@@ -39,7 +39,7 @@ def generate(
         logits = model(torch.tensor([ids[-window:]]))[0, -1].float()
         ids.append(_pick(logits[: tokenizer.vocab], temperature, top_k, random))
         text = tokenizer.decode(ids[start:])
-        if not text.endswith("\ufffd"):  # wait until a character of several bytes is whole
+        if not text.endswith("\ufffd"):  # wait for the rest of a multi-byte character
             yield text[len(shown) :]
             shown = text
 

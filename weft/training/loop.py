@@ -1,4 +1,4 @@
-"""The training loop. It reads from top to bottom, and has no branch for a layout, a precision or an optimizer."""
+"""The training loop. It has no branch for a layout, a precision or an optimizer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from weft.data.loader import to_device
 from weft.job.errors import DivergedError, Exit, MachineError
-from weft.training.garbage_collection import Collector
-from weft.training.metrics import Ledger, peak_memory_gib
-from weft.training.pipeline_timeline import recorded
+from weft.training.garbage_collection import GarbageCollection
+from weft.training.metrics import StepMetrics, peak_memory_gib
+from weft.training.pipeline_timeline import recording
 from weft.training.session import Session
 from weft.training.signals import Signals
 from weft.watch.progress import Progress
 
 
 def fit(session: Session, signals: Signals) -> Exit:
-    """Train from the session's step to the job's last, or until all ranks agree to stop."""
+    """Train from the session's step to the job's last one, or until all ranks agree to stop."""
     job, state, stepper = session.job, session.state, session.stepper
     steps, device = job.train.steps, session.mesh.device
     first_step = session.first_step
@@ -48,59 +48,59 @@ def fit(session: Session, signals: Signals) -> Exit:
             progress.note(f"step {state.step}: validation loss {val:.4f}")
             return {"val_loss": val}
 
-        ledger = Ledger(job, session.plan, session.mesh, state, write, signals, session.guards)
-        ledger.agree()
-        if state.step == 0 and not ledger.stop:
+        metrics = StepMetrics(job, session.plan, session.mesh, state, write, signals, session.guards)
+        metrics.agree_to_stop()
+        if state.step == 0 and not metrics.stop:
             evaluate()
-            ledger.agree()
-        ledger.start_clock()
-        with closing(session.loader()) as loader, Collector() as collector:
-            while state.step < steps and not ledger.stop:
+            metrics.agree_to_stop()
+        metrics.start_clock()
+        with closing(session.loader()) as loader, GarbageCollection() as collector:
+            while state.step < steps and not metrics.stop:
                 session.now("data")
                 lr = stepper.learning_rate()
                 batches = [to_device(b, device) for b in next(loader)]
                 session.now("compute")
-                with recorded(session, state.step + 1):
+                with recording(session, state.step + 1):
                     grads = stepper.gradients(batches)
                 session.now("update")
                 norm, _ = stepper.update(grads, lr)
-                ledger.post(grads, norm, lr)
-                collector.tick(state.step)
+                metrics.post(grads, norm, lr)
+                collector.after_step(state.step)
                 if _due(state.step, job.train.eval_every, steps):
-                    ledger.settle(**evaluate())
-                    ledger.agree()
-                    ledger.start_clock()
+                    metrics.settle(**evaluate())
+                    metrics.agree_to_stop()
+                    metrics.start_clock()
                 if _due(state.step, job.checkpoint.every, steps):
-                    ledger.settle()
+                    metrics.settle()
                     session.save(required=state.step == steps)
-                session.keep()
-        ledger.settle()
-        if ledger.stop and state.step > first_step:
+                session.take_snapshot()
+        metrics.settle()
+        if metrics.stop and state.step > first_step:
             session.save(required=True)
         session.now("checkpoint")
         session.checkpoints.wait()
         if state.step > first_step and session.checkpoints.durable != state.step:
             raise MachineError(
                 f"step {state.step} was reached, but its checkpoint could not be written to {session.run.checkpoints}; "
-                f"events.jsonl says why, and the last good one is of step {session.checkpoints.durable}"
+                f"events.jsonl has the reason, and the last good checkpoint is of step {session.checkpoints.durable}"
             )
 
-    stopped = ledger.stop if state.step < steps else None
+    stopped = metrics.stop if state.step < steps else None
     done = state.step - first_step
     summary = {
         "step": state.step,
         "steps_done": done,
         "seconds": time.time() - session.began,
-        "loss": ledger.last.get("loss"),
+        "loss": metrics.last.get("loss"),
         "predicted": session.plan.predicted,
-        "measured": {"memory_gib": peak_memory_gib(device), "step_time_s": ledger.last.get("step_time_s")},
+        "measured": {"memory_gib": peak_memory_gib(device), "step_time_s": metrics.last.get("step_time_s")},
     }
     session.event("stop" if stopped else "done", **summary, **({"code": int(stopped)} if stopped else {}))
     return stopped or Exit.DONE
 
 
 def _due(step: int, every: int, last: int) -> bool:
-    """Every so many steps, and after the last one; `every` 0 leaves only the last."""
+    """Whether something that happens `every` steps, and after the last one, is due; 0 means after the last only."""
     return step == last or (every > 0 and step % every == 0)
 
 

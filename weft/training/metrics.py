@@ -1,4 +1,4 @@
-"""What happened in each step, read one step late so that the device never waits for the host."""
+"""The record of each step, read one step later so that the device never waits for the host."""
 
 from __future__ import annotations
 
@@ -22,18 +22,34 @@ from weft.planner.model.counts import flops_per_sample
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
 from weft.supervisor.stop_signals import STOP_SIGNALS
+from weft.training.comm_metrics import CommMetrics
 from weft.training.signals import Signals
 from weft.training.state import State
 from weft.training.step import Gradients
-from weft.training.traffic import Traffic
 
 
-class Figures:
-    """The loss, the norm, the count, the ranks' wishes and their rows of one step, summed over all ranks, and more, on
-    their way to the host.
+class StepClock:
+    """Marks the end of a step: on a GPU by an event in its stream, because the host queues steps ahead of it."""
 
-    A GPU copies them behind the step's own kernels, and the next step is queued meanwhile: nobody waits for them until
-    they are read.
+    def __init__(self, device: torch.device):
+        self.event: torch.cuda.Event | None = None
+        self.host = time.perf_counter()
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def seconds_until(self, end: StepClock) -> float:
+        """Seconds between two marks. On a GPU it waits until the later one is reached."""
+        if self.event is None or end.event is None:
+            return end.host - self.host
+        end.event.synchronize()
+        return self.event.elapsed_time(end.event) / 1e3
+
+
+class StepSums:
+    """The loss, norm, count, stop flags and step reports of one step, summed over all ranks, and figures of the model.
+
+    A GPU copies them to the host after the step's own kernels while the next step is queued; read() waits for them.
     """
 
     def __init__(self, sums: Tensor, work: Pending | None, more: Tensor):
@@ -50,7 +66,7 @@ class Figures:
         return torch.cat([self.sums, self.more.reshape(-1).double()])
 
     def read(self) -> tuple[float, int, float, list[float], list[float]]:
-        """Norm (the replicas' mean, where they train alone), count, summed loss, wishes and rows, and the rest."""
+        """Norm (the mean over replicas that train alone), count, summed loss, flags and reports, and model figures."""
         if self.copied is not None:
             self.copied.synchronize()
         else:
@@ -58,26 +74,27 @@ class Figures:
                 self.work.wait()
             self.host = self._joined()
         loss, norm, count, *rest = self.host.tolist()
-        told = len(self.sums) - 3
-        return norm, round(count), loss, rest[:told], rest[told:]
+        reported = len(self.sums) - 3
+        return norm, round(count), loss, rest[:reported], rest[reported:]
 
 
 @dataclass
-class _Open:
-    """A step whose figures are still on their way."""
+class _PendingStep:
+    """A step whose sums are still being computed or copied."""
 
     step: int
     lr: float
     loss_scale: float
-    figures: Figures
-    seconds: float
+    sums: StepSums
+    start: StepClock
+    end: StepClock
     timeline: CommTimeline | None
     more: dict[str, Any]
 
 
-class Ledger:
-    """Posts a step's figures and reads those of the step before. All ranks read the same sums and so agree to stop, and
-    on what the guards make of them."""
+class StepMetrics:
+    """Starts the sums of a step and writes the record of the step before. All ranks read the same sums, so they agree
+    on when to stop and on what the guards conclude."""
 
     def __init__(
         self, job: Job, plan: Plan, mesh: Mesh, state: State, write: Callable[[dict[str, Any]], None], signals: Signals,
@@ -90,82 +107,90 @@ class Ledger:
         sample = flops_per_sample(job.model, job.data.seq_len)
         self.flops = sample * job.train.global_batch if sample else None
         self.peak = peak_flops(plan, job)
-        self.traffic = Traffic(mesh, job.watch.comm_every)
-        self.open: _Open | None = None
+        self.comm = CommMetrics(mesh, job.watch.comm_every)
+        self.pending: _PendingStep | None = None
         self.last: dict[str, Any] = {}
-        self.began = time.perf_counter()
+        self.clock = StepClock(mesh.device)
 
-    def agree(self) -> None:
-        """Ask all ranks at once whether anyone was told to stop: before the first step, and after an evaluation, which
-        may have been long enough for someone to lose patience."""
+    def agree_to_stop(self) -> None:
+        """Exchange the stop flags of all ranks outside a step: before the first one, and after an evaluation."""
         flags = self._flags()
         if self.mesh.everyone is not None:
             self.mesh.everyone.all_reduce(flags)
         self.stop = Signals.decide(flags.tolist())
 
     def start_clock(self) -> None:
-        """Leave out of the next step's time what was not training: evaluation, start-up."""
-        self.traffic.turn(self.state.step)
-        self.began = time.perf_counter()
+        """Exclude what came before from the next step's time, such as an evaluation."""
+        self.comm.next_step(self.state.step)
+        self.clock = StepClock(self.mesh.device)
         self.guards.start_clock()
 
     def post(self, grads: Gradients, norm: Tensor, lr: float) -> None:
-        """Send off this step's figures, and settle those of the step before."""
-        now = time.perf_counter()
-        seconds, self.began = now - self.began, now
-        timeline = self.traffic.turn(self.state.step)
+        """Start the sums of the step just taken, and write the record of the step before."""
+        start, end = self.clock, StepClock(self.mesh.device)
+        self.clock = end
+        timeline = self.comm.next_step(self.state.step)
         apart = self.plan.dp_replicate if self.plan.alone else 1
         mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world)
-        sums = self.guards.tell(self.state.step, seconds, norm, [0.0] * len(mine) + self.signals.flags())
+        host_seconds = end.host - start.host
+        sums = self.guards.tell(self.state.step, host_seconds, norm, [0.0] * len(mine) + self.signals.flags())
         sums[: len(mine)] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
-        figures = Figures(sums, work, self.state.model.figures())
+        started = StepSums(sums, work, self.state.model.figures())
         more = self.state.rounds.figures()
-        opened = _Open(self.state.step, lr, grads.scale, figures, seconds, timeline, more)
+        pending = _PendingStep(self.state.step, lr, grads.scale, started, start, end, timeline, more)
         self.settle()
-        self.open = opened
+        self.pending = pending
 
     def _flags(self) -> Tensor:
         gpu = self.mesh.device.type == "cuda"
         return torch.tensor(self.signals.flags(), pin_memory=gpu).to(self.mesh.device, non_blocking=True)
 
     def settle(self, **extra: Any) -> None:
-        """Read the open step, if any, and write its record with what else is known of it."""
-        entry, self.open = self.open, None
+        """Write the record of the pending step, if there is one, with extra fields."""
+        entry, self.pending = self.pending, None
         if entry is None:
             return
-        norm, count, loss_sum, told, more = entry.figures.read()
-        wishes = len(STOP_SIGNALS)
-        self.stop = Signals.decide(told[:wishes])
+        norm, count, loss_sum, reported, more = entry.sums.read()
+        flags = len(STOP_SIGNALS)
+        self.stop = Signals.decide(reported[:flags])
         loss = loss_sum / max(1, count)
         taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps
-        self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), told[wishes:])
+        self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), reported[flags:])
         self.state.tokens += count
-        rate = count / entry.seconds if entry.seconds > 0 else None
-        mfu = self.flops / (entry.seconds * self.peak * self.plan.world) if rate and self.flops and self.peak else None
+        seconds = entry.start.seconds_until(entry.end)
         record = {
             "step": entry.step,
             "loss": loss,
             "grad_norm": norm,
             "lr": entry.lr,
             "tokens": self.state.tokens,
-            "step_time_s": entry.seconds,
-            "tokens_per_s": rate,
-            "mfu": mfu,
+            "step_time_s": seconds,
+            "tokens_per_s": count / seconds if seconds > 0 else None,
+            "mfu": utilization(self.flops, seconds, self.peak, self.plan.world),
             "peak_memory_gib": peak_memory_gib(self.mesh.device),
             **({"loss_scale": entry.loss_scale} if self.state.scale.dynamic else {}),
             **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),
             **entry.more,
             **self.state.model.words(more, count),
-            **self.traffic.figures(entry.timeline, entry.seconds),
+            **self.comm.figures(entry.timeline, seconds),
             **extra,
         }
         self.last = record
         self.write(record)
 
 
+def utilization(flops: float | None, seconds: float, peak: float | None, devices: int) -> float | None:
+    """Model FLOPs utilization, at most 1. None where the model's FLOPs or the device's peak are not known, or where the
+    result would exceed 1: then the peak in the catalog is not this device's."""
+    if not flops or not peak or seconds <= 0:
+        return None
+    found = flops / (seconds * peak * devices)
+    return found if found <= 1 else None
+
+
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this rank has used: of the GPU, or resident on a CPU."""
+    """Peak memory of this rank: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

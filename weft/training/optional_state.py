@@ -1,7 +1,7 @@
-"""What a checkpoint may lack: what compression owes, exact in the layout that wrote it, and fp8's maxima.
+"""Loads state that a checkpoint may lack: compression residuals and fp8's amax history.
 
-Every rank that sums gradients holds a share of what is owed of a weight (`residual.HOLDER.WEIGHT`). Where there are as
-many holders as before each gets its own share back; else all shares are added up, and each gets an equal part.
+Every rank that sums gradients holds a residual of each weight (`residual.HOLDER.WEIGHT`). Where the holders are those
+that saved it, each gets its own residual back; else all residuals are added up, and each holder gets an equal part.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.format import SavedCheckpoint
 from weft.checkpoint.reader import Index
 from weft.comm.shards import local_of
-from weft.training.state import OWED, State
+from weft.training.state import COMPRESSION, State
 
 
-def load_owed(checkpoints: Checkpointer, found: SavedCheckpoint, state: State) -> str | None:
-    """Take in what a checkpoint says is owed. Collective; returns a note where a person should know of it."""
+def load_residuals(checkpoints: Checkpointer, found: SavedCheckpoint, state: State) -> str | None:
+    """Load the compression residuals of a checkpoint. Collective; returns a message for the log, if any."""
     index = Index(found.path)
     holders: dict[str, set[int]] = defaultdict(set)
     for name in index.tensors:
@@ -27,8 +27,12 @@ def load_owed(checkpoints: Checkpointer, found: SavedCheckpoint, state: State) -
             _, holder, weight = name.split(".", 2)
             holders[weight].add(int(holder))
     if not state.model.compressors or not holders:
-        return "what compression still owed is dropped: gradients are not compressed now" if holders else None
-    mine = {n: t for n, t in state.tensors().items() if n.startswith(OWED)}
+        return (
+            "the compression residuals of the checkpoint are dropped: gradients are not compressed now"
+            if holders
+            else None
+        )
+    mine = {n: t for n, t in state.tensors().items() if n.startswith(COMPRESSION)}
     now: dict[str, set[int]] = defaultdict(set)
     for named in state.mesh.all_gather_object([n for n in mine if n.startswith("residual.")]):
         for name in named if isinstance(named, list) else []:
@@ -47,18 +51,18 @@ def load_owed(checkpoints: Checkpointer, found: SavedCheckpoint, state: State) -
             checkpoints.load(found, share)
             for name, n in read.items():
                 local_of(mine[n]).add_(local_of(share[name]), alpha=1 / len(now[_weight(n)]))
-    state.adopt_owed({n: t for n, t in mine.items() if n in exact or n in moved})
+    state.restore_compression({n: t for n, t in mine.items() if n in exact or n in moved})
     return None
 
 
-def load_maxima(checkpoints: Checkpointer, found: SavedCheckpoint, state: State) -> None:
-    """Take in fp8's maxima, where a checkpoint has them of every layer and over as many steps. Collective."""
+def load_amax_history(checkpoints: Checkpointer, found: SavedCheckpoint, state: State) -> None:
+    """Load fp8's amax history, where a checkpoint has it for every layer and as many steps. Collective."""
     mine, index = state.model.maxima(), Index(found.path)
     alike = all(n in index.tensors and index.tensors[n].size == t.shape for n, t in mine.items())
     for tensor in mine.values():
         tensor.zero_()
-    said = state.mesh.all_gather_object(alike if mine else None)
-    if any(said) and False not in said:
+    found_by_rank = state.mesh.all_gather_object(alike if mine else None)
+    if any(found_by_rank) and False not in found_by_rank:
         checkpoints.load(found, mine)
     state.model.recall_maxima()
 

@@ -78,9 +78,9 @@ def import_training(run: RunDir) -> None:
     """Import all that training needs, which takes seconds."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read on import of torch
 
-    from weft.training.imports import importing
+    from weft.training.garbage_collection import no_collection
 
-    with importing():
+    with no_collection():
         import weft.training.loop  # noqa: F401
 
 
@@ -92,7 +92,7 @@ def train_with_rollback(session: Session, signals: Signals, work: Work) -> Exit:
         except RollBack as request:
             began, reached = time.perf_counter(), session.state.step
             skipped = session.state.skipped_steps | set(request.skip)
-            session.rewind(request.to_step)
+            session.roll_back(request.to_step)
             session.state.skipped_steps |= skipped  # the older state does not contain all of them
             step = session.state.step
             session.event("recovered", fault=request.fault, how="rollback", step=step + 1, steps_lost=reached - step,

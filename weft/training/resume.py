@@ -1,4 +1,4 @@
-"""Where a run goes on: from the newest step in memory, else the newest checkpoint on disk, else step 0."""
+"""Resumes a run: from the newest snapshot in memory, else the newest checkpoint on disk, else at step 0."""
 
 from __future__ import annotations
 
@@ -15,38 +15,42 @@ from weft.job.schema import Model
 from weft.parallel.data.local_sgd import Rounds
 from weft.planner.plan import Plan
 from weft.training.build import build_state, make_optimizers
-from weft.training.optional_state import load_maxima, load_owed
+from weft.training.optional_state import load_amax_history, load_residuals
 from weft.watch.journal import read_jsonl
 
 if TYPE_CHECKING:
     from weft.training.session import Session
 
-SAMPLES = (
+SAMPLE_FIELDS = (
     ("train", "seed"), ("data", "source"), ("data", "seq_len"), ("data", "tokenizer"), ("data", "val_fraction"),
     ("data", "mask_documents"),
 )  # fmt: skip
-"""What decides which sample is the k-th."""
+"""Job fields that determine which sample is the k-th."""
 
-MATHS = tuple(key for key in Model.model_fields if key not in ("shape", "max_len"))
-"""What decides what the weights mean."""
+MODEL_FIELDS = tuple(key for key in Model.model_fields if key not in ("shape", "max_len"))
+"""Job fields that determine what the weights mean."""
 
 
-def told_before(session: Session) -> list[tuple[float, float]]:
-    """Loss and norm of the steps that were learned from so far, as the run's metrics tell them last."""
-    told: dict[int, tuple[float, float]] = {}
+HISTORY = 256
+"""Steps whose losses the guards get after a resume."""
+
+
+def recorded_losses(session: Session) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the last steps that were trained on, from the run's metrics."""
+    recorded: dict[int, tuple[float, float]] = {}
     if session.journal is not None and session.state.step:
         for record in read_jsonl(session.run.metrics):
             step, loss, norm = record.get("step"), record.get("loss"), record.get("grad_norm")
             if isinstance(step, int) and step <= session.state.step and loss is not None and norm is not None:
-                told[step] = (loss, norm)
+                recorded[step] = (loss, norm)
                 if record.get("skipped"):
-                    del told[step]
-    everyone = session.mesh.all_gather_object([told[step] for step in sorted(told)][-256:])
+                    del recorded[step]
+    everyone = session.mesh.all_gather_object([recorded[step] for step in sorted(recorded)][-HISTORY:])
     return cast(list[tuple[float, float]], everyone[0])
 
 
-def recall(session: Session, at_most: int | None = None) -> bool:
-    """Continue from the newest step that every rank has whole in memory, if there is one."""
+def resume_from_memory(session: Session, at_most: int | None = None) -> bool:
+    """Continue from the newest step of which every rank has a snapshot, if there is one."""
     state, snapshots = session.state, session.snapshots
     held = cast(list[list[int]], session.mesh.all_gather_object(snapshots.held()))
     step = newest_common(held, at_most)
@@ -58,15 +62,15 @@ def recall(session: Session, at_most: int | None = None) -> bool:
     if not all(session.mesh.all_gather_object(_same_layout(session) and snapshots.holds(shards))):
         return False
     counts = snapshots.load(step, shards)
-    state.recall(shards, counts)
-    if at_most is None:  # what this process has seen itself, it knows better
+    state.restore_snapshot(shards, counts)
+    if at_most is None:  # a rollback within this process keeps its own count
         session.guards.agreed = int(counts.get("agreed", 0))
-    _forget_samples_after(session)
+    _truncate_sample_records(session)
     return True
 
 
 def _same_layout(session: Session) -> bool:
-    """Whether what this rank finds in memory are shards of its own layout, and not others of the same size."""
+    """Whether the snapshots that this rank finds are of its own layout, not of another with equal sizes."""
     snapshots = session.snapshots
     if snapshots.folder is None:
         return True
@@ -74,47 +78,48 @@ def _same_layout(session: Session) -> bool:
     return places is not None and Plan.from_json(places.plan).axes == session.plan.axes
 
 
-def put_together(session: Session) -> None:
-    """Where the layout has changed: what the nodes' memories hold of the former one becomes a checkpoint."""
+def merge_old_snapshots(session: Session) -> None:
+    """After a change of layout: write the snapshots of the former one, from all nodes, as a checkpoint."""
     snapshots = session.snapshots
     if snapshots.folder is None or isinstance(session.state.rounds, Rounds):  # between rounds replicas differ
         return
     disk = newest_on_disk(session)
     step = save_shards(snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, disk)
     if step is not None and session.mesh.rank == 0:
-        session.log.info("%s", f"step {step} was put together from the memories of the nodes")
+        session.log.info("%s", f"step {step} was merged from the snapshots of the nodes")
 
 
 def newest_on_disk(session: Session) -> int:
-    """As rank 0 sees it, from the names alone; -1 where there is none."""
+    """The step of the newest checkpoint that rank 0 sees, by name; -1 where there is none."""
     found = entries(session.run.checkpoints) if session.mesh.rank == 0 else []
     steps = [entry.step for entry in found if entry.kind == "good"]
     return cast(int, session.mesh.all_gather_object(max(steps, default=-1))[0])
 
 
-def resume(session: Session, at_most: int | None = None) -> None:
+def resume_from_disk(session: Session, at_most: int | None = None) -> None:
+    """Continue from the newest good checkpoint, or start at step 0."""
     state, checkpoints = session.state, session.checkpoints
     newest = checkpoints.newest(at_most)
     if newest is None:
         if state.step:
-            _begin_anew(session)
-        _say_restart(session)
+            _restart(session)
+        _report_restart(session)
         return
-    tensors = state.empty_like(saved_world=0)
+    tensors = state.loadable_tensors(saved_world=0)
     found = checkpoints.load_newest(tensors, at_most)
     if found is None:
         state.optimizers = make_optimizers(session.job, state.model)
-        _say_restart(session)
+        _report_restart(session)
         return
     own = state.own(found.meta)
     checkpoints.load(found, own)
     tensors |= {n: t for n, t in own.items() if n.startswith("random")}
-    state.adopt(tensors, found.meta)
-    if note := load_owed(checkpoints, found, state):
+    state.restore(tensors, found.meta)
+    if note := load_residuals(checkpoints, found, state):
         session.log.info("%s", note)
-    load_maxima(checkpoints, found, state)
-    _warn_of_changes(session, found.meta["job"])
-    _forget_samples_after(session)
+    load_amax_history(checkpoints, found, state)
+    _warn_about_changes(session, found.meta["job"])
+    _truncate_sample_records(session)
     before = Plan.from_json(found.meta["plan"])
     if checkpoints.damaged:
         session.event("recovered", fault="damaged", how="disk", step=state.step + 1, steps_lost=None, seconds=None)
@@ -123,41 +128,46 @@ def resume(session: Session, at_most: int | None = None) -> None:
     session.log.info("%s", f"resumed from step {state.step}, {found.path}{moved}")
 
 
-def _begin_anew(session: Session) -> None:
-    """Back to step 0, in the state that the run has already."""
+def _restart(session: Session) -> None:
+    """Reset the session's state to step 0."""
     torch.manual_seed(session.job.train.seed + session.mesh.rank)
     vars(session.state).update(vars(build_state(session.job, session.plan, session.mesh)))
-    _forget_samples_after(session)
+    _truncate_sample_records(session)
 
 
-def _say_restart(session: Session) -> None:
-    """A run that had checkpoints and can use none of them begins anew, which nobody should find out from its loss."""
+def _report_restart(session: Session) -> None:
+    """Report that a run starts again because all its checkpoints are damaged."""
     if damaged := len(session.checkpoints.damaged):
-        words = "its only checkpoint is damaged" if damaged == 1 else f"all its {damaged} checkpoints are damaged"
-        session.event("restart", step=0, why=words)
+        why = "its only checkpoint is damaged" if damaged == 1 else f"all its {damaged} checkpoints are damaged"
+        session.event("restart", step=0, why=why)
         if session.mesh.rank == 0:
-            session.log.warning("%s", f"{words}: the run starts again from step 0")
+            session.log.warning("%s", f"{why}: the run starts again from step 0")
 
 
-def _warn_of_changes(session: Session, before: dict[str, Any]) -> None:
-    """Say what makes the rest another run than the one that wrote the checkpoint: other samples, or other maths."""
+def _warn_about_changes(session: Session, before: dict[str, Any]) -> None:
+    """Warn about job fields that make the rest a different run: other samples, or another model."""
     if session.mesh.rank != 0:
         return
     now = session.job.model_dump(mode="json")
-    what = [(section, key, "other samples follow") for section, key in SAMPLES]
-    # the same shapes may mean another model: heads cut a matrix without changing it
-    what += [("model", key, "the weights were learned with the former") for key in MATHS]
+    what = [(section, key, "other samples follow") for section, key in SAMPLE_FIELDS]
+    # equal shapes may mean another model: the number of heads does not change a matrix
+    what += [("model", key, "the weights were trained with the former") for key in MODEL_FIELDS]
     for section, key, follows in what:
         was, value = before[section].get(key), now[section][key]
         if was != value:
             session.log.warning("%s", f"{section}.{key} was {was!r} until here and is {value!r} now: {follows}")
 
 
-def _forget_samples_after(session: Session) -> None:
-    """The record of samples keeps only what the resumed weights have learned from."""
+def _is_before(record: dict[str, Any], step: int) -> bool:
+    """Whether a record is of a step up to this one."""
+    found = record.get("step")
+    return isinstance(found, int) and found <= step
+
+
+def _truncate_sample_records(session: Session) -> None:
+    """Drop the recorded samples after the resumed step."""
     if session.mesh.rank == 0:
         for path in session.run.samples.glob("rank-*.jsonl"):
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= session.state.step]
+            kept = [json.dumps(line) + "\n" for line in read_jsonl(path) if _is_before(line, session.state.step)]
             path.write_text("".join(kept), encoding="utf-8")
     session.mesh.barrier()

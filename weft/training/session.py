@@ -1,4 +1,4 @@
-"""Everything a rank needs for a run, put together from the Job and the Plan in the order of the flow."""
+"""Everything a rank needs for a run, made from the Job and the Plan."""
 
 from __future__ import annotations
 
@@ -26,8 +26,14 @@ from weft.planner.plan import Plan
 from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
 from weft.training.build import build_state
 from weft.training.expert_rebalance import rebalance
-from weft.training.resume import newest_on_disk, put_together, recall, resume, told_before
-from weft.training.slice_map import write_slices
+from weft.training.resume import (
+    merge_old_snapshots,
+    newest_on_disk,
+    recorded_losses,
+    resume_from_disk,
+    resume_from_memory,
+)
+from weft.training.slices_file import write_slices
 from weft.training.state import State, meta_problem
 from weft.training.step import Stepper
 from weft.watch import logs
@@ -47,17 +53,17 @@ class Session:
     dataset: Dataset
     checkpoints: Checkpointer
     journal: Journal | None
-    """Only on rank 0: one file, one writer."""
+    """On rank 0 only."""
     log: logging.Logger
     snapshots: Snapshots
     heartbeat: Heartbeat
-    """Where the loop shows what it does, and hears that its attempt is over."""
+    """Reports the phase of the loop, and raises when the attempt is over."""
     guards: Guards
     first_step: int = 0
-    """The step at which this start of the run began, whatever was recovered since."""
+    """The step at which the run was started, before any recovery."""
     began: float = field(default_factory=time.time)
     placed: int = 0
-    """Tensors of which it is written down, beside the snapshots, what they are shards of."""
+    """Number of tensors whose layout was written beside the snapshots."""
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line in events.jsonl, from rank 0."""
@@ -66,11 +72,11 @@ class Session:
             self.journal.event(kind, **fields)
 
     def now(self, phase: str) -> None:
-        """Show what begins."""
+        """Report the phase that begins."""
         self.heartbeat.now(phase, self.state.step)
 
     def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
-        """Adaptive compression has changed its mind."""
+        """Record that adaptive compression has changed its codec."""
         if self.journal is not None:
             self.event("compression", step=self.state.step, was=was, now=now, why=why, **fields)
             self.log.info("%s", f"compression at step {self.state.step}: {now} (was {was}): {why}")
@@ -78,7 +84,7 @@ class Session:
     def loader(self) -> Loader:
         """Batches from the next unread sample on."""
         job, mesh = self.job, self.mesh
-        first = not any(mesh.coord(axis) for axis in ("tp", "cp", "pp"))  # the others read the same samples
+        first = not any(mesh.coord(axis) for axis in ("tp", "cp", "pp"))  # their other ranks read the same samples
         record = self.run.samples / f"rank-{mesh.rank}.jsonl" if job.data.record_ids and first else None
         loader = Loader(
             self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
@@ -100,17 +106,17 @@ class Session:
         ]  # fmt: skip
 
     def save(self, required: bool = False) -> None:
-        """Write a checkpoint while training goes on; a required one waits for those that are still being written."""
+        """Start writing a checkpoint. A required one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
         if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan)):
             self.event("rebalance", step=self.state.step, **moved)
-            self.guards.weights.begin(self.state.model.master_params)  # they have changed, and nobody is to blame
+            self.guards.weights.begin(self.state.model.master_params)  # they have changed, and not by corruption
         state, meta = self.state, self.state.meta(self.job, self.plan)
         self.checkpoints.save(state.step, state.saved(), meta, required=required)
 
-    def keep(self) -> None:
-        """Copy the step just done into memory that outlives this process, as often as that costs next to nothing."""
+    def take_snapshot(self) -> None:
+        """Snapshot the last step into memory that outlives this process, as often as the cost allows."""
         self.checkpoints.poll()
         snapshots, state = self.snapshots, self.state
         snapshots.trusted = self.guards.trusted
@@ -120,7 +126,7 @@ class Session:
             if snapshots.refused:
                 self.log.warning("%s", snapshots.refused)
             elif snapshots.folder is not None and self.placed != len(shards):
-                self.placed = len(shards)  # the optimizer's appear with its first step
+                self.placed = len(shards)  # the optimizer's tensors appear with its first step
                 places = places_of(self.mesh.rank, self.heartbeat.attempt, self.job, self.plan, state.tensors())
                 places.write(snapshots.folder)
         if snapshots.tick(state.step):
@@ -128,15 +134,15 @@ class Session:
             self.guards.weights.spacing = snapshots.every
 
     def commit(self, record: dict[str, Any]) -> None:
-        """Write a step's record: from here on it is done, and need not be done again after a fault."""
+        """Write a step's record: after a fault the run continues behind it."""
         self.heartbeat.fence()
         if self.journal is not None:
             self.journal.metrics(record)
         self.snapshots.seal(record["step"], {"tokens": self.state.tokens})
         self.heartbeat.committed(record["step"])
 
-    def make_good(self) -> None:
-        """Write the checkpoint that a broken attempt owed and did not finish."""
+    def save_if_due(self) -> None:
+        """Write the checkpoint that was due in an attempt that failed before it was durable."""
         step, c = self.state.step, self.job.checkpoint
         on_disk = newest_on_disk(self)
         due = step if step == self.job.train.steps else step // c.every * c.every if c.every else 0
@@ -145,12 +151,12 @@ class Session:
         elif max(on_disk, self.first_step) < due:
             self.save()
 
-    def rewind(self, to: int) -> None:
-        """Go back to the newest step at or before `to` that is known: in memory, else on disk, else step 0."""
+    def roll_back(self, to: int) -> None:
+        """Go back to the newest step at or before `to`: from a snapshot, else a checkpoint, else step 0."""
         self.checkpoints.wait()
         self.snapshots.drop()
-        if not recall(self, to):
-            resume(self, at_most=to)
+        if not resume_from_memory(self, to):
+            resume_from_disk(self, at_most=to)
 
     def close(self) -> None:
         self.mesh.close()
@@ -168,19 +174,19 @@ def open_session(
     began = time.perf_counter()
     heartbeat, mesh = heartbeat or NoHeartbeat(), mesh or connect(plan, job.comm.timeout_s)
     log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
-    torch.manual_seed(job.train.seed + mesh.rank)  # for modules of a person's own; Weft's use no state
+    torch.manual_seed(job.train.seed + mesh.rank)  # for a user's module; Weft's own models do not use this state
     dataset = dataset or open_dataset(job)
     state = build_state(job, plan, mesh)
     journal = Journal(run) if mesh.rank == 0 else None
 
     def on_event(kind: str, **fields: Any) -> None:
         if kind in ("damaged", "checkpoint_failed"):
-            words = "is damaged and was skipped" if kind == "damaged" else "could not be written; training goes on"
-            log.warning("%s", f"checkpoint {fields['path']} {words}: {fields['why']}")
+            text = "is damaged and was skipped" if kind == "damaged" else "could not be written; training continues"
+            log.warning("%s", f"checkpoint {fields['path']} {text}: {fields['why']}")
             if journal is not None:
                 fault = "damaged" if kind == "damaged" else "disk_full"
                 journal.event("fault", fault=fault, rank=0, position=mesh.position, step=fields.get("step"),
-                              why=f"checkpoint {fields['path']} {words}: {fields['why']}")  # fmt: skip
+                              why=f"checkpoint {fields['path']} {text}: {fields['why']}")  # fmt: skip
         if journal is not None:
             journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
 
@@ -190,7 +196,7 @@ def open_session(
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
         any_rank=lambda mine: any(mesh.all_gather_object(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
     )  # fmt: skip
-    memory = os.environ.get("WEFT_MEMORY")  # a folder of the launcher's, which outlives this process
+    memory = os.environ.get("WEFT_MEMORY")  # a folder that the launcher made, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
     snapshots = snapshots or Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device)
     stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
@@ -207,18 +213,20 @@ def open_session(
     guards = Guards(job, plan, mesh, state, event, warn)
     guards.weights.spacing = snapshots.every
 
-    stepper.before_update = guards.weights.before_update  # after the copies: what flips earlier is in them, and told
+    stepper.before_update = (
+        guards.weights.before_update
+    )  # after the snapshot is copied, so that a flipped bit in it is detected
     session = Session(
         job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards
     )
     for compressor in state.model.compressors:
         compressor.tell = session.compression
     write_slices(run, plan, mesh, state.model)
-    if not recall(session):
-        put_together(session)
-        resume(session)
+    if not resume_from_memory(session):
+        merge_old_snapshots(session)
+        resume_from_disk(session)
         guards.agreed = state.step
-    guards.recall(told_before(session))
+    guards.recall(recorded_losses(session))
     session.first_step = state.step
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
     _, scaling = peak_lr(job)

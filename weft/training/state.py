@@ -1,4 +1,4 @@
-"""All that a run is at one step, as named tensors and a little JSON: what a checkpoint holds."""
+"""The state of a run at one step: named tensors and counters, as a checkpoint holds them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.comm.shards import local_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.optim.build import Optimizers
+from weft.optim.build_optimizers import Optimizers
 from weft.optim.ema import Ema
 from weft.parallel.data.local_sgd import EveryStep
 from weft.parallel.fp8 import FP8
@@ -20,16 +20,16 @@ from weft.parallel.spread_model import SpreadModel
 from weft.planner.plan import Plan
 from weft.precision import LossScale
 
-OWED = ("residual.", "powersgd.", "dice.")
-"""Names of what compression keeps between steps."""
+COMPRESSION = ("residual.", "powersgd.", "dice.")
+"""Prefixes of the state that compression keeps between steps."""
 
-LARGEST = 2**62
-"""Of any count in a checkpoint."""
+MAX_COUNT = 2**62
+"""Upper bound of any counter in a checkpoint."""
 
 
 @dataclass
 class State:
-    """The moving parts of a run. Everything else follows from the job, the plan and `step`."""
+    """What changes while a run trains. Everything else follows from the job, the plan and `step`."""
 
     model: SpreadModel | Pipelined
     optimizers: Optimizers
@@ -39,16 +39,16 @@ class State:
     step: int = 0
     """Optimizer steps done."""
     samples: int = 0
-    """Samples read, and so the number of the next one: the whole state of the data."""
+    """Samples read, which is the index of the next one: the whole state of the data."""
     tokens: int = 0
-    """Valid targets learned from."""
+    """Valid targets trained on."""
     rounds: EveryStep = field(default_factory=EveryStep)
-    """How replicas come together between steps."""
+    """How replicas are synchronized between steps."""
     skipped_steps: set[int] = field(default_factory=set)
-    """Steps whose samples are read and not learned from: what they did to the run was undone."""
+    """Steps whose samples are read and not trained on, because the run was rolled back before them."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, whatever the layout. The random state is each rank's own."""
+        """Every tensor by a name that does not depend on the layout. Each rank has its own random state."""
         out = {f"model.{n}": m.detach() for n, m in (self.model.master_params | self.model.frozen).items()}
         out |= {f"buffer.{n}": b for n, b in self.model.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
@@ -57,7 +57,7 @@ class State:
 
     @torch.no_grad()
     def shards(self) -> dict[str, Tensor]:
-        """This rank's part of every tensor, plain: what a snapshot copies; in place but for what compression owes."""
+        """This rank's shard of every tensor, for a snapshot: the tensors themselves, except compression residuals."""
         out = {f"model.{n}": local_of(m) for n, m in (self.model.master_params | self.model.frozen).items()}
         out |= {f"buffer.{n}": local_of(b) for n, b in self.model.buffers().items()}
         out |= {f"optim.{n}": local_of(t) for n, t in self.optimizers.shards().items()}
@@ -65,14 +65,14 @@ class State:
         out |= {n: local_of(t) for n, t in (self.model.owed() | self._dice() | self.rounds.tensors()).items()}
         return out | self._random()
 
-    def recall(self, shards: dict[str, Tensor], counts: dict[str, Any]) -> None:
-        """Continue from the shards of a snapshot, which were just read."""
-        self.adopt(shards, counts)
-        self.adopt_owed({n: t for n, t in shards.items() if n.startswith(OWED)})
+    def restore_snapshot(self, shards: dict[str, Tensor], counts: dict[str, Any]) -> None:
+        """Continue from the shards of a snapshot that were just read in place."""
+        self.restore(shards, counts)
+        self.restore_compression({n: t for n, t in shards.items() if n.startswith(COMPRESSION)})
         self.model.recall_maxima()
 
-    def adopt_owed(self, held: dict[str, Tensor]) -> None:
-        """Take in what compression owes, and how often its dice were rolled."""
+    def restore_compression(self, held: dict[str, Tensor]) -> None:
+        """Restore compression residuals, and how many random numbers were drawn for rounding."""
         self.model.adopt_owed(held)
         if (dice := held.get(f"dice.{self.mesh.rank}")) is not None:
             for compressor, rolls in zip(self.model.compressors, dice.tolist(), strict=True):
@@ -90,22 +90,22 @@ class State:
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Make the buffers of a person's own module the same on ranks that read different samples.
+        """Make the buffers of a user's module equal on ranks that read different samples.
 
-        Numbers become their mean over those ranks, for running statistics are linear in the samples: the mean of the
-        ranks' averages is the average of their means, whenever it is taken. Counters and flags become the first rank's.
+        Floating-point buffers become the mean over those ranks: running statistics are linear in the samples, so the
+        mean of the ranks' averages is the average over all samples. Counters and flags become the first rank's.
         """
         axes = [axis for name in ("dp_replicate", "dp_shard") if (axis := self.mesh.axis(name)) is not None]
         for buffer in self.model.buffers().values():
             for axis in axes:
                 if buffer.is_floating_point():
-                    mean = axis.all_reduce(buffer.double()) / axis.size  # in doubles what is equal stays as it is
+                    mean = axis.all_reduce(buffer.double()) / axis.size  # in float64, so that equal values stay equal
                     buffer.copy_(mean)
                 else:
                     axis.broadcast(buffer, 0)
 
     def counts(self) -> dict[str, Any]:
-        """What is no tensor."""
+        """The counters, for JSON."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -119,26 +119,26 @@ class State:
     def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
         return {**self.counts(), "job": job.model_dump(mode="json"), "plan": plan.to_json()}
 
-    def empty_like(self, saved_world: int) -> dict[str, Tensor]:
-        """Tensors to read a checkpoint into, that every one has. A random state only fits the world that wrote it; what
-        compression owes and fp8's maxima are read apart (training/optional_state.py): they may be missing or others."""
+    def loadable_tensors(self, saved_world: int) -> dict[str, Tensor]:
+        """Tensors that every checkpoint has, to load it into. The random state only where `saved_world` is this world;
+        compression residuals and fp8's amax history are loaded separately (training/optional_state.py)."""
         self.optimizers.allocate()
-        apart = (*OWED, FP8, "outer.", *(() if saved_world == self.mesh.world else ("random",)))
+        apart = (*COMPRESSION, FP8, "outer.", *(() if saved_world == self.mesh.world else ("random",)))
         return {n: t for n, t in self.tensors().items() if not n.startswith(apart)}
 
     def own(self, meta: dict[str, Any]) -> dict[str, Tensor]:
-        """By its name in a checkpoint, what is read after that: what this rank or its replica alone left there."""
+        """Tensors to load after those, by their name in a checkpoint: what only this rank or its replica saved."""
         tensors = self.tensors()
         same = meta["plan"]["world"] == self.mesh.world
         random = {n: t for n, t in tensors.items() if n.startswith("random") and same}
         return random | self.rounds.own(meta.get("sync", {}), tensors)
 
     def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the tensors, under names and with values that a run of any kind can go on from."""
+        """The tensors of a checkpoint, with names and values that a run with any train.sync can resume from."""
         return self.rounds.saved(self.tensors())
 
-    def adopt(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Continue from tensors that were just read in place."""
+    def restore(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Continue from tensors that were just loaded in place."""
         self.step, self.tokens, self.samples = meta["step"], meta["tokens"], meta["samples"]
         self.skipped_steps = set(meta.get("skipped_steps", ()))
         self.scale.restore(meta["scale"])
@@ -155,23 +155,23 @@ class State:
 
 
 def meta_problem(meta: dict[str, Any]) -> str | None:
-    """Why a run cannot continue from what a checkpoint says of itself; None when it can."""
+    """Why a run cannot resume from a checkpoint with this metadata; None when it can."""
     try:
         counts = [meta["step"], meta["tokens"], meta["samples"], *meta.get("skipped_steps", ())]
-        if not all(type(n) is int and 0 <= n < LARGEST for n in counts):
-            raise ValueError("its counts are no counts")
-        if not 0 < float(meta["scale"]["value"]) < LARGEST or not 0 <= int(meta["scale"]["quiet"]) < LARGEST:
-            raise ValueError("its loss scale is no number")
-        if not all(_is_copies(told) for told in meta.get("experts", {}).get("copies", {}).values()):
-            raise ValueError("its copies of experts are none")
+        if not all(type(n) is int and 0 <= n < MAX_COUNT for n in counts):
+            raise ValueError("invalid counters")
+        if not 0 < float(meta["scale"]["value"]) < MAX_COUNT or not 0 <= int(meta["scale"]["quiet"]) < MAX_COUNT:
+            raise ValueError("invalid loss scale")
+        if not all(_is_copies(value) for value in meta.get("experts", {}).get("copies", {}).values()):
+            raise ValueError("invalid copies of experts")
         sections = [meta["job"][section] for section in ("model", "data", "train")]
-        if not 0 < Plan.from_json(meta["plan"]).world < LARGEST or not all(isinstance(s, dict) for s in sections):
-            raise ValueError("its plan or job is none")
+        if not 0 < Plan.from_json(meta["plan"]).world < MAX_COUNT or not all(isinstance(s, dict) for s in sections):
+            raise ValueError("invalid plan or job")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        return f"what it says of itself is not what a run says ({type(error).__name__}: {error})"
+        return f"its metadata is not that of a run ({type(error).__name__}: {error})"
     return None
 
 
-def _is_copies(told: Any) -> bool:
-    """Whether this is what ExpertLoad.told() says of a block."""
-    return all(len(pair) == 2 and all(type(n) is int and 0 <= n < LARGEST for n in pair) for pair in told)
+def _is_copies(value: Any) -> bool:
+    """Whether this is one block of ExpertLoad.told()."""
+    return all(len(pair) == 2 and all(type(n) is int and 0 <= n < MAX_COUNT for n in pair) for pair in value)

@@ -1,4 +1,4 @@
-"""One optimizer step: microbatches forward and backward, one norm, one update. Every layout takes this path."""
+"""One optimizer step: microbatches forward and backward, one norm, one update, in every layout."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from weft.comm.axis import Pending
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.models.build import loss_sum
+from weft.models.build_model import loss_sum
 from weft.optim.clip import grad_norm
-from weft.optim.schedule import rate
+from weft.optim.schedule import learning_rate
 from weft.parallel.context.sequence_split import Cut
 from weft.parallel.spread_model import Batch, LossOf
 from weft.planner.plan import Plan
-from weft.precision import COMPUTE
+from weft.precision import COMPUTE_DTYPES
 from weft.training.state import State
 
 
 @dataclass
 class Gradients:
-    """What the backward passes left behind: the gradients of loss_sum · `scale` / `nominal`, summed over all ranks."""
+    """The result of the backward passes: gradients of loss_sum · `scale` / `nominal`, summed over all ranks."""
 
     loss: Tensor
     """Sum over this rank's valid targets."""
@@ -34,24 +34,24 @@ class Gradients:
 
     @property
     def factor(self) -> Tensor:
-        """What turns the gradients into those of the mean loss over all valid targets."""
+        """Multiplied with the gradients, it gives those of the mean loss over all valid targets."""
         return (self.nominal / (self.count.clamp(min=1) * self.scale)).float()
 
 
 @dataclass
 class Stepper:
-    """Carries a State through steps."""
+    """Computes the steps of a State."""
 
     job: Job
     plan: Plan
     mesh: Mesh
     state: State
     before_update: Callable[[], None] = lambda: None
-    """Called when the gradients are there and the weights are still as the last update left them."""
+    """Called after the gradients are computed and before the weights change."""
     meanwhile: Callable[[], None] = lambda: None
-    """Called when this rank's gradients are made and the last of them travel: what is done then, nobody waits for."""
+    """Called while the last gradients of this rank are being reduced."""
     blind: bool = False
-    """There are no values to look at, as in a dry run: every step is taken."""
+    """Tensors have no values, as in a dry run: every step is taken."""
 
     def gradients(self, batches: list[Batch]) -> Gradients:
         """Forward and backward over this rank's microbatches of one step."""
@@ -70,8 +70,8 @@ class Stepper:
     def update(self, grads: Gradients, lr: float) -> tuple[Tensor, bool]:
         """Clip and apply. Returns the norm before clipping, and whether the step was taken.
 
-        It is not where the gradients are not finite, or where the state says that this step's batch is to be skipped.
-        Without fp16's scale a GPU knows this by itself: then True is returned, and the norm tells the rest.
+        It is not taken where the gradients are not finite, or where the step is one of the state's skipped_steps.
+        Without dynamic loss scale, a GPU decides the former by itself: True is returned, and only the norm shows it.
         """
         state = self.state
         self.before_update()
@@ -93,7 +93,7 @@ class Stepper:
         return norm, taken
 
     def learning_rate(self) -> float:
-        return rate(self.job, self.state.step + 1)
+        return learning_rate(self.job, self.state.step + 1)
 
     @torch.no_grad()
     def evaluate(self, steps: list[list[Batch]]) -> float:
@@ -107,8 +107,8 @@ class Stepper:
         return float(sums[0] / sums[1].clamp(min=1))
 
     def loss_of(self, smoothing: float) -> LossOf:
-        """The job's loss, as the spread model asks for it."""
-        seed, dtype = self.job.train.seed, COMPUTE[self.plan.precision]
+        """The job's loss, as the spread model calls it."""
+        seed, dtype = self.job.train.seed, COMPUTE_DTYPES[self.plan.precision]
 
         def loss(module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
             return loss_sum(module, batch, self.job.model, seed=seed, smoothing=smoothing, dtype=dtype, hidden=hidden)
@@ -116,7 +116,7 @@ class Stepper:
         return loss
 
     def local(self, batches: list[Batch]) -> list[Batch]:
-        """This rank's tokens of some batches."""
+        """The part of some batches that this rank computes under context parallelism."""
         if self.plan.cp == 1:
             return batches
         cut = Cut.of(self.plan, self.mesh.coord("cp"))
@@ -124,11 +124,11 @@ class Stepper:
 
     @property
     def apart(self) -> int:
-        """Parts of the global batch whose gradients are not summed in a step."""
+        """Number of replicas whose gradients are not summed in a step."""
         return self.plan.dp_replicate if self.plan.alone else 1
 
     def _global_count(self, batches: list[Batch]) -> tuple[Tensor, Pending | None]:
-        """Valid targets of all ranks that sum their gradients; it travels while the first microbatch computes."""
+        """Valid targets of all ranks that sum their gradients; reduced while the first microbatch is computed."""
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
         axis = self.mesh.axis("dp_shard") if self.plan.alone else self.mesh.everyone
         if axis is None:

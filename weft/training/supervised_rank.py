@@ -179,7 +179,7 @@ class SupervisedRank:
         session.first_step = self.board["first_step"] - 1
         session.began = attempt.began
         if attempt.number > 1:
-            session.make_good()
+            session.save_if_due()
 
     def _is_attempt_over(self, error: BaseException) -> bool:
         """Whether an error only means that another rank is lost, so that this rank joins the next attempt."""

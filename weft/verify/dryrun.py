@@ -105,7 +105,7 @@ def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()
         state = build_state(job, plan, mesh)
         state.scale.dynamic = False  # whether a step overflowed is a value, and there are none
         if isinstance(state.model, Pipelined):
-            state.model.wire.nobody = plan.backend == "nccl"
+            state.model.links.keep_sent = plan.backend != "nccl"
         state.optimizers.allocate()
         state.model.zero_grad()
         for name, shard in state.optimizers.params.items():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import gcd
 from pathlib import Path
@@ -16,13 +17,15 @@ from torch import Tensor
 from weft.comm.shards import local_of, shard_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
-from weft.job.errors import JobError, WeftError
+from weft.hardware.probe import probe
+from weft.hardware.shared_devices import multi_process_service
+from weft.job.errors import JobError, MachineError, WeftError
 from weft.job.load import parse_job
 from weft.job.schema import Experts, Job
 from weft.job.shapes import resolve
 from weft.launch.rank_pool import RankFailed, RankPool
 from weft.mesh import Mesh, connect
-from weft.planner import RUNNABLE, check, make_plan
+from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.planner.rules.layout_syntax import parse_layouts, ranks
 from weft.training.build import build_state
 from weft.training.step import Stepper
@@ -124,10 +127,12 @@ def with_layout(job: Job, section: dict[str, Any]) -> Job:
     raw = resolve(job).model_dump(mode="json")
     raw["parallel"] = section
     device = "cuda" if job.cluster.device == "cuda" else "cpu"
-    raw["cluster"] = {"device": device, "devices_per_node": ranks(section)}
+    raw["cluster"] = {"device": device, "devices_per_node": ranks(section), "share_devices": device == "cuda"}
     raw["optim"]["eps"] = max(raw["optim"]["eps"], ADAM_EPS)
     raw["data"]["record_ids"] = False
     raw["train"]["sync"] = "step"  # a layout is proven by the gradients of a step
+    if raw["train"]["compile"] == "auto":  # minutes for each layout, and the same mathematics
+        raw["train"]["compile"] = False
     return parse_job(raw)
 
 
@@ -136,9 +141,13 @@ def trace(job: Job, steps: int, folder: str, reference: str | None = None) -> No
 
     Without a `reference`, the folder of the run to be held against, where tokens went is left beside it.
     """
-    began = time.perf_counter()
     job, plan = make_plan(job)
-    mesh = connect(plan, job.comm.timeout_s)
+    trace_on(connect(plan, job.comm.timeout_s), job, plan, steps, folder, reference)
+
+
+def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, reference: str | None = None) -> None:
+    """The same on a mesh that exists already."""
+    began = time.perf_counter()
     state = build_state(job, plan, mesh)
     stepper = Stepper(job, plan, mesh, state)
     guided = Guided(state.model.load, folder, reference)
@@ -225,22 +234,40 @@ def prove(
     job = small(job) if shrink else job
     reference_job, plan = make_plan(with_layout(job, {"dp_replicate": 1, "dp_shard": 1}))
     check(reference_job, plan, RUNNABLE)
-    ours = pool is None
-    pool = pool or RankPool(timeout_s=job.comm.timeout_s)
     verdicts: list[Verdict] = []
-    try:
-        with tempfile.TemporaryDirectory(prefix="weft-prove-") as folder:
-            reference = _run(pool, reference_job, 1, steps, folder)
-            for words, section in named:
-                verdict = _judge(pool, job, words, section, reference, steps, TOLERANCE[plan.precision], folder)
-                if verdict.verdict == "refused" and not layouts:
-                    continue
-                verdicts.append(verdict)
-                on_verdict(verdict)
-    finally:
-        if ours:
-            pool.close()
+    with (
+        open_pool(job, max(ranks(section) for _, section in named)) if pool is None else nullcontext(pool) as pool,
+        tempfile.TemporaryDirectory(prefix="weft-prove-") as folder,
+    ):
+        reference = _run(pool, reference_job, 1, steps, folder)
+        for words, section in named:
+            verdict = _judge(pool, job, words, section, reference, steps, TOLERANCE[plan.precision], folder)
+            if verdict.verdict == "refused" and not layouts:
+                continue
+            verdicts.append(verdict)
+            on_verdict(verdict)
     return verdicts
+
+
+@contextmanager
+def open_pool(job: Job, world: int) -> Iterator[RankPool]:
+    """Local ranks for a proof. Ranks that share a GPU run under NVIDIA's multi-process service where it is found."""
+    shared = job.cluster.device == "cuda" and len(probe().gpus) < world
+    service: AbstractContextManager[dict[str, str]] = multi_process_service() if shared else nullcontext({})
+    with service as environment, RankPool(job.comm.timeout_s, environment) as pool:
+        yield pool
+
+
+def describe_ranks(job: Job, world: int) -> str:
+    """Where up to `world` ranks of a proof run, in words."""
+    if job.cluster.device != "cuda":
+        return "local CPU ranks"
+    gpus = len(probe().gpus)
+    if gpus == 0:
+        raise MachineError("--device cuda needs an NVIDIA GPU, and this machine has none; --device cpu would work")
+    if world <= gpus:
+        return f"up to {world} of {gpus} GPUs, one rank each, over NCCL"
+    return f"up to {world} NCCL ranks that share {gpus} GPU{'s' if gpus > 1 else ''}"
 
 
 def _judge(

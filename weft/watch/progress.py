@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.1
 REFRESH_S = 0.1
+LIVE_STEPS = 10
+"""Steps over which a live display averages."""
 
 
 class Progress:
@@ -45,6 +47,8 @@ class Progress:
         self._seen = time.monotonic()
         self._drawn = -math.inf
         self._printed: int | None = start_step
+        self._interval: list[tuple[float, float | None, float | None]] = []
+        """Seconds, tokens/s and MFU of the steps since the last line."""
         self._mute = silent
 
     def __enter__(self) -> Self:
@@ -85,12 +89,14 @@ class Progress:
         if took is not None and took > 0:
             old = self._step_time
             self._step_time = took if old is None else old + SMOOTHING * (took - old)
+        self._interval.append((max(0.0, took or 0.0), _number(record.get("tokens_per_s")), _number(record.get("mfu"))))
         if self._live is not None:
             if now - self._drawn >= REFRESH_S or self._step >= self.total:
                 self._draw()
         elif self._plain and (self._step % self.every == 0 or self._step >= self.total):
             self._say(self.line())
             self._printed = self._step
+            self._interval = []
 
     def note(self, text: str) -> None:
         """Print a separate line, above the bar."""
@@ -112,14 +118,14 @@ class Progress:
 
     def _figures(self) -> list[tuple[str, str]]:
         get = {k: _number(v) for k, v in self._record.items()}
-        rate = get.get("tokens_per_s")
+        rate, mfu = self._mean(1), self._mean(2)
         shown = [
             ("loss", _as(get.get("loss"), ".3f")),
             ("val", _as(get.get("val_loss") if self._live is None else self._val_loss, ".3f")),
             ("grad", _as(get.get("grad_norm"), ".2f")),
             ("lr", _as(get.get("lr"), ".1e")),
             ("", f"{human(rate)} tok/s" if rate is not None else ""),
-            ("mfu", _as(get.get("mfu"), ".1%")),
+            ("mfu", _as(mfu, ".1%")),
             ("mem", _as(get.get("peak_memory_gib"), ".2f", " GiB")),
             ("scale", human(get["loss_scale"]) if get.get("loss_scale") is not None else ""),
             ("", "skipped" if self._record.get("skipped") else ""),
@@ -131,6 +137,12 @@ class Progress:
         if left is not None and self._step < self.total:
             shown.append(("eta", duration(left)))
         return [(name, text) for name, text in shown if text]
+
+    def _mean(self, column: int) -> float | None:
+        """The mean over the time since the last line; the steps' rates are weighted by their seconds."""
+        steps = [(step[0], value) for step in self._interval if (value := step[column]) is not None]
+        seconds = sum(took for took, _ in steps)
+        return sum(took * value for took, value in steps) / seconds if seconds > 0 else None
 
     def _say(self, text: str) -> None:
         if self._mute:
@@ -148,6 +160,7 @@ class Progress:
         self._drawn = time.monotonic()
         try:
             self._live.update(self._display(), refresh=True)
+            self._interval = self._interval[-LIVE_STEPS:]
         except (OSError, ValueError):
             self._mute = True
 

@@ -1,4 +1,4 @@
-"""`weft prove` as a person sees it: a row as each layout is proven, and one sentence at the end."""
+"""`weft prove`: one row per layout as it is proven, and a summary."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import asdict
 from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankFailed
-from weft.planner.rules.layout_syntax import parse_layouts
-from weft.verify.prove import DEFAULT_LAYOUTS, Verdict, prove
+from weft.planner.rules.layout_syntax import parse_layouts, ranks
+from weft.verify.prove import DEFAULT_LAYOUTS, Verdict, describe_ranks, prove
 
 COLUMNS = ("layout", "ranks", "|Δloss|", "|Δgradient|", "Δgrad norm", "|Δparameters|", "verdict")
 WIDTHS = (34, 5, 9, 11, 10, 13, 8)
@@ -18,11 +18,11 @@ WIDTHS = (34, 5, 9, 11, 10, 13, 8)
 
 def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json: bool) -> int:
     """Prove, print, and give the exit code: 0 the same, 1 something differs, 2 a layout was refused."""
-    parse_layouts(layouts or DEFAULT_LAYOUTS)  # a name that is none is refused before anything is run
+    named = parse_layouts(layouts or DEFAULT_LAYOUTS)  # an unknown name is refused before anything is run
+    where = describe_ranks(job, max(ranks(section) for _, section in named))
     if not as_json:
-        device = "GPU" if job.cluster.device == "cuda" else "CPU"
         what = "a small model of the same kind" if shrink else "the job's model"
-        print(f"{what}, {steps} steps in one process and in each layout on local {device} ranks", file=sys.stderr)
+        print(f"{what}, {steps} steps in one process and in each layout on {where}", file=sys.stderr)
         print(_row(COLUMNS))
         print(_row(["─" * w for w in WIDTHS]), flush=True)
     try:
@@ -34,7 +34,11 @@ def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json
     refused = [v for v in verdicts if v.verdict == "refused"]
     if as_json:
         same = not differs and not refused
-        print(json.dumps({"same": same, "steps": steps, "layouts": [asdict(v) for v in verdicts]}, indent=2))
+        print(
+            json.dumps(
+                {"same": same, "steps": steps, "ranks": where, "layouts": [asdict(v) for v in verdicts]}, indent=2
+            )
+        )
     else:
         print(_summary(verdicts, differs))
     return int(Exit.DIFFERS if differs else Exit.JOB if refused else Exit.DONE)
@@ -48,7 +52,7 @@ def _show(v: Verdict) -> None:
         routers = "" if v.router_diff is None else f"; scores of the routers: {v.router_diff:.1e}"
         print(f"  worst: {v.worst_parameter}{routers}")
     if v.routed_apart:
-        print(f"  near ties: of the experts that tokens went to, it would have chosen {v.routed_apart:.2%} otherwise")
+        print(f"  near ties: of the experts that tokens went to, it would have chosen {v.routed_apart:.2%} differently")
     if v.why:
         print(f"  {v.why}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from weft.comm.shards import local_of
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import nothing
 from weft.parallel.expert.load import ExpertLoad
-from weft.parallel.pipeline.messages import Message, Wire, sent_by
+from weft.parallel.pipeline.messages import Message, StageLinks, Transfer, sent_by, transfers_of
 from weft.parallel.spread_model import Batch, LossOf, SpreadModel
 from weft.planner.schedules.actions import Action, Schedule
 
@@ -55,7 +56,10 @@ class Pipelined:
         self.at_once, self.load = at_once, load
         self.stages, self.schedule, self.axis, self.sequence_cut = stages, schedule, axis, sequence_cut
         self.device = device
-        self.wire = Wire(axis, device, dtype)
+        self.links = StageLinks(axis, device, dtype)
+        self.transfers = transfers_of(schedule, axis.rank)
+        self.evaluation: dict[int, tuple[Schedule, tuple[Transfer, ...]]] = {}
+        """By the number of batches: the schedule of an evaluation and its transfers."""
         self.spans = Spans(device)
         self.last = schedule.stages - 1
         self.master_params: dict[str, Tensor] = {}
@@ -116,13 +120,13 @@ class Pipelined:
         step = _Step(self, batches, loss_of, scale)
         actions = self.schedule.actions[self.axis.rank]
         final = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
-        self.wire.begin([list(x) for x in self.schedule.actions], self.schedule, step.shape)
+        self.links.begin(self.transfers, step.shape)
         for stage in self.stages.values():
             stage.begin(scale)
             stage.data.hold(self.splits)
         for i, action in enumerate(actions):
             step.do(action, last=final[action.stage] == i)
-        self.wire.end()
+        self.links.end()
         for stage in self.stages.values():
             stage.finish(meanwhile)
         self._sum_tied()
@@ -134,20 +138,25 @@ class Pipelined:
         """The summed loss of some batches where the last stage is, 0 elsewhere."""
         for stage in self.stages.values():
             stage.module.eval()
-        lists = [
-            [Action("F", s, m) for m in range(len(batches)) for s in self.schedule.stages_of(rank)]
-            for rank in range(self.axis.size)
-        ]
+        schedule, transfers = self._forward_only(len(batches))
         step = _Step(self, batches, loss_of, 1.0)
-        self.wire.begin(lists, self.schedule, step.shape)
-        for action in lists[self.axis.rank]:
+        self.links.begin(transfers, step.shape)
+        for action in schedule.actions[self.axis.rank]:
             step.do(action, last=False)
             step.held.clear()
-        self.wire.end()
+        self.links.end()
         for stage in self.stages.values():
             stage.data.settle()
             stage.module.train()
         return step.total
+
+    def _forward_only(self, count: int) -> tuple[Schedule, tuple[Transfer, ...]]:
+        if count not in self.evaluation:
+            of, ranks = self.schedule, range(self.axis.size)
+            lists = [tuple(Action("F", s, m) for m in range(count) for s in of.stages_of(rank)) for rank in ranks]
+            schedule = replace(of, microbatches=count, actions=tuple(lists))
+            self.evaluation[count] = schedule, transfers_of(schedule, self.axis.rank)
+        return self.evaluation[count]
 
     def zero_grad(self) -> None:
         for stage in self.stages.values():
@@ -185,7 +194,7 @@ class Pipelined:
         if owner != copy and self.axis.rank in (owner, copy):
             for name in sorted(set(self.tied) & self.master_params.keys()):
                 grad = _grad(self.master_params[name])
-                grad += self.wire.exchange(copy if self.axis.rank == owner else owner, grad).view_as(grad)
+                grad += self.links.exchange(copy if self.axis.rank == owner else owner, grad).view_as(grad)
 
     @property
     def tied(self) -> list[str]:
@@ -220,14 +229,14 @@ class _Step:
     def _receive(self, action: Action, kind: str, source_stage: int) -> Tensor:
         p = self.p
         began = p.spans.now()
-        tensor = p.wire.receive(Message(kind, action.stage, action.microbatch), p.schedule.rank_of[source_stage])
+        tensor = p.links.receive(Message(kind, action.stage, action.microbatch), p.schedule.rank_of[source_stage])
         p.spans.add("recv", action.stage, action.microbatch, began)
         return tensor
 
     def _send(self, action: Action, tensor: Tensor) -> None:
         message = sent_by(action, self.p.schedule)
         assert message is not None
-        self.p.wire.send(message, tensor)
+        self.p.links.send(message, self.p.schedule.rank_of[message.to], tensor)
 
     def _forward(self, action: Action, last: bool) -> None:
         p, (_, stage, m) = self.p, action

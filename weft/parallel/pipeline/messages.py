@@ -1,8 +1,15 @@
-"""Messages between the stages of a pipeline: what follows an action, and how it travels."""
+"""Messages between pipeline stages: which message follows an action, the order of all of them, and how they are sent.
+
+NCCL runs the sends and receives of a communicator one after the other, in the order in which a rank issues them, and a
+send ends only when its receive runs. So all ranks of a pipeline issue their messages in one common order, made from the
+schedule's action lists. The first message of that order that is not done yet always has both of its ranks ready for it,
+whatever its size: the pipeline cannot deadlock. Over Gloo and MPI, which allow more, the order is the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +19,7 @@ from torch import Tensor
 from weft.comm.axis import Axis
 from weft.planner.engine_constants import PREFETCHED_MESSAGES
 from weft.planner.schedules.actions import Action, Schedule
+from weft.planner.schedules.simulate import equal_costs, simulate
 
 
 class Message(NamedTuple):
@@ -20,6 +28,14 @@ class Message(NamedTuple):
     kind: str
     to: int
     microbatch: int
+
+
+class Transfer(NamedTuple):
+    """A message from one rank of the pp axis to another."""
+
+    message: Message
+    source: int
+    target: int
 
 
 def sent_by(action: Action, schedule: Schedule) -> Message | None:
@@ -31,83 +47,121 @@ def sent_by(action: Action, schedule: Schedule) -> Message | None:
     return None
 
 
-class Wire:
-    """Messages along the pp axis. Both ends know the whole schedule, so a pair's messages travel in one known order."""
+def transfer_order(schedule: Schedule) -> list[Transfer]:
+    """All transfers of a step in one order: by the time at which the simulator sees their action end.
+
+    An action ends later than every action it depends on, so a message comes before everything that follows from it, and
+    the sends of a rank are in the order of its list.
+    """
+    spans = simulate(schedule, equal_costs(schedule.stages)).spans
+    order = []
+    for span in sorted(spans, key=lambda s: (s.end, s.rank)):
+        message = sent_by(Action(span.kind, span.stage, span.microbatch), schedule)
+        if message is not None and (target := schedule.rank_of[message.to]) != span.rank:
+            order.append(Transfer(message, span.rank, target))
+    return order
+
+
+def transfers_of(schedule: Schedule, rank: int) -> tuple[Transfer, ...]:
+    """The transfers that a rank takes part in, in the order in which it issues them."""
+    return tuple(t for t in transfer_order(schedule) if rank in (t.source, t.target))
+
+
+class StageLinks:
+    """Sends and receives of one rank along the pp axis, each issued as its own group on the axis' communicator.
+
+    A receive is issued as early as the order allows: right after the transfer before it, up to
+    PREFETCHED_MESSAGES from one rank.
+    """
 
     def __init__(self, axis: Axis, device: torch.device, dtype: torch.dtype):
         self.axis, self.device, self.dtype = axis, device, dtype
         # Gloo cannot send from GPU memory: there messages pass through the host
         self.host = device.type == "cuda" and dist.get_backend(axis.group) == "gloo"
-        self.nobody = False  # a dry run of a network that says when a message has left: what is sent is gone at once
-        self.peers = [dist.get_global_rank(axis.group, r) for r in range(axis.size)]
+        self.keep_sent = True
+        """Whether tensors stay alive until they were sent; a dry run of NCCL sets this to false."""
 
-    def begin(self, lists: list[list[Action]], schedule: Schedule, shape: Callable[[Message], tuple[int, ...]]) -> None:
-        """Learn from the ranks' lists what will arrive, from whom, and in which order."""
-        self.schedule, self.shape = schedule, shape
-        self.coming: dict[int, Iterator[Message]] = {}
-        for source, actions in enumerate(lists):
-            messages = [m for a in actions if (m := sent_by(a, schedule)) and self._goes_here(m, source)]
-            if messages:
-                self.coming[source] = iter(messages)
-        self.posted: dict[Message, tuple[dist.Work, Tensor, int]] = {}
+    def begin(self, transfers: Sequence[Transfer], shape: Callable[[Message], tuple[int, ...]]) -> None:
+        """Start a step with these transfers; `shape` gives the shape of a message."""
+        self.transfers, self.shape = transfers, shape
+        self.issued = 0
+        self.under_way: Counter[int] = Counter()
+        self.posted: dict[Message, tuple[list[dist.Work], Tensor]] = {}
         self.local: dict[Message, Tensor] = {}
-        self.outgoing: list[tuple[dist.Work, Tensor]] = []
-        for source in self.coming:
-            for _ in range(PREFETCHED_MESSAGES):
-                self._post(source)
-
-    def _goes_here(self, message: Message, source: int) -> bool:
-        return source != self.axis.rank and self.schedule.rank_of[message.to] == self.axis.rank
-
-    def _post(self, source: int) -> bool:
-        message = next(self.coming[source], None)
-        if message is None:
-            return False
-        where = torch.device("cpu") if self.host else self.device
-        buffer = torch.empty(self.shape(message), dtype=self.dtype, device=where)
-        work = dist.irecv(buffer, self.peers[source], group=self.axis.group)
-        assert work is not None
-        self.posted[message] = (work, buffer, source)
-        return True
+        self.outgoing: list[tuple[list[dist.Work], Tensor]] = []
+        self._prefetch()
 
     def receive(self, message: Message, source: int) -> Tensor:
+        """Wait for a message and return it."""
         if source == self.axis.rank:
             return self.local.pop(message)
         while message not in self.posted:
-            if not self._post(source):
-                raise RuntimeError(f"{message} was never sent by stage rank {source}: the schedule is wrong")
-        work, buffer, _ = self.posted.pop(message)
+            self._post_receive(message)
+        works, buffer = self.posted.pop(message)
         with self.axis.meter.inside(self.axis.name, "receive"):
-            work.wait()
-        self._post(source)
+            for work in works:
+                work.wait()
+        self.under_way[source] -= 1
+        self._prefetch()
         return buffer.to(self.device)
 
-    def send(self, message: Message, tensor: Tensor) -> None:
-        to = self.schedule.rank_of[message.to]
-        if to == self.axis.rank:
+    def send(self, message: Message, target: int, tensor: Tensor) -> None:
+        """Begin to send a message, after the transfers that precede it."""
+        if target == self.axis.rank:
             self.local[message] = tensor
             return
+        transfer = Transfer(message, self.axis.rank, target)
+        while self._next() != transfer:
+            self._post_receive(message)
         tensor = (tensor.cpu() if self.host else tensor).contiguous()
-        self.axis.count("send", tensor, to=to)
-        work = dist.isend(tensor, self.peers[to], group=self.axis.group)
-        assert work is not None
-        self.outgoing = [(w, t) for w, t in self.outgoing if not w.is_completed()]
-        if not self.nobody:
-            self.outgoing.append((work, tensor))
+        self.axis.count("send", tensor, to=target)
+        works = self._issue(dist.isend, tensor, target)
+        self.outgoing = [(w, t) for w, t in self.outgoing if not all(x.is_completed() for x in w)]
+        if self.keep_sent:
+            self.outgoing.append((works, tensor))
+        self._prefetch()
 
     def end(self) -> None:
+        """Wait until everything was sent."""
+        if self.issued != len(self.transfers):
+            raise RuntimeError(f"the step ended before {self.transfers[self.issued]}")
         with self.axis.meter.inside(self.axis.name, "send"):
-            for work, _ in self.outgoing:
-                work.wait()
+            for works, _ in self.outgoing:
+                for work in works:
+                    work.wait()
         self.outgoing = []
 
     def exchange(self, other: int, tensor: Tensor) -> Tensor:
         """Swap equal tensors with another rank of the axis."""
         mine = (tensor.cpu() if self.host else tensor).contiguous()
         theirs = torch.empty_like(mine)
-        peer, group = self.peers[other], self.axis.group
-        ops = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+        ops = [self._op(dist.isend, mine, other), self._op(dist.irecv, theirs, other)]
         with self.axis.meter.inside(self.axis.name, "exchange"):
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
         return theirs.to(self.device)
+
+    def _next(self) -> Transfer | None:
+        return self.transfers[self.issued] if self.issued < len(self.transfers) else None
+
+    def _prefetch(self) -> None:
+        me = self.axis.rank
+        while (t := self._next()) is not None and t.target == me and self.under_way[t.source] < PREFETCHED_MESSAGES:
+            self._post_receive(t.message)
+
+    def _post_receive(self, wanted: Message) -> None:
+        transfer = self._next()
+        if transfer is None or transfer.target != self.axis.rank:
+            raise RuntimeError(f"{wanted} comes before {transfer}: this is not the order of the schedule")
+        where = torch.device("cpu") if self.host else self.device
+        buffer = torch.empty(self.shape(transfer.message), dtype=self.dtype, device=where)
+        self.posted[transfer.message] = (self._issue(dist.irecv, buffer, transfer.source), buffer)
+        self.under_way[transfer.source] += 1
+
+    def _issue(self, op: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> list[dist.Work]:
+        """One send or receive. Batched, since a single one makes NCCL create a communicator for the pair."""
+        self.issued += 1
+        return dist.batch_isend_irecv([self._op(op, tensor, peer)])
+
+    def _op(self, op: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(op, tensor, group=self.axis.group, group_peer=peer)

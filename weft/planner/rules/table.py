@@ -7,14 +7,14 @@ from collections.abc import Callable
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.planner.rules.batch import batch_rule, microbatch_rule
-from weft.planner.rules.communication import allreduce_rule, compressed_experts_rule, mpi_rule
-from weft.planner.rules.context_parallel import cp_style_rule, sequence_rule
-from weft.planner.rules.experts import experts_rule
-from weft.planner.rules.fp8 import fp8_rule
-from weft.planner.rules.memory import offload_rule, recompute_rule
-from weft.planner.rules.pipeline_parallel import own_model_rule, pipeline_rule
-from weft.planner.rules.tensor_parallel import heads_rule, width_rule
+from weft.planner.rules.batch_rules import batch_rule, microbatch_rule
+from weft.planner.rules.communication_rules import allreduce_rule, compressed_experts_rule, mpi_rule
+from weft.planner.rules.context_rules import cp_style_rule, sequence_rule
+from weft.planner.rules.expert_rules import experts_rule
+from weft.planner.rules.fp8_rules import fp8_rule
+from weft.planner.rules.memory_rules import offload_rule, recompute_rule
+from weft.planner.rules.pipeline_rules import own_model_rule, pipeline_rule
+from weft.planner.rules.tensor_rules import heads_rule, width_rule
 from weft.planner.sync import sync_rule
 
 Rule = Callable[[Job, Plan], str | None]

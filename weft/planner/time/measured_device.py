@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import exp, log, prod
 
-from weft.hardware.measured import Attention, Block, Measured, Product
+from weft.hardware.measured import Measured, MeasuredAttention, MeasuredBlock, MeasuredProduct
 from weft.job.schema import Job
 from weft.planner.memory.rank_bytes import gradients_stay_low_precision
 from weft.planner.memory.recompute import recomputed_share
@@ -58,7 +58,7 @@ def product_seconds(measured: Measured, dtype: str, m: float, k: float, n: float
     """A product's time: its FLOPs at the speed of the measured ones nearest in shape."""
     points = [p for p in measured.products if p.dtype == dtype] or list(measured.products)
 
-    def distance(p: Product) -> float:
+    def distance(p: MeasuredProduct) -> float:
         return log(p.m / m) ** 2 + log(p.k / k) ** 2 + log(p.n / n) ** 2
 
     near = sorted(points, key=distance)[:4]
@@ -72,7 +72,7 @@ def attention_seconds(job: Job, plan: Plan, measured: Measured) -> tuple[float, 
     m = job.model
     seq, width = job.data.seq_len, m.head_dim or 1
 
-    def distance(a: Attention) -> float:
+    def distance(a: MeasuredAttention) -> float:
         return log(a.seq / seq) ** 2 + 4 * log(a.head_dim / width) ** 2
 
     near = min(measured.attention, key=distance)
@@ -108,7 +108,7 @@ def _matched(job: Job, plan: Plan, measured: Measured) -> float:
     return min(2 * fastest, bytes_ / left) if left > 0 else 2 * fastest
 
 
-def _as_job(job: Job, block: Block) -> Job:
+def _as_job(job: Job, block: MeasuredBlock) -> Job:
     shape = {k: getattr(block, k) for k in ("dim", "heads", "kv_heads", "head_dim", "ffn")}
     model = job.model.model_copy(update={**shape, "activation": "swiglu", "positions": "rope"})
     return job.model_copy(update={"model": model, "data": job.data.model_copy(update={"seq_len": block.seq})})

@@ -1,4 +1,4 @@
-"""Which rank holds which slice of what, written down for the report."""
+"""Writes slices.json, for the report: which rank holds which slice of each parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.planner.plan import Plan
 
 
 def write_slices(run: RunDir, plan: Plan, mesh: Mesh, spread_model: SpreadModel | Pipelined) -> None:
-    """slices.json, from rank 0. Collective."""
+    """Write the file on rank 0. Collective."""
     shards = {n: shard_of(m) for n, m in spread_model.master_params.items()}
     mine = {n: (list(p.shape), list(p.offset), list(p.size)) for n, p in shards.items()}
     gathered = mesh.all_gather_object((mesh.coords, mine))

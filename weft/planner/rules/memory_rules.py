@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.planner.rules.context_parallel import attends
+from weft.planner.rules.context_rules import attends
 from weft.planner.schedules.registry import splits_backward
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.planner.rules.arithmetic import divisors, either
-from weft.planner.rules.context_parallel import attends
+from weft.planner.rules.context_rules import attends
 
 
 def heads_rule(job: Job, plan: Plan) -> str | None:

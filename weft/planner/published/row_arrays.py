@@ -1,4 +1,4 @@
-"""Many rows as arrays: the models, clusters and layouts of a table side by side, so that one estimate serves all."""
+"""Many rows as arrays: models, clusters and layouts of a table, so that one call estimates all of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 from weft.planner.calibration import Calibration
 from weft.planner.model.facts import ClusterFacts, Level, ModelFacts, Size, stack_models
-from weft.planner.published.rows import Row
+from weft.planner.published.rows import PublishedRun
 from weft.planner.search.candidates import PRECISIONS, Layouts
 from weft.planner.time.step import Estimates, estimate
 
 
-def gather_rows(rows: Sequence[Row]) -> tuple[ModelFacts, ClusterFacts, Layouts, Size]:
-    """What `estimate` takes, with one entry a row."""
+def gather_rows(rows: Sequence[PublishedRun]) -> tuple[ModelFacts, ClusterFacts, Layouts, Size]:
+    """The arguments of `estimate`, with one entry per row."""
     names = sorted({name for row in rows for name in row.layout})
     layouts = Layouts.of(**{name: np.array([row.layout[name] for row in rows]) for name in names})
     clusters = [row.cluster for row in rows]
@@ -37,6 +37,6 @@ def gather_rows(rows: Sequence[Row]) -> tuple[ModelFacts, ClusterFacts, Layouts,
     return stack_models([row.model for row in rows]), cluster, layouts, np.array([row.global_batch for row in rows])
 
 
-def estimate_rows(rows: Sequence[Row], cal: Calibration) -> Estimates:
+def estimate_rows(rows: Sequence[PublishedRun], cal: Calibration) -> Estimates:
     """The estimate of every row by one calibration."""
     return estimate(*gather_rows(rows)[:3], cal, gather_rows(rows)[3])

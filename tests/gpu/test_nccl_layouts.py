@@ -1,0 +1,51 @@
+"""Every layout over NCCL, on four ranks that share the GPUs of this machine, is the same run as one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.job import parse_job
+from weft.launch.rank_pool import RankPool
+from weft.planner.schedules.registry import SCHEDULES
+from weft.verify.prove import prove
+
+MODEL: dict[str, Any] = {
+    "family": "llama", "dim": 256, "layers": 8, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 512, "vocab": 512,
+}  # fmt: skip
+JOB: dict[str, Any] = {
+    "data": {"source": "synthetic", "seq_len": 64},
+    "train": {"global_batch": 8, "steps": 10, "compile": False},
+    "optim": {"lr": 1e-3, "warmup": 0, "schedule": "constant", "clip": 0.5},
+    "cluster": {"device": "cuda"},
+}
+EXPERTS = {**MODEL, "experts": {"count": 8, "top_k": 2, "ffn": 128}}
+
+
+def check(pool: RankPool, layouts: list[str], precision: str, model: dict[str, Any] | None = None) -> None:
+    job = parse_job({**JOB, "model": model or MODEL, "precision": precision})
+    verdicts = prove(job, layouts, 2, pool=pool)
+    assert [(v.layout, v.verdict, v.why) for v in verdicts if v.verdict != "same"] == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_every_schedule(shared_ranks: RankPool, precision: str) -> None:
+    check(shared_ranks, [f"pp4 {name} microbatches=8" for name in SCHEDULES], precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_pipelines_with_other_axes(shared_ranks: RankPool, precision: str) -> None:
+    layouts = ["pp2 1f1b tp2", "pp2 zbv dp_shard=2 microbatches=4", "pp2 zb-h1 cp2", "pp2 dualpipe-v dp_replicate=2"]
+    check(shared_ranks, layouts, precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_other_layouts(shared_ranks: RankPool, precision: str) -> None:
+    layouts = ["ddp4", "dp_shard=4 zero=1", "dp_shard=4 zero=2", "dp_shard=4 zero=3", "hsdp", "tp4", "tp2 dp_shard=2"]
+    check(shared_ranks, [*layouts, "cp4 ring", "cp4 ulysses", "cp2 tp2"], precision)
+
+
+def test_experts(shared_ranks: RankPool) -> None:
+    layouts = ["dp_shard=4 ep=4", "dp_shard=2 tp2 ep=2", "pp2 dp_shard=2 ep=2"]
+    check(shared_ranks, layouts, "fp32", EXPERTS)
