@@ -67,6 +67,7 @@ def send_one(folder: Path, ranks: int, number: signal.Signals, after_s: float) -
 
 
 def main(count: int = 200, seed: int = 0) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in background jobs
     chance, failures = random.Random(seed), 0
     with tempfile.TemporaryDirectory(prefix="weft-signals-") as base:
         for i in range(count):

@@ -159,9 +159,9 @@ def _warn_about_changes(session: Session, before: dict[str, Any]) -> None:
 
 
 def _is_before(record: dict[str, Any], step: int) -> bool:
-    """Whether a record is of a step up to this one."""
+    """Whether a record of samples is valid and of a step up to this one."""
     found = record.get("step")
-    return isinstance(found, int) and found <= step
+    return isinstance(found, int) and found <= step and isinstance(record.get("ids"), list)
 
 
 def _truncate_sample_records(session: Session) -> None:
