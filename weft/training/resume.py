@@ -9,8 +9,8 @@ import torch
 
 from weft.checkpoint.format import entries
 from weft.checkpoint.memory_snapshots import newest_common
-from weft.checkpoint.merge_snapshots import save_shards
-from weft.checkpoint.snapshot_file import Places
+from weft.checkpoint.merge_snapshots import save_merged_snapshots
+from weft.checkpoint.snapshot_file import SnapshotLayout
 from weft.job.schema import Model
 from weft.parallel.data.local_sgd import Rounds
 from weft.planner.plan import Plan
@@ -74,8 +74,8 @@ def _same_layout(session: Session) -> bool:
     snapshots = session.snapshots
     if snapshots.folder is None:
         return True
-    places = Places.read(snapshots.folder / f"places-{session.mesh.rank}.json")
-    return places is not None and Plan.from_json(places.plan).axes == session.plan.axes
+    layout = SnapshotLayout.read(snapshots.folder / f"places-{session.mesh.rank}.json")
+    return layout is not None and Plan.from_json(layout.plan).axes == session.plan.axes
 
 
 def merge_old_snapshots(session: Session) -> None:
@@ -84,7 +84,7 @@ def merge_old_snapshots(session: Session) -> None:
     if snapshots.folder is None or isinstance(session.state.rounds, Rounds):  # between rounds replicas differ
         return
     disk = newest_on_disk(session)
-    step = save_shards(snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, disk)
+    step = save_merged_snapshots(snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, disk)
     if step is not None and session.mesh.rank == 0:
         session.log.info("%s", f"step {step} was merged from the snapshots of the nodes")
 
