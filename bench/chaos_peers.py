@@ -41,7 +41,7 @@ HANG_S = 10.0
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     from weft.job import parse_job
     from weft.job.shapes import resolve
-    from weft.models.build import build_model
+    from weft.models.build_model import build_model
     from weft.models.init import initialise
 
     torch.set_num_threads(1)

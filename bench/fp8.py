@@ -1,4 +1,4 @@
-"""What fp8 gives on this GPU: one product in each recipe beside bf16, then one block forward and backward, compiled.
+"""The gain of fp8 on this GPU: one product in each recipe and in bf16, then one block forward and backward, compiled.
 
     python bench/fp8.py [--tokens 16384] [--dim 2048] [--ffn 8192] [--json]
 
@@ -21,17 +21,17 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from weft.job.schema import Model
-from weft.models.fp8 import E4M3, E5M2, Fp8Linear, Maxima, Recipe, cast, largest, scale_for, scaled_mm
+from weft.models.fp8_linear import E4M3, E5M2, AmaxHistory, Fp8Linear, Fp8Recipe, cast, largest, scale_for, scaled_mm
 from weft.models.rope import frequencies, rotation
 from weft.models.transformer import Block
 
-RECIPES: dict[str, Recipe | None] = {
+RECIPES: dict[str, Fp8Recipe | None] = {
     "bf16": None,
-    "tensorwise": Recipe(),
-    "tensorwise, all fast": Recipe(fast_accumulation="all"),
-    "tensorwise, delayed": Recipe(amax="delayed"),
-    "rowwise": Recipe(scaling="rowwise"),
-    "rowwise, all fast": Recipe(scaling="rowwise", fast_accumulation="all"),
+    "tensorwise": Fp8Recipe(),
+    "tensorwise, all fast": Fp8Recipe(fast_accumulation="all"),
+    "tensorwise, delayed": Fp8Recipe(amax="delayed"),
+    "rowwise": Fp8Recipe(scaling="rowwise"),
+    "rowwise, all fast": Fp8Recipe(scaling="rowwise", fast_accumulation="all"),
 }
 
 
@@ -64,8 +64,8 @@ def timed(work: Callable[[], object], rounds: int = 20) -> float:
     return statistics.median(times)
 
 
-def product_ms(recipe: Recipe | None, a: Tensor, b: Tensor) -> float:
-    """The bare product a [m, k] · b [k, n], its factors already in fp8."""
+def product_ms(recipe: Fp8Recipe | None, a: Tensor, b: Tensor) -> float:
+    """The product a [m, k] · b [k, n] with factors already in fp8."""
     if recipe is None:
         return timed(lambda: a @ b)
     fast = recipe.fast_accumulation == "all"
@@ -79,7 +79,7 @@ def product_ms(recipe: Recipe | None, a: Tensor, b: Tensor) -> float:
     return timed(lambda: scaled_mm(a8, b8, *back, fast))
 
 
-def block_ms(recipe: Recipe | None, given: argparse.Namespace) -> float:
+def block_ms(recipe: Fp8Recipe | None, given: argparse.Namespace) -> float:
     """One block of the model, forward and backward, compiled whole."""
     torch._dynamo.reset()
     shape = Model(
@@ -92,7 +92,7 @@ def block_ms(recipe: Recipe | None, given: argparse.Namespace) -> float:
             module.__class__ = Fp8Linear
             module.recipe = recipe  # type: ignore[assignment]
             delayed = recipe.amax == "delayed"
-            module.maxima = Maxima(recipe.history, torch.device("cuda")) if delayed else None  # type: ignore[assignment]
+            module.maxima = AmaxHistory(recipe.history, torch.device("cuda")) if delayed else None  # type: ignore[assignment]
             if delayed:
                 module.maxima.past.fill_(4.0)  # type: ignore[union-attr,operator]
                 module.maxima.known = True  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What Weft costs over a bare loop: tokens/s of `weft train` beside hand-written PyTorch DDP, alternating in one run.
+"""Overhead over a bare loop: tokens/s of `weft train` and of hand-written PyTorch DDP, alternating in one run.
 
     python bench/overhead.py [--rounds 3] [--steps 60] [--resilience] [--json]
 
@@ -36,7 +36,7 @@ def bare(rank: int, world: int, store: str, steps: int, out: str) -> None:
     from weft.data.dataset import open_dataset
     from weft.job import parse_job
     from weft.job.shapes import resolve
-    from weft.models.build import build_model
+    from weft.models.build_model import build_model
     from weft.models.init import initialise
 
     torch.set_num_threads(1)
@@ -145,7 +145,7 @@ def main() -> None:
         return compare_resilience(args.rounds, args.steps, args.layout, args.json)
     ours: list[float] = []
     theirs: list[float] = []
-    for _ in range(args.rounds):  # alternating, so that a change in the machine's load meets both
+    for _ in range(args.rounds):  # alternating, so that a change in the machine's load affects both
         theirs += run_bare(args.steps)[WARM:]
         ours += run_weft(args.steps, args.layout)[WARM:]
     tokens = BATCH * SEQ

@@ -1,4 +1,4 @@
-"""Two hosts on a slow link: seconds and bytes to one validation loss, plain PyTorch DDP beside Weft → slow_link.md.
+"""Two hosts on a slow link: seconds and bytes to a validation loss, plain PyTorch DDP and Weft → slow_link.md.
 
     python bench/slow_link.py --write      # as root on Linux with iproute2; eight minutes
 
@@ -45,9 +45,9 @@ def ddp(path: str, out: str) -> None:
     from weft.data.dataset import open_dataset
     from weft.data.loader import Loader, val_batches
     from weft.job.load import load_job
-    from weft.models.build import build_model, loss_sum
+    from weft.models.build_model import build_model, loss_sum
     from weft.models.init import initialise
-    from weft.optim.schedule import rate
+    from weft.optim.schedule import learning_rate
     from weft.planner import make_plan
 
     torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def ddp(path: str, out: str) -> None:
     for step, batches in enumerate(Loader(dataset, seed=job.train.seed, prefetch=2, **share), 1):
         began = time.perf_counter()
         for group in optimizer.param_groups:
-            group["lr"] = rate(job, step)
+            group["lr"] = learning_rate(job, step)
         optimizer.zero_grad()
         count = sum(int(b["valid"].sum()) for b in batches)
         loss_sum(wrapped, batches[0], job.model, seed=0, smoothing=0.0, dtype=torch.float32).div(count).backward()
@@ -91,12 +91,12 @@ def ddp(path: str, out: str) -> None:
                 Path(out).write_text(json.dumps(told))
         if step == job.train.steps:
             break
-    dist.barrier()  # they leave together: whoever is still connected to one that is gone aborts
+    dist.barrier()  # exit together: a rank that is connected to an exited one aborts
     os._exit(0)
 
 
 def run_on(hosts: Any, command: list[str], folder: Path, limit_s: float) -> int:
-    """The command under torchrun on both hosts; returns the bytes that the first one sent."""
+    """Run the command under torchrun on both hosts; returns the bytes that the first one sent."""
     from weft.chaos.virtual_hosts import LINK
 
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": LINK}
@@ -146,7 +146,7 @@ def ddp_run(hosts: Any, folder: Path, job: dict[str, Any], limit_s: float) -> tu
 
 
 def reached(told: list[list[float]], target: float) -> tuple[float, float]:
-    """Step and seconds at which a loss was first reached, between evaluations by straight lines."""
+    """Step and seconds at which a loss was first reached, with linear interpolation between evaluations."""
     before = told[0]
     for now in told:
         if now[1] <= target:

@@ -71,7 +71,7 @@ def world(pool: RankPool) -> Callable[[int], Callable[..., list[Any]]]:
 @pytest.fixture(scope="session")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A token store of many short documents of every length, so that samples have uneven counts of valid targets."""
-    from weft.data.build import build
+    from weft.data.build_store import build
 
     folder = tmp_path_factory.mktemp("documents")
     lines = [json.dumps({"text": "".join(chr(97 + (i * j) % 26) for j in range(i % 23))}) for i in range(400)]

@@ -1,4 +1,4 @@
-"""What matrices are multiplied in, and the loss scale that keeps fp16 in range."""
+"""Compute dtypes, and the loss scale that keeps fp16 in range."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from dataclasses import dataclass
 
 import torch
 
-COMPUTE: dict[str, torch.dtype] = {
+COMPUTE_DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-"""Dtype of weights and activations in the forward and backward pass; master weights and gradient sums stay fp32. In fp8
-only the products inside the blocks are smaller (models/fp8.py)."""
+"""Dtype of weights and activations in the forward and backward pass; master weights and gradient sums are fp32. With
+fp8 only products inside the blocks use fp8 (models/fp8_linear.py)."""
 
-EXPORT: dict[str, torch.dtype] = {name: COMPUTE[name] for name in ("fp32", "bf16", "fp16")}
-"""What weights can be written in."""
+EXPORT_DTYPES: dict[str, torch.dtype] = {name: COMPUTE_DTYPES[name] for name in ("fp32", "bf16", "fp16")}
+"""Dtypes of exported weights."""
 
-FLOOR = 2.0**-14
-"""The smallest loss scale: what overflows even here is no matter of range."""
+MIN_LOSS_SCALE = 2.0**-14
+"""The smallest loss scale; gradients that overflow here are not finite for another reason."""
 
 
 @dataclass
 class LossScale:
     """Dynamic loss scale (Micikevicius et al. 2018, §3.2): halved when a step overflows, doubled after a while.
 
-    With `dynamic` off it is 1 and stays so: fp32 and bf16 need none.
+    It stays 1 if not `dynamic`: fp32 and bf16 need none.
     """
 
     dynamic: bool
     value: float = 1.0
     quiet: int = 0
-    patience: int = 200
+    growth_interval: int = 200
     skipped: int = 0
 
     @classmethod
@@ -40,14 +40,14 @@ class LossScale:
         return cls(True, value=2.0**16) if precision == "fp16" else cls(False)
 
     def update(self, finite: bool) -> None:
-        """Learn from one step."""
+        """Adjust the scale after a step."""
         if not self.dynamic:
             return
         if not finite:
-            self.value, self.quiet, self.skipped = max(self.value / 2, FLOOR), 0, self.skipped + 1
+            self.value, self.quiet, self.skipped = max(self.value / 2, MIN_LOSS_SCALE), 0, self.skipped + 1
             return
         self.quiet += 1
-        if self.quiet >= self.patience:
+        if self.quiet >= self.growth_interval:
             self.value, self.quiet = min(self.value * 2, 2.0**24), 0
 
     def state(self) -> dict[str, float]:

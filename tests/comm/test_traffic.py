@@ -79,7 +79,7 @@ def watched(job: Job) -> tuple[list[dict[str, float]], dict[str, Counted], bool]
 
 
 def weights_of(job: Job) -> Tensor:
-    from weft.models.build import build_model
+    from weft.models.build_model import build_model
     from weft.planner import make_plan
 
     return torch.tensor(sum(p.numel() for p in build_model(make_plan(job)[0].model, 0).parameters()))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.build import build
+from weft.data.build_store import build
 from weft.data.store import open_store
 from weft.data.tokenizer import load_tokenizer
 from weft.job import JobError
@@ -223,5 +223,5 @@ def test_what_cannot_be_built_is_refused(tmp_path):
 
 
 def test_building_needs_no_torch():
-    script = "import sys, weft.data.build; assert 'torch' not in sys.modules"
+    script = "import sys, weft.data.build_store; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

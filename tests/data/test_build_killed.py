@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from weft.data.build import build
+from weft.data.build_store import build
 from weft.data.store import open_store
 from weft.job import JobError
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # kill -9 from inside, just before the n-th file is put in its place
 KILLED_AT_RENAME = """
 import json, os, signal, sys
-from weft.data.build import build
+from weft.data.build_store import build
 left = int(sys.argv[1])
 def hook(event, args):
     global left
@@ -34,7 +34,7 @@ build(**json.loads(sys.argv[2]))
 # says which processes work, and then stands still in the middle of the build until it is killed
 STANDS_STILL = """
 import json, multiprocessing, sys
-from weft.data.build import build
+from weft.data.build_store import build
 def progress(done, total):
     if 0 < done < total:
         print(json.dumps([p.pid for p in multiprocessing.active_children()]), flush=True)

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from weft.data.build import build
+from weft.data.build_store import build
 from weft.data.corpora import CORPORA
 from weft.data.dataset import open_dataset, open_tokenizer
 from weft.data.tokenizer import train_bpe

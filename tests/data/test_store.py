@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from weft.data.build import build
+from weft.data.build_store import build
 from weft.data.store import open_store, token_dtype
 from weft.job import JobError
 

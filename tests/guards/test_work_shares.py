@@ -7,7 +7,7 @@ from helpers import parity
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.data.batch_shares import Shares, divide
+from weft.data.batch_shares import BatchShares, divide_samples
 from weft.guards.straggler_detection import StepTimes
 from weft.guards.work_shares import Rebalancer, limits, shares_of
 from weft.launch.rank_pool import RankPool
@@ -46,7 +46,7 @@ def plan(**axes: int) -> Plan:
 )
 def test_division_is_optimal(seconds: list[float], least: int, more: int, most: int) -> None:
     samples = min(least * len(seconds) + more, most * len(seconds))
-    counts = divide(samples, seconds, least, most)
+    counts = divide_samples(samples, seconds, least, most)
     assert sum(counts) == samples
     assert all(least <= n <= most for n in counts)
     last = max(range(len(counts)), key=lambda r: counts[r] * seconds[r])
@@ -58,7 +58,7 @@ def test_division_is_optimal(seconds: list[float], least: int, more: int, most: 
 
 def test_impossible_division_is_refused() -> None:
     with pytest.raises(ValueError, match="8 samples cannot be divided among 2 ranks with 5 to 9 each"):
-        divide(8, [1, 1], 5, 9)
+        divide_samples(8, [1, 1], 5, 9)
 
 
 @given(counts=st.lists(st.integers(4, 16), min_size=2, max_size=5), zero=st.sampled_from([1, 3]))
@@ -131,7 +131,7 @@ def test_contention_is_not_a_slow_rank() -> None:
 
 
 def test_work_moves_and_returns() -> None:
-    shares = Shares.even(32, 4, 4)
+    shares = BatchShares.even(32, 4, 4)
     balance = Rebalancer(plan(dp_replicate=4), 32)
     busy = [0.1, 0.1, 0.2, 0.1]
     asked = 0

@@ -26,7 +26,7 @@ from weft.job.errors import WeftError
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
 from weft.optim.adafactor import add_up
-from weft.optim.clip import cut_axes
+from weft.optim.clip import sharded_axes
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.training.build import build_state
 from weft.training.step import Stepper
@@ -204,7 +204,7 @@ class Collectives(TorchDispatchMode):
 
 def _shard(master: Tensor, mesh: Mesh) -> tuple[tuple[tuple[str, int], ...], str]:
     local = master.to_local() if isinstance(master, DTensor) else master
-    where = tuple((axis, mesh.coord(axis)) for axis in cut_axes(master))
+    where = tuple((axis, mesh.coord(axis)) for axis in sharded_axes(master))
     return where, hashlib.sha256(local.detach().contiguous().numpy().tobytes()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The lesson's experts give what the engine's do: same weights, same tokens, same outputs, gradients and traffic."""
+"""The lesson's experts equal the engine's: same weights, same tokens, same outputs, gradients and traffic."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 from weft.job.load import lessons
 from weft.job.schema import Model
 from weft.launch.rank_pool import RankPool
-from weft.models.attention import Where
-from weft.models.experts import MixtureOfExperts
+from weft.models.attention import TokenInfo
+from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.parallel.expert.expert_parallel import Spreading
 
 RANKS = 4
@@ -45,8 +45,8 @@ def both() -> tuple[float, int, int]:
     moe.experts.up.weight, moe.experts.down.weight = nn.Parameter(up[mine].clone()), nn.Parameter(down[mine].clone())
     moe.spread = Spreading(None, False, None, axis)
     tokens = x.clone().requires_grad_()
-    where = Where(None, None, None, torch.arange(lesson.TOKENS), lesson.TOKENS)
-    y = moe(tokens.unsqueeze(0), where)[0]
+    info = TokenInfo(None, None, None, torch.arange(lesson.TOKENS), lesson.TOKENS)
+    y = moe(tokens.unsqueeze(0), info)[0]
     moved = axis.bytes["all_to_all"] // 2  # there; as many came back as others had sent
     ours = [y, *torch.autograd.grad(y, [tokens, *moe.parameters()], dout)]
     pairs = [(a.detach(), b.detach()) for a, b in zip(ours, theirs, strict=True)]
@@ -54,13 +54,13 @@ def both() -> tuple[float, int, int]:
     return off, sent * lesson.DIM * 4, moved
 
 
-def test_the_lesson_is_the_engine(pool: RankPool) -> None:
+def test_the_lesson_equals_the_engine(pool: RankPool) -> None:
     found = pool.run(both, RANKS)
     assert all(off < 1e-5 for off, _, _ in found)
     assert sum(sent for _, sent, _ in found) == sum(moved for _, _, moved in found)
 
 
-def test_the_lesson_runs_and_says_what_it_shows(tmp_path: Path) -> None:
+def test_the_lesson_runs(tmp_path: Path) -> None:
     said = weft(tmp_path, "lesson", "experts")
     assert said.code == 0, said.err
     lines = said.out.splitlines()

@@ -19,7 +19,7 @@ from weft.data.loader import Loader
 from weft.job.load import lessons, parse_job
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
-from weft.models.build import build_model
+from weft.models.build_model import build_model
 from weft.models.init import initialise
 from weft.planner import make_plan
 from weft.verify.prove import Trace, trace
@@ -90,7 +90,7 @@ def test_the_lesson_has_the_gradients_of_the_engine(pool: RankPool, schedule: st
     assert seen[0]["kept"] == {"naive": 1, "gpipe": m, "1f1b": min(m, RANKS)}[schedule]
 
 
-def test_the_lesson_runs_and_says_what_it_shows(tmp_path: Path) -> None:
+def test_the_lesson_runs(tmp_path: Path) -> None:
     said = weft(tmp_path, "lesson", "pipeline")
     assert said.code == 0, said.err
     lines = said.out.splitlines()

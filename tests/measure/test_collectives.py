@@ -86,7 +86,7 @@ def test_the_table_is_for_people() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"nproc": 1}, "--nproc 1 has nobody to talk to; --nproc 2 would work"),
+        ({"nproc": 1}, "--nproc 1: a collective needs at least two ranks; --nproc 2 would work"),
         ({"device": "tpu"}, "--device 'tpu' is not known; use auto, cpu or cuda"),
         ({"layout": "tp 2 × pp 2"}, "--layout 'tp 2 × pp 2' is of 4 ranks, and there are 2; --nproc 4 would work"),
         ({"axes": "cp"}, "--axes 'cp' is not known; use everyone, dp_replicate"),

@@ -1,33 +1,33 @@
-"""Parked tensors come back as they were, within the host's room, and the room is used again."""
+"""OffloadedTensors tensors come back as they were, within the host's room, and the room is used again."""
 
 from __future__ import annotations
 
 import torch
 
-from weft.memory import Park
+from weft.memory import HostOffload
 
 CPU = torch.device("cpu")
 
 
 def test_what_is_parked_comes_back_and_room_is_used_again() -> None:
-    park = Park(CPU, 3 * 1024 * 4 / 2**30)  # three tensors of 1024 floats
+    offload = HostOffload(CPU, 3 * 1024 * 4 / 2**30)  # three tensors of 1024 floats
     for step in range(3):
         made = [torch.full((32, 32), float(10 * step + i)) for i in range(5)]
-        entries = [park.put([t]) for t in made]
+        entries = [offload.put([t]) for t in made]
         assert [bool(e.there) for e in entries] == [True] * 3 + [False] * 2  # the others stay where they are
         assert all(not e.here for e in entries[:3])
         for made_one, entry in reversed(list(zip(made, entries, strict=True))):
-            (back,) = park.get(entry)
+            (back,) = offload.get(entry)
             assert torch.equal(back, made_one)
             assert (back is made_one) == (entry in entries[3:])
-        assert park.last is None
-        assert sum(len(rooms) for rooms in park.room.values()) == 3
+        assert offload.last is None
+        assert sum(len(rooms) for rooms in offload.room.values()) == 3
 
 
 def test_views_and_other_dtypes() -> None:
-    park = Park(CPU, 1.0)
+    offload = HostOffload(CPU, 1.0)
     turned = torch.arange(24, dtype=torch.bfloat16).view(2, 3, 4).transpose(1, 2)
-    entry = park.put([turned, torch.tensor([1.0, float("-inf")])])
-    back, log = park.get(entry)
+    entry = offload.put([turned, torch.tensor([1.0, float("-inf")])])
+    back, log = offload.get(entry)
     assert torch.equal(back, turned) and back.dtype == torch.bfloat16
     assert log.tolist() == [1.0, float("-inf")]

@@ -12,16 +12,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from weft.job.schema import Model
 from weft.launch.rank_pool import RankPool
-from weft.memory import chosen, recompute
-from weft.models.attention import Where
-from weft.models.fp8 import Fp8Linear, Recipe
+from weft.memory import recompute, recomputed_units
+from weft.models.attention import TokenInfo
+from weft.models.fp8_linear import Fp8Linear, Fp8Recipe
 from weft.models.transformer import Block
 
 SHAPE = Model(
     family="llama", dim=32, layers=1, heads=4, kv_heads=2, head_dim=16, ffn=64, norm="rmsnorm", activation="swiglu",
     causal=True, bias=False, dropout=0.1,
 )  # fmt: skip
-WHERE = Where(None, None, torch.arange(2), torch.arange(16), 16)
+WHERE = TokenInfo(None, None, torch.arange(2), torch.arange(16), 16)
 LAYOUTS = ("dp_shard 2 zero=3", "tp 2", "dp_replicate 2 × tp 2 no-sequence", "pp 2 × dp_shard 2 zero=2")
 
 
@@ -31,7 +31,7 @@ def block(option: str, fp8: bool = False) -> Block:
     for module in made.modules():
         if fp8 and isinstance(module, nn.Linear):
             module.__class__ = Fp8Linear
-            module.recipe, module.maxima = Recipe(), None  # type: ignore[assignment]
+            module.recipe, module.maxima = Fp8Recipe(), None  # type: ignore[assignment]
     if option != "none":
         recompute(made, option)
     return made
@@ -87,11 +87,11 @@ def test_compiled_whole(option: str, fp8: bool) -> None:
 
 def test_a_number_of_blocks_is_spread_evenly() -> None:
     units = [f"blocks.{i}" for i in range(8)]
-    assert list(chosen(units, 2)) == ["blocks.3", "blocks.7"]
-    assert chosen(units, 8) == chosen(units, "full") == dict.fromkeys(units, "full")
-    assert chosen(units, "none") == chosen(units, 0) == {}
+    assert list(recomputed_units(units, 2)) == ["blocks.3", "blocks.7"]
+    assert recomputed_units(units, 8) == recomputed_units(units, "full") == dict.fromkeys(units, "full")
+    assert recomputed_units(units, "none") == recomputed_units(units, 0) == {}
     for n in range(9):
-        found = [units.index(u) for u in chosen(units, n)]
+        found = [units.index(u) for u in recomputed_units(units, n)]
         assert len(found) == n
         halves = [sum(i < 4 for i in found), sum(i >= 4 for i in found)]
         assert abs(halves[0] - halves[1]) <= 1

@@ -10,13 +10,24 @@ from torch import Tensor, nn
 
 from weft.job.schema import Model
 from weft.models.feedforward import FeedForward
-from weft.models.fp8 import E4M3, E5M2, Fp8Linear, Maxima, Recipe, cast, fp8_linear, largest, scale_for, scaled_mm
 from weft.models.fp8_gated import Fp8FeedForward
-from weft.models.fp8_head import Fp8Products
-from weft.models.loss import Products, linear_cross_entropy
+from weft.models.fp8_head import Fp8HeadProducts
+from weft.models.fp8_linear import (
+    E4M3,
+    E5M2,
+    AmaxHistory,
+    Fp8Linear,
+    Fp8Recipe,
+    cast,
+    fp8_linear,
+    largest,
+    scale_for,
+    scaled_mm,
+)
+from weft.models.loss import HeadProducts, linear_cross_entropy
 from weft.parallel.fp8 import use_fp8
 
-RECIPES = [Recipe(), Recipe(scaling="rowwise"), Recipe(amax="delayed")]
+RECIPES = [Fp8Recipe(), Fp8Recipe(scaling="rowwise"), Fp8Recipe(amax="delayed")]
 
 
 def random(*shape: int) -> Tensor:
@@ -53,9 +64,9 @@ def test_zeros_and_what_is_too_large() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.scaling} {r.amax}")
 @pytest.mark.parametrize("tokens", [(2, 16), (3, 5), (1,)])
-def test_close_to_bf16(recipe: Recipe, tokens: tuple[int, ...]) -> None:
+def test_close_to_bf16(recipe: Fp8Recipe, tokens: tuple[int, ...]) -> None:
     """Any number of tokens; also after a first step, when delayed scales come from before."""
-    maxima = Maxima(4, torch.device("cpu")) if recipe.amax == "delayed" else None
+    maxima = AmaxHistory(4, torch.device("cpu")) if recipe.amax == "delayed" else None
     plain = nn.Linear(32, 48).bfloat16()
     w, b = plain.weight, plain.bias
     for _ in range(2):
@@ -83,19 +94,19 @@ def test_an_outlier_costs_its_own_row_only() -> None:
 
 
 def test_an_evaluation_leaves_no_trace() -> None:
-    maxima = Maxima(4, torch.device("cpu"))
+    maxima = AmaxHistory(4, torch.device("cpu"))
     with torch.no_grad():
         fp8_linear(random(16, 32).bfloat16(), random(16, 32).bfloat16(), None, RECIPES[2], maxima)
     assert maxima.seen.tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.scaling} {r.amax}")
-def test_compiled_whole(recipe: Recipe) -> None:
+def test_compiled_whole(recipe: Fp8Recipe) -> None:
     """No break in the graph; the same numbers; the gradient's maximum is seen in the compiled backward pass, too."""
     x, w = random(16, 32).bfloat16(), random(48, 32).bfloat16().requires_grad_()
     results = []
     for wrap in (lambda f: f, lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)):
-        maxima = Maxima(4, torch.device("cpu")) if recipe.amax == "delayed" else None
+        maxima = AmaxHistory(4, torch.device("cpu")) if recipe.amax == "delayed" else None
         y = wrap(fp8_linear)(x, w, None, recipe, maxima)
         (dw,) = torch.autograd.grad(y.float().square().sum(), w)
         results.append((y, dw, maxima.seen if maxima else y))
@@ -103,7 +114,7 @@ def test_compiled_whole(recipe: Recipe) -> None:
         assert torch.equal(eager, compiled)
 
 
-def gated(recipe: Recipe, dim: int = 32, ffn: int = 48) -> FeedForward:
+def gated(recipe: Fp8Recipe, dim: int = 32, ffn: int = 48) -> FeedForward:
     """A feed-forward part in fp8 that has seen a step."""
     model = Model(family="llama", dim=dim, ffn=ffn, activation="swiglu", bias=False)
     module = FeedForward(model).bfloat16()
@@ -141,7 +152,7 @@ def test_a_gated_part_is_one_function(compiled: bool) -> None:
 
 def test_a_gated_part_stays_apart_where_it_must() -> None:
     assert type(gated(RECIPES[0])) is FeedForward
-    assert type(gated(Recipe(amax="delayed", skip=("*.down",)))) is FeedForward
+    assert type(gated(Fp8Recipe(amax="delayed", skip=("*.down",)))) is FeedForward
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -156,7 +167,7 @@ def test_a_head_in_fp8(tokens: int, smoothing: float, monkeypatch: pytest.Monkey
         loss = linear_cross_entropy(x, weight, targets, valid, smoothing, products=products)  # type: ignore[arg-type]
         return loss, *torch.autograd.grad(loss, [x, weight])
 
-    plain, low = go(Products), partial(Fp8Products, recipe=Recipe(head=True))
+    plain, low = go(HeadProducts), partial(Fp8HeadProducts, recipe=Fp8Recipe(head=True))
     for at_once in (1 << 26, 96 * 4 * 17):
         monkeypatch.setattr("weft.models.loss.LOGITS_BYTES", {"cpu": at_once, "cuda": at_once})
         monkeypatch.setattr("weft.models.fp8_head.LOGITS_BYTES", {"cpu": at_once})

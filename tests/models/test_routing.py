@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.job.schema import Model
-from weft.models.attention import Where
-from weft.models.experts import MixtureOfExperts
-from weft.models.grouped import grouped_mm, product
+from weft.models.attention import TokenInfo
+from weft.models.grouped import product
+from weft.models.kernel_internals import grouped_mm
+from weft.models.mixture_of_experts import MixtureOfExperts
 
 BATCH, SEQ, DIM = 3, 7, 8
 
@@ -29,8 +30,8 @@ def make(activation: str = "swiglu", **experts: Any) -> MixtureOfExperts:
     return made
 
 
-def where(length: int = SEQ) -> Where:
-    return Where(None, None, None, torch.arange(SEQ), length)
+def where(length: int = SEQ) -> TokenInfo:
+    return TokenInfo(None, None, None, torch.arange(SEQ), length)
 
 
 def expert(moe: MixtureOfExperts, e: int, x: Tensor) -> Tensor:

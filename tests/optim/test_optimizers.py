@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from weft.job import Job, Optim, Train
-from weft.optim.build import build_optimizers
+from weft.optim.build_optimizers import build_optimizers
 from weft.optim.ema import Ema
-from weft.optim.schedule import peak_lr, rate
+from weft.optim.schedule import learning_rate, peak_lr
 
 SHAPES = {"blocks.0.tall": (24, 6), "blocks.0.wide": (5, 17), "blocks.0.vector": (7,), "embed": (9, 4)}
 
@@ -78,7 +78,7 @@ def test_vectors_are_never_decayed_and_allocating_changes_nothing(name: str) -> 
 def test_schedules() -> None:
     def rates(schedule: str, **optim: Any) -> list[float]:
         job = Job(train=Train(steps=10), optim=Optim(lr=1.0, schedule=schedule, min_lr=0.1, **optim))
-        return [round(rate(job, step), 6) for step in range(1, 11)]
+        return [round(learning_rate(job, step), 6) for step in range(1, 11)]
 
     assert rates("constant", warmup=4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
     assert rates("constant", warmup=0.2) == [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]

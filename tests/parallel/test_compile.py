@@ -9,7 +9,7 @@ from torch import Tensor
 from weft.job import parse_job
 from weft.job.schema import Job
 from weft.mesh import connect
-from weft.models.build import build_model, loss_sum
+from weft.models.build_model import build_model, loss_sum
 from weft.parallel.apply import compile_parts, find_units, members, parallelize
 from weft.parallel.expert.expert_parallel import compile_around
 from weft.planner import make_plan

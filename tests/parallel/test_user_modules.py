@@ -16,7 +16,7 @@ from weft.checkpoint.format import newest_good
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
-from weft.models.build import build_model
+from weft.models.build_model import build_model
 from weft.planner.rules.layout_syntax import ranks
 from weft.training.export import export_safetensors
 from weft.verify.prove import with_layout

@@ -110,7 +110,7 @@ def test_a_sequence_that_does_not_divide_stays_whole() -> None:
 @pytest.mark.parametrize("shape", [name for name, fields in SHAPES.items() if "experts" not in fields])
 def test_counts_are_those_of_the_real_model(shape: str) -> None:
     """405B and all: the model is built on the meta device, where it takes no memory."""
-    from weft.models.build import build_model
+    from weft.models.build_model import build_model
 
     seq_len = min(2048, SHAPES[shape].get("max_len", 64))
     job = resolve(parse_job({"model": shape, "data": {"source": "synthetic", "seq_len": seq_len}}))
@@ -130,7 +130,7 @@ def test_counts_are_those_of_the_real_model(shape: str) -> None:
     ],
 )
 def test_counts_of_odd_models(fields: dict[str, Any]) -> None:
-    from weft.models.build import build_model
+    from weft.models.build_model import build_model
 
     given = {"dim": 24, "layers": 3, **({} if fields["family"] == "mlp" else {"heads": 4}), **fields}
     job = resolve(parse_job({"model": given, "data": {"source": "synthetic", "seq_len": 9}}))

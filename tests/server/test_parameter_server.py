@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job, Optim
-from weft.optim.build import build_optimizers
+from weft.optim.build_optimizers import build_optimizers
 from weft.planner import make_plan
 from weft.server.chief import connect_shard
 from weft.server.client_samples import sample_clients, sample_labels, split_by_label

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from weft.job.schema import Model
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
-from weft.models.attention import Where
-from weft.models.experts import MixtureOfExperts
+from weft.models.attention import TokenInfo
+from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.parallel.expert.load import ExpertLoad
 from weft.planner import make_plan
 from weft.verify.prove import compare, prove, small
@@ -47,7 +47,7 @@ def routed(
     load.watch(whole)
     guided = Guided(load, str(folder), None if reference is None else str(reference))
     rows = torch.arange(x.shape[1])
-    y = moe(x, Where(None, None, None, rows, len(rows), torch.arange(len(x))))
+    y = moe(x, TokenInfo(None, None, None, rows, len(rows), torch.arange(len(x))))
     return y, guided.end(connect(plan))
 
 

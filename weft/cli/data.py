@@ -22,7 +22,7 @@ def data_build(
     as_json: AsJson = False,
 ) -> None:
     """Tokenize text into a memory-mapped token store. An interrupted build continues when it is run again."""
-    from weft.data.build import build
+    from weft.data.build_store import build
     from weft.watch.progress import byte_bar
 
     clean_up_on_interrupt()

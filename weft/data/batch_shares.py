@@ -1,7 +1,7 @@
-"""Who reads how many of a step's samples. Even, until a slow rank hands some of its work to the others.
+"""How a step's samples are divided among data-parallel ranks: evenly, or unevenly to relieve a slow rank.
 
-Only who reads a sample changes, never which samples a step has: the k-th sample is a function of the seed and k alone,
-and the loss is a sum over valid targets, so any shares give the same step.
+Shares change which rank reads a sample, never which samples a step has, and the loss is a sum over valid targets, so
+any shares give the same step.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from weft.job.errors import JobError
 
 
 @dataclass(frozen=True)
-class Shares:
-    """For every data-parallel rank, the sizes of its microbatches, in order."""
+class BatchShares:
+    """The sizes of the microbatches of every data-parallel rank, in order."""
 
     parts: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def even(cls, global_batch: int, microbatch: int, dp_size: int) -> Shares:
-        """The same for everyone."""
+    def even(cls, global_batch: int, microbatch: int, dp_size: int) -> BatchShares:
+        """Equal shares."""
         share = even_share(global_batch, microbatch, dp_size)
         sizes = tuple(min(microbatch, share - start) for start in range(0, share, microbatch))
         return cls((sizes,) * dp_size)
@@ -53,11 +53,11 @@ def even_share(global_batch: int, microbatch: int, dp_size: int) -> int:
     return global_batch // dp_size
 
 
-def divide(samples: int, seconds: Sequence[float], least: int, most: int) -> list[int]:
-    """How many of the samples each rank takes so that the last is done soonest.
+def divide_samples(samples: int, seconds: Sequence[float], least: int, most: int) -> list[int]:
+    """Samples of each rank such that the slowest finishes soonest.
 
-    `seconds` is what one sample takes on each rank; everyone gets between `least` and `most`. Each next sample goes to
-    whoever would be done with it first, which for equal pieces of work is optimal.
+    `seconds` is the time of one sample on each rank; every rank gets between `least` and `most`. Each sample goes to
+    the rank that would finish it first, which is optimal for equal samples.
     """
     ranks = len(seconds)
     if not least * ranks <= samples <= most * ranks:
@@ -73,6 +73,6 @@ def divide(samples: int, seconds: Sequence[float], least: int, most: int) -> lis
     return counts
 
 
-def in_parts(count: int, parts: int) -> tuple[int, ...]:
-    """A share in so many microbatches of nearly the same size."""
+def split_evenly(count: int, parts: int) -> tuple[int, ...]:
+    """A count split into parts of nearly the same size."""
     return tuple((i + 1) * count // parts - i * count // parts for i in range(parts))

@@ -1,4 +1,4 @@
-"""One part of a build: its documents encoded into one file that appears whole or not at all."""
+"""One part of a build: its documents encoded into one file, written atomically."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.sources import Part, json_texts, read_piece
+from weft.data.sources import Part, json_texts, read_range
 from weft.data.store import token_dtype
 from weft.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 
@@ -35,24 +35,24 @@ def write_part(target: Path, part: Part, tokenizer: Tokenizer, field: str) -> No
             length += 1
             ends.append(length)
     body = np.concatenate(chunks) if chunks else np.empty(0, dtype=dtype)
-    write_whole(target, np.array([len(ends), length, *ends], dtype=_HEADER).tobytes() + body.tobytes())
+    write_atomic(target, np.array([len(ends), length, *ends], dtype=_HEADER).tobytes() + body.tobytes())
 
 
 def _documents(part: Part, tokenizer: Tokenizer, field: str) -> Iterator[tuple[Tokens, bool]]:
     """The tokens of each document, or of the share of one that lies in the part, and whether the document ends."""
-    for piece in part:
-        if piece.kind == "jsonl":
-            for text in json_texts(piece, field):
+    for byte_range in part:
+        if byte_range.kind == "jsonl":
+            for text in json_texts(byte_range, field):
                 yield tokenizer.encode(text), True
         elif isinstance(tokenizer, ByteTokenizer):
-            # no detour over text: every byte stays what it was, UTF-8 or not
-            yield np.frombuffer(read_piece(piece), dtype=np.uint8), piece.ends
+            # bytes are used unchanged, UTF-8 or not
+            yield np.frombuffer(read_range(byte_range), dtype=np.uint8), byte_range.ends
         else:
-            yield tokenizer.encode(read_piece(piece).decode("utf-8", "replace")), piece.ends
+            yield tokenizer.encode(read_range(byte_range).decode("utf-8", "replace")), byte_range.ends
 
 
-def part_is_whole(path: Path, dtype: np.dtype[Any]) -> bool:
-    """Whether a part was written to its end by an earlier build."""
+def part_is_complete(path: Path, dtype: np.dtype[Any]) -> bool:
+    """Whether an earlier build completed this part."""
     try:
         with path.open("rb") as file:
             head = np.frombuffer(file.read(16), dtype=_HEADER)
@@ -72,22 +72,22 @@ def read_part(path: Path, dtype: np.dtype[Any]) -> tuple[NDArray[np.int64], Toke
     return ends, np.frombuffer(data, dtype=dtype, offset=16 + 8 * documents)
 
 
-def write_whole(target: Path, data: bytes, aside: Path | None = None) -> None:
-    """Write a file that is either absent or complete, whenever the process or the machine stops.
+def write_atomic(target: Path, data: bytes, aside: Path | None = None) -> None:
+    """Write a file so that it is either absent or complete if the process or the machine stops.
 
-    Until it is complete it lies in `aside`, left out: beside its place.
+    The temporary file is in `aside`, by default in the target's folder.
     """
-    # the process id keeps a worker that outlived a killed build apart from the one that does its part again
+    # the process id separates a worker that outlived a killed build from the one that repeats its part
     temporary = (aside or target.parent) / f"{target.name}.{os.getpid()}.tmp"
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    rename_whole(temporary, target)
+    rename_durable(temporary, target)
 
 
-def rename_whole(temporary: Path, target: Path) -> None:
-    """Put a file in its place, and the place on the disk."""
+def rename_durable(temporary: Path, target: Path) -> None:
+    """Rename a file and sync its folder."""
     temporary.replace(target)
     folder = os.open(target.parent, os.O_RDONLY)
     try:

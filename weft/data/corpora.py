@@ -1,4 +1,4 @@
-"""Corpora that every Python has: its reference text and its own source code."""
+"""Corpora that come with Python: its reference documentation and its source code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CORPORA: dict[str, Callable[[], Iterator[str]]] = {"pydoc": pydoc, "stdlib": std
 
 
 def encode_corpus(texts: Iterator[str], tokenizer: Tokenizer) -> tuple[Tokens, NDArray[np.int64]]:
-    """The tokens of all documents end to end, each closed by eos, and where each begins (and the last one ends)."""
+    """The tokens of all documents end to end, each followed by eos, and the documents' offsets."""
     dtype = token_dtype(tokenizer.vocab)
     eos = np.array([tokenizer.eos], dtype=dtype)
     chunks: list[Tokens] = []

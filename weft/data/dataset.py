@@ -1,4 +1,4 @@
-"""What the loader reads from, and how data.source picks it."""
+"""The dataset interface, and the dataset of a job's data.source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.data.store import is_store, open_store, read_meta, store_tokenizer
 from weft.data.synthetic import open_synthetic
 from weft.data.text_windows import TextDataset
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.data.user_dataset import open_own
+from weft.data.user_dataset import open_user_dataset
 from weft.job.errors import JobError
 from weft.job.schema import Data, Job
 
@@ -41,8 +41,8 @@ def open_dataset(job: Job) -> Dataset:
     data = job.data
     if data.source == "synthetic":
         return open_synthetic(job)
-    if _is_own(data.source):
-        return open_own(data)
+    if _is_user_dataset(data.source):
+        return open_user_dataset(data)
     if data.source not in CORPORA:
         _check_store_path(data.source)
     if job.model.is_classifier or job.model.is_stack:
@@ -76,19 +76,19 @@ def check_dataset(job: Job) -> None:
     data = job.data
     if data.source in CORPORA and not (job.model.is_classifier or job.model.is_stack):
         _check_vocab(job, load_tokenizer(data.tokenizer).vocab)
-    elif not _is_own(data.source):
+    elif not _is_user_dataset(data.source):
         open_dataset(job)
 
 
 def open_tokenizer(data: Data) -> Tokenizer:
     """The tokenizer of data.source: a store brings its own, everything else uses data.tokenizer."""
-    if data.source in _NAMES or _is_own(data.source):
+    if data.source in _NAMES or _is_user_dataset(data.source):
         return load_tokenizer(data.tokenizer)
     _check_store_path(data.source)
     return store_tokenizer(Path(data.source), read_meta(Path(data.source)))
 
 
-def _is_own(source: str) -> bool:
+def _is_user_dataset(source: str) -> bool:
     return ":" in source and not Path(source).exists()
 
 

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple, Self
 import numpy as np
 import torch
 
-from weft.data.batch_shares import Shares
+from weft.data.batch_shares import BatchShares
 from weft.data.dataset import Dataset, Sample
 from weft.data.sampler import Ints, sample_index
 from weft.job.errors import JobError
@@ -26,13 +26,13 @@ _CLOSE_SECONDS = 10.0
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch where it is computed; pinned memory is copied while the device works on."""
+    """Copy a batch to the device, asynchronously from pinned memory."""
     return {k: v.to(device, non_blocking=True) for k, v in batch.items()}
 
 
 class _Step(NamedTuple):
     number: int
-    shares: Shares
+    shares: BatchShares
     ids: Ints
     indices: Ints
     batches: list[Batch]
@@ -41,9 +41,9 @@ class _Step(NamedTuple):
 class Loader:
     """Endless steps of training data, from start_step on; each is the list of this rank's microbatches.
 
-    Step s holds the G samples from k = s × G on, and rank r of R the r-th of R shares of them, which are equal unless
-    `shares` is set to others. Nothing depends on what was read before. `start_sample` is the k of start_step where
-    earlier steps had another G. `pin` leaves the batches in memory that a GPU copies from by itself.
+    Step s has the G samples from k = s × G on, and rank r of R the r-th of R shares of them, which are equal unless
+    `shares` is set. Nothing depends on what was read before. `start_sample` is the k of start_step if earlier steps had
+    another G. `pin` puts batches into pinned memory.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Loader:
         start_sample: int | None = None,
         record: Path | None = None,
         pin: bool = False,
-        shares: Shares | None = None,
+        shares: BatchShares | None = None,
     ) -> None:
         self._dataset, self._seed, self._global_batch, self._dp_rank = dataset, seed, global_batch, dp_rank
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"no share for {dp_rank=} {dp_size=}")
-        self.shares = shares or Shares.even(global_batch, microbatch, dp_size)
-        """Who reads how much, from the next step that is handed out on; all ranks change it between the same steps."""
+        self.shares = shares or BatchShares.even(global_batch, microbatch, dp_size)
+        """BatchShares from the next step on; all ranks change it between the same steps."""
         self.waited = 0.0
-        """Seconds in which nothing was ready."""
+        """Seconds spent waiting for data."""
         self._offset = 0 if start_sample is None else start_sample - start_step * global_batch
         self._prefetch, self._pin = prefetch, pin
         self._next_read = start_step
@@ -87,7 +87,7 @@ class Loader:
     def __next__(self) -> list[Batch]:
         began = time.perf_counter()
         step = self._take() if self._prefetch else self._read_now()
-        if step.shares != self.shares:  # it was read ahead, before they changed
+        if step.shares != self.shares:  # it was read before the shares changed
             step = self._read(step.number)
         self.waited += time.perf_counter() - began
         if self._record_path is not None:
@@ -109,7 +109,7 @@ class Loader:
             self._ready.clear()
             self._changed.notify_all()
         if self._thread is not None:
-            # a dataset that hangs in a read must not hang the end of the run: the thread is a daemon
+            # the thread is a daemon, so a dataset that hangs in a read does not hang the end of the run
             self._thread.join(_CLOSE_SECONDS)
         if self._record is not None:
             self._flush_record()
@@ -150,7 +150,7 @@ class Loader:
                 with self._changed:
                     self._ready.append(step)
                     self._changed.notify_all()
-        except BaseException as error:  # every kind of it belongs to the consumer, which is waiting
+        except BaseException as error:  # raised again in the consumer
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -168,7 +168,7 @@ class Loader:
     def _write_record(self, path: Path, step: _Step) -> None:
         line = {"step": step.number + 1, "ids": step.ids.tolist(), "indices": step.indices.tolist()}
         self._unwritten += json.dumps(line).encode() + b"\n"
-        with contextlib.suppress(OSError):  # a full disk ends no run; what it refused is written when it has room
+        with contextlib.suppress(OSError):  # a full disk does not end the run; lines are kept for later
             if self._record is None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._record = path.open("ab", buffering=0)
@@ -177,13 +177,13 @@ class Loader:
     def _flush_record(self) -> None:
         assert self._record is not None
         with contextlib.suppress(OSError):
-            # unbuffered and in one write: a killed run leaves whole lines, and none for a step it never began
+            # unbuffered and in one write, so that a killed run leaves whole lines
             done = self._record.write(self._unwritten)
             self._unwritten = self._unwritten[done:]
 
 
 def read_samples(dataset: Dataset, ids: Ints, indices: Ints, parts: list[slice]) -> list[Batch]:
-    """Some training samples, under these numbers, in microbatches."""
+    """Training samples with these ids, in microbatches."""
     return [_stack([dataset.train(int(i)) for i in indices[part]], ids[part]) for part in parts]
 
 
@@ -193,7 +193,7 @@ def read_share(
 ) -> list[Batch]:  # fmt: skip
     """One of the equal shares of a step, in microbatches: what a Loader gives, without one. `offset` is the number of
     samples read by earlier steps of other sizes, beyond what steps of this size would have read."""
-    shares = Shares.even(global_batch, microbatch, dp_size)
+    shares = BatchShares.even(global_batch, microbatch, dp_size)
     first = offset + step * global_batch + shares.first(dp_rank)
     ids = np.arange(first, first + shares.counts[dp_rank], dtype=np.int64)
     return read_samples(dataset, ids, sample_index(seed, ids, dataset.train_len), shares.slices(dp_rank))
@@ -207,7 +207,7 @@ def val_batches(
     The last global batch is filled up with samples that count for nothing (id -1, valid false), so that every rank
     takes part in every collective.
     """
-    shares, length = Shares.even(global_batch, microbatch, dp_size), dataset.val_len
+    shares, length = BatchShares.even(global_batch, microbatch, dp_size), dataset.val_len
     share = shares.counts[dp_rank]
     for batch in range(min(limit, -(-length // global_batch))):
         ids = batch * global_batch + dp_rank * share + np.arange(share, dtype=np.int64)

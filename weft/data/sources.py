@@ -1,4 +1,4 @@
-"""What a build reads: source files in a fixed order, cut into parts of bounded size, and the documents inside."""
+"""Source files of a build in a fixed order, split into parts of bounded size, and their documents."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weft.data.store import PARTS, TOKENS
 from weft.job.errors import JobError
 
 PART_BYTES = 8 << 20
-_NEAR = 64 << 10
-# what opening a file costs beside its bytes, so that a part of a million empty files does not grow without bound
+_BORDER_SEARCH_BYTES = 64 << 10
+# cost of opening a file in bytes, so that a part does not have a million empty files
 _FILE_COST = 512
 
 _JSONL = {".jsonl", ".ndjson"}
@@ -27,7 +27,7 @@ TEXT_SUFFIXES = _JSONL | set(_TEXT.split())
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file as it was when the build began."""
+    """A file as it was at the start of the build."""
 
     path: str
     kind: Literal["text", "jsonl"]
@@ -36,7 +36,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ByteRange:
     """A byte range of one file; `ends` when the file's last byte is in it."""
 
     path: str
@@ -46,11 +46,11 @@ class Piece:
     ends: bool
 
 
-Part = tuple[Piece, ...]
+Part = tuple[ByteRange, ...]
 
 
 def find_files(sources: Sequence[str | Path], out: Path) -> list[SourceFile]:
-    """Every file behind the sources: in the order they were given, a folder's files by their path inside it."""
+    """Every file of the sources in the order given, a folder's files sorted by path."""
     files: list[SourceFile] = []
     for source in sources:
         path = Path(source)
@@ -88,7 +88,7 @@ def _walk(folder: Path, out: Path) -> list[Path]:
 
     for here, folders, names in os.walk(folder, onerror=unreadable):
         place = Path(here)
-        # a store is full of .json that nobody means to train on
+        # the .json files of a store are not training data
         folders[:] = [
             f for f in folders if not (f.startswith(".") or (place / f).resolve() == out or _is_store(place / f))
         ]
@@ -106,19 +106,18 @@ def _describe(path: Path) -> SourceFile:
     return SourceFile(str(path.resolve()), kind, stat.st_size, stat.st_mtime_ns)
 
 
-def cut(files: Sequence[SourceFile], part_bytes: int) -> list[Part]:
-    """Parts of about part_bytes: many small files share one, a large file is cut where a line ends.
+def split_into_parts(files: Sequence[SourceFile], part_bytes: int) -> list[Part]:
+    """Parts of about part_bytes: small files share a part, a large file is split at line ends.
 
-    The cut depends on the files and part_bytes alone, never on the number of workers, so a build that goes on
-    elsewhere finds the same parts.
+    The parts depend on the files and part_bytes alone, not on the number of workers, so a resumed build has the same.
     """
     parts: list[Part] = []
-    open_part: list[Piece] = []
+    open_part: list[ByteRange] = []
     weight = 0
     for file in files:
-        for piece in _pieces(file, part_bytes):
-            open_part.append(piece)
-            weight += piece.stop - piece.start + _FILE_COST
+        for byte_range in _byte_ranges(file, part_bytes):
+            open_part.append(byte_range)
+            weight += byte_range.stop - byte_range.start + _FILE_COST
             if weight >= part_bytes:
                 parts.append(tuple(open_part))
                 open_part, weight = [], 0
@@ -127,9 +126,9 @@ def cut(files: Sequence[SourceFile], part_bytes: int) -> list[Part]:
     return parts
 
 
-def _pieces(file: SourceFile, part_bytes: int) -> Iterator[Piece]:
+def _byte_ranges(file: SourceFile, part_bytes: int) -> Iterator[ByteRange]:
     if file.size <= part_bytes:
-        yield Piece(file.path, file.kind, 0, file.size, True)
+        yield ByteRange(file.path, file.kind, 0, file.size, True)
         return
     border = _line_start if file.kind == "jsonl" else _text_border
     with open(file.path, "rb") as handle:
@@ -138,7 +137,7 @@ def _pieces(file: SourceFile, part_bytes: int) -> Iterator[Piece]:
             stop = file.size
             if start + part_bytes < file.size:
                 stop = min(border(handle, start, start + part_bytes), file.size)
-            yield Piece(file.path, file.kind, start, stop, stop == file.size)
+            yield ByteRange(file.path, file.kind, start, stop, stop == file.size)
             start = stop
 
 
@@ -146,7 +145,7 @@ def _line_start(handle: BinaryIO, start: int, target: int) -> int:
     """The first line start at or after target: a JSON line is never cut, however long it is."""
     handle.seek(target - 1)
     at = target - 1
-    while block := handle.read(_NEAR):
+    while block := handle.read(_BORDER_SEARCH_BYTES):
         found = block.find(b"\n")
         if found >= 0:
             return at + found + 1
@@ -156,7 +155,7 @@ def _line_start(handle: BinaryIO, start: int, target: int) -> int:
 
 def _text_border(handle: BinaryIO, start: int, target: int) -> int:
     """The last line start shortly before target; in text without lines, a place between two characters of UTF-8."""
-    low = max(start + 1, target - _NEAR)
+    low = max(start + 1, target - _BORDER_SEARCH_BYTES)
     handle.seek(low)
     block = handle.read(target - low + 1)
     found = block.rfind(b"\n", 0, target - low)
@@ -168,21 +167,21 @@ def _text_border(handle: BinaryIO, start: int, target: int) -> int:
     return low + at
 
 
-def read_piece(piece: Piece) -> bytes:
-    """The bytes of a piece."""
-    with open(piece.path, "rb") as handle:
-        handle.seek(piece.start)
-        data = handle.read(piece.stop - piece.start)
-    if len(data) != piece.stop - piece.start:
-        raise JobError(f"{piece.path} became shorter while it was read; start the build again when it is complete")
+def read_range(byte_range: ByteRange) -> bytes:
+    """The bytes of a byte_range."""
+    with open(byte_range.path, "rb") as handle:
+        handle.seek(byte_range.start)
+        data = handle.read(byte_range.stop - byte_range.start)
+    if len(data) != byte_range.stop - byte_range.start:
+        raise JobError(f"{byte_range.path} became shorter while it was read; start the build again when it is complete")
     return data
 
 
-def json_texts(piece: Piece, field: str) -> Iterator[str]:
-    """The text of each line of a .jsonl piece; lines of nothing but blanks are skipped."""
-    data = read_piece(piece)
+def json_texts(byte_range: ByteRange, field: str) -> Iterator[str]:
+    """The text of each line of a .jsonl byte_range; lines of nothing but blanks are skipped."""
+    data = read_range(byte_range)
     at, number = 0, 0
-    if piece.start == 0 and data.startswith(b"\xef\xbb\xbf"):
+    if byte_range.start == 0 and data.startswith(b"\xef\xbb\xbf"):
         at = 3
     while at < len(data):
         stop = data.find(b"\n", at)
@@ -190,35 +189,35 @@ def json_texts(piece: Piece, field: str) -> Iterator[str]:
         line = data[at:stop]
         number += 1
         if line.strip():
-            yield _json_text(line, field, piece, number)
+            yield _json_text(line, field, byte_range, number)
         at = stop + 1
 
 
-def _json_text(line: bytes, field: str, piece: Piece, number: int) -> str:
+def _json_text(line: bytes, field: str, byte_range: ByteRange, number: int) -> str:
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
-        raise _bad_line(piece, number, "is not UTF-8") from None
+        raise _bad_line(byte_range, number, "is not UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise _bad_line(piece, number, f"is not JSON ({error})") from None
+        raise _bad_line(byte_range, number, f"is not JSON ({error})") from None
     if not isinstance(value, dict):
-        raise _bad_line(piece, number, f"is a JSON {type(value).__name__}, not an object with the field {field!r}")
+        raise _bad_line(byte_range, number, f"is a JSON {type(value).__name__}, not an object with the field {field!r}")
     if field not in value:
         has = ", ".join(list(value)[:8]) or "nothing"
         raise _bad_line(
-            piece, number, f"has no field {field!r} (it has {has}); name the one that holds the text: --field"
+            byte_range, number, f"has no field {field!r} (it has {has}); name the one that holds the text: --field"
         )
     text = value[field]
     if not isinstance(text, str):
-        raise _bad_line(piece, number, f"has a {type(text).__name__} in the field {field!r}, not text")
+        raise _bad_line(byte_range, number, f"has a {type(text).__name__} in the field {field!r}, not text")
     return text
 
 
-def _bad_line(piece: Piece, number: int, what: str) -> JobError:
+def _bad_line(byte_range: ByteRange, number: int, what: str) -> JobError:
     before = 0
-    with open(piece.path, "rb") as handle:
-        left = piece.start
+    with open(byte_range.path, "rb") as handle:
+        left = byte_range.start
         while left and (block := handle.read(min(left, 1 << 20))):
             before += block.count(b"\n")
             left -= len(block)
-    return JobError(f"{piece.path} line {before + number} {what}")
+    return JobError(f"{byte_range.path} line {before + number} {what}")

@@ -23,7 +23,7 @@ CHECK_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """meta.json: it is written last, so a folder that has one is complete."""
+    """Contents of meta.json, which is written last: a folder that has it is complete."""
 
     format: str
     vocab: int
@@ -41,7 +41,7 @@ class StoreMeta:
 
 @dataclass(frozen=True)
 class Store:
-    """An opened store: the tokens of all documents end to end, and where each document begins."""
+    """An open store: the tokens of all documents end to end, and the offset of each document."""
 
     path: Path
     meta: StoreMeta
@@ -60,12 +60,12 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
 
 
 def is_store(path: Path) -> bool:
-    """Whether a folder is, or was about to become, a store."""
+    """Whether a folder is a store or an unfinished build of one."""
     return any((path / name).exists() for name in (META, TOKENS, PARTS))
 
 
 def open_store(path: str | Path, *, check: bool | None = None) -> Store:
-    """Map a store into memory, or say what is wrong with it.
+    """Map a store into memory; a JobError if it is damaged.
 
     Sizes are always checked; checksums when `check` is true, or, left out, when the files are small enough to read.
     """
@@ -91,7 +91,7 @@ def open_store(path: str | Path, *, check: bool | None = None) -> Store:
 
 
 def read_meta(path: Path) -> StoreMeta:
-    """What a store says of itself, without opening its tokens."""
+    """The metadata of a store, without opening its tokens."""
     if not path.is_dir():
         raise JobError(f"no token store is at {path}; make one with: weft data build SOURCE --out {path}")
     file = path / META

@@ -1,4 +1,4 @@
-"""Samples made from numbers alone: a sample is a function of the seed and its index, on every machine."""
+"""Synthetic samples: functions of the seed and the sample's index, the same on every machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VAL, _TEACHER = 1 << 62, 1 << 63
 
 
 def open_synthetic(job: Job) -> SyntheticDataset:
-    """What the model's family eats: tokens, vectors with a teacher's answer, or patches with a class."""
+    """Synthetic data for the model: tokens, vectors with a teacher's output, or patches with a class."""
     model, seed = job.model, job.train.seed
     if model.is_stack:
         return Regression(seed, _given(model.dim, "dim"))
@@ -57,7 +57,7 @@ class SyntheticDataset(ABC):
 
 
 class RandomTokens(SyntheticDataset):
-    """Tokens drawn evenly from the vocabulary: nothing to learn, everything to measure."""
+    """Tokens drawn uniformly from the vocabulary, for measurements."""
 
     def __init__(self, seed: int, seq_len: int, vocab: int, mask_documents: bool) -> None:
         super().__init__(seed)
@@ -73,7 +73,7 @@ class RandomTokens(SyntheticDataset):
 
 
 class Regression(SyntheticDataset):
-    """Normal vectors, and what a fixed random network of two layers answers to them."""
+    """Normal vectors, and the output of a fixed random network of two layers for them."""
 
     def __init__(self, seed: int, dim: int) -> None:
         super().__init__(seed)
@@ -91,7 +91,7 @@ class Regression(SyntheticDataset):
 
 
 class Images(SyntheticDataset):
-    """Patches of noise around a pattern that belongs to the class."""
+    """Patches of noise added to a pattern of the class."""
 
     def __init__(self, seed: int, patches: int, classes: int) -> None:
         super().__init__(seed)

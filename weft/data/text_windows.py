@@ -1,4 +1,4 @@
-"""Samples of text: windows of seq_len tokens cut from documents that lie end to end."""
+"""Samples of text: windows of seq_len tokens from documents laid end to end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TextDataset:
         return sample
 
     def _begins(self, start: int, size: int) -> NDArray[np.bool_]:
-        """Where a document begins after the window's first token; padding counts as one more document."""
+        """Mask of tokens that begin a document, after the window's first token; padding counts as a document."""
         begins = np.zeros(self._seq_len + 1, dtype=np.bool_)
         first, last = np.searchsorted(self._docs, [start, start + size - 1], side="right")
         begins[self._docs[first:last] - start] = True

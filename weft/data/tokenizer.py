@@ -1,4 +1,4 @@
-"""Text to tokens and back: raw bytes, or a byte-level BPE trained here or elsewhere."""
+"""Tokenizers: raw bytes, or a tokenizer.json of the tokenizers library, such as a byte-level BPE trained here."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from weft.job.errors import JobError
 
 EOS = "<|endoftext|>"
-# what other people's tokenizers call the end of a document, the likeliest first
+# common names of the end-of-document token, the most common first
 _EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
 _SMALLEST_BPE = 257
-# one call of the tokenizers library on a longer text would hold gigabytes of bookkeeping
+# one call of the tokenizers library on a longer text would need gigabytes of memory
 _BLOCK_CHARS = 1 << 20
 
 Tokens = NDArray[np.integer[Any]]
 
 
 class Tokenizer(Protocol):
-    """What a store, a corpus and generation need of a tokenizer."""
+    """Interface of a tokenizer."""
 
     @property
     def vocab(self) -> int:
@@ -123,7 +123,7 @@ def bpe_size(name: str) -> int | None:
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> BpeTokenizer:
-    """Learn a byte-level BPE of at most `vocab` tokens, offline; it spells every text, whatever it was trained on."""
+    """Train a byte-level BPE of at most `vocab` tokens; it can encode any text."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -139,7 +139,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> BpeTokenizer:
     failure: list[Exception] = []
 
     def guarded() -> Iterator[str]:
-        # the library swallows or rewraps what its iterator raises, and a person needs the first error as it was
+        # the library swallows or wraps exceptions of its iterator; the first one is raised again below
         try:
             for text in texts:
                 yield utf8(text).decode("utf-8")
@@ -155,7 +155,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> BpeTokenizer:
 def _wrap(inner: Any, name: str) -> BpeTokenizer:
     inner.no_truncation()
     inner.no_padding()
-    # a document that spells out <|endoftext|> is text about it, not its end
+    # <|endoftext|> in a document is ordinary text, not its end
     inner.encode_special_tokens = True
     ids = inner.get_vocab(with_added_tokens=True)
     eos = next((ids[token] for token in _EOS_NAMES if token in ids), None)

@@ -1,4 +1,4 @@
-"""A person's own dataset: `data.source: package.module:name` is imported, called, checked and made uniform."""
+"""A user's dataset: `data.source: package.module:name` is imported, called, checked and converted to arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.job.schema import Data
 _NEEDS = "a dataset has train_len, val_len, train(index) and val(index)"
 
 
-def open_own(data: Data) -> OwnDataset:
+def open_user_dataset(data: Data) -> UserDataset:
     """Call what data.source names with the job's data section, and check that it returned a dataset."""
     module_name, _, name = data.source.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -32,9 +32,9 @@ def open_own(data: Data) -> OwnDataset:
                 f"data.source {data.source}: there is no module {error.name}; write package.module:name of a module "
                 "that Python can import from here"
             ) from None
-        raise _their_error(data.source, "importing it", error) from error
+        raise _user_code_error(data.source, "importing it", error) from error
     except Exception as error:
-        raise _their_error(data.source, "importing it", error) from error
+        raise _user_code_error(data.source, "importing it", error) from error
     make = getattr(module, name, None)
     if not callable(make):
         near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=1)
@@ -43,17 +43,17 @@ def open_own(data: Data) -> OwnDataset:
     try:
         inner = make(data)
     except Exception as error:
-        raise _their_error(data.source, "calling it with the data section", error) from error
-    return OwnDataset(inner, data.source)
+        raise _user_code_error(data.source, "calling it with the data section", error) from error
+    return UserDataset(inner, data.source)
 
 
-def _their_error(source: str, doing: str, error: Exception) -> JobError:
+def _user_code_error(source: str, doing: str, error: Exception) -> JobError:
     at = traceback.extract_tb(error.__traceback__)[-1]
     return JobError(f"data.source {source}: {doing} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})")
 
 
-class OwnDataset:
-    """Their dataset behind our promises: lengths are ints, samples are arrays, and `valid` is always there."""
+class UserDataset:
+    """A user's dataset with checked lengths and samples: arrays, always with `valid`."""
 
     def __init__(self, inner: Any, source: str) -> None:
         self._inner, self._source = inner, source
@@ -69,7 +69,7 @@ class OwnDataset:
         except JobError:
             raise
         except Exception as error:
-            raise _their_error(source, "reading its first sample", error) from error
+            raise _user_code_error(source, "reading its first sample", error) from error
 
     def train(self, index: int) -> dict[str, np.ndarray]:
         return self._sample(self._inner.train, "train", index)
@@ -96,7 +96,7 @@ class OwnDataset:
             raise self._refuse(f"gave {shown} for {name}({index}); a sample is a dict with inputs, targets and valid")
         sample = {str(key): _array(value) for key, value in raw.items()}
         if "valid" not in sample:
-            # integer targets are classes, one loss each; other targets are one vector with one loss
+            # integer targets have one loss each; other targets are one vector with one loss
             targets = sample["targets"]
             shape = targets.shape if np.issubdtype(targets.dtype, np.integer) else ()
             sample["valid"] = np.ones(shape, dtype=np.bool_)
@@ -108,7 +108,7 @@ class OwnDataset:
 
 
 def _array(value: Any) -> np.ndarray:
-    """An array of the types training uses: float64 is numpy's habit and not a person's wish."""
+    """An array of a dtype that training uses: float64 becomes float32, integers become int64."""
     array = np.asarray(value)
     if array.dtype == np.float64:
         return array.astype(np.float32)

@@ -29,7 +29,7 @@ from weft.job.errors import DivergedError
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.plan import Plan
-from weft.precision import FLOOR
+from weft.precision import MIN_LOSS_SCALE
 
 MAX_RECOMPUTES = 3
 """How often the same steps are recomputed because ranks disagree."""
@@ -151,7 +151,8 @@ class Guards:
 
     def _finite(self, step: StepFigures) -> None:
         """Non-finite steps were skipped; several in a row end the run."""
-        overflow = self.job_scales and not step.taken and step.loss_scale > FLOOR  # handled by a smaller loss scale
+        # an overflow is handled by a smaller loss scale
+        overflow = self.job_scales and not step.taken and step.loss_scale > MIN_LOSS_SCALE
         if math.isfinite(step.loss) and (math.isfinite(step.norm) or overflow):
             self.bad = []
             return

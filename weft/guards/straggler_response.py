@@ -6,7 +6,7 @@ import os
 import statistics
 from collections.abc import Callable
 
-from weft.data.batch_shares import Shares
+from weft.data.batch_shares import BatchShares
 from weft.data.loader import Loader
 from weft.guards.fault_log import FaultLog
 from weft.guards.slow_links import SlowLinkDetector
@@ -31,7 +31,7 @@ class StragglerResponse:
         self.settings, self.plan, self.mesh, self.faults = job.resilience, plan, mesh, faults
         self._fixed = fixed
         self.links_of = {axis: self._groups(set(UNDER.get(axis, (axis,)))) for axis in mesh.axes}
-        self.shares = Shares.even(job.train.global_batch, plan.microbatch, plan.dp)
+        self.shares = BatchShares.even(job.train.global_batch, plan.microbatch, plan.dp)
         self.balance = Rebalancer(plan, job.train.global_batch)
         self.times, self.links = StepTimes(mesh.world), SlowLinkDetector()
         self.loader: Loader | None = None
@@ -101,7 +101,7 @@ class StragglerResponse:
             out[at] = max(out[at], seconds)
         return out
 
-    def _reshare(self, now: int, shares: Shares) -> None:
+    def _reshare(self, now: int, shares: BatchShares) -> None:
         before, self.shares = self.shares.counts, shares
         self.times.forget()
         self.slow = None

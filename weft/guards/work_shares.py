@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.data.batch_shares import Shares, divide, in_parts
+from weft.data.batch_shares import BatchShares, divide_samples, split_evenly
 from weft.planner.plan import Plan
 
 MIN_SAVING = 0.1
@@ -37,9 +37,9 @@ def limits(plan: Plan, global_batch: int) -> Limits:
     return Limits(parts, MAX_MICROBATCH_FACTOR * plan.microbatch * parts, parts, plan.microbatch)
 
 
-def shares_of(counts: Sequence[int], limit: Limits) -> Shares:
+def shares_of(counts: Sequence[int], limit: Limits) -> BatchShares:
     """The microbatches of every rank for these sample counts."""
-    return Shares(tuple(in_parts(count, limit.parts or -(-count // limit.microbatch)) for count in counts))
+    return BatchShares(tuple(split_evenly(count, limit.parts or -(-count // limit.microbatch)) for count in counts))
 
 
 class Rebalancer:
@@ -49,13 +49,13 @@ class Rebalancer:
         self.limits, self.samples = limits(plan, global_batch), global_batch
         self.lost_s = 0.0
 
-    def better(self, shares: Shares, busy: Sequence[float]) -> Shares | None:
+    def better(self, shares: BatchShares, busy: Sequence[float]) -> BatchShares | None:
         """A better division if work should move now. `busy` is the compute time of each data-parallel rank."""
         seconds = [time / count for time, count in zip(busy, shares.counts, strict=True)]
         if min(seconds) <= 0:
             return None
         try:
-            counts = divide(self.samples, seconds, self.limits.least, self.limits.most)
+            counts = divide_samples(self.samples, seconds, self.limits.least, self.limits.most)
         except ValueError:  # nothing can move
             return None
         saved = max(busy) - max(s * n for s, n in zip(seconds, counts, strict=True))

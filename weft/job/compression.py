@@ -19,7 +19,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Compressor:
+class CompressionKind:
     """A way to send gradients: what it costs, and what builds it. Sizes are bytes a number, at the default setting."""
 
     name: str
@@ -52,7 +52,7 @@ class Compressor:
         return self.name if self.number is None else f"{self.name}:{self.number.default:g}"
 
 
-COMPRESSORS: Registry[Compressor] = Registry("comm.compression", "weft.comm.compressors")
+COMPRESSORS: Registry[CompressionKind] = Registry("comm.compression", "weft.comm.compressors")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Compression:
     number: float = 0.0
 
     @property
-    def entry(self) -> Compressor:
+    def entry(self) -> CompressionKind:
         return COMPRESSORS[self.kind]
 
     def __str__(self) -> str:

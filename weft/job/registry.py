@@ -21,14 +21,14 @@ from pydantic_core import CoreSchema, core_schema
 from weft.job.errors import JobError
 
 
-class Entry(Protocol):
+class Named(Protocol):
     """What can be registered."""
 
     @property
     def name(self) -> str: ...
 
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=Named)
 
 
 class Registry(Generic[E]):

@@ -32,14 +32,14 @@ from weft.launch.rank_pool import RankPool
 from weft.measure import collective_times as bench
 from weft.measure.collective_times import Case
 from weft.mesh import connect
-from weft.models.attention import Where, attention
-from weft.models.build import build_model
+from weft.models.attention import TokenInfo, attention
+from weft.models.build_model import build_model
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import frequencies, rotation
-from weft.optim.build import build_optimizers
+from weft.optim.build_optimizers import build_optimizers
 from weft.parallel.apply import compile_parts, find_units
 from weft.planner.plan import Plan
-from weft.precision import COMPUTE
+from weft.precision import COMPUTE_DTYPES
 
 MIB = 2**20
 DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32")}
@@ -122,8 +122,8 @@ def _products(kind: str, device: torch.device, budget: float, quick: bool) -> tu
     for dtype in DTYPES[kind]:
         usual = dtype == DTYPES[kind][0]
         for m, k, n in shapes[:: 5 if quick or not usual else 1]:
-            a = torch.randn(m, k, device=device, dtype=COMPUTE[dtype])
-            b = torch.randn(n, k, device=device, dtype=COMPUTE[dtype])
+            a = torch.randn(m, k, device=device, dtype=COMPUTE_DTYPES[dtype])
+            b = torch.randn(n, k, device=device, dtype=COMPUTE_DTYPES[dtype])
             out.append(MeasuredProduct(dtype, m, k, n, timed(lambda a=a, b=b: F.linear(a, b), device, budget)))  # type: ignore[misc]
     return tuple(out)
 
@@ -136,14 +136,16 @@ def _attention(kind: str, device: torch.device, budget: float, quick: bool) -> t
             batch = max(1, SEQS[kind][1] // seq)
 
             def make(count: int, seq: int = seq, width: int = width, batch: int = batch) -> Tensor:
-                return torch.randn(batch, seq, count, width, device=device, dtype=COMPUTE[dtype], requires_grad=True)
+                return torch.randn(
+                    batch, seq, count, width, device=device, dtype=COMPUTE_DTYPES[dtype], requires_grad=True
+                )
 
             q, k, v = make(heads), make(kv), make(kv)
 
             rows = torch.arange(seq, device=device)
 
             def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v, rows: Tensor = rows) -> Tensor:
-                return attention(q, k, v, True, Where(None, None, None, rows, rows.shape[0]))
+                return attention(q, k, v, True, TokenInfo(None, None, None, rows, rows.shape[0]))
 
             ahead, both = _both(forward, device, budget)
             out.append(MeasuredAttention(dtype, batch, heads, kv, seq, width, ahead, both - ahead))
@@ -174,13 +176,17 @@ def _blocks(kind: str, device: torch.device, budget: float, quick: bool) -> tupl
                 "vocab": 64,
             }
             job = resolve(Job.model_validate({"model": model, "data": {"source": "synthetic", "seq_len": seq}}))
-            block = next(iter(find_units(build_model(job.model)).values())).to_empty(device=device).to(COMPUTE[dtype])
+            block = (
+                next(iter(find_units(build_model(job.model)).values()))
+                .to_empty(device=device)
+                .to(COMPUTE_DTYPES[dtype])
+            )
             for p in block.parameters():
                 torch.nn.init.normal_(p, std=0.02)
-            x = torch.randn(batch, seq, dim, device=device, dtype=COMPUTE[dtype], requires_grad=True)
+            x = torch.randn(batch, seq, dim, device=device, dtype=COMPUTE_DTYPES[dtype], requires_grad=True)
             freq = frequencies(dim // heads, 10_000.0, None, device)
             rows = torch.arange(seq, device=device)
-            where = Where(rotation(rows, freq), None, None, rows, seq)
+            where = TokenInfo(rotation(rows, freq), None, None, rows, seq)
             if kind == "cuda":  # the default of a plan
                 compile_parts(block, ("forward",))
             ahead, both = _both(lambda b=block, x=x, w=where: b(x, w), device, budget)  # type: ignore[misc]
@@ -192,8 +198,8 @@ def _heads(kind: str, device: torch.device, budget: float, quick: bool) -> tuple
     out = []
     dtype, tokens = DTYPES[kind][0], ROWS[kind][1]
     for vocab, dim in VOCAB[kind][: 1 if quick else None]:
-        x = torch.randn(tokens, dim, device=device, dtype=COMPUTE[dtype], requires_grad=True)
-        weight = torch.randn(vocab, dim, device=device, dtype=COMPUTE[dtype], requires_grad=True)
+        x = torch.randn(tokens, dim, device=device, dtype=COMPUTE_DTYPES[dtype], requires_grad=True)
+        weight = torch.randn(vocab, dim, device=device, dtype=COMPUTE_DTYPES[dtype], requires_grad=True)
         targets = torch.zeros(tokens, dtype=torch.int64, device=device)
 
         def work(x: Tensor = x, weight: Tensor = weight, targets: Tensor = targets) -> None:

@@ -29,14 +29,14 @@ from weft.planner.memory.approximate import optimizer_bytes
 from weft.planner.memory.prediction import communication_bytes
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.planner.model.reference_rate import peak_flops
-from weft.precision import COMPUTE
+from weft.precision import COMPUTE_DTYPES
 from weft.supervisor.local_ranks import launch
 from weft.supervisor.run_lock import run_lock
 from weft.training.metrics import StepMetrics, peak_memory_gib, utilization
 from weft.training.session import Session
 from weft.training.signals import Signals
 from weft.watch.kernel_profile import StepFacts, from_json, summarise, table, to_json
-from weft.watch.profiler_trace import Trace, read_trace
+from weft.watch.profiler_trace import ProfilerTrace, read_trace
 from weft.watch.report import write_report
 
 WARMUP_STEPS, TIMED_STEPS = 4, {"cpu": 4, "cuda": 12}
@@ -122,7 +122,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
                 take_steps(1)
         with _marked_loss(session), _profiling(mesh.device) as profiler:
             take_steps(steps)
-    roofs = measure_roofs(plan, mesh.device, COMPUTE[plan.precision])
+    roofs = measure_roofs(plan, mesh.device, COMPUTE_DTYPES[plan.precision])
     rows = summarise(_read(profiler), steps, seconds * 1e3, facts_of(session), roofs)
     mine = {
         "rank": mesh.rank, "position": mesh.position, "peak_memory_gib": peak_memory_gib(mesh.device),
@@ -165,7 +165,7 @@ def _profiling(device: torch.device) -> profile:
     return profile(activities=kinds, record_shapes=True)
 
 
-def _read(profiler: profile) -> Trace:
+def _read(profiler: profile) -> ProfilerTrace:
     with tempfile.TemporaryDirectory(prefix="weft-profile-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -208,7 +208,7 @@ def _tokens(job: Job) -> int:
 def facts_of(session: Session) -> StepFacts:
     """Bytes and FLOPs of one step of this rank, from the job and the plan."""
     job, plan = session.job, session.plan
-    model, width = job.model, COMPUTE[plan.precision].itemsize
+    model, width = job.model, COMPUTE_DTYPES[plan.precision].itemsize
     master_params = session.state.model.master_params.values()
     held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0

@@ -1,7 +1,7 @@
-"""Where a tensor waits: kept, computed again, or parked in the host's memory."""
+"""Activation memory: recompute, chunks of long sequences, offload to host memory, and a tensor tracer."""
 
-from weft.memory.chunked_block import lengthen
-from weft.memory.host_offload import Park
-from weft.memory.recompute import chosen, recompute
+from weft.memory.chunked_block import run_in_chunks
+from weft.memory.host_offload import HostOffload
+from weft.memory.recompute import recompute, recomputed_units
 
-__all__ = ["Park", "chosen", "lengthen", "recompute"]
+__all__ = ["HostOffload", "recompute", "recomputed_units", "run_in_chunks"]

@@ -1,9 +1,9 @@
-"""A block for long sequences: its linear parts run in chunks of tokens, and it remembers little and perhaps elsewhere.
+"""A block for long sequences: runs in chunks of tokens and saves few activations, optionally offloaded.
 
     x ─▶ before, by chunks ─▶ q k v ─▶ attention ─▶ y ─▶ after, by chunks ─▶ out
 
-Kept for the backward pass are x, y and the log-sum-exp, on the device or parked in the host's memory. Queries, keys,
-values and all that is linear in tokens are computed again, chunk by chunk; attention, whose cost is quadratic, is not.
+x, y and the log-sum-exp are saved for the backward pass, on the device or in host memory. Queries, keys, values and all
+other token-wise results are computed again, chunk by chunk; attention, whose cost is quadratic, is not.
 """
 
 from __future__ import annotations
@@ -14,80 +14,82 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.memory.host_offload import Park
-from weft.models.attention import Grads, Where, attend, attend_backward
+from weft.memory.host_offload import HostOffload
+from weft.models.attention import Grads, TokenInfo, attend, attend_backward
 
 Kept = tuple[Tensor, Tensor]
 
 
-class Core(Protocol):
-    """Attention that is differentiated by hand."""
+class AttentionCore(Protocol):
+    """Attention with an explicit backward pass."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, where: Where) -> tuple[Tensor, Kept]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> tuple[Tensor, Kept]: ...
     def again(self, kept: Kept) -> Tensor: ...
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, causal: bool, where: Where
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, causal: bool, info: TokenInfo
     ) -> Grads: ...
 
 
-class WholeCore:
+class LocalAttention:
     """All tokens on this device."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, where: Where) -> tuple[Tensor, Kept]:
-        out, lse = attend(q, k, v, causal, _docs(where))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> tuple[Tensor, Kept]:
+        out, lse = attend(q, k, v, causal, _docs(info))
         return out, (out, lse)
 
     def again(self, kept: Kept) -> Tensor:
         return kept[0]
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, causal: bool, where: Where) -> Grads:
-        return attend_backward(dout, q, k, v, *kept, causal, _docs(where))
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, causal: bool, info: TokenInfo
+    ) -> Grads:
+        return attend_backward(dout, q, k, v, *kept, causal, _docs(info))
 
 
-def _docs(where: Where) -> tuple[Tensor, Tensor] | None:
-    return None if where.docs is None else (where.docs, where.docs)
+def _docs(info: TokenInfo) -> tuple[Tensor, Tensor] | None:
+    return None if info.docs is None else (info.docs, info.docs)
 
 
-def lengthen(block: nn.Module, core: Core | None, chunk: int, cut: int, park: Park) -> None:
-    """Make a block run this way; names and parameters stay as they are.
+def run_in_chunks(block: nn.Module, core: AttentionCore | None, chunk: int, cut: int, offload: HostOffload) -> None:
+    """Make a block run in chunks; names and parameters do not change.
 
-    `cut` is the number of ranks among which tp cuts the sequence outside of attention.
+    `cut` is the number of ranks over which tp shards the sequence outside of attention.
     """
-    long = _LongBlock(block, core or WholeCore(), chunk, cut, park)
-    block.forward = long
+    chunked = _ChunkedBlock(block, core or LocalAttention(), chunk, cut, offload)
+    block.forward = chunked
 
 
-class _LongBlock:
-    def __init__(self, block: Any, core: Core, chunk: int, cut: int, park: Park):
-        self.block, self.core, self.chunk, self.cut, self.park = block, core, chunk, cut, park
+class _ChunkedBlock:
+    def __init__(self, block: Any, core: AttentionCore, chunk: int, cut: int, offload: HostOffload):
+        self.block, self.core, self.chunk, self.cut, self.offload = block, core, chunk, cut, offload
         self.causal: bool = block.attn.causal
 
-    def __call__(self, x: Tensor, where: Where) -> Tensor:
+    def __call__(self, x: Tensor, info: TokenInfo) -> Tensor:
         if not torch.is_grad_enabled():
-            return self.run(x, where)[0]
-        out: Tensor = _Long.apply(self, where, x, *self.parameters())
+            return self.run(x, info)[0]
+        out: Tensor = _ChunkedFunction.apply(self, info, x, *self.parameters())
         return out
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self.block.parameters() if p.requires_grad]
 
-    def run(self, x: Tensor, where: Where) -> tuple[Tensor, Kept]:
-        q, k, v = self.project(x, where)
-        y, kept = self.core.forward(q, k, v, self.causal, where)
+    def run(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Kept]:
+        q, k, v = self.project(x, info)
+        y, kept = self.core.forward(q, k, v, self.causal, info)
         del q, k, v
         out = torch.empty_like(x)
         for part in self.parts(x):
-            part.put(out, self.block.after(part.take(x), part.take_all(y), part.where(where)))
+            part.put(out, self.block.after(part.take(x), part.take_all(y), part.info(info)))
         return out, kept
 
-    def project(self, x: Tensor, where: Where) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, ...]:
         """Queries, keys and values of all tokens."""
         parts = self.parts(x)
         if len(parts) == 1:
-            return tuple(self.block.before(x, where))
+            return tuple(self.block.before(x, info))
         whole: tuple[Tensor, ...] = ()
         for part in parts:
-            made = self.block.before(part.take(x), part.where(where))
+            made = self.block.before(part.take(x), part.info(info))
             whole = whole or tuple(t.new_empty((t.shape[0], self.cut * x.shape[1], *t.shape[2:])) for t in made)
             for place, value in zip(whole, made, strict=True):
                 part.put_all(place, value)
@@ -97,7 +99,9 @@ class _LongBlock:
         step = self.chunk or x.shape[1]
         return [_Part(a, min(step, x.shape[1] - a), self.cut) for a in range(0, x.shape[1], step)]
 
-    def backward(self, x: Tensor, kept: list[Tensor], where: Where, dout: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    def backward(
+        self, x: Tensor, kept: list[Tensor], info: TokenInfo, dout: Tensor
+    ) -> tuple[Tensor, list[Tensor | None]]:
         parameters = self.parameters()
         total: list[Tensor | None] = [None] * len(parameters)
         y = self.core.again((kept[0], kept[1]))
@@ -105,7 +109,7 @@ class _LongBlock:
         for part in self.parts(x):
             with torch.enable_grad():
                 a, b = part.take(x).detach().requires_grad_(), part.take_all(y).detach().requires_grad_()
-                made = self.block.after(a, b, part.where(where))
+                made = self.block.after(a, b, part.info(info))
             da, db, *grads = torch.autograd.grad(made, [a, b, *parameters], part.take(dout), allow_unused=True)
             part.put(dx, da)
             part.put_all(dy, db)
@@ -113,14 +117,14 @@ class _LongBlock:
             del made, a, b, da, db, grads
         del dout, y
         with torch.no_grad():
-            q, k, v = self.project(x, where)
-            each = self.core.backward(dy, q, k, v, (kept[0], kept[1]), self.causal, where)
+            q, k, v = self.project(x, info)
+            each = self.core.backward(dy, q, k, v, (kept[0], kept[1]), self.causal, info)
         del q, k, v, dy
         kept.clear()
         for part in self.parts(x):
             with torch.enable_grad():
                 a = part.take(x).detach().requires_grad_()
-                made = self.block.before(a, part.where(where))
+                made = self.block.before(a, part.info(info))
             upstream = [part.take_all(g) for g in each]
             da, *grads = torch.autograd.grad(made, [a, *parameters], upstream, allow_unused=True)
             part.take(dx).add_(da)
@@ -130,7 +134,7 @@ class _LongBlock:
 
 
 def _add(total: list[Tensor | None], grads: Sequence[Tensor | None]) -> None:
-    """Sum up the chunks' gradients of the weights in fp32: there may be many."""
+    """Add a chunk's weight gradients in fp32."""
     for i, grad in enumerate(grads):
         if grad is not None:
             before = total[i]
@@ -138,7 +142,7 @@ def _add(total: list[Tensor | None], grads: Sequence[Tensor | None]) -> None:
 
 
 class _Part:
-    """A chunk of tokens. Tensors inside tp's regions hold the tokens of `cut` ranks, one rank's after the other's."""
+    """A chunk of tokens. Inside tensor-parallel regions, tensors hold the tokens of `cut` ranks one after the other."""
 
     def __init__(self, start: int, size: int, cut: int):
         self.start, self.size, self.cut = start, size, cut
@@ -157,21 +161,21 @@ class _Part:
     def put_all(self, x: Tensor, value: Tensor) -> None:
         x.unflatten(1, (self.cut, -1)).narrow(2, self.start, self.size).copy_(value.unflatten(1, (self.cut, -1)))
 
-    def where(self, where: Where) -> Where:
-        turn = where.turn and (self.take_all(where.turn[0]), self.take_all(where.turn[1]))
-        return where._replace(turn=turn, rows=self.take_all(where.rows, 0))
+    def info(self, info: TokenInfo) -> TokenInfo:
+        rotation = info.rotation and (self.take_all(info.rotation[0]), self.take_all(info.rotation[1]))
+        return info._replace(rotation=rotation, rows=self.take_all(info.rows, 0))
 
 
-class _Long(torch.autograd.Function):
+class _ChunkedFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, long: _LongBlock, where: Where, x: Tensor, *parameters: Tensor) -> Tensor:
-        out, kept = long.run(x, where)
-        ctx.long, ctx.where, ctx.entry = long, where, long.park.put([x, *kept])
+    def forward(ctx: Any, chunked: _ChunkedBlock, info: TokenInfo, x: Tensor, *parameters: Tensor) -> Tensor:
+        out, kept = chunked.run(x, info)
+        ctx.chunked, ctx.info, ctx.entry = chunked, info, chunked.offload.put([x, *kept])
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, *kept = ctx.long.park.get(ctx.entry)
+        x, *kept = ctx.chunked.offload.get(ctx.entry)
         ctx.entry = None
-        dx, parameters = ctx.long.backward(x, kept, ctx.where, grads[0])
+        dx, parameters = ctx.chunked.backward(x, kept, ctx.info, grads[0])
         return None, None, dx, *parameters

@@ -1,4 +1,4 @@
-"""Tensors parked in host memory between a forward and its backward pass, fetched back before they are asked for."""
+"""Offload of activations to host memory between forward and backward pass, with prefetch on the way back."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 
 
 @dataclass
-class Parked:
-    """Some tensors of one block, on the device or in the host's memory."""
+class OffloadedTensors:
+    """Tensors of one block, on the device or in host memory."""
 
     here: list[Tensor]
     there: list[Tensor] = field(default_factory=list)
-    """Host copies; empty where the tensors stayed on the device."""
+    """Host copies; empty if the tensors stayed on the device."""
     shapes: list[tuple[torch.Size, torch.dtype, torch.device]] = field(default_factory=list)
-    before: Parked | None = None
-    """What was parked before these, and so is needed after them."""
+    before: OffloadedTensors | None = None
+    """The entry offloaded before this one, and so needed after it."""
     arrived: torch.cuda.Event | None = None
 
 
-class Park:
-    """Host memory of a limited size. Copies run on a stream of their own, and page-locked room is used again."""
+class HostOffload:
+    """Host memory of a limited size. Copies run on their own stream, and pinned buffers are reused."""
 
     def __init__(self, device: torch.device, limit_gib: float):
         self.cuda = device.type == "cuda"
         self.free_bytes = int(limit_gib * 2**30)
         self.room: dict[int, list[Tensor]] = defaultdict(list)
         self.stream = torch.cuda.Stream(device) if self.cuda else None
-        self.last: Parked | None = None
+        self.last: OffloadedTensors | None = None
 
-    def put(self, tensors: list[Tensor]) -> Parked:
-        """Send tensors off; without room for all of them they stay where they are."""
-        entry = Parked(tensors, before=self.last)
+    def put(self, tensors: list[Tensor]) -> OffloadedTensors:
+        """Start copying tensors to the host; they stay on the device if there is no room for all."""
+        entry = OffloadedTensors(tensors, before=self.last)
         self.last = entry
         rooms = self._reserve([t.numel() * t.element_size() for t in tensors])
         if rooms is None:
@@ -51,8 +51,8 @@ class Park:
         entry.here = []
         return entry
 
-    def get(self, entry: Parked) -> list[Tensor]:
-        """The tensors, on the device; those parked before them set off too. An entry is read once."""
+    def get(self, entry: OffloadedTensors) -> list[Tensor]:
+        """The tensors on the device; also starts fetching the entry before. An entry is read once."""
         self._fetch(entry)
         if entry.arrived is not None:
             torch.cuda.current_stream().wait_event(entry.arrived)
@@ -63,17 +63,17 @@ class Park:
         here, entry.here, entry.before = entry.here, [], None
         return here
 
-    def _fetch(self, entry: Parked) -> None:
+    def _fetch(self, entry: OffloadedTensors) -> None:
         if not entry.there:
             return
-        # made on the computing stream, whose memory it is; the copy waits for what was queued until now
+        # allocated on the compute stream; the copy waits for what is queued on it
         entry.here = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in entry.shapes]
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for tensor, room in zip(entry.here, entry.there, strict=True):
                 tensor.copy_(room.view(tensor.dtype).view(tensor.shape), non_blocking=True)
-                self.room[room.numel()].append(room)  # the next copy into it follows on the same stream
+                self.room[room.numel()].append(room)  # the next copy into it is on the same stream
             if self.stream is not None:
                 entry.arrived = self.stream.record_event()
         entry.there = []
@@ -84,7 +84,7 @@ class Park:
             if self.room[size]:
                 found.append(self.room[size].pop())
             elif (taken := 1 << (size - 1).bit_length() if self.cuda else size) <= self.free_bytes:
-                self.free_bytes -= taken  # torch gives out page-locked memory in powers of two
+                self.free_bytes -= taken  # torch allocates pinned memory in powers of two
                 found.append(torch.empty(size, dtype=torch.uint8, pin_memory=self.cuda))
             else:
                 for room in found:

@@ -1,4 +1,4 @@
-"""Activation recompute: what a block forgets in the forward pass and computes again in the backward one."""
+"""Activation recompute: blocks that do not store activations and compute them again in the backward pass."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-KEPT = (
+SAVED_OPERATORS = (
     "mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
     "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
 )  # fmt: skip
-"""Operators of aten whose outputs `selective` keeps: those that cost the most for what they take to hold. A batched
-product is not among them: it would be the scores of an attention that no kernel fuses, a number a pair of tokens."""
-OWN = "weft::"
-"""Operators that Weft registers itself stand for a kernel worth keeping, too."""
+"""aten operators whose outputs `selective` saves: those that are expensive for their size. Batched products are not
+among them: they are the scores of unfused attention, one value per pair of tokens."""
+OWN_NAMESPACE = "weft::"
+"""Namespace of Weft's own operators, which are saved too."""
 
 
 def selective_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the outputs of matrix products and attention (Korthikanti et al. 2022, §5, but by operator)."""
+    """Save the outputs of matrix products and attention (Korthikanti et al. 2022, §5, but by operator)."""
     name = operator.name() if hasattr(operator, "name") else str(operator)
     space, _, rest = name.partition("::")
-    kept = name.startswith(OWN) or (space == "aten" and rest.partition(".")[0] in KEPT) or name == "flex_attention"
+    kept = (
+        name.startswith(OWN_NAMESPACE)
+        or (space == "aten" and rest.partition(".")[0] in SAVED_OPERATORS)
+        or name == "flex_attention"
+    )
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def chosen(units: list[str], option: str | int) -> dict[str, str]:
-    """Which units are recomputed, and how. A number of them is spread evenly, so that every stage has its share."""
+def recomputed_units(units: list[str], option: str | int) -> dict[str, str]:
+    """Recompute mode of each recomputed unit. A number of units is spread evenly, so that every stage has its share."""
     if option == "none":
         return {}
     if isinstance(option, str):
@@ -40,9 +44,9 @@ def chosen(units: list[str], option: str | int) -> dict[str, str]:
 
 
 def recompute(block: nn.Module, option: str = "full") -> None:
-    """Make a block forget its activations (full: Chen et al. 2016), or all but the dearest (selective).
+    """Make a block recompute its activations: all (full: Chen et al. 2016), or all but the most expensive (selective).
 
-    Names and parameters stay as they are. The random state is kept for modules of your own; Weft's dropout needs none.
+    Names and parameters do not change. The random state is restored for users' modules; Weft's dropout needs none.
     """
     forward = block.forward
     context: dict[str, Any] = {}

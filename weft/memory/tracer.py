@@ -1,6 +1,6 @@
-"""Counts what a piece of work does: live bytes of tensors and their peak, FLOPs, and every collective with its bytes.
+"""A tracer of live tensor bytes and their peak, FLOPs, and collectives with their bytes.
 
-It counts tensors, not pages: what the kernels and the process need besides is not in it. Fake tensors count as real.
+It counts tensors, not memory that kernels or the process need besides. Fake tensors count as real.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,10 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from weft.memory.tracer_internals import (
+    TorchDispatchMode,
+    cpu_attention,
+    cpu_attention_backward,
+    local_tensor,
+    operator_name,
+    overloads,
+    patched,
+    storage_key,
+    tree_leaves,
+)
 
 COLLECTIVES: dict[str, tuple[str, int]] = {
     "allreduce_": ("all_reduce", 0),
@@ -32,12 +42,12 @@ COLLECTIVES: dict[str, tuple[str, int]] = {
     "send": ("send", 0),
     "recv_": ("recv", 0),
 }
-"""What torch calls a collective, what we call it, and which of its arguments is the whole tensor."""
+"""Collectives by torch's name: our name, and the index of the argument that is the whole tensor."""
 
 
 class Tracer(TorchDispatchMode):
-    """Counts what happens inside it. `groups` names process groups; those it does not name are `other`. `copied` are
-    the collectives whose tensors a backend that does not exist here would copy first."""
+    """Counts tensors, FLOPs and collectives inside its context. `groups` maps process groups to axis names; others are
+    `other`. `copied` are collectives whose tensors the traced backend would copy first."""
 
     def __init__(self, groups: dict[str, str] | None = None, copied: frozenset[str] = frozenset()):
         super().__init__()
@@ -48,9 +58,9 @@ class Tracer(TorchDispatchMode):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
         self.sizes: dict[int, int] = {}
-        self.blind = False
-        self._resize = torch.UntypedStorage.resize_
-        self._propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+        self.blind = 0
+        """How many shape propagations of DTensor are running, whose tensors are not real."""
+        self._patches = ExitStack()
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that existed before."""
@@ -58,22 +68,21 @@ class Tracer(TorchDispatchMode):
             self._see(tensor)
 
     def start(self) -> None:
-        """Forget what was counted so far; what is alive stays counted."""
+        """Reset the figures; live tensors stay counted."""
         self.peak, self.flops, self.counting = self.live, 0.0, True
         self.calls.clear()
         self.bytes.clear()
 
     def stop(self) -> None:
-        """Count no more; the figures stay."""
+        """Stop counting; the figures stay."""
         self.counting = False
 
     def _see(self, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
+        tensor = local_tensor(tensor)
         if tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         size = storage.nbytes()
         if key not in self.sizes:
             weakref.finalize(storage, self._gone, key)
@@ -90,27 +99,7 @@ class Tracer(TorchDispatchMode):
         self.live -= self.sizes.pop(key, 0)
 
     def __enter__(self) -> Self:
-        original = self._resize
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            """FSDP2 frees gathered weights so, past every dispatcher."""
-            out = original(storage, size)
-            if storage._cdata in self.sizes:
-                self._now(storage._cdata, storage.nbytes())
-            return out
-
-        propagate = self._propagate
-
-        def unseen(*args: Any, **kwargs: Any) -> Any:
-            """DTensor tries an operator on whole tensors without data before it runs it on shards: none is real."""
-            before, self.blind = self.blind, True
-            try:
-                return propagate(*args, **kwargs)
-            finally:
-                self.blind = before
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment,method-assign]
-        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
+        self._patches.enter_context(patched(self._resized, self._propagating))
         super().__enter__()
         return self
 
@@ -118,21 +107,27 @@ class Tracer(TorchDispatchMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate  # type: ignore[method-assign]
+        self._patches.close()
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if (key := storage_key(storage)) in self.sizes:
+            self._now(key, storage.nbytes())
+
+    def _propagating(self, begins: bool) -> None:
+        self.blind += 1 if begins else -1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it comes again as what its local tensors do
+            return NotImplemented  # dispatched again with its local tensors
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if self.blind:
             return out
         if func.namespace == "c10d" and self.counting:
             self._collective(func, args)
-        elif self.counting and (count := FLOPS.get(func._overloadpacket)) is not None:
+        elif self.counting and (count := FLOPS.get(overloads(func))) is not None:
             self.flops += count(*args, **kwargs, out_val=out)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -140,7 +135,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _collective(self, func: Any, args: tuple[Any, ...]) -> None:
-        known = COLLECTIVES.get(func._schema.name.partition("::")[2])
+        known = COLLECTIVES.get(operator_name(func))
         if known is None:
             return
         kind, index = known
@@ -180,9 +175,7 @@ def _causal(args: tuple[Any, ...], index: int) -> bool:
 FLOPS: dict[Any, Callable[..., float]] = {
     **flop_registry,
     torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention(4.0, lambda a: (a[0], a[1], _causal(a, 4))),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(
-        8.0, lambda a: (a[1], a[2], _causal(a, 7))
-    ),
+    cpu_attention: _attention(4.0, lambda a: (a[0], a[1], _causal(a, 4))),
+    cpu_attention_backward: _attention(8.0, lambda a: (a[1], a[2], _causal(a, 7))),
 }
-"""FLOPs of an operator. Attention on a CPU is torch's gap; scores made again on the way back are not counted."""
+"""FLOPs by operator: torch's table and attention on CPUs, without scores recomputed in the backward pass."""

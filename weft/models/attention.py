@@ -1,8 +1,7 @@
-"""Attention itself, behind one function, and its kernels for one block of queries and keys, which return a log-sum-exp.
+"""Attention on one device, and kernels for one block of queries and keys that also return the log-sum-exp.
 
-Ring attention (parallel/context/attention.py) and long sequences (memory/chunked_block.py) combine results block by
-block, and so need the log-sum-exp that torch's public function does not give. KERNELS says which kernel
-serves which device.
+Ring attention (parallel/context/attention.py) and long sequences (memory/chunked_block.py) merge results block by block
+and need the log-sum-exp, which torch's public function does not return. KERNELS lists the kernels of each device.
 """
 
 from __future__ import annotations
@@ -10,44 +9,51 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.models.kernel_internals import (
+    cudnn_attention,
+    cudnn_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
+
 Docs = tuple[Tensor, Tensor]
-"""Documents of the queries [batch, queries] and of the keys [batch, keys]; a token sees its own alone."""
+"""Document ids of the queries [batch, queries] and keys [batch, keys]; tokens attend within their document."""
 Grads = tuple[Tensor, Tensor, Tensor]
 
-TILE = 1 << 24
-"""Scores that the plain kernel holds at once."""
-INDEXABLE = 1 << 29
-"""Elements of the queries given to a kernel of a GPU at once: some count offsets in 32 bits."""
+MAX_SCORES = 1 << 24
+"""Scores that the reference kernel holds at once."""
+MAX_KERNEL_ELEMENTS = 1 << 29
+"""Elements of the queries passed to a GPU kernel at once: some kernels use 32-bit offsets."""
 
 
-class Where(NamedTuple):
-    """What a block knows of its tokens besides their values."""
+class TokenInfo(NamedTuple):
+    """What a block needs to know about its tokens besides their values."""
 
-    turn: tuple[Tensor, Tensor] | None
-    """Cosine and sine of their rotary positions."""
+    rotation: tuple[Tensor, Tensor] | None
+    """Cosine and sine of the rotary positions."""
     docs: Tensor | None
-    """The document of every token of the whole sequence, [batch, length], where documents are packed."""
+    """Document id of every token of the whole sequence [batch, length], where documents are packed."""
     keys: Tensor | None
-    """What stands for each sample in dropout, [batch]."""
+    """Dropout key of each sample in this block [batch]."""
     rows: Tensor
-    """Their places in the whole sequence, [seq]."""
+    """Their indices in the whole sequence [seq]."""
     length: int
-    """Tokens of the whole sequence; a place from here on is padding."""
+    """Length of the whole sequence; rows from here on are padding."""
     samples: Tensor | None = None
-    """What stands for each sample everywhere, [batch]; `keys` differ from block to block."""
+    """Key of each sample [batch], the same in every block."""
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, where: Where) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> Tensor:
     """All tokens on this device. q [batch, seq, heads, head_dim], k and v of as many heads or fewer."""
-    if where.docs is None and _suits_cudnn(q):
+    if info.docs is None and _suits_cudnn(q):
         return _cudnn(q, k, v, causal)
-    mask = None if where.docs is None else document_mask(where.docs, where.docs, causal)
+    mask = None if info.docs is None else document_mask(info.docs, info.docs, causal)
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
         attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
@@ -57,19 +63,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, where: Where) -> Te
 
 def _suits_cudnn(q: Tensor) -> bool:
     width = q.shape[-1]
-    return q.is_cuda and q.dtype in HALF and width % 8 == 0 and width <= 128 and q.numel() <= INDEXABLE
+    return q.is_cuda and q.dtype in HALF and width % 8 == 0 and width <= 128 and q.numel() <= MAX_KERNEL_ELEMENTS
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """cuDNN's kernel by its own name: torch's dispatcher prefers flash, which took 1.6 times as long on an H200."""
-    op: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+    """cuDNN's kernel, called directly: torch's dispatcher prefers flash, which took 1.6 times as long on an H200."""
     turned = (t.transpose(1, 2) for t in (q, k, v))
-    out: Tensor = op(*turned, None, torch.is_grad_enabled(), 0.0, causal, False)[0]
+    out: Tensor = cudnn_attention(*turned, None, torch.is_grad_enabled(), 0.0, causal, False)[0]
     return out.transpose(1, 2)
 
 
 def document_mask(of_queries: Tensor, of_keys: Tensor, causal: bool) -> Tensor:
-    """True where a token may look: inside its own document, and back if causal. [batch, 1, queries, keys]"""
+    """True where a token may attend: within its document, and not ahead if causal. [batch, 1, queries, keys]"""
     same = of_queries.unsqueeze(2) == of_keys.unsqueeze(1)
     return (same.tril() if causal else same).unsqueeze(1)
 
@@ -111,27 +116,27 @@ def attend_backward(
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two results over different keys as one, in fp32 (Dao et al. 2022, §3.1). The first is written over."""
+    """Merge results over different keys, in fp32 (Dao et al. 2022, §3.1). `out` is overwritten."""
     total = torch.logaddexp(lse, other_lse)
-    share = torch.where(total == float("-inf"), 0.0, (other_lse - total).exp())  # nothing seen yet by either
+    share = torch.where(total == float("-inf"), 0.0, (other_lse - total).exp())  # neither has seen a key
     weight = share.transpose(1, 2).unsqueeze(-1)
     return out.mul_(1 - weight).add_(other.float() * weight), total
 
 
 def _groups(q: Tensor, k: Tensor) -> int:
-    """In how many groups of heads a GPU computes so many elements: one after the other they also need less room."""
-    fits = (n for n in range(1, k.shape[2] + 1) if k.shape[2] % n == 0 and q.numel() // n <= INDEXABLE)
+    """Groups of heads that a GPU computes one after the other, so that each has at most MAX_KERNEL_ELEMENTS."""
+    fits = (n for n in range(1, k.shape[2] + 1) if k.shape[2] % n == 0 and q.numel() // n <= MAX_KERNEL_ELEMENTS)
     return 1 if q.device.type == "cpu" else next(fits, k.shape[2])
 
 
 def _packed(x: Tensor) -> Tensor:
-    """[batch, seq, heads, head_dim] with each head's values in one piece."""
+    """[batch, seq, heads, head_dim], contiguous per head."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """How one block is computed. `masked` says whether it can tell documents apart."""
+    """Forward and backward of one block; `masked` kernels support document masks."""
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, Docs | None], tuple[Tensor, Tensor]]
@@ -141,12 +146,12 @@ class Kernel:
 
 
 def _tiles(q: Tensor, k: Tensor) -> range:
-    rows = max(1, TILE // max(1, q.shape[0] * q.shape[2] * k.shape[1]))
+    rows = max(1, MAX_SCORES // max(1, q.shape[0] * q.shape[2] * k.shape[1]))
     return range(0, q.shape[1], rows)
 
 
 def _scores(q: Tensor, k: Tensor, first: int, rows: int, causal: bool, docs: Docs | None) -> Tensor:
-    """Scaled scores in fp32 of the queries from `first` on, -inf where they may not look: [b, kv, group, rows, keys]"""
+    """Scaled scores in fp32 of the queries from `first` on, -inf where masked: [b, kv, group, rows, keys]"""
     kv = k.shape[2]
     part = q[:, first : first + rows].unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).float()
     scores = part @ k.float().permute(0, 2, 3, 1).unsqueeze(2) * q.shape[-1] ** -0.5
@@ -159,7 +164,7 @@ def _scores(q: Tensor, k: Tensor, first: int, rows: int, causal: bool, docs: Doc
     return scores
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, docs: Docs | None) -> tuple[Tensor, Tensor]:
+def _reference_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, docs: Docs | None) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     values = v.float().transpose(1, 2).unsqueeze(2)
@@ -174,7 +179,7 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, docs: Docs | N
     return out, lse
 
 
-def _plain_backward(
+def _reference_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, docs: Docs | None
 ) -> Grads:
     kv, scale = k.shape[2], q.shape[-1] ** -0.5
@@ -195,46 +200,46 @@ def _plain_backward(
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, docs: Docs | None) -> tuple[Tensor, Tensor]:
-    op: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
-    found = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, False)
+    found = cudnn_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, False)
     return found[0].transpose(1, 2), found[1].reshape(q.shape[0], q.shape[2], q.shape[1])
 
 
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, docs: Docs | None
 ) -> Grads:
-    op: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of a dropout that is off
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # random state, unused without dropout
     turned = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    found = op(*turned, lse.unsqueeze(-1), unused, unused, None, None, None, q.shape[1], k.shape[1], 0.0, causal)
+    found = cudnn_attention_backward(
+        *turned, lse.unsqueeze(-1), unused, unused, None, None, None, q.shape[1], k.shape[1], 0.0, causal
+    )
     return tuple(t.transpose(1, 2) for t in found)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, docs: Docs | None) -> tuple[Tensor, Tensor]:
-    op: Any = torch.ops.aten._scaled_dot_product_flash_attention
-    out, lse, *_ = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, False)
+    out, lse, *_ = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, False)
     return out.transpose(1, 2), lse
 
 
 def _flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, docs: Docs | None
 ) -> Grads:
-    op: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
     turned = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    found = op(*turned, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused)
+    found = flash_attention_backward(*turned, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused)
     return tuple(t.transpose(1, 2) for t in found)
 
 
 HALF = (torch.bfloat16, torch.float16)
-PLAIN = Kernel("plain", _plain_forward, _plain_backward, (torch.float32, torch.float64, *HALF), masked=True)
+REFERENCE = Kernel(
+    "reference", _reference_forward, _reference_backward, (torch.float32, torch.float64, *HALF), masked=True
+)
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "cuda": (
         Kernel("cudnn", _cudnn_forward, _cudnn_backward, HALF),
         Kernel("flash", _flash_forward, _flash_backward, HALF),
-        PLAIN,
+        REFERENCE,
     ),
-    "cpu": (PLAIN,),
+    "cpu": (REFERENCE,),
 }
 """Kernels by device, the fastest first."""
 
@@ -247,12 +252,12 @@ def find_kernel(q: Tensor, k: Tensor, masked: bool) -> Kernel:
 @lru_cache
 def _find(device: str, dtype: torch.dtype, head_dim: int, group: int, masked: bool) -> Kernel:
     able = [k for k in KERNELS.get(device, ()) if dtype in k.dtypes and (k.masked or not masked)]
-    return next((k for k in able if k is PLAIN or _agrees(k, device, dtype, head_dim, group)), PLAIN)
+    return next((k for k in able if k is REFERENCE or _agrees(k, device, dtype, head_dim, group)), REFERENCE)
 
 
 @torch.no_grad()
 def _agrees(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, group: int) -> bool:
-    """Whether a kernel behind private names runs here, forward and backward, and gives what the plain one does."""
+    """Whether a kernel runs on this device, forward and backward, and agrees with the reference."""
     random = torch.Generator().manual_seed(0)
     try:
         for causal, length in ((True, 256), (False, 256), (True, 199)):
@@ -260,8 +265,8 @@ def _agrees(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, grou
             q, k, v, dout = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
             out, lse = kernel.forward(q, k, v, causal, None)
             mine = (out, lse, *kernel.backward(dout, q, k, v, out, lse, causal, None))
-            out, lse = PLAIN.forward(q, k, v, causal, None)
-            right = (out, lse, *PLAIN.backward(dout, q, k, v, out, lse, causal, None))
+            out, lse = REFERENCE.forward(q, k, v, causal, None)
+            right = (out, lse, *REFERENCE.backward(dout, q, k, v, out, lse, causal, None))
             if any((a.float() - b.float()).norm() > 0.02 * b.float().norm() for a, b in zip(mine, right, strict=True)):
                 return False
     except (RuntimeError, TypeError, AttributeError):

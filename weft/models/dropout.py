@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of seed, sample and place: the same in every layout, and when recomputed."""
+"""Dropout whose mask depends on seed, sample and position alone: the same in every layout and when recomputed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def mix(h: Tensor) -> Tensor:
 
 
 def salt(site: int) -> int:
-    """What a site adds to the keys, as int64 wraps around."""
+    """The offset that a dropout site adds to the keys, wrapped to int64."""
     return ((site * _A + 2**63) % 2**64) - 2**63
 
 
 class Dropout(nn.Module):
-    """Drop a share of x [batch, seq, dim]; `keys` [batch] stand for samples, `rows` [seq] are the tokens' places."""
+    """Drop a share of x [batch, seq, dim]; `keys` [batch] identify samples, `rows` [seq] are token indices."""
 
     def __init__(self, p: float, site: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The plain feed-forward part of a block."""
+"""The dense feed-forward part of a block."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.job.schema import Model
-from weft.models.attention import Where
+from weft.models.attention import TokenInfo
 
 
 class FeedForward(nn.Module):
@@ -19,6 +19,6 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(m.dim, m.ffn, bias=bool(m.bias))
         self.down = nn.Linear(m.ffn, m.dim, bias=bool(m.bias))
 
-    def forward(self, x: Tensor, where: Where) -> Tensor:
+    def forward(self, x: Tensor, info: TokenInfo) -> Tensor:
         hidden = F.gelu(self.up(x), approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * self.up(x)
         return self.down(hidden)

@@ -1,10 +1,10 @@
-"""A gated feed-forward part in fp8 as one function, for scales that are known before: SwiGLU never exists in bf16.
+"""A gated feed-forward part in fp8 as one function, for delayed scales: SwiGLU is never stored in bf16.
 
     h = silu(x · Wgᵀ) · (x · Wuᵀ)        y = h · Wdᵀ
 
-With scales from the steps before (fp8.amax: delayed) a number can be cast where it is made. Each of x, h, the weights
-and the gradients is read once and written in fp8 by rows and by columns, as the products forward and backward want
-them; on CUDA by the kernels of fp8_kernels, elsewhere by torch's own operations.
+With scales from previous steps (fp8.amax: delayed) values can be cast where they are computed. x, h, the weights and
+the gradients are each read once and written in fp8 by rows and by columns, as the products need them;
+on CUDA by the kernels in fp8_kernels.py, elsewhere by torch operations.
 """
 
 from __future__ import annotations
@@ -15,22 +15,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.attention import Where
+from weft.models.attention import TokenInfo
 from weft.models.feedforward import FeedForward
-from weft.models.fp8 import E4M3, E5M2, FAST, Fp8Linear, G, Maxima, Recipe, W, X, cast, scale_for, scaled_mm
+from weft.models.fp8_linear import (
+    E4M3,
+    E5M2,
+    FAST_ACCUMULATION,
+    AmaxHistory,
+    Fp8Linear,
+    Fp8Recipe,
+    G,
+    W,
+    X,
+    cast,
+    scale_for,
+    scaled_mm,
+)
 from weft.planner.engine_constants import FP8_ALIGNMENT
 
-Both = tuple[Tensor, Tensor]
+RowsAndColumns = tuple[Tensor, Tensor]
 """A matrix in fp8: [rows, columns], and [columns, rows]."""
 
 
-def _both(v: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> Both:
+def _both(v: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> RowsAndColumns:
     seen.copy_(torch.maximum(seen, v.abs().amax().float()))
     low = cast(v, scale, dtype)
     return low, low.t().contiguous()
 
 
-def cast_both(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> Both:
+def cast_both(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> RowsAndColumns:
     """x · scale in fp8; `seen` [1] becomes at least x's largest magnitude."""
     if x.is_cuda:
         from weft.models import fp8_kernels
@@ -39,7 +52,7 @@ def cast_both(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> Bot
     return _both(x, scale, seen, dtype)
 
 
-def swiglu_both(gate: Tensor, up: Tensor, scale: Tensor, seen: Tensor) -> Both:
+def swiglu_both(gate: Tensor, up: Tensor, scale: Tensor, seen: Tensor) -> RowsAndColumns:
     if gate.is_cuda:
         from weft.models import fp8_kernels
 
@@ -49,7 +62,7 @@ def swiglu_both(gate: Tensor, up: Tensor, scale: Tensor, seen: Tensor) -> Both:
 
 def swiglu_back_both(
     gate: Tensor, up: Tensor, grad: Tensor, scales: tuple[Tensor, Tensor], seen: tuple[Tensor, Tensor]
-) -> tuple[Both, Both]:
+) -> tuple[RowsAndColumns, RowsAndColumns]:
     """The gradients of both factors."""
     if gate.is_cuda:
         from weft.models import fp8_kernels
@@ -63,7 +76,7 @@ def swiglu_back_both(
 
 
 def _scales(past: Tensor, dtype: torch.dtype, *places: tuple[int, int]) -> list[Tensor]:
-    """Scales from single maxima. Each is a tensor of its own: a product of torch.compile takes no piece of another."""
+    """Scales from single maxima, as separate tensors: compiled products do not take views."""
     return [scale_for(past[i, kind], dtype) for i, kind in places]
 
 
@@ -72,12 +85,12 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, past: Tensor, seen: Tensor, recipe: Recipe
+        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, past: Tensor, seen: Tensor, recipe: Fp8Recipe
     ) -> Tensor:
         of_x, of_h, *of_w = scales = _scales(past, E4M3, (0, X), (2, X), (0, W), (1, W), (2, W))
-        fast = FAST[recipe.fast_accumulation][0]
+        fast = FAST_ACCUMULATION[recipe.fast_accumulation][0]
 
-        def multiply(a: Both, of_a: Tensor, i: int) -> Tensor:
+        def multiply(a: RowsAndColumns, of_a: Tensor, i: int) -> Tensor:
             return scaled_mm(a[0], w8[i][0].t(), of_a.reciprocal(), of_w[i].reciprocal(), fast)
 
         x8 = cast_both(x, of_x, seen[0, X : X + 1], E4M3)
@@ -92,13 +105,13 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x8t, g, u, h8t, gate8t, up8t, down8t, past, of_x, of_h, *of_w = ctx.saved_tensors
         of_g, seen = _scales(past, E5M2, (0, G), (1, G), (2, G)), ctx.seen
-        _, fast_x, fast_w = FAST[ctx.recipe.fast_accumulation]
+        _, fast_x, fast_w = FAST_ACCUMULATION[ctx.recipe.fast_accumulation]
         kind_x, kind_w = ctx.kinds
 
-        def to_input(d: Both, w8t: Tensor, i: int) -> Tensor:
+        def to_input(d: RowsAndColumns, w8t: Tensor, i: int) -> Tensor:
             return scaled_mm(d[0], w8t.t(), of_g[i].reciprocal(), of_w[i].reciprocal(), fast_x)
 
-        def to_weight(d: Both, i: int, a8t: Tensor, of_a: Tensor) -> Tensor:
+        def to_weight(d: RowsAndColumns, i: int, a8t: Tensor, of_a: Tensor) -> Tensor:
             return scaled_mm(d[1], a8t.t(), of_g[i].reciprocal(), of_a.reciprocal(), fast_w).to(kind_w)
 
         y8 = cast_both(grads[0], of_g[2], seen[2, G : G + 1], E5M2)
@@ -113,15 +126,15 @@ class _Gated(torch.autograd.Function):
 class Fp8FeedForward(FeedForward):
     """A gated feed-forward part whose three layers are in fp8 with delayed scales."""
 
-    layers: list[Maxima]
+    layers: list[AmaxHistory]
     seen: Tensor
-    """The three layers' maxima of this step, [3, 3]; theirs are views of it, and so with `past`."""
+    """Maxima of the three layers in this step [3, 3]; the layers hold views of it, and of `past`."""
     past: Tensor
-    recipe: Recipe
+    recipe: Fp8Recipe
 
-    def forward(self, x: Tensor, where: Where) -> Tensor:
+    def forward(self, x: Tensor, info: TokenInfo) -> Tensor:
         if not self.layers[0].known or not torch.is_grad_enabled():
-            return super().forward(x, where)  # the first step makes its own scales, and an evaluation leaves no trace
+            return super().forward(x, info)  # the first step has no history, and evaluation does not update it
         assert self.gate is not None
         flat = x.reshape(-1, x.shape[-1])
         tokens = flat.shape[0]
@@ -129,13 +142,13 @@ class Fp8FeedForward(FeedForward):
             flat = F.pad(flat, (0, 0, 0, extra))
         weights = self.gate.weight, self.up.weight, self.down.weight
         y: Tensor = _Gated.apply(flat, *weights, self.past, self.seen, self.recipe)
-        with torch.no_grad():  # gate and up have one input, of which gate's maximum was noted
+        with torch.no_grad():  # gate and up share their input
             self.seen[1, X].copy_(torch.maximum(self.seen[0, X], self.seen[1, X]))
         return (y[:tokens] if extra else y).view(*x.shape[:-1], y.shape[-1])
 
 
-def join_gated(module: FeedForward) -> None:
-    """Make one function of a feed-forward part that is all in fp8, uncut, without biases, and with delayed scales."""
+def fuse_gated(module: FeedForward) -> None:
+    """Fuse a feed-forward part whose layers are all in fp8 with delayed scales, unsharded and without biases."""
     layers = [m for m in (module.gate, module.up, module.down) if type(m) is Fp8Linear]
     found = [m.maxima for m in layers if m.bias is None]
     maxima = [m for m in found if m is not None]

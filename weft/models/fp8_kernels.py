@@ -1,7 +1,7 @@
-"""fp8 casts on CUDA in one pass: each number is read once and written by rows and by columns, its maximum noted.
+"""fp8 casts on CUDA in one pass: each value is read once and written by rows and by columns, and the maximum recorded.
 
-A product wants its left factor by rows and its right one by columns, and the backward pass wants each of them the other
-way round. SwiGLU is made in the same pass as its cast, forward and backward, so that its results never exist in bf16.
+A product takes its left factor by rows and its right one by columns, and the backward pass the other way round. SwiGLU
+is computed in the same pass as its cast, forward and backward, so that its results are never stored in bf16.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 64, 64
-WIDE = 64, 128
-"""Rows and columns of a tile: what measured fastest on an H200, the wide one for SwiGLU alone."""
-FLIP, BLOCK = (128, 128), 8192
-"""Of a tile that is only transposed, and numbers that one program casts."""
+CAST_TILE = 64, 64
+SWIGLU_TILE = 64, 128
+"""Rows and columns of a tile, the fastest on an H200."""
+TRANSPOSE_TILE, CAST_BLOCK = (128, 128), 8192
+"""Tile of a plain transpose, and values that one program casts."""
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def _made(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[::-1], dtype=dtype)
 
 
-def _launch(kernel, x: Tensor, dtype: torch.dtype, *given: Tensor, tile: tuple[int, int] = TILE) -> None:
+def _launch(kernel, x: Tensor, dtype: torch.dtype, *given: Tensor, tile: tuple[int, int] = CAST_TILE) -> None:
     rows, columns = x.shape
     high, wide = tile
     kernel[(triton.cdiv(rows, high), triton.cdiv(columns, wide))](
@@ -102,15 +102,15 @@ def cast_rows(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x · scale in fp8."""
     x = x.contiguous()
     out = x.new_empty(x.shape, dtype=dtype)
-    grid = (triton.cdiv(x.numel(), BLOCK),)
-    weft_cast_rows[grid](x, scale, out, x.numel(), LIMIT=torch.finfo(dtype).max, BLOCK=BLOCK, num_warps=8)
+    grid = (triton.cdiv(x.numel(), CAST_BLOCK),)
+    weft_cast_rows[grid](x, scale, out, x.numel(), LIMIT=torch.finfo(dtype).max, BLOCK=CAST_BLOCK, num_warps=8)
     return out
 
 
 def transpose(x: Tensor, out: Tensor) -> None:
-    """Put fp8 numbers [rows, columns] into out [columns, rows]."""
+    """Transpose fp8 values [rows, columns] into out [columns, rows]."""
     rows, columns = x.shape
-    high, wide = FLIP
+    high, wide = TRANSPOSE_TILE
     weft_transpose[(triton.cdiv(rows, high), triton.cdiv(columns, wide))](
         x.contiguous().view(torch.uint8), out.view(torch.uint8), rows, columns, out.stride(0),
         ROWS=high, COLUMNS=wide, num_warps=4,
@@ -131,7 +131,7 @@ def swiglu_both(gate: Tensor, up: Tensor, scale: Tensor, seen: Tensor, dtype: to
     """silu(gate) · up · scale in fp8, by rows and by columns."""
     gate, up = gate.contiguous(), up.contiguous()
     out = _made(gate, dtype)
-    _launch(weft_swiglu_both, gate, dtype, gate, up, scale, *out, seen, tile=WIDE)
+    _launch(weft_swiglu_both, gate, dtype, gate, up, scale, *out, seen, tile=SWIGLU_TILE)
     return out
 
 

@@ -1,6 +1,6 @@
-"""Rows sorted by expert: one product for all experts, and the ways there and back, of which each undoes the other.
+"""Rows sorted by expert: one product for all experts, and the permutations to that order and back.
 
-All of them are gathers in both directions, never sums into places, so the result does not depend on who came first.
+Forward and backward are gathers, not atomic additions, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.models.kernel_internals import gradient_is_needed, grouped_mm, is_fake
 
 
 def product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -23,19 +24,14 @@ def product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """torch's grouped product: rows up to ends[0] by weight[0], from there to ends[1] by weight[1], and so on."""
-    return torch._grouped_mm(x, weight, offs=ends)
-
-
 class _Product(torch.autograd.Function):
-    """One product an expert that has rows; the counts are read by the host."""
+    """One product per expert that has rows; the host reads the counts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts = known(counts, len(x))
-        # selective recompute keeps each product, so none may be a piece of what the next one writes to
+        # selective recompute saves each product, so they must not share one buffer
         parts = [rows @ weight[e].t() for e, rows in zip(*_groups(ctx.counts, x), strict=True)]
         return torch.cat(parts) if parts else x.new_empty((0, weight.shape[1]))
 
@@ -43,8 +39,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grads[0].contiguous()
-        dx = torch.empty_like(x) if _wanted(ctx, 0) else None
-        dw = torch.zeros_like(weight) if _wanted(ctx, 1) else None
+        dx = torch.empty_like(x) if gradient_is_needed(ctx, 0) else None
+        dw = torch.zeros_like(weight) if gradient_is_needed(ctx, 1) else None
         for e, rows, g, into in zip(*_groups(ctx.counts, x, grad, x if dx is None else dx), strict=True):
             if dx is not None:
                 torch.mm(g, weight[e], out=into)
@@ -53,18 +49,9 @@ class _Product(torch.autograd.Function):
         return dx, dw, None
 
 
-def _wanted(node: Any, index: int) -> bool:
-    """Whether anything in this backward pass uses the gradient of an input: a split one asks for one at a time."""
-    following = node.next_functions[index][0]
-    try:
-        return following is not None and torch._C._will_engine_execute_node(following)
-    except RuntimeError:  # of a leaf under autograd.grad() torch does not tell
-        return True
-
-
 def known(counts: Tensor, total: int) -> list[int]:
-    """Counts [n] of which the host must know the values. A dry run has none: there, `total` is shared evenly."""
-    if isinstance(counts, FakeTensor):
+    """Counts [n] as Python numbers. Fake tensors have no values: `total` is then divided evenly."""
+    if is_fake(counts):
         each, more = divmod(total, len(counts))
         return [each + (i < more) for i in range(len(counts))]
     found: list[int] = counts.tolist()
@@ -99,7 +86,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 def dispatch(x: Tensor, order: Tensor, inverse: Tensor, k: int = 1) -> Tensor:
-    """Each row k times, in the order of its k uses: row i of the result is use order[i], and use j is row j // k."""
+    """Each row k times, sorted by expert: row i of the result is use order[i], and use j is row j // k."""
     out: Tensor = _Dispatch.apply(x, order, inverse, k)
     return out
 
@@ -125,7 +112,7 @@ class _GatherWeighted(torch.autograd.Function):
 
 
 def _kernels() -> Any:
-    """What a GPU makes each way in one pass with."""
+    """Triton kernels that do each permutation in one pass."""
     from weft.models import grouped_kernels
 
     return grouped_kernels
@@ -137,6 +124,6 @@ def _uses(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
 
 
 def gather_weighted(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Sorted rows back to their tokens: the sum of each token's k rows [tokens, dim] by its weights [tokens, k]."""
+    """The weighted sum of each token's k sorted rows: [tokens, dim] by weights [tokens, k]."""
     out: Tensor = _GatherWeighted.apply(rows, weights, order, inverse)
     return out

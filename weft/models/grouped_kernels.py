@@ -1,7 +1,7 @@
-"""The ways of tokens to their experts and back on CUDA, each in one pass: one program a token, which has k uses.
+"""Tokens to the rows of their experts and back on CUDA, each in one pass: one program per token, which has k uses.
 
-`places` [tokens, k] says where a token's uses stand among the rows that are sorted by expert. Sums are made in fp32 and
-in the order of the uses, so the result does not depend on who came first.
+`places` [tokens, k] are the indices of a token's uses among the rows sorted by expert. Sums are in fp32 and in the
+order of the uses, so they are deterministic.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def spread(x: Tensor, places: Tensor) -> Tensor:
 
 
 def gather(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
-    """The sum of each token's rows [tokens, width], by its weights [tokens, k] if there are any."""
+    """The sum of each token's rows [tokens, width], weighted by `weights` [tokens, k] if given."""
     rows, weighted = rows.contiguous(), weights is not None
     y = rows.new_empty((places.shape[0], rows.shape[1]))
     by = rows if weights is None else weights.contiguous()

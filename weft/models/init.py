@@ -1,4 +1,4 @@
-"""Initial weights, each from its own seed and name: the same whatever the layout or the order of making."""
+"""Initial weights: a function of the seed and the parameter's name, so the same in every layout."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 STD = 0.02
-"""Standard deviation of a matrix's first values (GPT-2)."""
+"""Standard deviation of initial matrices (GPT-2)."""
 
 
 def initialise(name: str, tensor: Tensor, model: nn.Module, seed: int, first: int = 0) -> None:
-    """Fill one parameter of a Weft model in place. A stack of experts' begins with the one whose number is `first`."""
+    """Fill one parameter of a Weft model in place. `first` is the index of the first expert in a stack of matrices."""
     if tensor.dim() == 3:
         for i, each in enumerate(tensor):
             initialise(name.replace(".experts.", f".experts.{first + i}."), each, model, seed)
@@ -26,7 +26,7 @@ def initialise(name: str, tensor: Tensor, model: nn.Module, seed: int, first: in
     else:
         layers = int(getattr(model, "depth", 1))
         if not hasattr(model, "blocks"):
-            std = math.sqrt(2.0 / tensor.shape[1])  # half of what enters is lost in each GELU (He et al. 2015)
+            std = math.sqrt(2.0 / tensor.shape[1])  # each GELU halves the variance (He et al. 2015)
         elif owner.endswith((".o", ".down")):  # two additions a block to the residual stream (GPT-2 §2.3)
             std = STD / math.sqrt(2 * layers)
         else:

@@ -1,4 +1,4 @@
-"""Linear + cross-entropy in chunks of tokens: the logits of a whole batch never exist at once."""
+"""Linear + cross-entropy in chunks of tokens, so that the logits of a batch are never stored at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.planner.engine_constants import LOGITS_BYTES
 
 
 class VocabSplit(Protocol):
-    """How the vocabulary is spread: where this rank's rows begin, and sums and maxima over all of it."""
+    """How the vocabulary is sharded: the first row of this rank, and sums and maxima over all ranks."""
 
     start: int
     vocab: int
@@ -22,7 +22,7 @@ class VocabSplit(Protocol):
 
 
 class WholeVocab:
-    """All of the vocabulary on this rank."""
+    """The whole vocabulary on this rank."""
 
     def __init__(self, vocab: int):
         self.start, self.vocab = 0, vocab
@@ -34,11 +34,11 @@ class WholeVocab:
         return x
 
 
-class Products:
-    """The three products of a head, chunk by chunk, in the numbers' own precision."""
+class HeadProducts:
+    """The three products of a head, chunk by chunk, in the dtype of its input."""
 
     times = 1.0
-    """What the gradient of the logits is multiplied by before it is rounded; the products with it undo that."""
+    """Scale of the gradient of the logits before rounding; the products divide by it."""
 
     def __init__(self, x: Tensor, weight: Tensor, rows: int):
         self.x, self.weight, self.rows = x, weight, rows
@@ -48,7 +48,7 @@ class Products:
         return self.x[part] @ self.weight.t()
 
     def room(self, logits: Tensor) -> Tensor:
-        """Where the gradient of these logits goes: they are not needed any more."""
+        """Buffer for the gradient of these logits; it may overwrite them."""
         return logits
 
     def rounded(self, dlogits: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Products:
         torch.mm(dlogits, self.weight, out=out)
 
     def to_weight(self, dlogits: Tensor, part: slice) -> None:
-        """Add dlogitsᵀ @ x, in fp32; a product that stands alone needs no wider sum than its own."""
+        """Add dlogitsᵀ @ x to the weight gradient, in fp32 where there are several chunks."""
         a, b = dlogits.t(), self.x[part]
         if self.rows >= len(self.x):
             self.dw = a @ b
@@ -67,22 +67,22 @@ class Products:
             self.dw = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
         if a.dtype == torch.float32:
             self.dw.addmm_(a, b)
-        elif a.is_cuda:  # the product's own accumulator is fp32, and is added to before it is rounded
+        elif a.is_cuda:  # accumulates in fp32 before rounding
             torch.addmm(self.dw, a, b, out_dtype=torch.float32, out=self.dw)
         else:
             self.dw += a @ b
 
     def weight_gradient(self) -> Tensor:
-        """What was added up."""
+        """The accumulated gradient in the dtype of the weight."""
         return torch.zeros_like(self.weight) if self.dw is None else self.dw.to(self.weight.dtype)
 
 
-Factory = Callable[[Tensor, Tensor, int], Products]
+HeadProductsFactory = Callable[[Tensor, Tensor, int], HeadProducts]
 """Products of x [tokens, dim] with weight [rows of the vocabulary, dim], so many tokens at a time."""
 
 
-class _Attach(torch.autograd.Function):
-    """A value whose gradient by `x` is already known. Two of them, added, keep the paths of input and weights apart."""
+class _KnownGradient(torch.autograd.Function):
+    """A value whose gradient by `x` is already known."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, grad: Tensor, value: Tensor) -> Tensor:
@@ -98,9 +98,9 @@ class _Attach(torch.autograd.Function):
 @torch.no_grad()
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit,
-    want: tuple[bool, bool], make: Factory,
+    want: tuple[bool, bool], make: HeadProductsFactory,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The loss is linear in its upstream gradient, so both gradients are made with it, chunk by chunk."""
+    """The loss is linear in its upstream gradient, so both gradients are computed with it, chunk by chunk."""
     # x [tokens, dim], weight [local vocab, dim], targets and valid [tokens]
     rows = rows_at_once(x, weight)
     products = make(x, weight, rows)
@@ -121,7 +121,7 @@ def _loss_and_gradients(
 
 
 def rows_at_once(x: Tensor, weight: Tensor) -> int:
-    """Tokens in a chunk: as many as the limit allows, in chunks of equal size."""
+    """Tokens per chunk: as many as LOGITS_BYTES allows, in chunks of equal size."""
     width = 4 if x.device.type == "cpu" else x.element_size()
     most = max(1, LOGITS_BYTES.get(x.device.type, LOGITS_BYTES["cuda"]) // (max(1, weight.shape[0]) * width))
     chunks = -(-x.shape[0] // most)
@@ -129,9 +129,15 @@ def rows_at_once(x: Tensor, weight: Tensor) -> int:
 
 
 def _fused_chunk(
-    logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit, grad: bool, products: Products
+    logits: Tensor,
+    targets: Tensor,
+    valid: Tensor,
+    smoothing: float,
+    split: VocabSplit,
+    grad: bool,
+    products: HeadProducts,
 ) -> tuple[Tensor, Tensor | None]:
-    """As _chunk, with loss and gradient made by one kernel."""
+    """As _chunk, with loss and gradient from one kernel."""
     from weft.models.loss_kernels import cross_entropy
 
     room = products.room(logits) if grad else None
@@ -139,7 +145,13 @@ def _fused_chunk(
 
 
 def _chunk(
-    logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit, grad: bool, products: Products
+    logits: Tensor,
+    targets: Tensor,
+    valid: Tensor,
+    smoothing: float,
+    split: VocabSplit,
+    grad: bool,
+    products: HeadProducts,
 ) -> tuple[Tensor, Tensor | None]:
     """Summed loss of a chunk, and its gradient by the logits as the products take it."""
     logits = logits.float()  # [rows, local vocab]
@@ -172,7 +184,7 @@ def _chunk(
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor | None = None, smoothing: float = 0.0,
-    split: VocabSplit | None = None, products: Factory = Products,
+    split: VocabSplit | None = None, products: HeadProductsFactory = HeadProducts,
 ) -> Tensor:  # fmt: skip
     """Sum over valid targets of the cross-entropy of `x @ weight.T`, in fp32.
 
@@ -186,7 +198,7 @@ def linear_cross_entropy(
     want = (grad and flat.requires_grad, grad and weight.requires_grad)
     loss, dx, dw = _loss_and_gradients(flat, weight, targets, valid, smoothing, split, want, products)
     if dx is not None:
-        loss = _Attach.apply(flat, dx, loss)
+        loss = _KnownGradient.apply(flat, dx, loss)
     if dw is not None:
-        loss = loss + _Attach.apply(weight, dw, torch.zeros_like(loss))
+        loss = loss + _KnownGradient.apply(weight, dw, torch.zeros_like(loss))
     return loss

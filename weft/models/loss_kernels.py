@@ -1,4 +1,4 @@
-"""The loss of a chunk of logits and its gradient on CUDA, in one kernel; in place, or into numbers of another kind."""
+"""The loss of a chunk of logits and its gradient on CUDA in one kernel; in place, or in another dtype."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def weft_cross_entropy(
         if SMOOTH:
             plain += tl.sum(tl.where(at < vocab, x, 0.0))
     lse = peak + tl.log(total)
-    inside = (target >= 0) & (target < vocab)  # the target of a token that does not count may be anything
+    inside = (target >= 0) & (target < vocab)  # targets of masked tokens may be anything
     hit = tl.load(logits + tl.where(inside, target, 0)).to(tl.float32)
     loss = lse - (1.0 - smoothing) * hit
     if SMOOTH:
         loss -= smoothing / vocab * plain
     tl.store(losses + row, tl.where(counts > 0, loss, 0.0))
     if GRAD:
-        tl.debug_barrier()  # nobody overwrites the target's logit before it was read
+        tl.debug_barrier()  # the target's logit is read before any thread overwrites it
         for start in range(0, vocab, BLOCK):
             at = start + tl.arange(0, BLOCK)
             x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)

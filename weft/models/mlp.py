@@ -9,7 +9,7 @@ from weft.job.schema import Model
 
 
 class DeepMLP(nn.Module):
-    """Square linears with a GELU between them. With targets it returns the squared error: a sample's mean, summed."""
+    """Square linear layers with GELU between them. With targets it returns the summed mean squared error of samples."""
 
     units = "layers.*"
 
@@ -21,7 +21,7 @@ class DeepMLP(nn.Module):
 
     @property
     def parts(self) -> dict[str, str]:
-        """Layers in pairs, cut by column then by row; the last of an odd number stays whole."""
+        """Layers in pairs, sharded by column then by row; the last of an odd number is not sharded."""
         pairs = self.depth // 2
         return {f"layers.{i}": ("column", "row")[i % 2] for i in range(2 * pairs)}
 
@@ -38,12 +38,12 @@ class DeepMLP(nn.Module):
         return error.sum() if valid is None else (error * valid).sum()
 
     def keep(self, first: int, last: int, begins: bool, ends: bool) -> None:
-        """Keep the layers first … last - 1 alone, and the loss if the stage ends; names stay."""
+        """Keep only layers first … last - 1, and the loss if `ends`; names do not change."""
         for i in range(self.depth):
             if not first <= i < last:
-                del self.layers._modules[str(i)]
+                delattr(self.layers, str(i))
         self.ends = ends
 
     def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
-        """Shape of what one stage hands to the next."""
+        """Shape of the activations between stages."""
         return inputs.shape[0], self.dim

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021), and how they are stretched to longer sequences."""
+"""Rotary positions (Su et al. 2021) and their scaling to longer sequences."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def rotation(positions: Tensor, freq: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn x [batch, seq, heads, head_dim]; the two halves of a head form the pairs."""
-    cos, sin = turn
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate x [batch, seq, heads, head_dim]; the two halves of a head form the pairs."""
+    cos, sin = angles
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

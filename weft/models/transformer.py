@@ -1,4 +1,4 @@
-"""One transformer that covers GPT-2, Llama and ViT by configuration; it knows nothing of how it is spread."""
+"""One transformer that covers GPT-2, Llama and ViT by configuration, without any parallelism."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from weft.job.schema import Model
 from weft.job.shapes import PATCH_DIM
-from weft.models.attention import Where, attention
+from weft.models.attention import TokenInfo, attention
 from weft.models.dropout import Dropout, salt
-from weft.models.experts import MixtureOfExperts
 from weft.models.feedforward import FeedForward
-from weft.models.loss import Factory, Products, linear_cross_entropy
+from weft.models.loss import HeadProducts, HeadProductsFactory, linear_cross_entropy
+from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.rope import frequencies, rotate, rotation
 
-Core = Callable[[Tensor, Tensor, Tensor, bool, Where], Tensor]
-"""Queries, keys and values [batch, seq, heads, head_dim], causal or not, and what is known of the tokens."""
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool, TokenInfo], Tensor]
+"""Attention of queries, keys and values [batch, seq, heads, head_dim], causal or not."""
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -27,12 +27,12 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. Heads are counted from the width of q, k and v, so any share of them works.
+    """Grouped-query attention. The number of heads follows from the width of q, k and v, so any share of them works.
 
-    `enter` brings in what a layout keeps elsewhere; `core` may be another layout's attention.
+    Parallel layouts replace `enter` (gathers the input) and `core` (the attention itself).
     """
 
-    core: Core = staticmethod(attention)
+    core: AttentionFunction = staticmethod(attention)
     enter: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
 
     def __init__(self, m: Model):
@@ -46,8 +46,8 @@ class Attention(nn.Module):
         self.q_norm = _norm(m, m.head_dim) if m.qk_norm else None
         self.k_norm = _norm(m, m.head_dim) if m.qk_norm else None
 
-    def project(self, x: Tensor, where: Where) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, turned to their places."""
+    def project(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values with rotary positions applied."""
         x = self.enter(x)
         batch, seq, _ = x.shape
         q = self.q(x).view(batch, seq, -1, self.head_dim)
@@ -55,12 +55,12 @@ class Attention(nn.Module):
         v = self.v(x).view(batch, seq, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if where.turn is not None:
-            q, k = rotate(q, where.turn), rotate(k, where.turn)
+        if info.rotation is not None:
+            q, k = rotate(q, info.rotation), rotate(k, info.rotation)
         return q, k, v
 
-    def forward(self, x: Tensor, where: Where) -> Tensor:
-        y = self.core(*self.project(x, where), self.causal, where)
+    def forward(self, x: Tensor, info: TokenInfo) -> Tensor:
+        y = self.core(*self.project(x, info), self.causal, info)
         return self.o(y.flatten(2))
 
 
@@ -78,40 +78,40 @@ class Block(nn.Module):
         self.mlp = MixtureOfExperts(m) if routed else FeedForward(m)
         self.mlp_drop = Dropout(m.dropout or 0.0, site=2)
 
-    def forward(self, x: Tensor, where: Where) -> Tensor:
-        x = x + self.attn_drop(self.attn(self.attn_norm(x), where), where.keys, where.rows)
-        return x + self.mlp_drop(self.mlp(self.mlp_norm(x), where), where.keys, where.rows)
+    def forward(self, x: Tensor, info: TokenInfo) -> Tensor:
+        x = x + self.attn_drop(self.attn(self.attn_norm(x), info), info.keys, info.rows)
+        return x + self.mlp_drop(self.mlp(self.mlp_norm(x), info), info.keys, info.rows)
 
-    def before(self, x: Tensor, where: Where) -> tuple[Tensor, Tensor, Tensor]:
-        """What comes before the attention's core. With after() it is the whole block, and token by token."""
-        return self.attn.project(self.attn_norm(x), where)
+    def before(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Tensor, Tensor]:
+        """The token-wise part before the attention core; after() is the part that follows it."""
+        return self.attn.project(self.attn_norm(x), info)
 
-    def after(self, x: Tensor, y: Tensor, where: Where) -> Tensor:
-        """What comes after the core, which gave y [batch, seq, heads, head_dim]."""
-        x = x + self.attn_drop(self.attn.o(y.flatten(2)), where.keys, where.rows)
-        return x + self.mlp_drop(self.mlp(self.mlp_norm(x), where), where.keys, where.rows)
+    def after(self, x: Tensor, y: Tensor, info: TokenInfo) -> Tensor:
+        """The token-wise part after the attention core, whose output is y [batch, seq, heads, head_dim]."""
+        x = x + self.attn_drop(self.attn.o(y.flatten(2)), info.keys, info.rows)
+        return x + self.mlp_drop(self.mlp(self.mlp_norm(x), info), info.keys, info.rows)
 
 
-def _mean(x: Tensor, where: Where | None) -> Tensor:
+def _mean(x: Tensor, info: TokenInfo | None) -> Tensor:
     return x.mean(1)
 
 
 class Head(nn.Module):
-    """Logits, or their summed cross-entropy without ever holding them all. ViT averages over the patches first."""
+    """Logits, or their summed cross-entropy computed in chunks. ViT averages over the patches first."""
 
-    mean: Callable[[Tensor, Where | None], Tensor] = staticmethod(_mean)
+    mean: Callable[[Tensor, TokenInfo | None], Tensor] = staticmethod(_mean)
 
     def __init__(self, m: Model):
         super().__init__()
         assert m.dim and m.vocab
         self.weight = nn.Parameter(torch.empty(m.vocab, m.dim))
         self.pool = m.is_classifier
-        self.products: Factory = Products
+        self.products: HeadProductsFactory = HeadProducts
 
     def forward(
-        self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float, where: Where | None = None
+        self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float, info: TokenInfo | None = None
     ) -> Tensor:
-        x = self.mean(x, where) if self.pool else x
+        x = self.mean(x, info) if self.pool else x
         if targets is None:
             return F.linear(x, self.weight)
         return linear_cross_entropy(x, self.weight, targets, valid, smoothing, products=self.products)
@@ -121,7 +121,7 @@ class Transformer(nn.Module):
     """Embedding, blocks, norm, head. With targets it returns the loss summed over valid targets; without, logits."""
 
     units = "blocks.*"
-    """The parts that are sharded, recomputed and pipelined as one."""
+    """Modules that are sharded, recomputed and pipelined as a unit."""
 
     parts: ClassVar[dict[str, str]] = {
         "embed": "vocab",
@@ -144,8 +144,8 @@ class Transformer(nn.Module):
         "norm": "sequence",
         "head": "vocab_head",
     }
-    """Which module plays which part under tensor parallelism; the first pattern that fits its path decides.
-    parallel/tensor.py says what each part does."""
+    """Role of each module under tensor parallelism, by the first pattern that matches its path; the roles are defined
+    in parallel/tensor.py."""
 
     def __init__(self, m: Model):
         super().__init__()
@@ -171,43 +171,43 @@ class Transformer(nn.Module):
         hidden: Tensor | None = None, rows: Tensor | None = None, length: int | None = None,
     ) -> Tensor:  # fmt: skip
         # inputs [batch, seq] tokens, or [batch, patches, PATCH_DIM]; hidden [batch, seq, dim] if another stage began;
-        # rows and length: which tokens of how many these are, if they are not all
+        # rows and length: indices of these tokens and length of the sequence, if they are not all of it
         if rows is None:
             rows = torch.arange(inputs.shape[1], device=inputs.device)
         positions = rows if positions is None else positions
-        turn = None
+        angles = None
         if self.rotary:
-            turn = rotation(positions, frequencies(self.head_dim, self.theta, self.scaling, inputs.device))
-        where = Where(turn, docs, keys, rows, inputs.shape[1] if length is None else length, keys)
-        x = self.begin(inputs, positions, where) if hidden is None else hidden
+            angles = rotation(positions, frequencies(self.head_dim, self.theta, self.scaling, inputs.device))
+        info = TokenInfo(angles, docs, keys, rows, inputs.shape[1] if length is None else length, keys)
+        x = self.begin(inputs, positions, info) if hidden is None else hidden
         for index, block in self.blocks.named_children():
-            # every block drops by sites of its own, yet runs the same code: what is compiled for one fits all
+            # each block has its own dropout keys but the same code, so that one compilation serves all
             own = None if keys is None or not self.drop.p else keys + salt(2 * int(index))
-            x = block(x, where._replace(keys=own))
+            x = block(x, info._replace(keys=own))
         if self.norm is None or self.head is None:
             return x
-        return self.head(self.norm(x), targets, valid, smoothing, where)
+        return self.head(self.norm(x), targets, valid, smoothing, info)
 
-    def begin(self, inputs: Tensor, positions: Tensor, where: Where) -> Tensor:
-        """What comes before the blocks."""
+    def begin(self, inputs: Tensor, positions: Tensor, info: TokenInfo) -> Tensor:
+        """Embedding, positions and dropout."""
         assert self.embed is not None
         x = self.embed(inputs)
         if self.positions is not None:
             x = x + self.positions(positions)
-        return self.drop(x, where.keys, where.rows)
+        return self.drop(x, info.keys, info.rows)
 
     def keep(self, first: int, last: int, begins: bool, ends: bool) -> None:
-        """Keep the blocks first … last - 1, the embedding if the stage begins, the head if it ends; names stay."""
+        """Keep only blocks first … last - 1, the embedding if `begins` and the head if `ends`; names do not change."""
         for i in range(self.depth):
             if not first <= i < last:
-                del self.blocks._modules[str(i)]
+                delattr(self.blocks, str(i))
         if not begins:
             self.embed = self.positions = None
         if not ends:
             self.norm = self.head = None
 
     def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
-        """Shape of what one stage hands to the next."""
+        """Shape of the activations between stages."""
         return inputs.shape[0], inputs.shape[1] // sequence_cut, self.dim
 
 

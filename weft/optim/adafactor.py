@@ -1,6 +1,6 @@
-"""Adafactor (Shazeer & Stern 2018) for weights that are cut: only rows', columns' and scalars' sums travel.
+"""Adafactor (Shazeer & Stern 2018) for sharded weights: only sums of rows, columns and scalars are communicated.
 
-The same steps as torch's, whose in-place norms DTensor refuses.
+The same algorithm as torch.optim.Adafactor, whose in-place norms DTensor does not support.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import LocalShard, local_of, shard_of
-from weft.optim.clip import passed
+from weft.optim.clip import zero_if_skipped
 
 BETA2_DECAY = -0.8
-LEAST_SCALE = 1e-3
-"""ε₂: the update of a weight that is still zero."""
+MIN_PARAMETER_SCALE = 1e-3
+"""ε₂: lower bound of a parameter's scale."""
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Second moments of a matrix as the product of its rows' and its columns' means."""
+    """Second moments of a matrix as the product of row and column means."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
     found_inf: Tensor | None = None
-    """1 on the device where this step must change nothing."""
+    """A tensor that is 1 if this step is skipped."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -38,19 +38,23 @@ class Adafactor(torch.optim.Optimizer):
             shards = [shard_of(p) for p in params]
             sums = [self._sums(p, shard) for p, shard in zip(params, shards, strict=True)]
             add_up(sums, shards)
-            squares = [self._learn(p, shard, found) for p, shard, found in zip(params, shards, sums, strict=True)]
+            squares = [
+                self._update_moments(p, shard, found) for p, shard, found in zip(params, shards, sums, strict=True)
+            ]
             add_up([[s] for s in squares], shards)
             for param, shard, found, square in zip(params, shards, sums, squares, strict=True):
                 count = math.prod(shard.shape)
-                young = self.state[param]["step"].double() ** -0.5
-                scale = (found[0] / count).sqrt().clamp(min=LEAST_SCALE) * young.clamp(max=lr).float() * taken
+                rate_limit = self.state[param]["step"].double() ** -0.5
+                scale = (
+                    (found[0] / count).sqrt().clamp(min=MIN_PARAMETER_SCALE) * rate_limit.clamp(max=lr).float() * taken
+                )
                 clipped = (square / count).sqrt().clamp(min=1.0)
                 weight = local_of(param)
                 weight.mul_(1 - lr * group["weight_decay"] * taken)
                 weight.sub_(self._direction(param, shard) * (scale / clipped))
 
     def _sums(self, param: Tensor, shard: LocalShard) -> list[Tensor]:
-        """This rank's part of the sums of squares: of the weight, and of the gradient's rows and columns."""
+        """This rank's part of the sums of squares of the weight and of the gradient's rows and columns."""
         out = [local_of(param).square().sum()]
         if param.dim() > 1:
             square = self._grad(param).square()
@@ -60,8 +64,8 @@ class Adafactor(torch.optim.Optimizer):
                 out.append(whole)
         return out
 
-    def _learn(self, param: Tensor, shard: LocalShard, sums: list[Tensor]) -> Tensor:
-        """Take the gradient into the second moments; returns this rank's part of the direction's square."""
+    def _update_moments(self, param: Tensor, shard: LocalShard, sums: list[Tensor]) -> Tensor:
+        """Update the second moments; returns this rank's part of the squared norm of the update direction."""
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros((), device=param.device)
@@ -82,10 +86,10 @@ class Adafactor(torch.optim.Optimizer):
     def _grad(self, param: Tensor) -> Tensor:
         """This rank's shard of the gradient."""
         assert param.grad is not None
-        return passed(local_of(param.grad), self.found_inf)
+        return zero_if_skipped(local_of(param.grad), self.found_inf)
 
     def _direction(self, param: Tensor, shard: LocalShard) -> Tensor:
-        """The gradient over its expected size, here; made twice a step rather than kept."""
+        """The normalised gradient on this rank; computed twice per step instead of stored."""
         state, eps = self.state[param], torch.finfo(param.dtype).eps
         if param.dim() > 1:
             mean = state["row_var"].mean(-2, keepdim=True).clamp(min=eps)

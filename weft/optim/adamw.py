@@ -1,7 +1,7 @@
-"""AdamW that takes gradients as they come and leaves the computing copy of each weight up to date.
+"""AdamW that takes gradients of any dtype and also updates the compute weights.
 
-On CUDA one kernel reads a gradient in its own dtype, scales and clips it, and writes moments, master and copy: 28 bytes
-a parameter where the gradient and the copy are bf16. Elsewhere torch's own fused kernel does the same in more passes.
+On CUDA one kernel reads a gradient, scales and clips it, and writes moments, master weight and compute weight: 28 bytes
+per parameter with bf16 gradients and compute weights. Elsewhere torch's fused kernel is used, in more passes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.optim.foreach_internals import foreach_add_
+
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, state and all; `fused_step` is its step with everything around it folded in."""
+    """torch's AdamW with the same state; `fused_step` is its step with scaling, clipping and casts included."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
@@ -23,7 +25,7 @@ class AdamW(torch.optim.AdamW):
     def fused_step(
         self, grads: dict[int, Tensor], compute_params: dict[int, Tensor], factor: Tensor, taken: Tensor
     ) -> None:
-        """Step on CUDA with gradients · factor, unless `taken` is 0. Both tables go by the id of the parameter."""
+        """Step on CUDA with gradients · factor, unless `taken` is 0. `grads` and `copies` are keyed by parameter id."""
         from weft.optim.adamw_kernels import adamw_, corrections_of
 
         flag = taken.to(torch.int32)
@@ -35,8 +37,7 @@ class AdamW(torch.optim.AdamW):
                     state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
                     state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
                     state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            steps = [self.state[p]["step"] for p in params]
-            torch._foreach_add_(steps, [taken] * len(steps))  # by one tensor alone, the host would ask for its value
+            foreach_add_([self.state[p]["step"] for p in params], taken)
             corrections = corrections_of(self.state[params[0]]["step"], group["betas"])
             for param in params:
                 state = self.state[param]

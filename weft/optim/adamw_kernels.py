@@ -1,4 +1,4 @@
-"""AdamW on CUDA in one pass: gradient scaled and clipped, both moments, master and the copy that computes."""
+"""AdamW on CUDA in one pass: scales and clips the gradient, updates moments, master weight and compute weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def weft_adamw(
     COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (at < size) & (tl.load(taken) != 0)  # a step that is not taken reads and writes nothing
+    inside = (at < size) & (tl.load(taken) != 0)  # a skipped step reads and writes nothing
     g = tl.load(grad + at, mask=inside).to(tl.float32) * tl.load(factor)
     m = tl.load(mean + at, mask=inside)
     v = tl.load(square + at, mask=inside)
@@ -36,9 +36,8 @@ def adamw_(
     master: Tensor, copy: Tensor | None, grad: Tensor, mean: Tensor, square: Tensor, factor: Tensor, taken: Tensor,
     corrections: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float,
 ) -> None:  # fmt: skip
-    """One tensor's update. `corrections` are 1 − β₁ᵗ and √(1 − β₂ᵗ); `factor` multiplies the gradient; `taken` 0
-    leaves all
-    as it was."""
+    """Update one tensor. `corrections` are 1 − β₁ᵗ and √(1 − β₂ᵗ); `factor` multiplies the gradient; nothing changes if
+    `taken` is 0."""
     size = master.numel()
     if size:
         weft_adamw[(triton.cdiv(size, BLOCK),)](
@@ -48,6 +47,6 @@ def adamw_(
 
 
 def corrections_of(step: Tensor, betas: tuple[float, float]) -> Tensor:
-    """What AdamW divides its young moments by, from a step count on the device, without asking for its value."""
+    """Bias corrections of AdamW from a step count on the device, without synchronisation."""
     count = step.double()
     return torch.stack([1 - betas[0] ** count, (1 - betas[1] ** count).sqrt()]).float()

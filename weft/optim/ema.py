@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, kept cut as the weights are."""
+"""An exponential moving average of the weights, sharded like them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import local_of
+from weft.optim.foreach_internals import foreach_lerp_
 
 
 class Ema:
@@ -18,12 +19,12 @@ class Ema:
 
     @torch.no_grad()
     def update(self, taken: Tensor | None = None) -> None:
-        """Learn from a step; `taken`, a truth on the device, says whether there was one."""
+        """Update after a step; `taken` is a boolean on the device, false if the step was skipped."""
         if self.averages and taken is not None:
             for name, average in self.averages.items():
                 local_of(average).lerp_(local_of(self.master_params[name].detach()), (1 - self.decay) * taken.float())
         elif self.averages:
-            torch._foreach_lerp_(
+            foreach_lerp_(
                 [local_of(a) for a in self.averages.values()],
                 [local_of(self.master_params[n].detach()) for n in self.averages],
                 1 - self.decay,

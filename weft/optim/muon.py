@@ -1,7 +1,7 @@
-"""Muon for weights that are cut: the momentum stays cut, the update is made from the whole matrix.
+"""Muon for sharded weights: the momentum is sharded, the update is computed from the whole matrix.
 
-torch's own would run Newton–Schulz on DTensors, whose products are split differently in each layout; its bf16 rounding
-then makes each layout another run.
+torch's Muon runs Newton–Schulz on DTensors, whose products are split differently in each layout; with bf16 rounding the
+layouts would then give different runs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import local_of, shard_of
-from weft.optim.clip import passed
+from weft.optim.clip import zero_if_skipped
 from weft.planner.engine_constants import MUON_ITERATIONS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic whose slope at zero is steepest (Jordan et al. 2024)."""
-TINY = 1e-7
+MIN_NORM = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
@@ -29,7 +29,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     found_inf: Tensor | None = None
-    """1 on the device where this step must change nothing."""
+    """A tensor that is 1 if this step is skipped."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -39,12 +39,13 @@ class Muon(torch.optim.Optimizer):
             for param in (p for p in group["params"] if p.grad is not None):
                 if "momentum_buffer" not in self.state[param]:
                     self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-                weight, grad = local_of(param), passed(local_of(param.grad), self.found_inf)
+                weight, grad = local_of(param), zero_if_skipped(local_of(param.grad), self.found_inf)
                 mean = local_of(self.state[param]["momentum_buffer"])
                 mean.lerp_(grad, (1 - momentum) * taken)
                 shard = shard_of(param)
                 wanted = grad.lerp(mean, momentum)
-                if param.dim() == 3 and shard.size[1:] == tuple(shard.shape[1:]):  # whole matrices of some experts
+                # this rank may have whole matrices of some experts
+                if param.dim() == 3 and shard.size[1:] == tuple(shard.shape[1:]):
                     update = orthogonal(wanted)
                 else:
                     update = orthogonal(shard.whole(wanted))[shard.box]
@@ -54,16 +55,16 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About the nearest matrix whose singular values are all 1, by Newton–Schulz: in bf16 where that is fast.
+    """Approximately the nearest matrix with singular values of 1, by Newton–Schulz, in bf16 on GPUs.
 
-    A stack [experts, out, in] is one matrix after the other.
+    A stack [experts, out, in] is processed matrix by matrix.
     """
     if matrix.dim() == 3:
         return torch.stack([orthogonal(each) for each in matrix]) if len(matrix) else matrix
     x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
     tall = x.shape[0] > x.shape[1]
     x = x.mT if tall else x
-    x = x / x.norm().clamp(min=TINY)
+    x = x / x.norm().clamp(min=MIN_NORM)
     a, b, c = COEFFICIENTS
     for _ in range(MUON_ITERATIONS):
         gram = x @ x.mT

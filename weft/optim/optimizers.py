@@ -25,26 +25,27 @@ def _newton_schulz(weight: WeightShard) -> float:
 
 OPTIMIZERS.register(
     Optimizer(
-        "adamw", "AdamW (Loshchilov & Hutter 2019), fused.", "weft.optim.build:adamw",
+        "adamw", "AdamW (Loshchilov & Hutter 2019), fused.", "weft.optim.build_optimizers:adamw",
         state=lambda optim, weight: 2 * weight.held + 1,  # two moments, and the count of steps
     )
 )  # fmt: skip
 OPTIMIZERS.register(
     Optimizer(
-        "sgd", "SGD with momentum.", "weft.optim.build:sgd",
+        "sgd", "SGD with momentum.", "weft.optim.build_optimizers:sgd",
         state=lambda optim, weight: weight.held if optim.momentum else 0,
     )
 )  # fmt: skip
 OPTIMIZERS.register(
     Optimizer(
         "adafactor", "Adafactor (Shazeer & Stern 2018): second moments as row and column means.",
-        "weft.optim.build:adafactor", state=_adafactor_state, elementwise=False,
+        "weft.optim.build_optimizers:adafactor", state=_adafactor_state, elementwise=False,
         traffic=lambda weight: 2 + _row_and_column_sums(weight), scratch=lambda weight: 3 * weight.held, dry_run=False,
     )
 )  # fmt: skip
 OPTIMIZERS.register(
     Optimizer(
-        "muon", "Muon (Jordan et al. 2024) on the matrices of blocks, adamw on the rest.", "weft.optim.build:muon",
+        "muon", "Muon (Jordan et al. 2024) on the matrices of blocks, adamw on the rest.",
+        "weft.optim.build_optimizers:muon",
         state=lambda optim, weight: weight.held, elementwise=False, block_matrices_only=True,
         traffic=lambda weight: prod(weight.shape),
         scratch=lambda weight: 5 * prod(weight.shape) if len(weight.shape) == 2 else 0, flops=_newton_schulz,

@@ -20,7 +20,7 @@ def peak_lr(job: Job) -> tuple[float, str | None]:
     )
 
 
-def rate(job: Job, step: int) -> float:
+def learning_rate(job: Job, step: int) -> float:
     """The rate of step 1, 2, … of train.steps."""
     o, total = job.optim, max(1, job.train.steps)
     peak, _ = peak_lr(job)

@@ -14,7 +14,7 @@ from weft.comm.algorithms import summing
 from weft.comm.background import Beside
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
-from weft.memory import Park, chosen, lengthen, recompute
+from weft.memory import HostOffload, recompute, recomputed_units, run_in_chunks
 from weft.mesh import Mesh, joint_axis, ranks_of_a_node
 from weft.models.init import initialise
 from weft.parallel.context.attention import Context, split_context
@@ -37,7 +37,7 @@ from weft.parallel.spread_model import SpreadModel
 from weft.parallel.tensor import TensorSplit, split_tensors
 from weft.planner.plan import Plan
 from weft.planner.schedules.registry import make_schedule
-from weft.precision import COMPUTE
+from weft.precision import COMPUTE_DTYPES
 
 
 def parallelize(
@@ -53,7 +53,7 @@ def parallelize(
     if (axis := mesh.axis(joint_axis(plan))) is not None and plan.compression != "none":
         # cp's own messages go through its group meanwhile; peers that do not exist have nothing to do meanwhile
         beside = Beside(mesh.device, at_once=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
-    again = chosen(list(find_units(model)), plan.recompute)
+    again = recomputed_units(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
     load = ExpertLoad(model, mesh.device, mesh.everyone, plan.ep)
     if pp is None:
@@ -70,7 +70,7 @@ def parallelize(
     cut = plan.tp if plan.sequence else 1
     at_once = frozenset(i for i, stage in stages.items() if again.keys() & find_units(stage.module).keys())
     load.watch(*(stage.module for stage in stages.values()))
-    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE[plan.precision], cut, load, at_once)
+    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE_DTYPES[plan.precision], cut, load, at_once)
 
 
 def spread_stage(
@@ -82,12 +82,12 @@ def spread_stage(
     `again` says which units are recomputed, and how; `summed` that a step adds up the gradients of several passes;
     `beside` what compresses gradients while the backward pass goes on.
     """
-    dtype, fp8 = COMPUTE[plan.precision], recipe_of(plan)
+    dtype, fp8 = COMPUTE_DTYPES[plan.precision], recipe_of(plan)
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
     context = Context(cp, Cut.of(plan, cp.rank)) if cp else None
     between = ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
-    park = Park(mesh.device, plan.host_gib / plan.virtual_stages)
+    offload = HostOffload(mesh.device, plan.host_gib / plan.virtual_stages)
     units = find_units(model)
     for prefix, unit in [*units.items(), ("", model)]:
         modules = members(model, prefix, skip=() if prefix else tuple(units))
@@ -104,7 +104,7 @@ def spread_stage(
         if prefix and plan.long:
             if plan.compile:
                 compile_parts(unit, ("before", "after"))
-            lengthen(unit, context, plan.chunk, plan.tp if plan.sequence else 1, park)
+            run_in_chunks(unit, context, plan.chunk, plan.tp if plan.sequence else 1, offload)
         elif prefix:
             if prefix in again:
                 recompute(unit, again[prefix])

@@ -13,9 +13,9 @@ from weft.comm.axis import Axis
 from weft.job.errors import JobError, MachineError
 from weft.mesh import Mesh
 from weft.models.feedforward import FeedForward
-from weft.models.fp8 import Fp8Linear, InFp8, Maxima, Recipe
-from weft.models.fp8_gated import Fp8FeedForward, join_gated
-from weft.models.fp8_head import Fp8Products
+from weft.models.fp8_gated import Fp8FeedForward, fuse_gated
+from weft.models.fp8_head import Fp8HeadProducts
+from weft.models.fp8_linear import AmaxHistory, Fp8Layer, Fp8Linear, Fp8Recipe
 from weft.models.transformer import Attention, Head
 from weft.parallel.tensor import ColumnLinear, RowLinear, local
 from weft.planner.model.fp8 import stays_bf16
@@ -25,11 +25,11 @@ FP8 = "fp8."
 """What begins the names of maxima in a checkpoint."""
 
 
-class Fp8Column(InFp8, ColumnLinear):
+class Fp8Column(Fp8Layer, ColumnLinear):
     """Each rank multiplies its outputs in fp8."""
 
 
-class Fp8Row(InFp8, RowLinear):
+class Fp8Row(Fp8Layer, RowLinear):
     """Each rank multiplies its inputs in fp8; the partial sums are added up in bf16."""
 
 
@@ -41,15 +41,15 @@ BECOMES: dict[type[nn.Module], type[nn.Linear]] = {
 """The same parameters under the same names, so checkpoints stay as they are."""
 
 
-def recipe_of(plan: Plan) -> Recipe | None:
+def recipe_of(plan: Plan) -> Fp8Recipe | None:
     """How a plan brings numbers into fp8; None where it does not."""
     if plan.precision != "fp8":
         return None
     said = dict(plan.fp8)
-    return Recipe(**{**said, "skip": tuple(said.get("skip", ()))})
+    return Fp8Recipe(**{**said, "skip": tuple(said.get("skip", ()))})
 
 
-def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
+def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Fp8Recipe) -> None:
     """Let the linear layers among a block's modules multiply in fp8, but for those that are left out."""
     for name, module in modules:
         new = BECOMES.get(type(module))
@@ -60,28 +60,28 @@ def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
             continue
         _check_device(weight.device)
         module.__class__ = new
-        assert isinstance(module, InFp8)
+        assert isinstance(module, Fp8Layer)
         module.recipe = recipe
-        module.maxima = Maxima(recipe.history, weight.device) if recipe.amax == "delayed" else None
+        module.maxima = AmaxHistory(recipe.history, weight.device) if recipe.amax == "delayed" else None
     for _, module in modules:
         if type(module) is FeedForward:
-            join_gated(module)
+            fuse_gated(module)
         if isinstance(module, Attention):
             _share_input(module.q, module.k, module.v)
 
 
 def _share_input(*layers: nn.Module) -> None:
-    known = [m.maxima for m in layers if isinstance(m, InFp8) and m.maxima is not None]
+    known = [m.maxima for m in layers if isinstance(m, Fp8Layer) and m.maxima is not None]
     for maxima in known:
         maxima.input = known[0]
 
 
-def use_fp8_head(modules: list[tuple[str, nn.Module]], recipe: Recipe) -> None:
+def use_fp8_head(modules: list[tuple[str, nn.Module]], recipe: Fp8Recipe) -> None:
     """Let the head multiply in fp8 where the job asks for it."""
     for _, module in modules:
         if recipe.head and isinstance(module, Head):
             _check_device(module.weight.device)
-            module.products = partial(Fp8Products, recipe=recipe)
+            module.products = partial(Fp8HeadProducts, recipe=recipe)
 
 
 def check_skip(model: nn.Module, plan: Plan) -> None:
@@ -107,7 +107,7 @@ class DelayedScales:
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh):
-        layers = {n: m for n, m in module.named_modules() if isinstance(m, InFp8) and m.maxima is not None}
+        layers = {n: m for n, m in module.named_modules() if isinstance(m, Fp8Layer) and m.maxima is not None}
         self.names = list(layers)
         self.maxima = [m.maxima for m in layers.values() if m.maxima is not None]
         names = ("dp_replicate", "dp_shard", "cp", "tp")

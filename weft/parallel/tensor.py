@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along
 from weft.comm.axis import Axis
 from weft.job.errors import JobError
-from weft.models.attention import Where
+from weft.models.attention import TokenInfo
 from weft.models.dropout import Dropout
-from weft.models.experts import MixtureOfExperts
 from weft.models.loss import linear_cross_entropy
+from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.transformer import Attention, Head
 
 SEQ = 1  # activations are [batch, seq, dim]
@@ -127,10 +127,10 @@ class VocabHead(Head):
     split: TensorSplit
 
     def forward(
-        self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float, where: Where | None = None
+        self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float, info: TokenInfo | None = None
     ) -> Tensor:
         x = self.split.enter(x)
-        x = self.mean(x, where) if self.pool else x
+        x = self.mean(x, info) if self.pool else x
         weight = local(self.weight)
         if targets is None:
             return gather_along(F.linear(x, weight), self.split.axis, -1)
@@ -162,7 +162,7 @@ class SequenceDropout(Dropout):
 
 
 @dataclass
-class Place:
+class PartModule:
     """One module that plays a part."""
 
     model: nn.Module
@@ -187,35 +187,35 @@ class Place:
         split.partial |= {f"{self.name}.{key}" for key, _ in self.module.named_parameters()}
 
 
-Role = Callable[[TensorSplit, Place], None]
+Role = Callable[[TensorSplit, PartModule], None]
 
 
-def _column(split: TensorSplit, place: Place) -> None:
+def _column(split: TensorSplit, place: PartModule) -> None:
     place.become(nn.Linear, ColumnLinear, "column", split, in_region=place.in_region)
     split.cut(place.model, place.module, "weight", 0)
     split.cut(place.model, place.module, "bias", 0)
 
 
-def _row(split: TensorSplit, place: Place) -> None:
+def _row(split: TensorSplit, place: PartModule) -> None:
     place.become(nn.Linear, RowLinear, "row", split, in_region=place.in_region)
     split.cut(place.model, place.module, "weight", 1)
     if place.module.bias is not None and place.in_region and split.sequence:
         split.partial.add(f"{place.name}.bias")
 
 
-def _vocab(split: TensorSplit, place: Place) -> None:
+def _vocab(split: TensorSplit, place: PartModule) -> None:
     if isinstance(place.module, nn.Linear):  # patches have no vocabulary: every rank embeds them all
         return _scatter(split, place)
     place.become(nn.Embedding, VocabEmbedding, "vocab", split)
     split.cut(place.model, place.module, "weight", 0)
 
 
-def _vocab_head(split: TensorSplit, place: Place) -> None:
+def _vocab_head(split: TensorSplit, place: PartModule) -> None:
     place.become(Head, VocabHead, "vocab_head", split)
     split.cut(place.model, place.module, "weight", 0)
 
 
-def _region(split: TensorSplit, place: Place) -> None:
+def _region(split: TensorSplit, place: PartModule) -> None:
     if isinstance(place.module, MixtureOfExperts):
         return  # each rank routes its own tokens (parallel/expert/expert_parallel.py)
     if isinstance(place.module, Attention):
@@ -224,27 +224,27 @@ def _region(split: TensorSplit, place: Place) -> None:
         place.module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
 
 
-def _sequence(split: TensorSplit, place: Place) -> None:
+def _sequence(split: TensorSplit, place: PartModule) -> None:
     if split.sequence:
         if isinstance(place.module, Dropout):
             place.become(Dropout, SequenceDropout, "sequence", split)
         place.mark_partial(split)
 
 
-def _heads(split: TensorSplit, place: Place) -> None:
+def _heads(split: TensorSplit, place: PartModule) -> None:
     place.mark_partial(split)
 
 
-def _routed(split: TensorSplit, place: Place) -> None:
+def _routed(split: TensorSplit, place: PartModule) -> None:
     if not any(isinstance(p, DTensor) for p in place.module.parameters()):  # else cut over ep, which knows better
         place.mark_partial(split)
 
 
-def _inside(split: TensorSplit, place: Place) -> None:
+def _inside(split: TensorSplit, place: PartModule) -> None:
     """What is above has a part already."""
 
 
-def _scatter(split: TensorSplit, place: Place) -> None:
+def _scatter(split: TensorSplit, place: PartModule) -> None:
     if split.sequence:
         place.module.register_forward_hook(lambda _, __, y: split.axis.narrow(y, -2))
         place.mark_partial(split)
@@ -288,7 +288,7 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
         _check_patterns(model, table)
     for name, module in modules:
         if role := _role(table, name):
-            ROLES[role](split, Place(model, name, module, regions))
+            ROLES[role](split, PartModule(model, name, module, regions))
 
 
 def _check_patterns(model: nn.Module, table: dict[str, str]) -> None:

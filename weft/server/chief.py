@@ -19,8 +19,8 @@ from weft.job.errors import DivergedError, Exit, JobError, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, local_device
-from weft.models.build import build_model
-from weft.optim.build import Optimizers, build_optimizers
+from weft.models.build_model import build_model
+from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.parallel.apply import find_units
 from weft.planner.plan import Plan
 from weft.planner.sync import one_replica

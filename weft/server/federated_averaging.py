@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.job.schema import Job
-from weft.optim.schedule import rate
+from weft.optim.schedule import learning_rate
 from weft.server.client_samples import random_generator, sample_clients
 from weft.server.connections import Peer
 from weft.server.records import RunRecords, StateCopy
@@ -306,7 +306,7 @@ class FederatedAveraging:
             factor = min(1.0, optim.clip / (size + 1e-6)) if optim.clip else 1.0
             for name, master in master_params.items():
                 master.grad = mean[name].to(master.dtype)
-            self.shard.apply(rate(self.job, self.step + 1), factor, version)
+            self.shard.apply(learning_rate(self.job, self.step + 1), factor, version)
             return
         with self.shard.lock:
             for name, master in master_params.items():
@@ -325,8 +325,8 @@ class FederatedAveraging:
         self.tokens += int(count)
         self.records.step(
             step + 1, sum(u.losses[i] for u in updates) / max(1.0, count), int(count),
-            sum(u.norms[i] for u in updates) / max(1, len(updates)), rate(self.job, step + 1), self.tokens, seconds,
-            self.bytes,
+            sum(u.norms[i] for u in updates) / max(1, len(updates)), learning_rate(self.job, step + 1), self.tokens,
+            seconds, self.bytes,
             peak_memory_gib=peak_memory_gib(torch.device("cpu")), round=self.round + 1,
             clients=sorted(self.received), rejected=sorted(self.rejected), workers=len(self.workers),
         )  # fmt: skip

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import local_of
-from weft.data.batch_shares import Shares
+from weft.data.batch_shares import BatchShares
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch, read_samples, to_device
 from weft.data.sampler import sample_index
 from weft.job.schema import Job
-from weft.optim.build import Optimizers
-from weft.optim.schedule import rate
+from weft.optim.build_optimizers import Optimizers
+from weft.optim.schedule import learning_rate
 from weft.server.client_samples import Ints, sample_labels, split_by_label
 from weft.server.worker import Worker
 from weft.training.build import make_optimizers
@@ -52,7 +52,7 @@ def client_batches(worker: Worker, client: int, step: int) -> list[Batch]:
     size = job.train.global_batch // job.train.sync.drawn
     ids = np.arange(step * size, (step + 1) * size, dtype=np.int64)
     indices = own[sample_index(job.train.seed + 1 + client, ids, len(own))]
-    parts = Shares.even(size, worker.plan.microbatch, 1).slices(0)
+    parts = BatchShares.even(size, worker.plan.microbatch, 1).slices(0)
     return read_samples(worker.dataset, ids + (client << 40), indices, parts)
 
 
@@ -97,7 +97,7 @@ def _several(worker: Worker, task: dict[str, Any], told: dict[str, list[float]])
     for step in range(task["step"], task["step"] + task["steps"]):
         grads = _gradients(worker, task, step, told)
         old = _moments(optimizers, "exp_avg") if carries else {}
-        norm, _ = stepper.update(grads, rate(job, step + 1))
+        norm, _ = stepper.update(grads, learning_rate(job, step + 1))
         _as_of_all(optimizers, old, optim.betas, parts)
         told["norms"].append(float(norm))
     stepper.job = job

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.job.schema import Job
-from weft.optim.schedule import rate
+from weft.optim.schedule import learning_rate
 from weft.server.connections import Peer
 from weft.server.records import RunRecords, StateCopy
 from weft.server.server_group import ServerGroup
@@ -291,7 +291,7 @@ class ParameterServer:
             )
             return
         clip = min(1.0, job.optim.clip / (norm + EPS)) if job.optim.clip else 1.0
-        lr = rate(job, min(before + 1, job.train.steps))
+        lr = learning_rate(job, min(before + 1, job.train.steps))
         for holder in self.servers.all():
             holder.apply(lr, clip / count, self.version + 1)
         stale = sum(self.version - c.version for c in taken)

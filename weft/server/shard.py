@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.optim.build import Optimizers
+from weft.optim.build_optimizers import Optimizers
 from weft.server.connections import Peer
 from weft.wire.tensors import Answer, TensorChannel
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from weft.comm.algorithms import summing
 from weft.job.schema import Job
 from weft.mesh import Mesh, ranks_of_a_node
-from weft.models.build import build_model
-from weft.optim.build import Optimizers, build_optimizers
+from weft.models.build_model import build_model
+from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.optim.ema import Ema
 from weft.parallel.apply import find_units, parallelize
 from weft.parallel.data.local_sgd import EveryStep, Rounds

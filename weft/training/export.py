@@ -13,7 +13,7 @@ from weft.job.errors import JobError
 from weft.job.load import parse_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.models.build import build_model
+from weft.models.build_model import build_model
 
 
 def newest(run: RunDir) -> SavedCheckpoint:
@@ -53,6 +53,9 @@ def load_model(found: SavedCheckpoint, ema: bool = False) -> tuple[Job, nn.Modul
 def export_safetensors(found: SavedCheckpoint, to: Path, ema: bool = False, dtype: torch.dtype | None = None) -> Path:
     """Write every parameter and buffer, unsharded, to one file, with the job in its metadata."""
     from safetensors.torch import save_file
+
+    if to.exists() and not to.is_file():
+        raise JobError(f"--out {to} exists and is not a regular file; name a new file such as model.safetensors")
 
     def cast(tensor: Tensor) -> Tensor:
         return (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()

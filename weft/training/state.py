@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.comm.shards import local_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.optim.build import Optimizers
+from weft.optim.build_optimizers import Optimizers
 from weft.optim.ema import Ema
 from weft.parallel.data.local_sgd import EveryStep
 from weft.parallel.fp8 import FP8

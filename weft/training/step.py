@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from weft.comm.axis import Pending
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.models.build import loss_sum
+from weft.models.build_model import loss_sum
 from weft.optim.clip import grad_norm
-from weft.optim.schedule import rate
+from weft.optim.schedule import learning_rate
 from weft.parallel.context.sequence_split import Cut
 from weft.parallel.spread_model import Batch, LossOf
 from weft.planner.plan import Plan
-from weft.precision import COMPUTE
+from weft.precision import COMPUTE_DTYPES
 from weft.training.state import State
 
 
@@ -93,7 +93,7 @@ class Stepper:
         return norm, taken
 
     def learning_rate(self) -> float:
-        return rate(self.job, self.state.step + 1)
+        return learning_rate(self.job, self.state.step + 1)
 
     @torch.no_grad()
     def evaluate(self, steps: list[list[Batch]]) -> float:
@@ -108,7 +108,7 @@ class Stepper:
 
     def loss_of(self, smoothing: float) -> LossOf:
         """The job's loss, as the spread model calls it."""
-        seed, dtype = self.job.train.seed, COMPUTE[self.plan.precision]
+        seed, dtype = self.job.train.seed, COMPUTE_DTYPES[self.plan.precision]
 
         def loss(module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
             return loss_sum(module, batch, self.job.model, seed=seed, smoothing=smoothing, dtype=dtype, hidden=hidden)

@@ -47,7 +47,7 @@ class Guided:
         self.seen = torch.zeros(len(self.blocks), 6, dtype=torch.float64)
         """By block: other choices, squares of the scores' differences, scores, their squares; how many of each."""
         for block, part in ({} if load is None else load.parts).items():
-            part.guide = partial(self._lead if self.leads else self._follow, block)
+            part.routing_override = partial(self._lead if self.leads else self._follow, block)
 
     def _lead(self, block: int, ranked: Tensor, chosen: Tensor, samples: Tensor | None, rows: Tensor) -> Tensor:
         assert samples is not None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.codecs import Agree, Dice, Way
-from weft.job.compression import COMPRESSORS, Compressor
+from weft.job.compression import COMPRESSORS, CompressionKind
 
 
 class Float8:
@@ -27,4 +27,4 @@ def build(number: float) -> Way:
     return Way(Float8())
 
 
-COMPRESSORS.register(Compressor("float8", "E4M3.", f"{__name__}:build", gradient=1.0, weight=1.03, encoding=24.0))
+COMPRESSORS.register(CompressionKind("float8", "E4M3.", f"{__name__}:build", gradient=1.0, weight=1.03, encoding=24.0))

@@ -16,7 +16,7 @@ from weft.comm.shards import local_of
 from weft.data.loader import to_device
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
-from weft.models.attention import PLAIN, Where, attend, attend_backward, attention, merge
+from weft.models.attention import REFERENCE, TokenInfo, attend, attend_backward, attention, merge
 from weft.parallel.context.attention import Context
 from weft.parallel.context.sequence_split import Cut
 from weft.planner.plan import Plan
@@ -60,7 +60,7 @@ def compare(cases: list[Case]) -> list[dict[str, Any]]:
         (q, k, v, dout), docs = draw(case)
         length = case["length"]
         full = [t.float().requires_grad_() for t in (q, k, v)]
-        y = attention(*full, case["causal"], Where(None, docs, None, torch.arange(length), length))
+        y = attention(*full, case["causal"], TokenInfo(None, docs, None, torch.arange(length), length))
         right = [y.detach(), *torch.autograd.grad(y, full, dout.float())]
         cut = Cut.of(plan_of(axis.size, case), axis.rank)
         rows = cut.rows(length)
@@ -68,14 +68,14 @@ def compare(cases: list[Case]) -> list[dict[str, Any]]:
         axis.bytes.clear()
         context = Context(axis, cut)
         mine = [t[:, rows.clamp(max=length - 1)].requires_grad_() for t in (q, k, v)]
-        where = Where(None, docs, None, rows, length)
-        made = context(*mine, case["causal"], where)
+        info = TokenInfo(None, docs, None, rows, length)
+        made = context(*mine, case["causal"], info)
         grads = torch.autograd.grad(made, mine, dout[:, rows.clamp(max=length - 1)] * inside.view(1, -1, 1, 1))
         sent = dict(axis.bytes)
-        by_hand, kept = context.forward(*[t.detach() for t in mine], case["causal"], where)
+        by_hand, kept = context.forward(*[t.detach() for t in mine], case["causal"], info)
         again = context.backward(
             dout[:, rows.clamp(max=length - 1)] * inside.view(1, -1, 1, 1), *[t.detach() for t in mine], kept,
-            case["causal"], where,
+            case["causal"], info,
         )  # fmt: skip
         off = max(
             float((a.float()[:, inside] - b[:, rows[inside]]).abs().max()) if inside.any() else 0.0
@@ -167,7 +167,7 @@ def test_blocks_put_together_are_the_whole() -> None:
     some, log = attend(q, k, v, False, docs)
     assert torch.equal(some[:, 4:], torch.zeros_like(some[:, 4:])) and bool((log[:, :, 4:] == float("-inf")).all())
     assert all(g.isfinite().all() for g in attend_backward(dout, q, k, v, some, log, False, docs))
-    assert PLAIN.masked
+    assert REFERENCE.masked
 
 
 def test_the_style_follows_heads_links_and_length() -> None:

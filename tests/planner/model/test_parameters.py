@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from weft.job import parse_job
-from weft.models.build import build_model
+from weft.models.build_model import build_model
 from weft.planner import make_plan
 from weft.planner.model.counts import count_parameters
 from weft.planner.model.parameters import coords_of, stage_weights

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weft.comm.autograd import sum_up
 from weft.comm.axis import Axis, Exchange
-from weft.models.attention import Grads, Where, attend, attend_backward, merge
+from weft.models.attention import Grads, TokenInfo, attend, attend_backward, merge
 from weft.models.transformer import Attention, Head
 from weft.parallel.context.sequence_split import Blocks, Cut
 
@@ -31,26 +31,26 @@ class Context:
         self.last: Blocks | None = None
         axis.open()
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, where: Where) -> Tensor:
-        blocks = self.blocks(causal, where)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> Tensor:
+        blocks = self.blocks(causal, info)
         if self.cut.ulysses > 1:
             k, v = self.spread(k), self.spread(v)
             q, k, v = _ToHeads.apply(self, q, k, v)
         out: Tensor = _Ring.apply(self, blocks, q, k, v)
         return _ToRows.apply(self, out) if self.cut.ulysses > 1 else out
 
-    def blocks(self, causal: bool, where: Where) -> Blocks:
+    def blocks(self, causal: bool, info: TokenInfo) -> Blocks:
         """The chunks of a batch; the same for all its layers, so that documents are looked at once."""
         last = self.last
-        if last is None or (last.length, last.causal) != (where.length, causal) or last.docs is not where.docs:
-            self.last = last = Blocks(self.cut, where.length, causal, where.docs)
+        if last is None or (last.length, last.causal) != (info.length, causal) or last.docs is not info.docs:
+            self.last = last = Blocks(self.cut, info.length, causal, info.docs)
         return last
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, where: Where
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The output, and what the backward pass must keep besides q, k and v."""
-        blocks = self.blocks(causal, where)
+        blocks = self.blocks(causal, info)
         out, lse = ring_forward(self, blocks, *self.to_heads(q, self.spread(k), self.spread(v)))
         return self.to_rows(out)[0], (out, lse)
 
@@ -59,10 +59,10 @@ class Context:
         return self.to_rows(kept[0])[0]
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, Tensor], causal: bool, where: Where
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, Tensor], causal: bool, info: TokenInfo
     ) -> Grads:
         """Gradients of q, k and v."""
-        blocks, heads = self.blocks(causal, where), k.shape[2]
+        blocks, heads = self.blocks(causal, info), k.shape[2]
         (dout,) = self.to_heads(dout)
         q, k, v = self.to_heads(q, self.spread(k), self.spread(v))
         dq, dk, dv = self.to_rows(*ring_backward(self, blocks, dout, q, k, v, *kept))
@@ -253,10 +253,10 @@ def _add(total: Arrived, returned: list[tuple[list[int], Exchange]]) -> None:
 def split_context(context: Context, modules: list[tuple[str, nn.Module]]) -> None:
     """Let attention, and an average over the sequence, reach over the ranks of cp."""
 
-    def mean(x: Tensor, where: Where | None) -> Tensor:
-        assert where is not None
-        inside = (where.rows < where.length).view(1, -1, 1)
-        return (sum_up((x * inside).sum(1, dtype=torch.float32), context.axis) / where.length).to(x.dtype)
+    def mean(x: Tensor, info: TokenInfo | None) -> Tensor:
+        assert info is not None
+        inside = (info.rows < info.length).view(1, -1, 1)
+        return (sum_up((x * inside).sum(1, dtype=torch.float32), context.axis) / info.length).to(x.dtype)
 
     for _, module in modules:
         if isinstance(module, Attention):

@@ -25,8 +25,15 @@ from weft.comm.autograd import join_along, split_along
 from weft.comm.axis import Axis
 from weft.comm.overlapped_exchange import Trip
 from weft.mesh import Mesh
-from weft.models.experts import Around, ExpertParts, MixtureOfExperts, Spread, Stack, gated
 from weft.models.grouped import dispatch, known
+from weft.models.mixture_of_experts import (
+    ExpertCompute,
+    ExpertFeedForward,
+    ExpertLayout,
+    ExpertMatrices,
+    MixtureOfExperts,
+    gated,
+)
 from weft.parallel.data.data_parallel import shard
 from weft.parallel.expert.overlap import Halves
 from weft.parallel.expert.permutation import by_expert, sorted_by, swapped
@@ -37,7 +44,7 @@ SEQ = 1  # activations are [batch, seq, dim]
 NOWHERE = 2**62  # the place of a token that only fills up
 
 
-class Spreading(Spread):
+class Spreading(ExpertLayout):
     """Tokens cut over tp and cp, experts over ep; each of the axes may be missing."""
 
     def __init__(
@@ -88,13 +95,13 @@ class Spreading(Spread):
             halves = Halves(self.ep, counts, len(x))
             under_way = halves.start(x[: halves.routed])
             always = meanwhile()
-            return _filled(experts(under_way, counts, halves.around), len(x)), always
+            return _filled(experts(under_way, counts, halves.compute), len(x)), always
         way = self._way(self.ep, counts, len(x))
         on_the_way = way.start(x[: way.routed])
         always = meanwhile()
         order, inverse = by_expert(way.coming, way.total)
         rows = dispatch(way.arrive(on_the_way), order, inverse)
-        y = way.back(dispatch(experts(rows, way.coming.sum(0), way.around), inverse, order))
+        y = way.back(dispatch(experts(rows, way.coming.sum(0), way.compute), inverse, order))
         return _filled(y, len(x)), always
 
     def _way(self, ep: Axis, counts: Tensor, most: int) -> _Direct | _TwoHops | _Dealt:
@@ -118,7 +125,7 @@ def _of_guests(coming: Tensor, own: int | None) -> list[Tensor]:
 class _Direct:
     """Every rank of ep to every other."""
 
-    around: Around | None = None
+    compute: ExpertCompute | None = None
 
     def __init__(self, ep: Axis, leaving: Tensor, most: int, own: int | None = None):
         self.coming = ep.swap(leaving)  # [ranks, experts of this one]
@@ -144,7 +151,7 @@ class _TwoHops:
     Each rank talks to one rank of each other node, with all that its node has for it: few large messages cross.
     """
 
-    around: Around | None = None
+    compute: ExpertCompute | None = None
 
     def __init__(self, near: Axis, far: Axis, leaving: Tensor, most: int, own: int | None = None):
         asked = leaving.view(far.size, near.size, -1)  # [node, place in it, expert]
@@ -188,7 +195,7 @@ class _Dealt:
         self.way = make(leaving, copies.own)
         self.coming, self.routed, self.total = self.way.coming, self.way.routed, self.way.total
         self.order, self.inverse = sorted_by(places, shares, self.routed)
-        self.around: Around | None = partial(copies.beside, ep, self.way.guests)
+        self.compute: ExpertCompute | None = partial(copies.beside, ep, self.way.guests)
 
     def start(self, x: Tensor) -> Tensor:
         return self.way.start(dispatch(x, self.order, self.inverse))
@@ -200,9 +207,9 @@ class _Dealt:
         return dispatch(self.way.back(x), self.inverse, self.order)
 
 
-def stacks(modules: list[tuple[str, nn.Module]]) -> list[Stack]:
+def stacks(modules: list[tuple[str, nn.Module]]) -> list[ExpertMatrices]:
     """The experts' weights among some modules."""
-    return [m for _, m in modules if isinstance(m, Stack)]
+    return [m for _, m in modules if isinstance(m, ExpertMatrices)]
 
 
 def keep_own(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
@@ -236,7 +243,7 @@ def spread_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, sequence: b
     for _, module in modules:
         if isinstance(module, MixtureOfExperts):
             spread = Spreading(axes["tp"], sequence, axes["cp"], axes["ep"], hops)
-            spread.halves, module.spread = halves, spread
+            spread.halves, module.layout = halves, spread
 
 
 def shard_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None:
@@ -247,7 +254,7 @@ def shard_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, plan: Plan, 
     rest = mesh.folded["dp_replicate", "ep_shard"] if plan.dp_replicate > 1 else mesh.folded["ep_shard"]
     parts = mesh.folded["ep_shard"].size()
     for _, module in modules:
-        if isinstance(module, ExpertParts):
+        if isinstance(module, ExpertFeedForward):
             # FSDP2 wants equal parts, but along the first dim
             shard(
                 module, rest, plan.zero, dtype, lambda p: Shard(next((d for d in (1, 2) if p.shape[d] % parts == 0), 0))
@@ -258,7 +265,7 @@ def experts_apart(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], Start |
     """Without shards: the weights whose copies are on other ranks than the rest's, and how those are summed."""
     if mesh.axis("ep") is None:
         return frozenset(), None
-    names = frozenset(f"{n}.weight" for n, m in model.named_modules() if isinstance(m, Stack))
+    names = frozenset(f"{n}.weight" for n, m in model.named_modules() if isinstance(m, ExpertMatrices))
     axis = mesh.axis("expert_replicate")
     return names, axis.start_all_reduce if axis is not None else None
 

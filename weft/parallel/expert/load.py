@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.axis import Axis, Pending
-from weft.models.experts import MixtureOfExperts
+from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.parallel.expert.expert_parallel import Spreading
 from weft.parallel.expert.replication import Copies
 
@@ -55,9 +55,9 @@ class ExpertLoad:
         """From now on these are the copies of experts, and no others."""
         self.copies = {block: tuple(sorted(pairs)) for block, pairs in copies.items() if pairs}
         for index, part in self.parts.items():
-            if isinstance(part.spread, Spreading):
+            if isinstance(part.layout, Spreading):
                 pairs = self.copies.get(index)
-                part.spread.copies = None if pairs is None else Copies(part.options.count // self.ep, self.ep, pairs)
+                part.layout.copies = None if pairs is None else Copies(part.options.count // self.ep, self.ep, pairs)
 
     def told(self) -> dict[str, Any]:
         """Where copies are, as a snapshot or a checkpoint keeps it."""

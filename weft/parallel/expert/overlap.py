@@ -43,7 +43,7 @@ class Halves:
         parts = dispatch(x, self.order, self.inverse).split([sum(s) for s in self.send])
         return [trip.start(part) for trip, part in zip(self.there, parts, strict=True)]
 
-    def around(self, through: Callable[..., Tensor], matrices: Any, under_way: list[Tensor], counts: Tensor) -> Tensor:
+    def compute(self, through: Callable[..., Tensor], matrices: Any, under_way: list[Tensor], counts: Tensor) -> Tensor:
         """Each half through the experts and on its way home, as it comes; all rows when both are back."""
         back = []
         for there, home, half, coming in zip(self.there, self.home, under_way, self.coming, strict=True):

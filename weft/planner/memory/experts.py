@@ -1,7 +1,7 @@
 """A mixture of experts on the tape: what tokens leave behind on their way to the experts and back.
 
-Each line is a line of models/experts.py, models/grouped.py or parallel/expert/expert_parallel.py. Load is taken as
-even: a rank that is sent more than its share holds more.
+Each line is a line of models/mixture_of_experts.py, models/grouped.py or parallel/expert/expert_parallel.py. Load is
+taken as even: a rank that is sent more than its share holds more.
 """
 
 from __future__ import annotations

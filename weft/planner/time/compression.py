@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from weft.job.compression import COMPRESSORS, Compression, Compressor, parse_compression, share_of
+from weft.job.compression import COMPRESSORS, Compression, CompressionKind, parse_compression, share_of
 from weft.planner.calibration import Calibration
 from weft.planner.engine_constants import GRADIENT_ALIGNMENT, MIN_COMPRESSED_ELEMENTS
 from weft.planner.model.facts import ModelFacts, Size
@@ -26,14 +26,14 @@ from weft.planner.time.compression_warmup import (
 DEFAULT_POWERSGD_RANK = 4
 
 
-def _chosen(layouts: Layouts, value: Callable[[Compressor], Size]) -> Size:
+def _chosen(layouts: Layouts, value: Callable[[CompressionKind], Size]) -> Size:
     return np.choose(layouts.compression, [np.asarray(value(entry)) + 0.0 * layouts.tp for entry in COMPRESSORS])
 
 
 def gradient_bytes(layouts: Layouts, model: ModelFacts, cal: Calibration) -> Size:
     """Bytes per gradient value in collectives."""
 
-    def size(entry: Compressor) -> Size:
+    def size(entry: CompressionKind) -> Size:
         if entry.name == "none":
             return cal.reduce_bytes
         return 8.0 * DEFAULT_POWERSGD_RANK / np.asarray(model.dim) if entry.low_rank else entry.gradient

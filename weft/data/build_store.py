@@ -1,4 +1,4 @@
-"""`weft data build`: text to a token store, in parallel, and able to go on after it was killed at any moment."""
+"""`weft data build`: text to a token store, in parallel, resumable after a kill at any moment."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 
 from weft.data import store as s
-from weft.data.build_part import part_is_whole, part_path, read_part, rename_whole, write_part, write_whole
-from weft.data.sources import PART_BYTES, Part, SourceFile, cut, find_files, json_texts, read_piece
+from weft.data.build_part import part_is_complete, part_path, read_part, rename_durable, write_atomic, write_part
+from weft.data.sources import PART_BYTES, Part, SourceFile, find_files, json_texts, read_range, split_into_parts
 from weft.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
 from weft.job.errors import JobError, MachineError
 
 SETTINGS = "build.json"
-# a vocabulary learnt from this much text hardly changes with more, and all of a large corpus would take days
+# a vocabulary trained on this much text hardly changes with more
 _TRAIN_BYTES = 128 << 20
 
 Progress = Callable[[int, int], None]
@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What a build made."""
+    """Result of a build."""
 
     tokens: int
     documents: int
@@ -58,9 +58,9 @@ def build(
 ) -> BuildResult:
     """Build the token store `out` from text files (a file is a document), .jsonl files (a line is one) and folders.
 
-    Finished parts wait in out/.parts, so the same call made again continues, and ends in the same bytes. `progress` is
-    told (bytes done, bytes in all). More than one worker uses a pool of spawned processes: a script that calls this
-    must guard its entry with `if __name__ == "__main__":`.
+    Finished parts are kept in out/.parts, so the same call continues an interrupted build and gives the same bytes.
+    `progress` is called with (bytes done, bytes in total). More than one worker uses a pool of spawned processes: a
+    script that calls this must guard its entry with `if __name__ == "__main__":`.
     """
     began = time.perf_counter()
     out = Path(out)
@@ -70,10 +70,10 @@ def build(
     try:
         files = find_files(names, out)
         settings = _settings(files, str(tokenizer), field, part_bytes)
-        with _sole_builder(out, settings) as folder:
+        with _locked_folder(out, settings) as folder:
             if not (out / s.META).exists():
                 spec = _prepare_tokenizer(folder, files, str(tokenizer), field, part_bytes)
-                parts = cut(files, part_bytes)
+                parts = split_into_parts(files, part_bytes)
                 _encode_parts(parts, folder, spec, field, workers, progress)
                 _assemble(out, folder, len(parts), spec, names)
             shutil.rmtree(folder, ignore_errors=True)
@@ -86,7 +86,7 @@ def build(
 
 
 def _settings(files: Sequence[SourceFile], tokenizer: str, field: str, part_bytes: int) -> dict[str, Any]:
-    """All that decides the bytes of a store: two builds may share a folder when these are equal."""
+    """Everything that determines the bytes of a store; a build continues one with equal settings."""
     if tokenizer != "bytes" and bpe_size(tokenizer) is None:
         load_tokenizer(tokenizer)
         tokenizer = "sha256:" + hashlib.sha256(_tokenizer_file(tokenizer).read_bytes()).hexdigest()
@@ -103,8 +103,8 @@ def _settings(files: Sequence[SourceFile], tokenizer: str, field: str, part_byte
 
 
 @contextlib.contextmanager
-def _sole_builder(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
-    """Hold `out` for this build: refuse a folder of something else, of another build, or of one that is running."""
+def _locked_folder(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
+    """Lock `out` for this build; refuses a folder with other contents, another build, or a running one."""
     if out.exists() and not out.is_dir():
         raise JobError(f"{out} is a file; a token store is a folder, choose another --out")
     if out.is_dir() and any(out.iterdir()) and not s.is_store(out):
@@ -121,13 +121,13 @@ def _sole_builder(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
         if (folder / SETTINGS).exists():
             _same_settings(out, folder / SETTINGS, settings)
         else:
-            write_whole(folder / SETTINGS, (json.dumps(settings, indent=2) + "\n").encode())
+            write_atomic(folder / SETTINGS, (json.dumps(settings, indent=2) + "\n").encode())
         for leftover in folder.glob("*.tmp"):
             leftover.unlink(missing_ok=True)
         try:
             yield folder
         except JobError:
-            # the sources themselves are wrong and must change, so nothing made of them can be continued
+            # the sources are wrong and must change, so the build cannot continue
             shutil.rmtree(folder, ignore_errors=True)
             if not any(out.iterdir()):
                 out.rmdir()
@@ -162,22 +162,22 @@ def _prepare_tokenizer(folder: Path, files: Sequence[SourceFile], name: str, fie
     if not target.exists():
         size = bpe_size(name)
         if size is None:
-            write_whole(target, _tokenizer_file(name).read_bytes())
+            write_atomic(target, _tokenizer_file(name).read_bytes())
         else:
-            trained = train_bpe(_sample_texts(cut(files, part_bytes), field), size)
-            write_whole(target, trained.inner.to_str(pretty=True).encode())
+            trained = train_bpe(_sample_texts(split_into_parts(files, part_bytes), field), size)
+            write_atomic(target, trained.inner.to_str(pretty=True).encode())
     return str(target)
 
 
 def _sample_texts(parts: Sequence[Part], field: str) -> Iterator[str]:
-    """Texts to learn a vocabulary from: all of a small corpus, evenly spaced parts of a large one."""
-    total = sum(piece.stop - piece.start for part in parts for piece in part)
+    """Texts to train a vocabulary on: all of a small corpus, evenly spaced parts of a large one."""
+    total = sum(byte_range.stop - byte_range.start for part in parts for byte_range in part)
     for part in parts[:: -(-total // _TRAIN_BYTES) or 1]:
-        for piece in part:
-            if piece.kind == "jsonl":
-                yield from json_texts(piece, field)
+        for byte_range in part:
+            if byte_range.kind == "jsonl":
+                yield from json_texts(byte_range, field)
             else:
-                yield read_piece(piece).decode("utf-8", "replace")
+                yield read_range(byte_range).decode("utf-8", "replace")
 
 
 def _encode_parts(
@@ -186,8 +186,8 @@ def _encode_parts(
     """Write every part that is not there yet."""
     tokenizer = load_tokenizer(spec)
     dtype = s.token_dtype(tokenizer.vocab)
-    sizes = [sum(piece.stop - piece.start for piece in part) for part in parts]
-    todo = [number for number in range(len(parts)) if not part_is_whole(part_path(folder, number), dtype)]
+    sizes = [sum(byte_range.stop - byte_range.start for byte_range in part) for part in parts]
+    todo = [number for number in range(len(parts)) if not part_is_complete(part_path(folder, number), dtype)]
     done = sum(sizes) - sum(sizes[number] for number in todo)
     if progress:
         progress(done, sum(sizes))
@@ -226,7 +226,7 @@ def _in_pool(jobs: Sequence[_PartJob], spec: str, workers: int) -> Iterator[int]
     waiting: set[Future[int]] = set()
     try:
         for job in jobs:
-            # a corpus may have a hundred thousand parts: only a few of them wait in the pool's queue
+            # a corpus may have a hundred thousand parts; only a few are queued
             if len(waiting) >= 4 * workers:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
@@ -249,7 +249,7 @@ def _start_worker() -> None:
     assert parent is not None
 
     def leave_with_parent() -> None:
-        # a build that is killed cannot tell its workers, and they would wait for work for ever
+        # workers of a killed build would otherwise wait for work forever
         parent.join()
         os._exit(1)
 
@@ -281,13 +281,13 @@ def _assemble(out: Path, folder: Path, parts: int, spec: str, names: list[str]) 
             os.fsync(file.fileno())
     if not documents:
         raise JobError(f"there is no document in {', '.join(names)}; a store needs at least one")
-    rename_whole(tokens_tmp, out / s.TOKENS)
-    rename_whole(docs_tmp, out / s.DOCS)
+    rename_durable(tokens_tmp, out / s.TOKENS)
+    rename_durable(docs_tmp, out / s.DOCS)
     if spec != "bytes":
         data = Path(spec).read_bytes()
         crcs[s.TOKENIZER] = zlib.crc32(data)
-        write_whole(out / s.TOKENIZER, data, folder)
-    write_whole(out / SETTINGS, (folder / SETTINGS).read_bytes(), folder)
+        write_atomic(out / s.TOKENIZER, data, folder)
+    write_atomic(out / SETTINGS, (folder / SETTINGS).read_bytes(), folder)
     meta = s.StoreMeta(
         format=s.FORMAT,
         vocab=tokenizer.vocab,
@@ -299,4 +299,4 @@ def _assemble(out: Path, folder: Path, parts: int, spec: str, names: list[str]) 
         crc32=crcs,
         source=names,
     )
-    write_whole(out / s.META, meta.to_json().encode(), folder)
+    write_atomic(out / s.META, meta.to_json().encode(), folder)

@@ -16,9 +16,9 @@ from weft.job.schema import Model
 
 
 def build_model(model: Model, seed: int = 0) -> nn.Module:
-    """The model of a job: Weft's own on the meta device, a person's own with its own initial values."""
+    """The model of a job: Weft's families on the meta device, a user's module with its own initial values."""
     if model.module:
-        return _own(model, seed)
+        return _user_module(model, seed)
     assert model.family, "the model is resolved before it is built"
     build = find_object(FAMILIES[model.family].build, "model.family")
     with torch.device("meta"):
@@ -26,7 +26,7 @@ def build_model(model: Model, seed: int = 0) -> nn.Module:
     return module
 
 
-def _own(model: Model, seed: int) -> nn.Module:
+def _user_module(model: Model, seed: int) -> nn.Module:
     assert model.module
     cls = find_object(model.module, "model.module")
     try:
@@ -38,12 +38,13 @@ def _own(model: Model, seed: int) -> nn.Module:
         module = cls(**model.args)
     if not isinstance(module, nn.Module):
         raise JobError(f"model.module={model.module!r} makes a {type(module).__name__}, not a torch.nn.Module")
-    module.register_forward_hook(lambda _, __, outputs: _plain(outputs))  # before FSDP2's, which looks for tensors
+    # registered before FSDP2's hook, which expects tensors
+    module.register_forward_hook(lambda _, __, outputs: _output_tensor(outputs))
     return module
 
 
-def _plain(outputs: Any) -> Any:
-    """The tensor in what a module returns: itself, the first of a tuple, or what is named logits."""
+def _output_tensor(outputs: Any) -> Any:
+    """The tensor in a module's output: the output itself, the first of a tuple, or its `logits`."""
     if isinstance(outputs, dict):
         if "logits" not in outputs:
             raise JobError(f"your module returns a dict of {', '.join(map(str, outputs))}; name its output logits")
@@ -60,12 +61,12 @@ def loss_sum(
     module: nn.Module, batch: dict[str, Tensor], model: Model, *, seed: int = 0, smoothing: float = 0.0,
     dtype: torch.dtype = torch.float32, hidden: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Loss of a batch, summed over its valid targets. `dtype` is what the module computes in.
+    """Loss of a batch, summed over its valid targets. `dtype` is the compute dtype.
 
-    A stage of a pipeline takes `hidden` from the stage before, and gives what the next one takes unless it is the last.
+    A pipeline stage takes `hidden` from the previous stage and, unless it is the last, returns activations.
     """
     if model.module:
-        return _own_loss(module, batch, model, smoothing, dtype)
+        return _user_module_loss(module, batch, model, smoothing, dtype)
     inputs = batch["inputs"]
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
     extras: dict[str, Any] = {k: batch[k] for k in ("docs", "positions", "rows") if k in batch}
@@ -80,11 +81,11 @@ def loss_sum(
     return loss
 
 
-def _own_loss(
+def _user_module_loss(
     module: nn.Module, batch: dict[str, Tensor], model: Model, smoothing: float, dtype: torch.dtype
 ) -> Tensor:
     inputs, targets, valid = batch["inputs"], batch["targets"], batch["valid"]
-    mixed = dtype != torch.float32  # a module of your own may mix dtypes; autocast brings them together
+    mixed = dtype != torch.float32  # a user's module may mix dtypes
     with torch.autocast(inputs.device.type, dtype=dtype if mixed else torch.bfloat16, enabled=mixed):
         outputs = module(inputs)
     outputs = outputs.float()

@@ -16,6 +16,7 @@ from weft.job.schema import Optim
 from weft.optim.adafactor import Adafactor
 from weft.optim.adamw import AdamW
 from weft.optim.clip import scale_grads
+from weft.optim.foreach_internals import foreach_copy_
 from weft.optim.muon import Muon
 
 Params = dict[str, Tensor]
@@ -49,10 +50,10 @@ class Optimizers:
         self.names = {id(p): n for n, p in params.items()}
 
     def step(self, lr: float, factor: Tensor | None = None, taken: Tensor | None = None) -> None:
-        """Update the master weights, and their copies, by the leaves' gradients · factor.
+        """Update the master weights and the compute weights with gradients · factor.
 
-        `taken`, a truth on the device, leaves everything as it is where it is false: gradients that are not finite are
-        passed over without the host asking.
+        `taken` is a boolean on the device; if it is false nothing changes, so that steps with gradients that are not
+        finite are skipped without synchronisation.
         """
         for name, param in self.params.items():
             if param is not self.master_params[name]:
@@ -69,7 +70,7 @@ class Optimizers:
                 stale |= {n: self.compute_params[n] for n in params if n in self.compute_params}
         if stale:
             with torch.no_grad():
-                torch._foreach_copy_(
+                foreach_copy_(
                     [local_of(c.detach()) for c in stale.values()],
                     [local_of(self.master_params[n].detach()) for n in stale],
                 )
@@ -87,7 +88,7 @@ class Optimizers:
     def _plain_step(
         self, part: torch.optim.Optimizer, params: Params, factor: Tensor | None, taken: Tensor | None
     ) -> None:
-        """torch's own step: it wants gradients of the parameters' dtype, already scaled, in .grad."""
+        """torch's own step, which takes scaled gradients of the parameters' dtype in .grad."""
         for name, param in params.items():
             leaf, master = self.grad_params[name], self.master_params[name]
             if leaf is not master:
@@ -96,9 +97,9 @@ class Optimizers:
                 param.grad = None if master.grad is None else local_of(master.grad)
         if factor is not None:
             scale_grads(params.values(), factor)
-        _say_whether(part, taken)
+        _set_found_inf(part, taken)
         part.step()
-        for name, param in params.items():  # else this step's gradients would live on beside the next one's
+        for name, param in params.items():  # free this step's gradients before the next backward pass
             if self.grad_params[name] is not self.master_params[name]:
                 self.master_params[name].grad = None
             if param is not self.master_params[name]:
@@ -106,10 +107,10 @@ class Optimizers:
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state as NAME.KEY."""
-        return {name: self._dressed(param, value) for name, param, value in self._held()}
+        return {name: self._as_master(param, value) for name, param, value in self._held()}
 
     def shards(self) -> Params:
-        """The same tensors as they lie here."""
+        """The same tensors, local to this rank."""
         return {name: value for name, _, value in self._held()}
 
     def _held(self) -> list[tuple[str, Tensor, Tensor]]:
@@ -121,12 +122,12 @@ class Optimizers:
             if isinstance(value, Tensor)
         ]
 
-    def _dressed(self, param: Tensor, value: Tensor) -> Tensor:
+    def _as_master(self, param: Tensor, value: Tensor) -> Tensor:
         master = self.master_params[self.names[id(param)]]
         return like(value, master) if param is not master and value.dim() else value
 
     def allocate(self) -> None:
-        """Make the state exist, so that a checkpoint can be read into it: a step of rate 0 on zero gradients."""
+        """Create the state by a step of rate 0 on zero gradients, so that a checkpoint can be loaded into it."""
         grads = {name: leaf.grad for name, leaf in self.grad_params.items()}  # they may be views of buckets
         for leaf in self.grad_params.values():
             leaf.grad = torch.zeros_like(leaf)
@@ -135,12 +136,12 @@ class Optimizers:
             leaf.grad = grads[name]
 
 
-def _say_whether(part: torch.optim.Optimizer, taken: Tensor | None) -> None:
-    """Tell an optimizer to pass over this step, as torch's gradient scaler does: by `found_inf`."""
+def _set_found_inf(part: torch.optim.Optimizer, taken: Tensor | None) -> None:
+    """Make an optimizer skip this step if it is not taken, through `found_inf` as torch's gradient scaler does."""
     found: Any = None if taken is None else (~taken).float()
     part.found_inf = found  # type: ignore[attr-defined]
     if found is not None and isinstance(part, torch.optim.SGD):
-        for group in part.param_groups:  # its kernel would leave a first momentum that was never written
+        for group in part.param_groups:  # the fused kernel would leave the first momentum uninitialised
             for param in group["params"] if group["momentum"] else ():
                 part.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
 
@@ -196,5 +197,5 @@ def _groups(params: Params, weight_decay: float) -> Groups:
 
 
 def _is_stack(name: str, param: Tensor) -> bool:
-    """Whether a weight is one matrix of each expert, one after the other."""
+    """Whether a weight is a stack of one matrix per expert."""
     return param.dim() == 3 and ".experts." in name

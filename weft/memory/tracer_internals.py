@@ -1,0 +1,68 @@
+"""Private torch names behind the tensor tracer: storages, operator names, and the two calls that bypass dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["TorchDispatchMode", "local_tensor", "operator_name", "overloads", "patched", "storage_key", "tree_leaves"]
+
+cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that identifies a storage while it exists."""
+    key: int = storage._cdata
+    return key
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """The local tensor of a DTensor, without autograd; any other tensor as it is."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def operator_name(func: Any) -> str:
+    """The name of an operator without its namespace."""
+    name: str = func._schema.name
+    return name.partition("::")[2]
+
+
+def overloads(func: Any) -> Any:
+    """All overloads of an operator, the key of torch's table of FLOPs."""
+    return func._overloadpacket
+
+
+@contextmanager
+def patched(resized: Callable[[torch.UntypedStorage], None], propagating: Callable[[bool], None]) -> Iterator[None]:
+    """Report what a dispatch mode does not see: storages that are resized (FSDP2 frees gathered weights so), and when
+    DTensor runs an operator on whole tensors without data to find its output's shape (True before, False after)."""
+    resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        out = resize(storage, size)
+        resized(storage)
+        return out
+
+    def propagate_(*args: Any, **kwargs: Any) -> Any:
+        propagating(True)
+        try:
+            return propagate(*args, **kwargs)
+        finally:
+            propagating(False)
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment,method-assign]
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]

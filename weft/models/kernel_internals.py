@@ -1,0 +1,39 @@
+"""Private torch names behind the models: attention kernels, fp8 and grouped products, fake tensors, the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+# torch's public attention function returns no log-sum-exp and chooses the kernel itself
+cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+cudnn_attention_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
+flash_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+def fp8_mm(a: Tensor, b: Tensor, unscale_a: Tensor, unscale_b: Tensor, out: torch.dtype, fast: bool) -> Tensor:
+    """a [m, k] · b [k, n] of fp8 factors on CUDA; `a` is stored by rows and `b` by columns."""
+    return torch._scaled_mm(a, b, unscale_a, unscale_b, out_dtype=out, use_fast_accum=fast)
+
+
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows up to ends[0] by weight[0], from there to ends[1] by weight[1], and so on."""
+    return torch._grouped_mm(x, weight, offs=ends)
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor has a shape but no values, as in a dry run."""
+    return isinstance(x, FakeTensor)
+
+
+def gradient_is_needed(node: Any, index: int) -> bool:
+    """Whether the running backward pass uses the gradient of a node's input; a split one asks for one at a time."""
+    following = node.next_functions[index][0]
+    try:
+        return following is not None and torch._C._will_engine_execute_node(following)
+    except RuntimeError:  # not known for a leaf under autograd.grad()
+        return True
