@@ -1,4 +1,4 @@
-"""data.source picks the dataset, and says what would work when it cannot."""
+"""Datasets by data.source, and errors for sources that do not work."""
 
 import sys
 
@@ -49,7 +49,7 @@ def test_a_corpus_with_a_trained_tokenizer(tmp_path):
         open_dataset(job(source="pydoc", tokenizer=tokenizer))
 
 
-def test_a_store_brings_its_tokenizer(tmp_path):
+def test_store_includes_its_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be " * 40)
     result = build(tmp_path / "a.txt", tmp_path / "store", "bpe:280")
     source = str(tmp_path / "store")
@@ -120,7 +120,7 @@ def test_synthetic_tokens():
         assert s["positions"].tolist() == list(range(50))
 
 
-def test_synthetic_regression_can_be_learnt():
+def test_synthetic_regression_is_learnable():
     data = open_dataset(job({"family": "mlp", "dim": 6}, source="synthetic"))
     samples = [data.train(i) for i in range(600)]
     assert all(s["valid"].shape == () and s["valid"].dtype == np.bool_ and s["valid"] for s in samples)
@@ -132,7 +132,7 @@ def test_synthetic_regression_can_be_learnt():
     assert 0.001 < left < 0.5  # a straight line explains most of the teacher, and not all
 
 
-def test_synthetic_images_can_be_told_apart():
+def test_synthetic_images_are_separable():
     data = open_dataset(job({"family": "vit", "vocab": 5}, source="synthetic", seq_len=16))
     samples = [data.train(i) for i in range(300)]
     assert samples[0]["inputs"].shape == (16, 48)
@@ -190,7 +190,7 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("own_samples", None)
 
 
-def test_ones_own_dataset(own):
+def test_user_dataset(own):
     data = open_dataset(job(source="own_samples:Squares", seq_len=3))
     sample = data.train(3)
     assert (data.train_len, data.val_len) == (4, 2)
@@ -223,7 +223,7 @@ def test_ones_own_dataset(own):
         ("own_broken:Squares", "importing it raised ModuleNotFoundError: No module named 'not_installed_anywhere'"),
     ],
 )
-def test_ones_own_dataset_is_checked(own, source, message):
+def test_user_dataset_is_checked(own, source, message):
     with pytest.raises(JobError, match=message) as caught:
         open_dataset(job(source=source))
     assert str(caught.value).startswith(f"data.source {source}: ")
