@@ -18,8 +18,8 @@ import numpy as np
 
 from weft.planner.calibration import CALIBRATION_FOLDER, Calibration
 from weft.planner.memory.layouts_memory import GIB, memory_by_part
-from weft.planner.published.batch import gather_rows
-from weft.planner.published.framework import PURE, Framework, framework_of, load_framework
+from weft.planner.published.framework import PURE_BF16, Framework, framework_of, load_framework
+from weft.planner.published.row_arrays import gather_rows
 from weft.planner.published.rows import PublishedRun, read_table
 
 SHARP = 25.0
@@ -52,7 +52,7 @@ def loss(stack: Framework, rows: Sequence[PublishedRun]) -> tuple[float, int, in
     by: dict[Calibration, list[PublishedRun]] = {}
     for row in rows:
         cal = stack.of(row)
-        cal = cal.with_(**PURE) if "bf16-true" in row.text.get("precision", "") else cal
+        cal = cal.with_(**PURE_BF16) if "bf16-true" in row.text.get("precision", "") else cal
         by.setdefault(cal, []).append(row)
     total, fits, fails = 0.0, 0, 0
     for cal, own in by.items():

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from weft.planner.calibration import CALIBRATION_FOLDER, Calibration
-from weft.planner.published.batch import estimate_rows
 from weft.planner.published.fitting import fit, profile
 from weft.planner.published.framework import Framework, framework_of
+from weft.planner.published.row_arrays import estimate_rows
 from weft.planner.published.rows import PublishedRun, read_table
 
 MATMUL = ("matmul", "wave", "depth")

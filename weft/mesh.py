@@ -15,8 +15,8 @@ from weft.comm.axis import Axis
 from weft.comm.dtensor_internals import flatten_mesh, join_meshes
 from weft.comm.fake_internals import join_fake_group
 from weft.comm.meter import Meter
-from weft.hardware.network import name_interface
-from weft.hardware.rank_environment import standing, under_mpi
+from weft.hardware.network import export_interface
+from weft.hardware.rank_environment import rank_info, under_mpi
 from weft.hardware.shared_devices import act_as_own_host, memory_fraction, ranks_per_device, use_many_queues
 from weft.job.errors import MachineError
 from weft.planner.plan import Plan
@@ -155,7 +155,7 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
     The rank comes from the environment (weft.hardware.rank_environment). The ranks meet in the file WEFT_STORE where it
     is given (one machine: no port to race for), else at MASTER_ADDR:MASTER_PORT, else through MPI.
     """
-    here = standing()
+    here = rank_info()
     if here.world != plan.world:
         raise MachineError(f"the plan needs {plan.world} ranks, but {here.world} were started")
     if plan.device == "cuda":
@@ -171,7 +171,7 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
         return Mesh(0, 1, device, None, {}, None, None, None)
     timeout = datetime.timedelta(seconds=timeout_s)
     if here.local_world < here.world:
-        name_interface()
+        export_interface()
     if plan.backend == "mpi":
         if not under_mpi():
             raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
@@ -200,7 +200,7 @@ def _meeting(timeout: datetime.timedelta) -> dist.Store | None:
     """Where the ranks meet; None leaves it to torch, which reads MASTER_ADDR and MASTER_PORT."""
     file = os.environ.get("WEFT_STORE")
     if file:
-        return dist.FileStore(file, standing().world)
+        return dist.FileStore(file, rank_info().world)
     return mpi.meet(timeout) if under_mpi() and "MASTER_ADDR" not in os.environ else None
 
 
@@ -221,7 +221,7 @@ def pretend(plan: Plan, rank: int) -> Mesh:
 
 def ranks_of_a_node(plan: Plan) -> int:
     """Ranks lie on nodes in order, as many on each as its starter put there, or as the plan says if that is fewer."""
-    here = standing()
+    here = rank_info()
     started = here.local_world if here.world == plan.world else plan.world
     return max(1, min(plan.world // plan.nodes, started))
 

@@ -56,7 +56,7 @@ def test_text_gives_reasons_runner_ups_and_answers(job: Path) -> None:
     code, out, _ = weft(job, "--why-not", "tp=8", "--compare", "aws", "nebius:spot", "own", "--tune", "--pareto")
     assert code == 0
     assert "because    dp_shard" in out and "left out: " in out
-    assert "runner-ups" in out and "what it lacks" in out and "% slower" in out
+    assert "runners-up" in out and "disadvantage" in out and "% slower" in out
     assert "why not tp=8: slower; its best form, " in out and "more in tensor-parallel traffic" in out
     assert "offer " in out and "nebius:spot" in out and "35,000 USD over 4 years" in out
     assert "train.global_batch" in out and "front: ranks" in out
@@ -82,7 +82,7 @@ def test_what_will_not_fit_says_by_how_much_and_what_would(job: Path) -> None:
     told = json.loads(out)
     assert code == 3 and not told["fits"]
     assert told["short_gib"] > 0
-    assert "no layout fits: the most frugal, " in said and "are missing" in said
+    assert "no layout fits: the smallest, " in said and "are missing" in said
     assert len(told["changes"]) == 3
     costs = [change["cost_usd"] for change in told["changes"]]
     assert costs == sorted(costs)

@@ -12,7 +12,7 @@ import pytest
 from helpers import parity
 from helpers.command import ENV, ROOT, Said, losses, run_of, write_job
 
-from weft.hardware.rank_environment import Standing, adopt, standing, under_mpi
+from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, rank_info, under_mpi
 from weft.job.errors import JobError
 from weft.launch.rank_pool import RankPool
 from weft.planner import RUNNABLE, check, make_plan
@@ -54,18 +54,19 @@ def test_train_started_by_mpirun(tmp_path: Path, pool: RankPool) -> None:
 def test_who_a_process_is() -> None:
     ours = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}  # fmt: skip
-    assert standing(ours) == Standing(5, 8, 1, 4, "Open MPI")
+    assert rank_info(ours) == RankInfo(5, 8, 1, 4, "Open MPI")
     assert under_mpi(ours) and not under_mpi({"RANK": "0", "WORLD_SIZE": "1"})
-    assert standing({"PMI_RANK": "1", "PMI_SIZE": "2"}) == Standing(1, 2, 1, 2, "MPICH")
+    assert rank_info({"PMI_RANK": "1", "PMI_SIZE": "2"}) == RankInfo(1, 2, 1, 2, "MPICH")
     assert not under_mpi({"PMI_RANK": "0", "PMI_SIZE": "1"})  # a shell under srun
-    assert standing({}) == Standing(0, 1, 0, 1, "alone")
+    assert rank_info({}) == RankInfo(0, 1, 0, 1, "alone")
     told = dict(ours)
-    assert adopt(told) and {k: told[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
+    assert export_torchrun_variables(told)
+    assert {k: told[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
     }  # fmt: skip
-    assert not adopt({})
+    assert not export_torchrun_variables({})
     by_hand = {**ours, "RANK": "0", "WORLD_SIZE": "2"}
-    assert standing(by_hand).started_by == "torchrun"
+    assert rank_info(by_hand).started_by == "torchrun"
 
 
 def test_refused_where_nobody_started_mpi() -> None:

@@ -57,15 +57,15 @@ def test_published_tables_names_are_found(name: str) -> None:
 
 
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:
-    with pytest.raises(JobError, match=r"no device is named 'h100-smx'; did you mean h100-sxm\?"):
+    with pytest.raises(JobError, match=r"unknown device 'h100-smx'; did you mean h100-sxm\?"):
         find_device("h100-smx")
-    with pytest.raises(JobError, match=r"no device is named 'zzz'; known: .*mi300x.*cpu"):
+    with pytest.raises(JobError, match=r"unknown device 'zzz'; known: .*mi300x.*cpu"):
         find_device("zzz")
 
 
 def test_an_unknown_network_is_refused_with_the_nearest() -> None:
     assert find_network("IB-NDR").gb_s == 50.0
-    with pytest.raises(JobError, match=r"no network is named 'ib-nrd'; did you mean ib-ndr\?"):
+    with pytest.raises(JobError, match=r"unknown network 'ib-nrd'; did you mean ib-ndr\?"):
         find_network("ib-nrd")
 
 

@@ -12,7 +12,7 @@ from helpers import parity
 from helpers.command import ENV, losses, run_of, write_job
 
 from weft.chaos.virtual_hosts import VirtualHosts
-from weft.hardware.network import GLOO, NCCL, Choice, choose, interfaces, name_interface
+from weft.hardware.network import GLOO, NCCL, InterfaceChoice, choose, export_interface, interfaces
 from weft.launch.rank_pool import RankPool
 
 DEADLINE_S = 300.0
@@ -50,7 +50,7 @@ def test_two_hosts_train_the_same_run(tmp_path: Path, pool: RankPool) -> None:
             env={**ENV, "MASTER_ADDR": hosts.address(0)}, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         name, why, told = look.communicate(timeout=DEADLINE_S)[0].strip().split(" | ")
-        assert (name, why) == ("eth0", f"it leads to MASTER_ADDR={hosts.address(0)}")
+        assert (name, why) == ("eth0", f"on the route to MASTER_ADDR={hosts.address(0)}")
         assert told.startswith("eth0")
     assert min(sent) > 20_000  # gradients crossed the wire, both ways
     local = parity.run(pool, parity.make_job(train=sections["train"]), "dp_replicate 2 × dp_shard 2 zero=3", 3)
@@ -59,11 +59,11 @@ def test_two_hosts_train_the_same_run(tmp_path: Path, pool: RankPool) -> None:
 
 
 def test_interface_selection() -> None:
-    assert choose({GLOO: "lo"}) == Choice("lo", "127.0.0.1", "GLOO_SOCKET_IFNAME=lo says so")
+    assert choose({GLOO: "lo"}) == InterfaceChoice("lo", "127.0.0.1", "set by GLOO_SOCKET_IFNAME=lo")
     assert any(i.loopback for i in interfaces())
     environ = {GLOO: "lo", NCCL: "lo"}
-    assert name_interface(environ) is None
+    assert export_interface(environ) is None
     assert environ == {GLOO: "lo", NCCL: "lo"}
     named = {NCCL: "lo"}  # one was named: the other follows it
-    name_interface(named)
+    export_interface(named)
     assert named == {GLOO: "lo", NCCL: "lo"}

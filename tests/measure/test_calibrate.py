@@ -30,5 +30,5 @@ def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_nothing_measured_is_none_and_a_broken_file_is_told(tmp_path: Path) -> None:
     assert load_measured("b200-sxm", tmp_path) is None
     (tmp_path / "cpu.json").write_text("{}")
-    with pytest.raises(JobError, match=r"cpu.json is not what weft calibrate writes .*; run weft calibrate again"):
+    with pytest.raises(JobError, match=r"cpu.json is not a valid measurement file .*; run weft calibrate again"):
         load_measured("cpu", tmp_path)

@@ -38,7 +38,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the best parallel layout of a job; show the reasons, the estimates and the alternatives."""
-    from weft.cli.views.plan import Asked, show
+    from weft.cli.views.plan import PlanOptions, show
     from weft.job.load import load_job
 
     given = list(overrides or ())
@@ -47,7 +47,7 @@ def plan(
     described = load_job(job, [text for text in given if text not in offers])
     named = [name for text in [compare, *offers] if text for name in text.split(",")]
     front = pareto or as_json or html is not None
-    made = show(described, nproc, Asked(top, front, gantt, why_not, named, history, tune, tokens))
+    made = show(described, nproc, PlanOptions(top, front, gantt, why_not, named, history, tune, tokens))
     if as_json:
         print_json(made.data)
     else:

@@ -23,7 +23,7 @@ def train(
 ) -> None:
     """Train a job. A run that is started again resumes; ranks started by torchrun or mpirun join."""
     _exit_on_signals()
-    from weft.hardware.rank_environment import adopt
+    from weft.hardware.rank_environment import export_torchrun_variables
     from weft.job.load import load_job
     from weft.launch.node import start_node, this_node
     from weft.launch.train import join, prepare, start
@@ -32,7 +32,7 @@ def train(
     clean_up_on_interrupt()
     if (place := this_node(described, nproc)) is not None:
         raise typer.Exit(start_node(described, place, nproc, log=print_stderr))
-    if adopt():
+    if export_torchrun_variables():
         raise typer.Exit(join(described, log=print_stderr))
     raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, log=print_stderr))
 

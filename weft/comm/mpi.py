@@ -14,7 +14,7 @@ import torch.distributed as dist
 from weft.comm.mpi_group import NAME, MpiGroup
 from weft.comm.mpi_work import engine, mpi
 from weft.hardware.network import own_address
-from weft.hardware.rank_environment import standing
+from weft.hardware.rank_environment import rank_info
 from weft.job.errors import MachineError
 
 
@@ -41,7 +41,7 @@ def _create(options: Any, _: Any) -> MpiGroup:
 
 def meet(timeout: datetime.timedelta) -> dist.Store:
     """A store that all ranks of an MPI world share: rank 0 opens it on a free port, and tells the others over MPI."""
-    everyone, here = mpi().COMM_WORLD, standing()
+    everyone, here = mpi().COMM_WORLD, rank_info()
     if here.rank > 0:
         address, port = everyone.bcast(None)
         return dist.TCPStore(address, port, here.world, is_master=False, timeout=timeout)

@@ -1,4 +1,4 @@
-"""The catalog: what each device and each network can do, as facts from data sheets."""
+"""The catalog of devices and networks, from data sheets."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Kind = Literal["cuda", "rocm", "cpu"]
 
 @dataclass(frozen=True)
 class Device:
-    """One device as one rank drives it; every figure is a peak, so no run reaches it."""
+    """One device, as used by one rank. All figures are peaks."""
 
     name: str
-    """What a person writes in cluster.device."""
+    """The value of cluster.device."""
     kind: Kind
     """cuda and rocm are both torch's `cuda` device; they differ in libraries."""
     memory_gib: float
-    """What the driver offers a program, in GiB: a little less than the GB on the label."""
+    """Memory available to a program in GiB: a little less than the nominal GB."""
     peak_tflops: dict[str, float | None] = field(hash=False)
     """Dense matrix peak by dtype (fp32, bf16, fp16, fp8); None where the device lacks it or nobody published it.
     fp32 is without TF32, as torch multiplies by default."""
     memory_tb_s: float
-    """Bandwidth of the device's own memory."""
+    """Bandwidth of the device memory."""
     link_gb_s: float
-    """One way between two devices of one node: NVLink or fabric, PCIe where there is neither."""
+    """Bandwidth in one direction between two devices of a node: NVLink or fabric, otherwise PCIe."""
     tdp_w: float
     """Power at full load."""
 
@@ -43,11 +43,11 @@ class Network:
     """The link between nodes."""
 
     name: str
-    """What a person writes in cluster.network."""
+    """The value of cluster.network."""
     gb_s: float
-    """One way, per NIC, at line rate."""
+    """Bandwidth in one direction per NIC, at line rate."""
     latency_us: float
-    """A small message from one node to another."""
+    """Latency of a small message between nodes."""
 
 
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
@@ -58,26 +58,26 @@ def _key(name: str) -> str:
 
 
 FILE = Path(__file__).with_name("catalog.yaml")
-"""The readable file with Weft's devices and networks; a person's own has the same form."""
+"""Weft's devices and networks; a catalog of your own has the same form."""
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """Devices and networks by name, and prices where the file gives any."""
+    """Devices and networks by name, and prices if the file has any."""
 
     devices: dict[str, Device]
     networks: dict[str, Network]
     clouds: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """USD a device and hour by cloud and device: [on demand, spot]."""
+    """USD per device and hour, by cloud and device: [on demand, spot]."""
     own: dict[str, Any] = field(default_factory=dict)
-    """What owning a device costs, as in prices.yaml."""
+    """Terms of owning a device, as in prices.yaml."""
 
 
 def read_catalog(path: Path | str) -> Catalog:
-    """The devices and networks of a file, alone; a JobError names the entry that is wrong."""
+    """The devices and networks of a file; a JobError names an invalid entry."""
     path = Path(path)
     if not path.is_file():
-        raise JobError(f"cluster.catalog={str(path)!r}: there is no such file")
+        raise JobError(f"cluster.catalog={str(path)!r}: no such file")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
     except UnicodeDecodeError as error:
@@ -89,17 +89,19 @@ def read_catalog(path: Path | str) -> Catalog:
         raise JobError(f"cluster.catalog={str(path)!r} has {extra[0] if isinstance(raw, dict) else raw!r}; "
                        f"it takes {', '.join(known)}")  # fmt: skip
     for part in known:
-        told = raw.get(part) or {}
-        inner = told.items() if isinstance(told, dict) and part == "clouds" else ()
-        wrong = part if not isinstance(told, dict) else next((f"clouds.{k}" for k, v in inner if not _mapping(v)), None)
+        section = raw.get(part) or {}
+        inner = section.items() if isinstance(section, dict) and part == "clouds" else ()
+        wrong = (
+            part if not isinstance(section, dict) else next((f"clouds.{k}" for k, v in inner if not _mapping(v)), None)
+        )
         if wrong:
             raise JobError(f"{path}: {wrong} must hold `name: …` lines, as in weft/hardware/{FILE.name}")
     return Catalog(
         {_key(n): _device(_key(n), entry, path) for n, entry in (raw.get("devices") or {}).items()},
         {_key(n): _network(_key(n), entry, path) for n, entry in (raw.get("networks") or {}).items()},
         {
-            str(cloud): {_key(n): p for n, p in (told or {}).items()}
-            for cloud, told in (raw.get("clouds") or {}).items()
+            str(cloud): {_key(n): p for n, p in (prices or {}).items()}
+            for cloud, prices in (raw.get("clouds") or {}).items()
         },
         raw.get("own") or {},
     )
@@ -110,7 +112,7 @@ def _mapping(value: Any) -> bool:
 
 
 def _device(name: str, entry: Any, path: Path) -> Device:
-    """Only memory and peaks must be given; the rest has modest defaults."""
+    """Memory and peaks are required; the rest has conservative defaults."""
     numbers = {"memory_gib": None, "memory_tb_s": 1.0, "link_gb_s": 31.0, "watts": 500.0}
     entry = _entry(name, entry, {*numbers, "kind", "tflops"}, path)
     got = {key: _number(name, key, entry.get(key, usual), path) for key, usual in numbers.items()}
@@ -152,14 +154,14 @@ NETWORKS: dict[str, Network] = _SHIPPED.networks
 
 
 def catalog(path: str | None = None) -> Catalog:
-    """Weft's catalog, with the entries of a person's file over it."""
+    """Weft's catalog, with the entries of a user's file added."""
     if path is None:
         return _SHIPPED
     own = read_catalog(path)
     return Catalog({**DEVICES, **own.devices}, {**NETWORKS, **own.networks}, own.clouds, own.own)
 
 
-# What people say for a family when one member is usual, and how published tables spell a member
+# Short names of the usual member of a family, and other spellings in published tables
 _ALIASES = {
     "v100": "v100-sxm-32gb",
     "v100-sxm": "v100-sxm-32gb",
@@ -187,7 +189,7 @@ _ALIASES = {
     "a6000": "rtx-a6000",
 }
 
-# Product names as NVML, torch and ROCm spell them; the first that matches wins, so the narrower stand above
+# Product names as reported by NVML, torch and ROCm; the first match counts, so narrower patterns come first
 _PRODUCTS: tuple[tuple[str, str], ...] = (
     (r"\bGB300\b", "gb300"),
     (r"\bGB200\b", "gb200"),
@@ -217,28 +219,28 @@ _PRODUCTS: tuple[tuple[str, str], ...] = (
 
 
 def find_device(name: str, own: str | None = None) -> Device:
-    """The device a person named, or a JobError that offers the nearest; `own` is cluster.catalog."""
+    """The device with this name; a JobError suggests the nearest. `own` is cluster.catalog."""
     devices = catalog(own).devices
     key = _key(name)
     key = key if key in devices else _ALIASES.get(key, key)
     if key in devices:
         return devices[key]
     hint = _hint(key, [*devices, *_ALIASES], devices)
-    raise JobError(f"cluster.device: no device is named {name!r}; {hint}")
+    raise JobError(f"cluster.device: unknown device {name!r}; {hint}")
 
 
 def find_network(name: str, own: str | None = None) -> Network:
-    """The network a person named, or a JobError that offers the nearest; `own` is cluster.catalog."""
+    """The network with this name; a JobError suggests the nearest. `own` is cluster.catalog."""
     networks = catalog(own).networks
     key = _key(name)
     if key in networks:
         return networks[key]
     hint = _hint(key, networks, networks)
-    raise JobError(f"cluster.network: no network is named {name!r}; {hint}")
+    raise JobError(f"cluster.network: unknown network {name!r}; {hint}")
 
 
 def device_by_product(product_name: str) -> Device | None:
-    """The catalog's entry for a product name as NVML or torch gives it; None for a card the catalog lacks."""
+    """The catalog entry for a product name as reported by NVML or torch; None if there is none."""
     for pattern, name in _PRODUCTS:
         if re.search(pattern, product_name, re.IGNORECASE):
             return DEVICES[name]

@@ -1,4 +1,4 @@
-"""The doctor: is this machine ready, and if not, what to do about it."""
+"""Checks whether this machine is ready for training, and what to do if not."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ LIBRARIES: tuple[tuple[str, tuple[int, ...]], ...] = (
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at."""
+    """The result of one check."""
 
     name: str
     status: Status
-    """ok; warn: works, but something is slower or missing; fail: training will not work."""
+    """ok; warn: works, but slower or with something missing; fail: training will not work."""
     detail: str
     """What was found."""
     remedy: str = ""
-    """What to do, where something is to be done."""
+    """What to do, if anything."""
 
 
 def diagnose(cwd: str | os.PathLike[str] = ".") -> list[Check]:
-    """Look at everything a run needs on this machine."""
+    """Check everything that a run needs on this machine."""
     where = Path(cwd)
     checks = [check_python(tuple(sys.version_info[:3])), check_version("torch", TORCH)]
     checks += [check_version(name, least) for name, least in LIBRARIES]
@@ -71,7 +71,7 @@ def diagnose(cwd: str | os.PathLike[str] = ".") -> list[Check]:
 
 
 def to_json(checks: Iterable[Check]) -> str:
-    """The checks as JSON, with one word for all of them."""
+    """The checks as JSON, with an overall status."""
     listed = list(checks)
     return json.dumps({"status": worst(listed), "checks": [asdict(c) for c in listed]}, indent=2, ensure_ascii=False)
 
@@ -92,7 +92,7 @@ def check_python(version: tuple[int, ...]) -> Check:
 
 
 def check_version(name: str, least: tuple[int, ...]) -> Check:
-    """Is a library installed, and new enough?"""
+    """Check that a library is installed and recent enough."""
     wanted = ".".join(map(str, least))
     spec = f"{name}>={wanted}" if least else name
     try:
@@ -111,7 +111,7 @@ def check_size(machine: Machine) -> list[Check]:
     return [
         Check("cores", "ok", cores)
         if machine.cores_logical > 1
-        else Check("cores", "warn", cores, "more than one rank will take turns on one core; use --nproc 1 for speed"),
+        else Check("cores", "warn", cores, "several ranks would share one core; use --nproc 1"),
         Check("memory", "ok", memory)
         if machine.memory_available_gib >= 2
         else Check("memory", "warn", memory, "close other programs, or raise the container's memory limit"),
@@ -149,7 +149,7 @@ def check_gpus(machine: Machine, build: dict[str, str | None]) -> list[Check]:
         detail = f"driver {machine.driver}, but no GPU is left to this process (CUDA_VISIBLE_DEVICES={setting!r})"
         return [Check("gpu", "warn", detail, "unset CUDA_VISIBLE_DEVICES to use the GPUs, or train on the CPU")]
     if not machine.gpus:
-        return [Check("gpu", "ok", "no NVIDIA GPU; ranks run on the CPU and talk over Gloo")]
+        return [Check("gpu", "ok", "no NVIDIA GPU; ranks run on the CPU and communicate over Gloo")]
     names = {g.name: sum(h.name == g.name for h in machine.gpus) for g in machine.gpus}
     listed = ", ".join(f"{n} × {name} ({_known(name)})" for name, n in names.items())
     checks = [Check("gpu", "ok", f"{listed}; {machine.gpus[0].memory_gib:.0f} GiB each; driver {machine.driver}")]
@@ -180,7 +180,7 @@ print(json.dumps({
 
 
 def _check_cuda(machine: Machine, cuda: str) -> list[Check]:
-    """Only torch itself knows whether it can use the GPU; it is asked in another process, so this one stays light."""
+    """Check in another process that torch can use the GPU, so that this one does not import torch."""
     try:
         asked = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=120)
         answer: dict[str, Any] = json.loads(asked.stdout.strip().splitlines()[-1])
@@ -232,7 +232,7 @@ def check_disk(free_gib: float) -> Check:
 
 
 def check_runs(cwd: Path) -> Check:
-    """Write a file where runs would be written, and take it away again."""
+    """Check that runs/ is writable by creating and deleting a file."""
     runs = cwd / "runs"
     folder = runs
     while not folder.exists() and folder != folder.parent:
@@ -268,7 +268,7 @@ def check_open_files() -> Check:
 
 
 def check_loopback() -> Check:
-    """Ranks find one another over TCP: really bind, connect and send."""
+    """Check TCP on the loopback interface: bind, connect and send."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(5)
@@ -278,15 +278,15 @@ def check_loopback() -> Check:
                     client.sendall(b"weft")
                     other.settimeout(5)
                     if other.recv(4, socket.MSG_WAITALL) != b"weft":
-                        raise OSError("what was sent did not arrive")
+                        raise OSError("the data sent did not arrive")
     except OSError as error:
-        remedy = "ranks talk over TCP on 127.0.0.1: allow it in the firewall or sandbox, and bring up lo"
+        remedy = "ranks communicate over TCP on 127.0.0.1: allow it in the firewall or sandbox, and bring up lo"
         return Check("loopback", "fail", f"cannot connect to 127.0.0.1: {error}", remedy)
     return Check("loopback", "ok", "127.0.0.1 binds and connects")
 
 
 def check_network(environ: Mapping[str, str] = os.environ) -> Check:
-    """Which interface ranks of several hosts would talk through, why, and what to set for another."""
+    """The interface for ranks on several hosts, the reason, and how to choose another."""
     from weft.hardware.network import GLOO, NCCL, choose, interfaces
 
     found, chosen = [i for i in interfaces() if not i.loopback], choose(environ)
@@ -305,7 +305,7 @@ def check_network(environ: Mapping[str, str] = os.environ) -> Check:
 
 
 def show(checks: Iterable[Check]) -> str:
-    """A table for a person, and under it what to do."""
+    """The checks as a table, followed by the remedies."""
     found = list(checks)
     width = max(len(c.name) for c in found)
     marks = {"ok": "✓", "warn": "!", "fail": "✗"}

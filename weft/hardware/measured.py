@@ -1,4 +1,4 @@
-"""What `weft calibrate` measured on a machine: points that later estimates interpolate."""
+"""Measurements of `weft calibrate`, which estimates interpolate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.job.errors import JobError
 FOLDER = "hardware"
 """Below the current folder."""
 SHIPPED = Path(__file__).parent / "measured_devices"
-"""What was measured before and comes with Weft."""
+"""Measurements included in Weft."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class MeasuredHead:
 
 @dataclass(frozen=True)
 class MeasuredMessage:
-    """One collective over local ranks. `axis` says which: tp are neighbours, dp_replicate stand apart."""
+    """One collective over local ranks. `axis` names the ranks: those of tp are neighbours, those of dp_replicate are
+    far apart."""
 
     axis: str
     kind: str
@@ -101,16 +102,16 @@ class Measured:
     copy_gb_s: dict[str, float]
     """By size in bytes."""
     launch_s: float
-    """One tiny operator: what the host needs to start it."""
+    """Host time to launch one small kernel."""
     optimizer_ns: float
-    """AdamW, a parameter."""
+    """Time of AdamW per parameter."""
     to_device_gb_s: float | None
     from_device_gb_s: float | None
     disk_write_gb_s: float
     disk_read_gb_s: float
     collectives: tuple[MeasuredMessage, ...]
     seconds: float
-    """How long measuring took."""
+    """Duration of the measurement."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -132,12 +133,12 @@ class Measured:
 
 
 def file_name(text: str) -> str:
-    """A name that is a file's: lower case, words joined by dashes."""
+    """A file name: lower case, words joined by dashes."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
 def load_measured(name: str, folder: str | Path = FOLDER) -> Measured | None:
-    """What was measured here of the device of this name, else what comes with Weft; None where nobody has yet."""
+    """Measurements of a device from this folder, else those included in Weft; None if there are none."""
     path = Path(folder) / f"{file_name(name)}.json"
     if not path.is_file():
         path = SHIPPED / path.name
@@ -146,4 +147,4 @@ def load_measured(name: str, folder: str | Path = FOLDER) -> Measured | None:
     try:
         return Measured.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
-        raise JobError(f"{path} is not what weft calibrate writes ({error}); run weft calibrate again") from None
+        raise JobError(f"{path} is not a valid measurement file ({error}); run weft calibrate again") from None

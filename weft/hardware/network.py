@@ -1,4 +1,4 @@
-"""The interfaces of this machine, and which of them ranks talk through."""
+"""The network interfaces of this machine, and the choice of one for communication between ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import psutil
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "kube", "tun", "tap")
-"""Prefixes of interfaces that lead to containers and not to other machines."""
-ELSEWHERE = "192.0.2.1"
-"""Reserved for examples (RFC 5737): the route to it is the default route."""
+"""Name prefixes of interfaces to containers instead of other machines."""
+EXAMPLE_ADDRESS = "192.0.2.1"
+"""Reserved for documentation (RFC 5737), so the route to it is the default route."""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One that is up and has an IPv4 address."""
+    """A network interface that is up and has an IPv4 address."""
 
     name: str
     address: str
     mbit: int
-    """As the driver says; 0 where it says nothing."""
+    """Speed reported by the driver; 0 if unknown."""
 
     @property
     def loopback(self) -> bool:
@@ -35,8 +35,8 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The interface that ranks of several hosts will use, and why."""
+class InterfaceChoice:
+    """The interface for ranks on several hosts, and the reason."""
 
     name: str | None
     address: str | None
@@ -44,7 +44,7 @@ class Choice:
 
 
 def interfaces() -> list[Interface]:
-    """Those that are up, in the order of the system."""
+    """The interfaces that are up, in the system's order."""
     stats = psutil.net_if_stats()
     return [
         Interface(name, a.address, stats[name].speed)
@@ -56,7 +56,7 @@ def interfaces() -> list[Interface]:
 
 
 def source_towards(address: str) -> str | None:
-    """The address from which this machine would send to another; nothing is sent."""
+    """The local address of the route to another machine; nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
@@ -67,47 +67,46 @@ def source_towards(address: str) -> str | None:
 
 
 def own_address() -> str:
-    """Where other hosts reach this one: the address of the default route, else of the first real interface."""
-    found = source_towards(ELSEWHERE)
+    """The address of this machine for other hosts: that of the default route, else of the first physical interface."""
+    found = source_towards(EXAMPLE_ADDRESS)
     if found is not None:
         return found
     real = [i for i in interfaces() if not i.loopback]
     return next((i.address for i in sorted(real, key=lambda i: i.virtual)), "127.0.0.1")
 
 
-def choose(environ: Mapping[str, str] = os.environ) -> Choice:
-    """Which interface ranks of several hosts talk through: the one a person named, else the one that leads to the
-    host where they meet (MASTER_ADDR), else the one of the default route, else the only real one."""
+def choose(environ: Mapping[str, str] = os.environ) -> InterfaceChoice:
+    """The interface for ranks on several hosts: the one set by the user, else that of the route to MASTER_ADDR, else
+    that of the default route, else the only physical one."""
     found = interfaces()
     for variable in (GLOO, NCCL):
         named = environ.get(variable, "")
-        if named and not named.startswith("^"):  # NCCL also takes ^docker0: any but this one
+        if named and not named.startswith("^"):  # NCCL also accepts ^docker0: any interface but this one
             first = named.lstrip("=").split(",")[0]
             match = next((i for i in found if i.name == first), None)
-            return Choice(first, match.address if match else None, f"{variable}={named} says so")
+            return InterfaceChoice(first, match.address if match else None, f"set by {variable}={named}")
     by_address = {i.address: i for i in found}
     master = environ.get("MASTER_ADDR")
     if master:
         towards = by_address.get(source_towards(master) or "")
         if towards is not None and not towards.loopback:
-            return Choice(towards.name, towards.address, f"it leads to MASTER_ADDR={master}")
+            return InterfaceChoice(towards.name, towards.address, f"on the route to MASTER_ADDR={master}")
     real = [i for i in found if not i.loopback and not i.virtual]
-    default = by_address.get(source_towards(ELSEWHERE) or "")
+    default = by_address.get(source_towards(EXAMPLE_ADDRESS) or "")
     if default is not None and not default.loopback:
-        return Choice(default.name, default.address, "it carries the default route")
+        return InterfaceChoice(default.name, default.address, "on the default route")
     if len(real) == 1:
-        return Choice(real[0].name, real[0].address, "it is the only one that is up and leads anywhere")
+        return InterfaceChoice(real[0].name, real[0].address, "the only physical interface that is up")
     if not real:
-        return Choice(None, None, "none but the loopback is up: only ranks of this machine can talk")
+        return InterfaceChoice(None, None, "only loopback is up: ranks on this machine only")
     names = ", ".join(i.name for i in real)
-    return Choice(None, None, f"several are up ({names}) and no route says which")
+    return InterfaceChoice(None, None, f"several interfaces are up ({names}) and no route selects one")
 
 
-def name_interface(environ: MutableMapping[str, str] = os.environ) -> Choice | None:
-    """For ranks on several hosts: tell Gloo and NCCL which interface to use, unless a person did or it cannot be told.
+def export_interface(environ: MutableMapping[str, str] = os.environ) -> InterfaceChoice | None:
+    """For ranks on several hosts: set the interface of Gloo and NCCL, unless the user did or it cannot be determined.
 
-    Gloo asks the resolver for this machine's own name, which on many systems is 127.0.1.1: other hosts then find no
-    one there.
+    Gloo would resolve this machine's host name, which on many systems is 127.0.1.1 and not reachable from other hosts.
     """
     if environ.get(GLOO) and environ.get(NCCL):
         return None
@@ -119,8 +118,8 @@ def name_interface(environ: MutableMapping[str, str] = os.environ) -> Choice | N
     return found
 
 
-def stay_home(environ: MutableMapping[str, str]) -> None:
-    """For ranks on one host: let Gloo and NCCL use the loopback, which no other host can reach."""
-    for home in [i.name for i in interfaces() if i.loopback][:1]:
-        environ.setdefault(GLOO, home)
-        environ.setdefault(NCCL, home)
+def use_loopback(environ: MutableMapping[str, str]) -> None:
+    """For ranks on one host: make Gloo and NCCL use the loopback interface, which other hosts cannot reach."""
+    for name in [i.name for i in interfaces() if i.loopback][:1]:
+        environ.setdefault(GLOO, name)
+        environ.setdefault(NCCL, name)

@@ -1,4 +1,4 @@
-"""What a device costs an hour: the facts of prices.yaml."""
+"""Device prices per hour, from prices.yaml."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def _prices() -> dict[str, Any]:
 
 
 def clouds() -> dict[str, dict[str, list[float | None]]]:
-    """Every cloud's devices, each with its price on demand and as spot, USD an hour."""
+    """Prices of every cloud by device: [on demand, spot] in USD per hour."""
     return dict(_prices()["clouds"])
 
 
 def price_of(device: str, cloud: str | None = None, spot: bool = False) -> float | None:
-    """USD for one device and hour, the usual one or a cloud's; None where no price is known."""
+    """USD per device and hour, the usual price or a cloud's; None if unknown."""
     if cloud is not None and cloud not in clouds():
-        raise JobError(f"no cloud is named {cloud!r}; clouds with known prices: {', '.join(clouds())}")
+        raise JobError(f"unknown cloud {cloud!r}; clouds with known prices: {', '.join(clouds())}")
     known = (_prices()["usual"] if cloud is None else clouds()[cloud]).get(device)
     return known[1 if spot else 0] if known else None
 
 
 def own_terms() -> dict[str, Any]:
-    """What owning devices costs: capital, years, utilisation, power."""
+    """Terms of owning devices: capital, years, utilisation, power."""
     return dict(_prices()["own"])

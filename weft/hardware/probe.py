@@ -1,4 +1,4 @@
-"""The probe: what this machine has, found in milliseconds and without torch."""
+"""The resources of this machine: cores, memory, GPUs, disk. Takes milliseconds and does not import torch."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as the driver describes it."""
+    """A GPU as described by the driver."""
 
     index: int
     name: str
     memory_gib: float
-    """0 where the driver does not say, as on chips that share the host's memory."""
+    """0 if the driver does not report it, as for chips that share the host's memory."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, as far as this process may use it."""
+    """The resources of this machine that this process may use."""
 
     hostname: str
     python: str
     cpu: str
     cores_physical: int
-    """Cores this process may use, hyper-threads counted once."""
+    """Usable cores, with hyper-threads counted once."""
     cores_logical: int
-    """Threads of execution this process may use."""
+    """Usable hardware threads."""
     memory_gib: float
-    """Memory, or the container's limit if that is less."""
+    """Memory, or the container's limit if lower."""
     memory_available_gib: float
-    """Of it, what could be had now."""
+    """Memory that is available now."""
     gpus: tuple[Gpu, ...]
-    """Those that CUDA_VISIBLE_DEVICES leaves to this process."""
+    """GPUs visible under CUDA_VISIBLE_DEVICES."""
     driver: str | None
-    """Version of the NVIDIA driver, where there is one."""
+    """Version of the NVIDIA driver, if any."""
     disk_free_gib: float
-    """Free on the disk of the working directory."""
+    """Free space on the disk of the working directory."""
     shm_gib: float | None
-    """Size of /dev/shm; None where there is none."""
+    """Size of /dev/shm; None if it does not exist."""
 
 
 def probe(cwd: str | os.PathLike[str] = ".") -> Machine:
-    """Look at this machine."""
+    """Probe this machine."""
     physical, logical = usable_cores()
     total, available = usable_memory()
     gpus, driver = find_gpus()
@@ -96,7 +96,7 @@ def usable_memory() -> tuple[float, float]:
 
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    """NVIDIA GPUs and the driver's version; nothing, quickly and silently, where NVML is absent."""
+    """NVIDIA GPUs and the driver's version; empty if NVML is absent."""
     # Importing pynvml costs more than the rest of the probe: look for a driver first
     if sys.platform == "linux" and not any(
         os.path.exists(p) for p in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
@@ -106,7 +106,7 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str | None]:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # NVML fails in many ways, and each means the same here: no GPU to be seen
+    except Exception:  # NVML fails in many ways; each means that no GPU is usable
         return (), None
     try:
         found, uuids = [], []
@@ -127,7 +127,7 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str | None]:
 
 
 def visible(uuids: list[str], setting: str | None) -> list[int]:
-    """Which GPUs CUDA_VISIBLE_DEVICES leaves, by CUDA's rule: numbers or UUIDs, up to the first that is neither."""
+    """Indices of the GPUs in CUDA_VISIBLE_DEVICES, by CUDA's rule: numbers or UUIDs, up to the first invalid one."""
     if setting is None or setting.strip().startswith("MIG-"):
         return list(range(len(uuids)))
     kept: list[int] = []
@@ -164,7 +164,7 @@ def _distinct_cores(allowed: set[int]) -> int:
 
 
 def _cgroup_dirs(controller: str) -> list[Path]:
-    """This process's cgroup and its parents, version 2 and then 1: any of them may hold the limit."""
+    """This process's cgroup and its parents, version 2 and then 1: any of them may set the limit."""
     dirs = []
     for line in _read("/proc/self/cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -205,7 +205,7 @@ def _memory_limit() -> tuple[int | None, int]:
 
 
 def _file_cache(folder: Path) -> int:
-    """Cached files count as used, but are given up when memory is asked for."""
+    """File cache counts as used, but is freed on demand."""
     for line in _read(folder / "memory.stat").splitlines():
         key, _, value = line.partition(" ")
         if key in ("inactive_file", "total_inactive_file") and value.isdigit():

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks: as torchrun, Weft's launcher or an MPI starter says through the environment."""
+"""The rank of this process, from the environment variables of torchrun, Weft's launcher or an MPI launcher."""
 
 from __future__ import annotations
 
@@ -8,71 +8,71 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Starter:
-    """The variables in which a starter says who a process is."""
+class LauncherVariables:
+    """Environment variables that a launcher sets for each rank."""
 
     name: str
     rank: str
     world: str
     local_rank: str
     local_world: str
-    least: int = 1
-    """A world of fewer is none: srun also marks shells that hold no MPI program at all."""
+    min_world: int = 1
+    """Smaller worlds are ignored: srun also sets the variables for processes that are not MPI programs."""
 
 
-TORCHRUN = Starter("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Weft's own launcher writes the same ones."""
+TORCHRUN = LauncherVariables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Weft's own launcher sets the same variables."""
 
-MPI_STARTERS: tuple[Starter, ...] = (
-    Starter("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+MPI_LAUNCHERS: tuple[LauncherVariables, ...] = (
+    LauncherVariables("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
             "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    Starter("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+    LauncherVariables("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
             "MV2_COMM_WORLD_LOCAL_SIZE"),
-    Starter("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", least=2),
+    LauncherVariables("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", min_world=2),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Standing:
-    """One process's place."""
+class RankInfo:
+    """Rank and world size of a process."""
 
     rank: int
     world: int
     local_rank: int
     local_world: int
     started_by: str
-    """The starter's name; alone, where nobody said anything."""
+    """Name of the launcher, or `alone`."""
 
     @property
     def joined(self) -> bool:
-        """Whether somebody started a world that this process is to join."""
+        """Whether a launcher started this process as a rank of a world."""
         return self.started_by != "alone"
 
 
-def standing(environ: Mapping[str, str] = os.environ) -> Standing:
-    """This process's place; torchrun's variables count before MPI's, which a program under mpirun may set by hand."""
-    for starter in (TORCHRUN, *MPI_STARTERS):
-        if _said(starter, environ):
-            rank, world = int(environ[starter.rank]), int(environ[starter.world])
-            local_world = int(environ.get(starter.local_world, world))
-            return Standing(
-                rank, world, int(environ.get(starter.local_rank, rank % local_world)), local_world, starter.name
+def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
+    """Rank information of this process; torchrun's variables take precedence over MPI's."""
+    for launcher in (TORCHRUN, *MPI_LAUNCHERS):
+        if _is_set(launcher, environ):
+            rank, world = int(environ[launcher.rank]), int(environ[launcher.world])
+            local_world = int(environ.get(launcher.local_world, world))
+            return RankInfo(
+                rank, world, int(environ.get(launcher.local_rank, rank % local_world)), local_world, launcher.name
             )
-    return Standing(0, 1, 0, 1, "alone")
+    return RankInfo(0, 1, 0, 1, "alone")
 
 
 def under_mpi(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether an MPI starter started this process."""
-    return any(_said(starter, environ) for starter in MPI_STARTERS)
+    """Whether an MPI launcher started this process."""
+    return any(_is_set(launcher, environ) for launcher in MPI_LAUNCHERS)
 
 
-def _said(starter: Starter, environ: Mapping[str, str]) -> bool:
-    return starter.rank in environ and int(environ.get(starter.world, 0)) >= starter.least
+def _is_set(launcher: LauncherVariables, environ: Mapping[str, str]) -> bool:
+    return launcher.rank in environ and int(environ.get(launcher.world, 0)) >= launcher.min_world
 
 
-def adopt(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Say in torchrun's variables what an MPI starter said in its own. Returns whether there is a world to join."""
-    found = standing(environ)
+def export_torchrun_variables(environ: MutableMapping[str, str] = os.environ) -> bool:
+    """Set torchrun's variables from those of an MPI launcher. Returns whether there is a world to join."""
+    found = rank_info(environ)
     if not found.joined:
         return False
     for key, value in (

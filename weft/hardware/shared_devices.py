@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 
-from weft.hardware.network import stay_home
+from weft.hardware.network import use_loopback
 
 QUEUES = "16"
 """Hardware queues of a rank. Streams that share a queue wait for one another: with the few that MPS gives by default, a
@@ -39,7 +39,7 @@ def act_as_own_host(one_node: bool, environ: MutableMapping[str, str] = os.envir
     """Let NCCL take this process for a host of its own; call it before NCCL starts. `one_node`: all ranks are here."""
     environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{os.getpid()}")
     if one_node:
-        stay_home(environ)
+        use_loopback(environ)
         environ.setdefault("NCCL_IB_DISABLE", "1")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.data.dataset import check_dataset
 from weft.hardware.probe import probe
-from weft.hardware.rank_environment import adopt
+from weft.hardware.rank_environment import export_torchrun_variables
 from weft.job.errors import Exit, JobError, MachineError
 from weft.job.load import dump_yaml
 from weft.job.run_folder import RunDir
@@ -113,7 +113,7 @@ def join(job: Job, log: Callable[[str], None] = print) -> int:
 
 def train(job: Job, nproc: int | None = None, *, fresh: bool = False, resilient: bool | None = None) -> RunDir:
     """Train a job and return its run folder. Joins a world started by torchrun or mpirun, else starts local ranks."""
-    if adopt():
+    if export_torchrun_variables():
         code = join(job)
     else:
         code = start(*prepare(job, nproc), fresh=fresh, resilient=resilient)

@@ -18,7 +18,7 @@ import torch
 
 from weft.comm.algorithms import ALGORITHMS
 from weft.hardware.linear_fit import fit_line
-from weft.hardware.rank_environment import Standing, adopt, standing, under_mpi
+from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, rank_info, under_mpi
 from weft.job.errors import JobError, MachineError
 from weft.launch.rank_pool import RankPool
 from weft.measure.collective_times import DTYPES, KINDS, Case, cases, measure
@@ -111,7 +111,7 @@ def chosen(given: str | None, known: Sequence[str], option: str) -> list[str]:
     return names
 
 
-def where(nproc: int | None, device: str, here: Standing | None = None) -> tuple[int, str, str]:
+def where(nproc: int | None, device: str, here: RankInfo | None = None) -> tuple[int, str, str]:
     """Ranks, device and backend: those that were started, else GPUs where there are several, else CPU ranks."""
     gpus = torch.cuda.device_count()
     if device not in ("auto", "cpu", "cuda"):
@@ -243,7 +243,7 @@ def run_and_show(
     device: str, seconds: float, html: Path | None, as_json: bool, layout: str | None = None, axes: str | None = None,
 ) -> None:  # fmt: skip
     """Measure what was asked for and print it; under torchrun or mpirun the first rank prints."""
-    here = standing() if adopt() else None
+    here = rank_info() if export_torchrun_variables() else None
     ranks, kind, backend = where(nproc if nproc or not layout else ranks_of(parse_layout(layout)), device, here)
     plan = plan_of(ranks, kind, backend, here.world // here.local_world if here else 1, layout)
     names = axes_of(plan, axes)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from weft.hardware.network import stay_home
+from weft.hardware.network import use_loopback
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.supervisor.failure_report import explain_failure
@@ -90,7 +90,7 @@ def _start(
         "WEFT_LAUNCHER": str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
     }
-    stay_home(env)
+    use_loopback(env)
     env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its thread count later
     # a session of its own, so that Ctrl-C reaches only the launcher, which forwards it once
     module = rank_module(worker[0]) if worker == WORKER else worker[0]

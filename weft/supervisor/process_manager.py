@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from weft.hardware.network import stay_home
+from weft.hardware.network import use_loopback
 from weft.job.errors import MachineError
 from weft.job.run_folder import RunDir
 from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
@@ -197,7 +197,7 @@ class ProcessManager:
         ours = {"WEFT_MEMORY": str(self.folder), "WEFT_LAUNCHER": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         env = {**os.environ, **more, **ours}
         if self.command == SUPERVISOR:
-            stay_home(env)
+            use_loopback(env)
         env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its thread count later
         was = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:

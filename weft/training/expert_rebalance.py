@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import local_of, shard_of
-from weft.planner.advice.expert_placement import Placing, cost_of, fullest, place
+from weft.planner.advice.expert_placement import ExpertPlacement, cost_of, fullest, place
 from weft.planner.plan import Plan
 from weft.training.state import State
 
@@ -34,7 +34,7 @@ def rebalance(state: State, plan: Plan) -> dict[str, float] | None:
     table = (load.since[:, :-3] / passes).tolist()
     load.since.zero_()
     load.steps = 0
-    before, after, moves = [], [], dict[int, Placing]()
+    before, after, moves = [], [], dict[int, ExpertPlacement]()
     for index, counts in zip(load.blocks, table, strict=True):
         there = load.copies.get(index, ())
         found = place(counts, plan.ep, moves=plan.ep_moves, room=plan.ep_copies, price=plan.ep_copy_rows)

@@ -169,7 +169,7 @@ def _list(title: str, rows: list[Data]) -> str:
         for r in rows
     )
     return f"""<section class="card"><h2>{esc(title)}</h2><div class="scroll"><table class="list"><tr><th>layout</th>\
-<th class="n">s a step</th><th class="n">GiB</th><th>what it lacks</th></tr>{lines}</table></div></section>"""
+<th class="n">s a step</th><th class="n">GiB</th><th>disadvantage</th></tr>{lines}</table></div></section>"""
 
 
 def _why(data: Data) -> str:

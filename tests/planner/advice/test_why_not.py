@@ -45,7 +45,7 @@ def made() -> Survey:
         ("microbatches=4", "slower", "a step"),
         ("microbatch=3", "cannot be", "would not divide"),
         ("zero=7", "cannot be", "no layout"),
-        ("dp_replicate=16", "does not fit", "too many"),
+        ("dp_replicate=16", "does not fit", "too much"),
     ],
 )
 def test_an_answer_for_every_layout(made: Survey, asked: str, verdict: str, says: str) -> None:

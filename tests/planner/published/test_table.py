@@ -127,7 +127,7 @@ def test_the_json_has_exactly_its_keys(tmp_path: Path) -> None:
         "trust B": 1,
         "the model's shape is not given": 1,
         "the layout does not multiply to the number of GPUs": 1,
-        "no device is named Abacus-9000": 1,
+        "unknown device Abacus-9000": 1,
         "no measured time (derived, or none)": 1,
     }
     assert "Rows without a time to compare: " in show_table(score_table(path))
@@ -139,7 +139,7 @@ def test_a_column_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"the columns layers, hidden, .* are missing"):
         read_table(path)
     done = weft(tmp_path, "estimate", "--table", str(tmp_path / "none.csv"))
-    assert done.code == 2 and "there is no such file" in done.err
+    assert done.code == 2 and "no such file" in done.err
 
 
 def test_a_table_as_other_people_write_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The verb `weft estimate`: a job, or a table."""
+"""`weft estimate`: a job, or a table of published runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_and_show(
     nproc: int | None,
     as_json: bool,
 ) -> str:
-    """What the verb prints."""
+    """The output of the command."""
     if (job is None) == (table is None):
         raise JobError("weft estimate takes a JOB or --table FILE.csv, one of them")
     if table is not None:

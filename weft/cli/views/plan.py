@@ -1,4 +1,4 @@
-"""The verb `weft plan`: the survey of a job, and whatever else was asked of it, for a person or as JSON."""
+"""`weft plan`: the plan of a job and the requested tables, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.cli.views.plan_tables import compared, fronted, listed, mended, past, several, tuned, under
+from weft.cli.views import plan_tables as tables
 from weft.job.errors import FitError
 from weft.job.schema import Job
 from weft.planner.advice.compare import compare_offers
+from weft.planner.advice.fitting_changes import changes
 from weft.planner.advice.history import read_history
-from weft.planner.advice.mend import changes
 from weft.planner.advice.mixed_devices import mixed
 from weft.planner.advice.tune import tune
 from weft.planner.advice.why import gib
@@ -25,8 +25,8 @@ from weft.planner.search.survey import Survey, survey
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command line asked for."""
+class PlanOptions:
+    """The options of the command."""
 
     top: int = 5
     front: bool = False
@@ -39,47 +39,52 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What to print, what to write as JSON, and what to fail with after that."""
+class PlanOutput:
+    """The text, the JSON data, and the error to fail with after printing."""
 
     text: str
     data: dict[str, Any]
     failed: FitError | None = None
 
 
-def show(job: Job, nproc: int | None, asked: Asked) -> Shown:
-    """Plan a job and answer what was asked."""
+def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
+    """Plan a job and collect the requested output."""
     start = start_plan(job, nproc)
     if start.job.model.module:
-        return _unknown(start, asked)
+        return _own_model(start, asked)
     calibration = own_calibration(start.device)
     data: dict[str, Any] = {}
     blocks: list[str] = []
     if asked.history:
         told, calibration = read_history(asked.history, start.device.name, calibration)
         data["history"] = told.to_json()
-        blocks.append(past(told))
+        blocks.append(tables.history_table(told))
     made = survey(start, asked.top, asked.front, trainable=runs_here(start), calibration=calibration)
     data = {**made.to_json(), **data}
-    text = [describe_plan(made.job, made.plan), under(made, _slower(made, start, calibration))]
+    text = [describe_plan(made.job, made.plan), tables.estimates(made, _trainable_instead(made, start, calibration))]
     if asked.gantt:
         text.append(draw_schedule(made.job, made.plan))
     if made.fits:
-        blocks = [listed(made), *([fronted(made)] if asked.front else []), *blocks]
-    failed = None if made.fits else _fails(made)
+        blocks = [tables.runners_up(made), *([tables.pareto_front(made)] if asked.front else []), *blocks]
+    failed = None if made.fits else _fit_error(made)
     if not made.fits:
         found = changes(start, calibration)
         data |= {
             "short_gib": made.found.smallest_gib - made.found.estimator.limit_gib,
             "changes": [c.to_json() for c in found],
         }
-        blocks.append(mended(found))
-    _extras(start, made, asked, calibration, data, blocks)
-    return Shown("\n\n".join(block for block in [*text, *blocks] if block), data, failed)
+        blocks.append(tables.changes_that_fit(found))
+    _add_tables(start, made, asked, calibration, data, blocks)
+    return PlanOutput("\n\n".join(block for block in [*text, *blocks] if block), data, failed)
 
 
-def _extras(
-    start: PlanStart, made: Survey, asked: Asked, calibration: Calibration, data: dict[str, Any], blocks: list[str]
+def _add_tables(
+    start: PlanStart,
+    made: Survey,
+    asked: PlanOptions,
+    calibration: Calibration,
+    data: dict[str, Any],
+    blocks: list[str],
 ) -> None:
     if asked.why_not is not None:
         data["why_not"] = why_not(made, asked.why_not)
@@ -87,19 +92,19 @@ def _extras(
     if asked.compare:
         offers = compare_offers(start, list(asked.compare), calibration)
         data["compare"] = [o.to_json() for o in offers]
-        blocks.append(compared(offers))
+        blocks.append(tables.offers_table(offers))
     if start.job.cluster.also:
         ways = mixed(start, calibration)
         data["mixed"] = [way.to_json() for way in ways]
-        blocks.append(several(ways))
+        blocks.append(tables.mixed_devices(ways))
     if asked.tune:
         settings = tune(start.job, start.world, asked.tokens)
         data["tune"] = [t.to_json() for t in settings]
-        blocks.append(tuned(settings))
+        blocks.append(tables.tuned_settings(settings))
 
 
-def _slower(made: Survey, start: PlanStart, calibration: Calibration) -> str:
-    """What weft train would do where it cannot train the winner yet."""
+def _trainable_instead(made: Survey, start: PlanStart, calibration: Calibration) -> str:
+    """What weft train would use if it cannot train the best layout."""
     if not made.untrainable or not made.fits or made.job.model.experts or made.job.cluster.also:
         return ""
     plan, _, found = pick_layout(start, trainable=True, calibration=calibration)
@@ -109,24 +114,24 @@ def _slower(made: Survey, start: PlanStart, calibration: Calibration) -> str:
     return f"{plan.layout()}, {100 * share:.1f} % slower"
 
 
-def _fails(made: Survey) -> FitError:
+def _fit_error(made: Survey) -> FitError:
     found = made.found
     limit, need = found.estimator.limit_gib, found.smallest_gib
     if made.job.parallel != "auto":
         try:
             check_fits(made.job, made.plan)
         except FitError as error:
-            return FitError(f"{error}; in whole {gib(need)} GiB, {gib(need - limit)} too many")
+            return FitError(f"{error}; in total {gib(need)} GiB, {gib(need - limit)} too much")
     return FitError(
-        f"no layout fits: the most frugal, {made.plan.layout()}, needs {gib(need)} GiB a rank, but "
+        f"no layout fits: the smallest, {made.plan.layout()}, needs {gib(need)} GiB a rank, but "
         f"{made.plan.device_name} has {gib(float(found.estimator.cluster.memory_gib))} ({gib(limit)} of them usable), "
         f"so "
         f"{gib(need - limit)} are missing"
     )
 
 
-def _unknown(start: PlanStart, asked: Asked) -> Shown:
-    """A model of a person's own: what it takes is not known before it is built."""
+def _own_model(start: PlanStart, asked: PlanOptions) -> PlanOutput:
+    """Output for a model of your own, whose memory and time are not known before it is built."""
     job, plan = complete_plan(start, *pick_layout(start, trainable=True)[:2])
     text = describe_plan(job, plan) + ("\n\n" + draw_schedule(job, plan) if asked.gantt else "")
-    return Shown(text, {"job": job.model_dump(mode="json"), **plan.to_json()})
+    return PlanOutput(text, {"job": job.model_dump(mode="json"), **plan.to_json()})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.planner.advice.compare import Offer
+from weft.planner.advice.fitting_changes import Change
 from weft.planner.advice.history import History
-from weft.planner.advice.mend import Change
 from weft.planner.advice.mixed_devices import Mixed
 from weft.planner.advice.tune import Tuned
 from weft.planner.advice.why import TIME_WORDS, gib, seconds
@@ -15,7 +15,7 @@ from weft.planner.search.survey import Point, Survey
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns; the first is left, numbers are right, and the last runs on."""
+    """Aligned columns: the first is left-aligned, the others right-aligned, and the last is not padded."""
     if not rows:
         return ""
     widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
@@ -30,8 +30,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line(row) for row in (head, *rows))
 
 
-def under(made: Survey, instead: str) -> str:
-    """What the winner takes in time, money, energy and failures, and what was searched."""
+def estimates(made: Survey, instead: str) -> str:
+    """Time, cost, energy and goodput of the best layout, and the search."""
     told, kept = made.estimate, made.goodput
     low, high = told["range_s"]
     parts = sorted(((s, n) for n, s in told["time"].items() if s > 0.005 * told["step_time_s"]), reverse=True)
@@ -49,7 +49,7 @@ def under(made: Survey, instead: str) -> str:
         rows.append(("run", f"{told['steps']:,} steps, {human_count(told['tokens'])} tokens: {duration(hours)}, "
                             f"{told['energy_kwh'] / kept.share:,.0f} kWh{money}"))  # fmt: skip
         stops = duration(kept.hours_between_stops)
-        text = f"{100 * kept.share:.1f} % of the time is progress: a stop every {stops}"
+        text = f"{100 * kept.share:.1f} % of the time is progress: a failure every {stops}"
         rows.append(("goodput", f"{text}, a checkpoint every {kept.every} steps"))
     rows.append(("searched", f"{made.found.size:,} layouts in {made.found.seconds:.2f} s"))
     if made.gains:
@@ -80,14 +80,14 @@ def _choice(point: Point) -> str:
     return f"{p.layout()}, {', '.join(more)}"
 
 
-def listed(made: Survey) -> str:
-    """The runner-ups, and what each lacks."""
+def runners_up(made: Survey) -> str:
+    """The runners-up, and the disadvantage of each."""
     rows = [(_choice(p), seconds(p.step_time_s), gib(p.peak_gib), p.lacks) for p in made.runner_ups]
-    return table(("runner-ups", "step", "GiB", "what it lacks"), rows)
+    return table(("runners-up", "step", "GiB", "disadvantage"), rows)
 
 
-def fronted(made: Survey) -> str:
-    """The front: what nothing beats in time, memory, money and energy at once."""
+def pareto_front(made: Survey) -> str:
+    """The Pareto front over time, memory, cost and energy."""
     rows = [
         (str(p.plan.world), seconds(p.step_time_s), gib(p.peak_gib), "–" if p.usd is None else f"{p.usd:,.0f}",
          f"{p.kwh:,.0f}", _choice(p))
@@ -96,10 +96,10 @@ def fronted(made: Survey) -> str:
     return table(("front: ranks", "step", "GiB", "USD", "kWh", "layout"), rows)
 
 
-def mended(found: Sequence[Change]) -> str:
+def changes_that_fit(found: Sequence[Change]) -> str:
     """Changes that would make a job fit."""
     if not found:
-        return "no single change was found that would make it fit"
+        return "no single change makes it fit"
     rows = [
         (c.what, seconds(c.step_time_s), f"{gib(c.peak_gib)} of {gib(c.limit_gib)}",
          f"{c.kwh:,.0f} kWh" if c.usd is None else f"{c.usd:,.0f} USD")
@@ -108,7 +108,7 @@ def mended(found: Sequence[Change]) -> str:
     return table(("would fit with", "step", "GiB", "the run costs"), rows)
 
 
-def compared(offers: Sequence[Offer]) -> str:
+def offers_table(offers: Sequence[Offer]) -> str:
     """Offers side by side."""
     rows = [
         (o.name, o.device, f"{o.usd_hour:.2f}", seconds(o.step_time_s) if o.fits else "–",
@@ -119,10 +119,10 @@ def compared(offers: Sequence[Offer]) -> str:
     return table(("offer", "device", "USD/h", "step", "goodput", "days", "USD", "layout"), rows)
 
 
-def several(ways: Sequence[Mixed]) -> str:
+def mixed_devices(ways: Sequence[Mixed]) -> str:
     """Plans over several kinds of devices."""
     if not ways:
-        return "no way was found to use all kinds of devices at once"
+        return "no way to use all kinds of devices at once was found"
     lines = []
     for way in ways:
         gain = way.alone_s / way.step_time_s
@@ -134,28 +134,26 @@ def several(ways: Sequence[Mixed]) -> str:
     return "\n".join(lines)
 
 
-def past(told: History) -> str:
-    """What earlier runs took beside what was predicted for them."""
-    unread = f"{told.unread} folders hold nothing to learn from: broken, too short, or a model of one's own"
+def history_table(told: History) -> str:
+    """Predicted and measured step times of earlier runs."""
+    unread = f"{told.unread} folders could not be used: damaged, too short, or with a model of your own"
     if not told.runs:
-        return "history: no finished runs of Weft's models were found" + (f"; {unread}" if told.unread else "")
+        return "history: no finished runs of Weft's models found" + (f"; {unread}" if told.unread else "")
     rows = [
         (r.name, r.device, seconds(r.predicted_s), seconds(r.measured_s), f"{100 * (1 / r.ratio - 1):+.0f} %", r.layout)
         for r in told.runs
     ]
-    lines = [table(("history", "device", "predicted", "measured", "off by", "layout"), rows)]
+    lines = [table(("history", "device", "predicted", "measured", "error", "layout"), rows)]
     if any(r.device == told.device for r in told.runs):
-        text = (
-            f"on {told.device} it was off by {100 * told.before:.0f} % in the mean; corrected, each run by the others, "
-        )
-        lines.append(text + f"by {100 * told.after:.0f} %: times × {told.factor:.3g}")
+        text = f"on {told.device} the mean error was {100 * told.before:.0f} %; corrected, each run by the others, "
+        lines.append(text + f"it is {100 * told.after:.0f} %: times × {told.factor:.3g}")
     else:
         lines.append(f"none of them ran on {told.device}, so nothing is corrected")
     lines += [unread] if told.unread else []
     return "\n".join(lines)
 
 
-def tuned(settings: Sequence[Tuned]) -> str:
-    """Hyper-parameters and their reasons."""
+def tuned_settings(settings: Sequence[Tuned]) -> str:
+    """Hyperparameters and the reasons."""
     rows = [(t.key, f"{t.value:,.6g}" if isinstance(t.value, float | int) else str(t.value), t.why) for t in settings]
-    return table(("setting", "value", "because"), rows)
+    return table(("setting", "value", "reason"), rows)

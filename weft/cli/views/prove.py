@@ -1,4 +1,4 @@
-"""`weft prove` as a person sees it: a row as each layout is proven, and one sentence at the end."""
+"""`weft prove`: one row per layout as it is proven, and a summary."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _show(v: Verdict) -> None:
         routers = "" if v.router_diff is None else f"; scores of the routers: {v.router_diff:.1e}"
         print(f"  worst: {v.worst_parameter}{routers}")
     if v.routed_apart:
-        print(f"  near ties: of the experts that tokens went to, it would have chosen {v.routed_apart:.2%} otherwise")
+        print(f"  near ties: of the experts that tokens went to, it would have chosen {v.routed_apart:.2%} differently")
     if v.why:
         print(f"  {v.why}")
 

@@ -1,4 +1,4 @@
-"""The same run on several offers: a cloud on demand, its spot machines, or hardware of one's own, in days and money."""
+"""Duration and cost of a run on several offers: a cloud on demand, its spot machines, or owned hardware."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from weft.planner.own_calibration import own_calibration
 from weft.planner.search.choose import estimator_for, plan_space
 from weft.planner.search.search import LayoutSearch
 
-SPOT_PER_DAY = 0.2
-"""How often a day a spot machine is taken away, where the job does not say (cluster.failures.preemptions_per_day)."""
-OWN = ("own", "owned")
+SPOT_PREEMPTIONS_PER_DAY = 0.2
+"""Preemptions of a spot node per day, if the job does not set cluster.failures.preemptions_per_day."""
+OWNED_HARDWARE = ("own", "owned")
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One row of the table."""
+    """One offer and the run on it."""
 
     name: str
     device: str
@@ -51,10 +51,10 @@ class Offer:
 
 def compare_offers(start: PlanStart, names: list[str], calibration: Calibration) -> list[Offer]:
     """Plan the job on each offer, written NAME, NAME:spot, NAME:DEVICE or NAME:DEVICE:spot."""
-    return [_offer(start, name, calibration) for name in names]
+    return [_plan_offer(start, name, calibration) for name in names]
 
 
-def _offer(start: PlanStart, said: str, calibration: Calibration) -> Offer:
+def _plan_offer(start: PlanStart, said: str, calibration: Calibration) -> Offer:
     name, *rest = said.split(":")
     spot = "spot" in rest
     asked = next((word for word in rest if word != "spot"), None)
@@ -63,7 +63,7 @@ def _offer(start: PlanStart, said: str, calibration: Calibration) -> Offer:
     nodes, per_node = start.job.cluster.nodes, start.world // start.job.cluster.nodes
     failures = start.job.cluster.failures
     if spot and failures.preemptions_per_day == 0:
-        failures = failures.model_copy(update={"preemptions_per_day": SPOT_PER_DAY})
+        failures = failures.model_copy(update={"preemptions_per_day": SPOT_PREEMPTIONS_PER_DAY})
     changed = {"device": device.name, "devices_per_node": per_node, "failures": failures, "price_usd_hour": price}
     if asked:
         changed |= {"memory_gib": None, "network": "auto"}
@@ -91,24 +91,24 @@ def _offer(start: PlanStart, said: str, calibration: Calibration) -> Offer:
 
 def _price(job: Job, name: str, device: Device, spot: bool) -> tuple[float, str]:
     mine = catalog(job.cluster.catalog)
-    if name in OWN:
-        return _own(device, {**own_terms(), **mine.own})
+    if name in OWNED_HARDWARE:
+        return _owned_price(device, {**own_terms(), **mine.own})
     known = {**clouds(), **mine.clouds}
     if name not in known:
         raise JobError(
-            f"--compare: no offer is named {name!r}; known: {', '.join(known)}, own; or write it under `clouds` in a "
-            "file and name that in cluster.catalog"
+            f"--compare: unknown offer {name!r}; known: {', '.join(known)}, own; or add it under `clouds` in a file "
+            "and set cluster.catalog to that file"
         )
     if device.name not in known[name]:
         raise JobError(
-            f"--compare {name}: no price of {device.name} is known there; it has {', '.join(known[name])} "
+            f"--compare {name}: no price for {device.name}; it has {', '.join(known[name])} "
             f"(write {name}:{next(iter(known[name]))})"
         )
     told = known[name][device.name]
     pair = list(told) if isinstance(told, list | tuple) else [told, None]
     price = pair[1] if spot and len(pair) > 1 else pair[0]
     if price is None:
-        raise JobError(f"--compare {name}: {device.name} has no {'spot' if spot else 'on-demand'} price there")
+        raise JobError(f"--compare {name}: {device.name} has no {'spot' if spot else 'on-demand'} price")
     return _amount(f"{name}.{device.name}", price), "spot" if spot else "on demand"
 
 
@@ -118,8 +118,8 @@ def _amount(key: str, value: Any) -> float:
     return float(value)
 
 
-def _own(device: Device, terms: dict[str, Any]) -> tuple[float, str]:
-    """Capital over the hours it computes, and its power."""
+def _owned_price(device: Device, terms: dict[str, Any]) -> tuple[float, str]:
+    """Capital cost per hour of use, plus power."""
     for key in ("years", "utilisation", "usd_kwh"):
         if _amount(f"own.{key}", terms[key]) == 0 and key != "usd_kwh":
             raise JobError(f"--compare own: own.{key} is 0 in your catalog; it must be above 0")
@@ -127,8 +127,8 @@ def _own(device: Device, terms: dict[str, Any]) -> tuple[float, str]:
     each = capital.get(device.name) if isinstance(capital, dict) else capital
     if each is None:
         raise JobError(
-            f"--compare own: what a {device.name} costs is not known; write own: {{capital_usd: …}} in a file and name "
-            "that in cluster.catalog"
+            f"--compare own: the price of a {device.name} is not known; write own: {{capital_usd: …}} in a file and "
+            "set cluster.catalog to that file"
         )
     hours = terms["years"] * 8760 * terms["utilisation"]
     power = device.tdp_w / 1000 * POWER_SHARE * POWER_OVERHEAD * terms["usd_kwh"]

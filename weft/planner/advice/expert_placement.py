@@ -1,7 +1,7 @@
-"""Which rank of ep should hold which expert, and which experts more than one rank, by the load of each.
+"""Placement of experts on the ranks of ep by their load, with copies of busy experts on several ranks.
 
-A move costs once. A copy costs in every pass: its weights come, and their gradients go. So experts are moved first, and
-hot ones are copied where that takes more rows off the fullest rank than the copy is worth (`price`, in rows).
+A move costs once; a copy costs in every pass, because its weights are sent and their gradients returned. So experts are
+moved first, and busy ones are copied if that takes more rows off the busiest rank than the copy costs (`price`).
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from weft.job.schema import Job
 from weft.planner.model.facts import ClusterFacts
 from weft.planner.plan import Plan
 
-REACHED = 0.5
-"""Of a device's peak, what products of experts reach."""
+EXPERT_EFFICIENCY = 0.5
+"""Share of the device's peak that the experts' matrix products reach."""
 CORE_TFLOPS = 0.05
-"""Of a device whose peak nobody has published: a core of a CPU."""
+"""Peak of a device without a published one, such as a CPU core."""
 
 Pairs = tuple[tuple[int, int], ...]
-"""Experts, and ranks other than their home that hold a copy."""
+"""Pairs of an expert and a rank that holds a copy of it."""
 
 
 @dataclass(frozen=True)
-class Placing:
-    """Where the experts of a block should be."""
+class ExpertPlacement:
+    """The placement of a block's experts."""
 
     order: list[int]
-    """Which expert should stand at each place; the places of a rank lie together."""
+    """The expert of each slot; the slots of a rank are adjacent."""
     copies: Pairs
-    """By the experts' new numbers."""
+    """Copies, by the experts' new numbers."""
     rows: float
-    """Of the fullest rank."""
+    """Rows of the busiest rank."""
     cost: float
-    """Of the copies, in rows."""
+    """Cost of the copies, in rows."""
 
 
 def better_order(load: Sequence[float], ranks: int) -> list[int]:
-    """Which expert should stand at each place: the hottest first, each to the rank with the least so far and room."""
+    """The expert of each slot: greedily, the busiest expert first, each to the least loaded rank with a free slot."""
     room = len(load) // ranks
     held: list[list[int]] = [[] for _ in range(ranks)]
     for expert in sorted(range(len(load)), key=lambda e: (-load[e], e)):
@@ -47,7 +47,7 @@ def better_order(load: Sequence[float], ranks: int) -> list[int]:
 
 
 def rows_of(load: Sequence[float], ranks: int, copies: Collection[tuple[int, int]] = ()) -> list[float]:
-    """Load of each rank, where that of an expert is shared by its home and the copies."""
+    """Load of each rank; the load of an expert is divided among its owner and the copies."""
     room = len(load) // ranks
     shares = [n / (1 + sum(e == expert for e, _ in copies)) for expert, n in enumerate(load)]
     rows = [sum(shares[r * room : (r + 1) * room]) for r in range(ranks)]
@@ -57,16 +57,16 @@ def rows_of(load: Sequence[float], ranks: int, copies: Collection[tuple[int, int
 
 
 def fullest(load: Sequence[float], ranks: int, copies: Collection[tuple[int, int]] = ()) -> float:
-    """Load of the fullest rank over the mean."""
+    """Load of the busiest rank over the mean."""
     rows = rows_of(load, ranks, copies)
     return max(rows) * ranks / max(sum(rows), 1e-9)
 
 
 def better_copies(load: Sequence[float], ranks: int, room: int, price: float) -> tuple[Pairs, float, float]:
-    """The copies, at most `room` on a rank, with which the fullest rank's rows and the copies' cost are least.
+    """The copies, at most `room` on a rank, that minimise the busiest rank's rows plus the cost of the copies.
 
-    One after the other, the hottest expert of the fullest rank gets a copy on the emptiest rank that may have it.
-    Returns the copies, the fullest rank's rows, and what the copies cost.
+    Repeatedly, the busiest expert of the busiest rank gets a copy on the least loaded rank that may hold it. Returns
+    the copies, the busiest rank's rows, and the cost of the copies.
     """
     pairs: list[tuple[int, int]] = []
     rows = rows_of(load, ranks)
@@ -74,15 +74,15 @@ def better_copies(load: Sequence[float], ranks: int, room: int, price: float) ->
     while found := _next_copy(load, ranks, room, pairs, rows):
         pairs.append(found)
         rows = rows_of(load, ranks, pairs)
-        cost = price * _most_moved(len(load) // ranks, ranks, pairs)
+        cost = price * _max_transfers(len(load) // ranks, ranks, pairs)
         if max(rows) + cost < best[1] + best[2]:
             best = tuple(pairs), max(rows), cost
     return best
 
 
 def cost_of(load: Sequence[float], ranks: int, copies: Collection[tuple[int, int]], price: float) -> float:
-    """What a pass takes with these copies: the fullest rank's rows, and what the copies are worth in rows."""
-    return max(rows_of(load, ranks, copies)) + price * _most_moved(len(load) // ranks, ranks, copies)
+    """Cost of a pass with these copies: the busiest rank's rows, plus the copies in rows."""
+    return max(rows_of(load, ranks, copies)) + price * _max_transfers(len(load) // ranks, ranks, copies)
 
 
 def _next_copy(
@@ -103,34 +103,34 @@ def _next_copy(
     return None
 
 
-def _most_moved(own: int, ranks: int, pairs: Collection[tuple[int, int]]) -> int:
-    """Experts that the busiest rank lends or borrows: ranks do so at the same time."""
-    lends = [sum(e // own == r for e, _ in pairs) for r in range(ranks)]
-    borrows = [sum(x == r for _, x in pairs) for r in range(ranks)]
-    return max(*lends, *borrows)
+def _max_transfers(own: int, ranks: int, pairs: Collection[tuple[int, int]]) -> int:
+    """Largest number of experts that one rank sends or receives; ranks do so at the same time."""
+    sent = [sum(e // own == r for e, _ in pairs) for r in range(ranks)]
+    received = [sum(x == r for _, x in pairs) for r in range(ranks)]
+    return max(*sent, *received)
 
 
-def place(load: Sequence[float], ranks: int, *, moves: bool, room: int, price: float) -> Placing:
-    """The best places for a load, in rows; `moves` says whether experts may get other numbers."""
+def place(load: Sequence[float], ranks: int, *, moves: bool, room: int, price: float) -> ExpertPlacement:
+    """The best placement for a load in rows; with `moves`, experts may be renumbered."""
     order = better_order(load, ranks) if moves else list(range(len(load)))
     copies, rows, cost = better_copies([load[e] for e in order], ranks, room, price)
-    return Placing(order, copies, rows, cost)
+    return ExpertPlacement(order, copies, rows, cost)
 
 
 def with_copies(job: Job, plan: Plan, facts: ClusterFacts) -> Plan:
-    """The plan with what a rebalancer needs to know, where the person wants one.
+    """The plan with the settings of the expert rebalancer, if the job asks for one.
 
-    A copy's weights travel once and their gradients once, 2 · matrices · dim · ffn elements. A row less on the fullest
-    rank saves 6 · matrices · dim · ffn operations, and four trips of dim elements. dim cancels out.
+    A copy sends its weights and their gradients, 2 · matrices · dim · ffn elements. One row less on the busiest rank
+    saves 6 · matrices · dim · ffn operations and four transfers of dim elements; dim cancels out.
     """
     e = job.model.experts
     if not plan.ep_rebalance or e is None or job.parallel == "auto" or plan.ep == 1:
         return plan
     inner, outer = facts.levels[0], facts.levels[-1]
     link = (inner if plan.ep <= inner.size else outer).gb_s * 1e9
-    flops = REACHED * (facts.peak_tflops.get(plan.precision) or CORE_TFLOPS) * 1e12
+    flops = EXPERT_EFFICIENCY * (facts.peak_tflops.get(plan.precision) or CORE_TFLOPS) * 1e12
     size = 4 if plan.precision == "fp32" else 2
     products = (3 if job.model.activation == "swiglu" else 2) * (e.ffn or 1)
     price = 2 * products * size / link / (6 * products / flops + 4 * size / link)
-    room = min(job.parallel.ep_copies, e.count - e.count // plan.ep)  # those of all others
+    room = min(job.parallel.ep_copies, e.count - e.count // plan.ep)  # experts of all other ranks
     return replace(plan, ep_copies=room, ep_copy_rows=float(price), ep_moves=e.groups == 1)

@@ -14,28 +14,28 @@ from dataclasses import dataclass
 from weft.job.schema import Failures
 
 STATE_BYTES = 12
-"""A parameter in a checkpoint: the fp32 weight and AdamW's two moments."""
-LEAST = 1e-9
-"""The share of a run whose every step is lost: times stay finite, and far too long."""
-SNAPSHOT_GB_S = 20.0
-"""One device to its host's memory: what training waits for when a checkpoint is written in the background."""
+"""Checkpoint bytes per parameter: the fp32 weight and AdamW's two moments."""
+MIN_GOODPUT = 1e-9
+"""Goodput of a run that makes no progress, above 0 so that times stay finite."""
+HOST_COPY_GB_S = 20.0
+"""Bandwidth from a device to host memory: the part of a background checkpoint that training waits for."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What failures make of a run."""
+    """Goodput of a run and its checkpoint interval."""
 
     share: float
-    """Part of the time that is progress."""
+    """Share of the time that is progress."""
     hours_between_stops: float
     interval_s: float
-    """Work between two checkpoints."""
+    """Seconds of work between checkpoints."""
     every: int
     """The same in steps: checkpoint.every."""
     checkpoint_s: float
-    """What the run waits for one checkpoint."""
+    """Time that training is blocked by a checkpoint."""
     write_s: float
-    """Until one is on disk."""
+    """Time until a checkpoint is on disk."""
     restart_s: float
 
     def to_json(self) -> dict[str, float]:
@@ -47,13 +47,13 @@ class Goodput:
 
 
 def expected(work: float, checkpoint: float, mean: float, restart: float) -> float:
-    """Seconds that `work` seconds and a checkpoint take in the mean; infinite where a stop always comes first."""
+    """Expected time of `work` seconds and a checkpoint; infinite if a failure always comes first."""
     ratio = (work + checkpoint) / mean
     return math.inf if ratio > 500 else (mean + restart) * math.expm1(ratio)
 
 
 def best_interval(checkpoint: float, mean: float, restart: float, least: float = 0.0) -> float:
-    """The work between checkpoints with the largest share of progress."""
+    """The work between checkpoints that maximises goodput."""
     if checkpoint <= 0:
         return max(least, 1e-3 * mean)
     young = math.sqrt(2 * checkpoint * mean)
@@ -72,15 +72,15 @@ def best_interval(checkpoint: float, mean: float, restart: float, least: float =
 def goodput(
     failures: Failures, world: int, nodes: int, parameters: float, step_time_s: float, background: bool = True
 ) -> Goodput:
-    """The best checkpoint interval of a run, and what share of its time is progress."""
+    """The best checkpoint interval of a run, and its goodput."""
     per_second = world / (failures.device_hours * 3600) + nodes * failures.preemptions_per_day / 86_400
     mean = 1 / per_second
     write = parameters * STATE_BYTES / (nodes * failures.checkpoint_gb_s * 1e9)
-    blocked = min(write, parameters * STATE_BYTES / world / (SNAPSHOT_GB_S * 1e9)) if background else write
+    blocked = min(write, parameters * STATE_BYTES / world / (HOST_COPY_GB_S * 1e9)) if background else write
     restart = failures.restart_s + write  # reading is taken to be as fast as writing
     # the next checkpoint begins when the last one is on disk
     work = best_interval(blocked, mean, restart, least=max(step_time_s, write))
     every = max(1, round(work / step_time_s))
     work = every * step_time_s
-    share = max(LEAST, work / expected(work, blocked, mean, restart))
+    share = max(MIN_GOODPUT, work / expected(work, blocked, mean, restart))
     return Goodput(share, mean / 3600, work, every, blocked, write, restart)

@@ -1,4 +1,4 @@
-"""Learning from runs: what was predicted beside what was measured, and the calibration corrected by it."""
+"""Correction of the calibration by the measured step times of earlier runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weft.planner.plan import Plan
 
 FASTER = ("matmul", "attention", "link", "network")
 SLOWER = ("traffic", "host_us", "host_moe_us", "step_ms", "latency", "optimizer")
-"""What a step's time goes down and up with; changed together, the whole step changes by the same share."""
+"""Calibration values that the step time falls and rises with; scaled together, the whole step scales by a factor."""
 
 
 @dataclass(frozen=True)
-class Past:
-    """One run: predicted by the calibration in use, and measured."""
+class PastRun:
+    """One run: its predicted and its measured step time."""
 
     name: str
     device: str
@@ -48,18 +48,18 @@ class Past:
 
 @dataclass(frozen=True)
 class History:
-    """All runs of a folder, and the correction that they give for one device."""
+    """The runs of a folder, and the correction for one device."""
 
-    runs: tuple[Past, ...]
+    runs: tuple[PastRun, ...]
     device: str
     factor: float
-    """Measured over predicted time, the median of the runs on this device; 1 where there is none."""
+    """Median of measured over predicted time on this device; 1 if there are no runs."""
     before: float
-    """Mean absolute error of the predicted step time on those runs, as it was."""
+    """Mean absolute error of the predicted step time before the correction."""
     after: float
-    """The same with the correction, each run corrected by the others."""
+    """The same after the correction, each run corrected by the others."""
     unread: int = 0
-    """Folders with a plan that nothing could be learnt from: too few steps, a module of one's own, broken files."""
+    """Folders with a plan that could not be used: too few steps, a model of your own, or damaged files."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -71,7 +71,7 @@ class History:
 def read_history(folder: Path, device: str, calibration: Calibration) -> tuple[History, Calibration]:
     """The runs below a folder, and the calibration corrected by those on this device."""
     if not folder.is_dir():
-        raise JobError(f"--history {folder}: there is no such folder; a folder of runs, such as runs/, would work")
+        raise JobError(f"--history {folder}: no such folder; use a folder of runs, such as runs/")
     paths = [folder] if (folder / "plan.json").is_file() else sorted(p.parent for p in folder.glob("*/plan.json"))
     runs = tuple(past for path in paths if (past := _read(RunDir(path), calibration)))
     unread = len(paths) - len(runs)
@@ -85,32 +85,32 @@ def read_history(folder: Path, device: str, calibration: Calibration) -> tuple[H
 
 
 def corrected(calibration: Calibration, factor: float) -> Calibration:
-    """The same calibration for a machine on which everything takes `factor` times as long."""
+    """The calibration for a machine on which everything takes `factor` times as long."""
     changed = {name: getattr(calibration, name) / factor for name in FASTER}
     changed |= {name: getattr(calibration, name) * factor for name in SLOWER}
     return calibration.with_(**changed, name=f"{calibration.name}, corrected by runs")
 
 
-def _by_others(runs: list[Past], i: int) -> float:
+def _by_others(runs: list[PastRun], i: int) -> float:
     others = [r.ratio for j, r in enumerate(runs) if j != i]
     return median(others or [runs[i].ratio])
 
 
-def _read(run: RunDir, calibration: Calibration) -> Past | None:
-    """A run that has steps to learn from; None for one that was never started or has a model of its own."""
+def _read(run: RunDir, calibration: Calibration) -> PastRun | None:
+    """A run with measured steps; None if it was never started, is damaged, or has a model of your own."""
     try:
         plan = Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
         job = resolve(load_job(str(run.path)))
         records = _records(run.metrics)
         told = estimate_job(job, plan, calibration)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, WeftError):
-        return None  # whatever a broken file makes of a plan or a job
+        return None  # a damaged plan or job
     times = _numbers(records, "step_time_s")
     if len(times) < 3:
         return None
     settled = times[len(times) // 5 :]  # the first steps warm up
     peaks = _numbers(records, "peak_memory_gib")
-    return Past(
+    return PastRun(
         run.path.name, plan.device_name, plan.layout(), told["step_time_s"], median(settled), told["peak_memory_gib"],
         max(peaks) if peaks else None,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
         try:
             value = json.loads(line)
         except ValueError:
-            continue  # a kill leaves a torn last line
+            continue  # a killed run may leave an incomplete last line
         if isinstance(value, dict):
             out.append(value)
     return out

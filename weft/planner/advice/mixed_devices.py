@@ -1,8 +1,8 @@
-"""Several kinds of devices in one run: uneven shares of the batch, or uneven stages, whichever is faster.
+"""Several kinds of devices in one run: uneven shares of the batch, or uneven pipeline stages, whichever is faster.
 
-Uneven shares: each kind trains whole copies (or shards) of the model in its own best layout, on as many sequences as it
-can do in the same time; gradients are then averaged between the kinds over the network. Uneven stages: one pipeline
-runs through both kinds, and the slower kind gets fewer blocks.
+Uneven shares: each kind trains replicas (or shards) of the model in its own best layout, on as many sequences as it can
+process in the same time; gradients are averaged between the kinds over the network. Uneven stages: one pipeline spans
+both kinds, and the slower kind gets fewer blocks.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from weft.planner.search.choose import estimator_for, plan_space
 from weft.planner.search.search import LayoutSearch, SearchResult
 
 ROUNDS = 6
-"""How often shares are set by the speeds found before."""
+"""Iterations in which the shares are updated from the measured speeds."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one kind of device does."""
+    """The part of one kind of device."""
 
     device: str
     ranks: int
     layout: str
     sequences: int
-    """Its share of the global batch; all of it where stages are uneven."""
+    """Its share of the global batch; all of it with uneven stages."""
     blocks: int
-    """Blocks on each of its pipelines; all of them where shares are uneven."""
+    """Its blocks of the model; all of them with uneven shares."""
     seconds: float
     peak_gib: float
 
@@ -53,7 +53,7 @@ class Mixed:
     step_time_s: float
     parts: tuple[Part, ...]
     alone_s: float
-    """The best that one kind reaches alone."""
+    """The best step time of one kind alone."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -79,7 +79,7 @@ def _alone(job: Job, **changed: Any) -> Job:
 
 
 def mixed(start: PlanStart, calibration: Calibration) -> list[Mixed]:
-    """Ways to use all kinds at once, the fastest first; empty where neither way fits."""
+    """Ways to use all kinds at once, the fastest first; empty if none fits."""
     each = kinds(start)
     alone = min(
         (_time(found) for found in (_best(s, s.job.train.global_batch, calibration) for s in each)), default=np.inf
@@ -106,9 +106,9 @@ def _best(start: PlanStart, batch: int, calibration: Calibration, blocks: int | 
 
 
 def _shares(each: list[PlanStart], calibration: Calibration, alone: float) -> Mixed | None:
-    """Sequences by speed: shares are set by what each kind took a sequence, until they stay."""
+    """Shares of the batch in proportion to the speed of each kind, iterated."""
     batch = each[0].job.train.global_batch
-    unit = [s.world for s in each]  # a share that its ranks divide evenly
+    unit = [s.world for s in each]  # its ranks divide the share evenly
     speed = np.array(
         [s.world * (s.device.peak_tflops.get("bf16") or s.device.peak_tflops.get("fp16") or 0.05) for s in each]
     )
@@ -132,14 +132,14 @@ def _shares(each: list[PlanStart], calibration: Calibration, alone: float) -> Mi
 
 
 def _rounded(batch: int, share: Any, unit: list[int]) -> list[int] | None:
-    """Shares that add up to the batch, each a number of sequences its ranks can divide."""
+    """Shares that add up to the batch, each divisible by its ranks."""
     sizes = [max(1, round(batch * float(s) / u)) * u for s, u in zip(share, unit, strict=True)]
     sizes[0] = batch - sum(sizes[1:])
     return sizes if sizes[0] > 0 else None
 
 
 def _between(found: list[SearchResult | None], each: list[PlanStart]) -> float:
-    """Averaging gradients between kinds: each holds them over all its ranks, and the slowest network carries them."""
+    """Time to average gradients between the kinds, sharded over all ranks, over the slowest network."""
     model = found[0].estimator.model if found[0] else None
     if model is None:
         return 0.0
@@ -153,16 +153,16 @@ def _part(start: PlanStart, found: SearchResult, sequences: int, blocks: int) ->
 
 
 def _stages(each: list[PlanStart], calibration: Calibration, alone: float) -> Mixed | None:
-    """Blocks by speed: one kind after the other in a pipeline, each in the best layout for the blocks it gets."""
+    """Blocks in proportion to speed: one pipeline over both kinds, each in the best layout for its blocks."""
     layers, batch = int(each[0].job.model.layers or 0), each[0].job.train.global_batch
     low, high = 1, layers - 1
     best: Mixed | None = None
-    while low <= high:  # the first kind slows down with each block it gets, the other speeds up
+    while low <= high:  # bisection: the first kind slows down with each block, the other speeds up
         blocks = (low + high) // 2
         found = [_best(s, batch, calibration, n) for s, n in zip(each, (blocks, layers - blocks), strict=True)]
         times = [_time(f) for f in found]
         if max(times) < float("inf") and found[0] and found[1]:
-            # both halves work at once on different microbatches; the first and the last wait for one another once
+            # both parts work on different microbatches at once; the first and the last wait for each other once
             waits = max(times) / max(1, int(found[0].layouts.accumulation[0]))
             step = max(times) + waits
             parts = tuple(

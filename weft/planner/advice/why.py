@@ -1,4 +1,4 @@
-"""Why a layout: what each choice of the winner gains over the best layout without it, found by searching again."""
+"""Reasons for a layout: what each choice gains over the best layout without it, found by searching again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TIME_WORDS = {
     "optimizer": "the optimizer", "offload": "copies to the host", "host": "the host",
     "waiting": "waiting for the slowest", "data": "data",
 }  # fmt: skip
-"""What the parts of a step's time are called."""
+"""Names of the parts of a step's time."""
 
 
 def reasons(search: LayoutSearch, found: SearchResult, pinned: bool = False) -> list[str]:
-    """A sentence for each choice that is not the plainest."""
+    """A sentence for each choice that is not the simplest one."""
     one = found.layouts.take([0])
     best, limit = float(found.times[0]), found.estimator.limit_gib
     said = [] if pinned else [*_axes(search, one, best, limit), *_data(search, one, best, limit, float(found.peaks[0]))]
@@ -31,7 +31,7 @@ def reasons(search: LayoutSearch, found: SearchResult, pinned: bool = False) -> 
 
 
 def _unused(search: LayoutSearch, one: Layouts, best: float) -> list[str]:
-    """What the axes that the winner leaves out would cost."""
+    """Step time of layouts with the axes that the best layout does not use."""
     words = []
     for axis in AXES:
         only: dict[str, Any] = {axis: tuple(d for d in getattr(search.space, axis) if d > 1)}
@@ -46,7 +46,7 @@ def _unused(search: LayoutSearch, one: Layouts, best: float) -> list[str]:
 
 
 def _instead(search: LayoutSearch, best: float, limit: float, **only: Any) -> str | None:
-    """What the best layout under a condition lacks; None where it lacks nothing."""
+    """The disadvantage of the best layout under a condition; None if it has none."""
     fine = only.pop("fine", None)
     other = search.find(fine=fine, **only)
     if len(other) == 0:
@@ -57,7 +57,7 @@ def _instead(search: LayoutSearch, best: float, limit: float, **only: Any) -> st
     if slower < -TIME_TOLERANCE:
         return None
     if slower < TIME_TOLERANCE:
-        return "would be as fast, and less plain"
+        return "would be as fast, but less simple"
     return f"would be {percent(slower)} slower ({short(other.layouts, 0)})"
 
 
@@ -68,9 +68,7 @@ def _axes(search: LayoutSearch, one: Layouts, best: float, limit: float) -> list
         if degree == 1 or (axis == "ep" and not search.space.experts):
             continue
         lacks = _instead(search, best, limit, **{axis: (1,)})
-        said.append(
-            f"{axis} {degree}: without it a step {lacks}" if lacks else f"{axis} {degree}: the batch asks for it"
-        )
+        said.append(f"{axis} {degree}: without it a step {lacks}" if lacks else f"{axis} {degree}: needed by the batch")
     return said
 
 
@@ -80,7 +78,7 @@ def _data(search: LayoutSearch, one: Layouts, best: float, limit: float, peak: f
         if replicate == 1:
             return []
         return [f"dp_replicate {replicate}: a whole copy and its activations take {gib(peak)} of {gib(limit)} GiB, "
-                "and replicas talk least"]  # fmt: skip
+                "and replicas communicate least"]  # fmt: skip
     lacks = _instead(search, best, limit, dp_shard=(1,))
     said = [f"dp_shard {shard} (zero {zero}): whole copies {lacks or 'would not divide the batch'}"]
     if zero > 1 and (lacks := _instead(search, best, limit, dp_shard=(shard,), zero=tuple(range(1, zero)))):
@@ -112,33 +110,36 @@ def _schedule(search: LayoutSearch, one: Layouts, best: float, limit: float) -> 
 
 
 def compare(found: SearchResult, layouts: Layouts, i: int) -> str:
-    """What layout i lacks beside the winner: how much slower, and where the time goes."""
+    """The disadvantage of layout i: how much slower it is, and in which part."""
     both = Layouts.join([found.layouts.take([0]), layouts.take([i])])
     made = found.estimator.estimate(both)
     times = np.asarray(made.step_time_s)
     gap = float(times[1] / times[0] - 1)
     if abs(gap) < TIME_TOLERANCE:
         more = float(made.peak_gib[1] - made.peak_gib[0])
-        return f"as fast, {'needs ' + gib(more) + ' GiB more' if more > 0.05 else 'but less plain'}"
+        return f"as fast, {'needs ' + gib(more) + ' GiB more' if more > 0.05 else 'but less simple'}"
     parts = {name: float(v[1] - v[0]) for name, v in made.time.items() if np.ndim(v)}
     worst = max(parts, key=lambda name: parts[name])
     return f"{percent(gap)} slower: {seconds(parts[worst])} more in {TIME_WORDS.get(worst, worst)}"
 
 
 def short(layouts: Layouts, i: int) -> str:
-    """A layout in the fewest words."""
+    """The short form of a layout."""
     return layouts.plan(i).layout()
 
 
 def gib(value: float) -> str:
+    """A size in GiB with two or three digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def percent(share: float) -> str:
+    """A share as a percentage."""
     return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.1f} %"
 
 
 def seconds(value: float) -> str:
+    """A duration in s, ms or µs."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(value) >= size:
             return f"{value / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Why not this layout: the best form of what a person names, beside the winner."""
+"""`weft plan --why-not`: the best form of a named layout compared with the chosen one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = ("dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "microba
 
 
 def why_not(made: Survey, text: str) -> dict[str, Any]:
-    """What stands against a layout: a rule, its memory, or where its time goes. Axes that are not named stay open."""
+    """The reason against a layout: a rule, its memory, or its time. Axes that are not named stay open."""
     named = _named(text)
     only: dict[str, Any] = {name: (value,) for name, value in named.items() if name in SETTINGS}
     answer: dict[str, Any] = {"asked": text, "settings": named}
@@ -52,7 +52,7 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
         worst = max(parts, key=lambda name: float(np.ravel(parts[name])[0]))
         most = float(np.ravel(parts[worst])[0])
         because = f"its most frugal form, {found.smallest.plan(0).layout()}, needs {gib(need)} GiB of {gib(limit)}: "
-        because += f"{gib(need - limit)} too many, {gib(most)} of them {worst}"
+        because += f"{gib(need - limit)} too much, {gib(most)} of it {worst}"
         return {**answer, "verdict": "does not fit", "peak_memory_gib": need, "because": because}
     if not made.fits:
         return {**answer, "verdict": "fits", "because": f"{found.layouts.plan(0).layout()} would fit"}
@@ -69,7 +69,7 @@ def _beside(made: Survey, other: Layouts) -> dict[str, Any]:
         return {
             **facts,
             "verdict": "as fast",
-            "because": f"{layout} takes {seconds(float(times[1]))}, the winner as long",
+            "because": f"{layout} takes {seconds(float(times[1]))}, as long as the chosen one",
         }
     parts = {name: float(v[1] - v[0]) for name, v in both.time.items() if np.ndim(v)}
     order = sorted(parts, key=lambda name: -parts[name])
@@ -82,7 +82,7 @@ def _beside(made: Survey, other: Layouts) -> dict[str, Any]:
 
 
 def _named(text: str) -> dict[str, Any]:
-    """The settings a person wrote, and no others."""
+    """The settings that were written, without defaults."""
     rest = text.lower().replace(",", " ")
     named: dict[str, Any] = {}
     for name, pattern in (
@@ -97,7 +97,7 @@ def _named(text: str) -> dict[str, Any]:
             raise JobError("--why-not names no layout; write for example --why-not 'tp=8 pp=2'")
         return named
     section = parse_layout(rest)
-    # parse_layout says 1 for the data-parallel axes that were not named; here those stay open
+    # parse_layout sets data-parallel axes that were not named to 1; here they stay open
     said = {k: v for k, v in section.items() if k not in ("dp_replicate", "dp_shard") or v > 1 or k in rest}
     if "zero" in section and "dp_shard" in said and not re.search(r"dp_shard|shard|fsdp\s*\d|hsdp", rest):
         said.pop("dp_shard")  # `zero3` alone names the stage, not a degree
@@ -105,7 +105,7 @@ def _named(text: str) -> dict[str, Any]:
 
 
 def _schedules(named: dict[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The schedules a person may have meant, each with the stages a rank that it can have."""
+    """The schedules that may be meant, each with its possible stages per rank."""
     said = named.get("schedule")
     names = SCHEDULE_NAMES if said is None else tuple(SCHEDULES[said].stands_for.values()) or (said,)
     stages = (named["virtual_stages"],) if "virtual_stages" in named else tuple(range(1, 9))
@@ -113,7 +113,7 @@ def _schedules(named: dict[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def _open(made: Survey, named: dict[str, Any]) -> LayoutSearch:
-    """The bounds to look in: the survey's, or of everything where the job or the search left out what was asked for."""
+    """The search to use: the survey's, or one over all layouts if that excludes the named one."""
     job, plan, space = made.job, made.start.plan, made.search.space
     everything = job_space(job, made.start.world, plan.precision)
     if (cp := named.get("cp", 1)) not in everything.cp and everything.heads:
@@ -141,7 +141,7 @@ def _no_product(made: Survey, named: dict[str, Any]) -> str:
     world, batch = made.start.world, made.job.train.global_batch
     if world % product:
         near = max(d for d in divisors(world) if d <= product)
-        return f"its degrees multiply to {product}, which does not divide {world} ranks; {near} would"
+        return f"its degrees multiply to {product}, which does not divide {world} ranks; {near} would work"
     dp = int(named.get("dp_replicate", 1) * named.get("dp_shard", 1))
     if batch % dp:
         return f"train.global_batch={batch} does not divide among {dp} data-parallel ranks"

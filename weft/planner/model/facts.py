@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from weft.hardware.catalog import Device, find_device, find_network
-from weft.hardware.efficiency import reach_of
+from weft.hardware.efficiency import measured_limits
 from weft.hardware.prices import price_of
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM, resolve
@@ -259,7 +259,7 @@ def make_cluster(
 ) -> ClusterFacts:
     """A cluster of equal nodes; `network_gb_s` is what one device has to other nodes."""
     inside = NVLINK_RACK_SIZE.get(device.name, per_node)
-    reach = reach_of(device.name)
+    reach = measured_limits(device.name)
     return ClusterFacts(
         world=world,
         levels=(

@@ -1,4 +1,4 @@
-"""Least squares for calibrations: a robust Gauss–Newton over a few named numbers, each kept within its bounds."""
+"""Robust Gauss–Newton least squares over a few named calibration values, each within its bounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from weft.planner.calibration import Calibration
-from weft.planner.published.batch import gather_rows
+from weft.planner.published.row_arrays import gather_rows
 from weft.planner.published.rows import PublishedRun
 from weft.planner.time.step import estimate
 
@@ -20,13 +20,13 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "host_blend": (1.0, 12.0), "head_whole": (0.2, 1.0), "host_backward": (0.5, 2.0),
     "odd": (0.005, 0.5), "host_moe_us": (2.0, 1500.0), "jitter": (0.0005, 0.06),
 }  # fmt: skip
-PRIOR = 2.0
-"""Width of the belief that a number is near where the fit began, in units of the bounded scale: keeps what the rows do
-not say where it was."""
-TIGHT = {"experts": 0.1, "host_moe_us": 0.4, "overlap_ep": 0.4}
-"""The same for numbers of which few rows speak, over that width."""
-ELBOW = 0.03
-"""Errors beyond this count linearly, so that a few strange rows do not bend the fit."""
+PRIOR_WIDTH = 2.0
+"""Width of the prior around the starting values, in units of the bounded scale: values that the rows do not determine
+stay there."""
+RELATIVE_PRIOR_WIDTH = {"experts": 0.1, "host_moe_us": 0.4, "overlap_ep": 0.4}
+"""Factor on the prior width of values that few rows determine."""
+HUBER_WIDTH = 0.03
+"""Errors beyond this count linearly, so that outliers do not dominate the fit."""
 
 
 def to_free(value: float, name: str) -> float:
@@ -41,7 +41,7 @@ def from_free(free: float, name: str) -> float:
 
 
 def fit(
-    rows: Sequence[PublishedRun], start: Calibration, names: Sequence[str], steps: int = 25, width: float = PRIOR
+    rows: Sequence[PublishedRun], start: Calibration, names: Sequence[str], steps: int = 25, width: float = PRIOR_WIDTH
 ) -> Calibration:
     """The calibration near `start` under which the rows' predicted times are closest to the measured, in logarithms."""
     model, cluster, layouts, batch = gather_rows(rows)
@@ -52,7 +52,7 @@ def fit(
         return np.log(estimate(model, cluster, layouts, cal, batch).step_time_s) - measured
 
     begin = np.array([to_free(getattr(start, n), n) for n in names])
-    free = _descend(errors, begin, steps, width * np.array([TIGHT.get(n, 1.0) for n in names]))
+    free = _descend(errors, begin, steps, width * np.array([RELATIVE_PRIOR_WIDTH.get(n, 1.0) for n in names]))
     return start.with_(**{n: round(from_free(f, n), 4) for n, f in zip(names, free, strict=True)})
 
 
@@ -61,7 +61,8 @@ def _descend(
 ) -> np.ndarray:
     def loss(e: np.ndarray, x: np.ndarray) -> float:
         return float(
-            np.sum(2 * ELBOW**2 * (np.sqrt(1 + (e / ELBOW) ** 2) - 1)) + ELBOW**2 * np.sum(((x - begin) / width) ** 2)
+            np.sum(2 * HUBER_WIDTH**2 * (np.sqrt(1 + (e / HUBER_WIDTH) ** 2) - 1))
+            + HUBER_WIDTH**2 * np.sum(((x - begin) / width) ** 2)
         )
 
     free, damping = begin.copy(), 1e-2
@@ -69,8 +70,8 @@ def _descend(
     best = loss(e, free)
     for _ in range(steps):
         slope = np.stack([(errors(free + 1e-4 * unit) - e) / 1e-4 for unit in np.eye(len(free))], axis=1)
-        weight = 1 / np.sqrt(1 + (e / ELBOW) ** 2)
-        pull = ELBOW**2 / width**2
+        weight = 1 / np.sqrt(1 + (e / HUBER_WIDTH) ** 2)
+        pull = HUBER_WIDTH**2 / width**2
         left = slope.T @ (weight[:, None] * slope) + np.diag(pull)
         right = slope.T @ (weight * e) + pull * (free - begin)
         improved = False

@@ -1,4 +1,4 @@
-"""Which stack of software a published row was run with, and its calibration."""
+"""The software framework of a published run, and its calibration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.planner.published.rows import PublishedRun
 
 @dataclass(frozen=True)
 class Framework:
-    """A stack's calibration with what differs by device and by attention kernel."""
+    """A framework's calibration, with variants by device and attention kernel."""
 
     name: str
     base: Calibration
@@ -33,7 +33,7 @@ class Framework:
 
 @cache
 def load_framework(name: str) -> Framework:
-    """A stack by its name, or from a JSON file."""
+    """A framework by its name, or from a JSON file."""
     return Framework(name, load_calibration(name), read_calibration(name).get("variants", {}))
 
 
@@ -52,7 +52,7 @@ SOURCES = {
     "zero_bubble_pp": "megatron",
     "narayanan2021_megatron": "megatron",
 }
-# For others: the first line whose pattern is found in what the row says of itself, on such a device.
+# For other sources: the first line whose patterns match the row's description and device.
 _BLACKWELL, _HOPPER, _AMPERE = r"^g?b[23]00", r"^g?h[128]00|^h20|^gh200", r"^a100|^v100|^a10|^a6000|^rtx|^l40"
 _RULES: tuple[tuple[str, str, str], ...] = (
     (r"mlperf", r"", "mlperf"),
@@ -73,7 +73,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
 
 
 def framework_of(row: PublishedRun) -> str:
-    """The name of the stack a row is estimated with."""
+    """The name of the framework that a row is estimated with."""
     if row.source in SOURCES:
         name = SOURCES[row.source]
         newer = re.search(_BLACKWELL, row.text.get("gpu", "").lower()) and name == "nemo"
@@ -88,7 +88,7 @@ def is_known(source: str) -> bool:
     return source in SOURCES
 
 
-PURE: dict[str, Any] = {"master_bytes": 0.0, "moment_bytes": 4.0, "gradient_bytes": 2.0}
+PURE_BF16: dict[str, Any] = {"master_bytes": 0.0, "moment_bytes": 4.0, "gradient_bytes": 2.0}
 """Runs that keep everything in bf16."""
 
 
@@ -97,4 +97,4 @@ def calibration_of(row: PublishedRun) -> Calibration:
     name = framework_of(row)
     found = load_framework(name if (Path(CALIBRATION_FOLDER) / f"{name}.json").is_file() else "default").of(row)
     pure = "bf16-true" in row.text.get("precision", "") or "mode PURE" in row.text.get("notes", "")
-    return found.with_(**PURE) if pure else found
+    return found.with_(**PURE_BF16) if pure else found

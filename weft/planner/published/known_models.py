@@ -1,4 +1,4 @@
-"""What a model's name says that a table's columns do not: gates, heads, latent attention, experts that all visit."""
+"""Facts of a model that follow from its name: gated feed-forward, head size, latent attention, shared experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIED = r"mpt|gpt-?2|bs-|bloom|gemma|llama3\.2-[13]b|gpt-h|^gpt-\d|gpt3|falcon|n
 
 
 def known_model(name: str, dim: int, heads: int, ffn: int, experts: int, layers: int) -> dict[str, Any]:
-    """Fields of ModelFacts that follow from the name; `shared` counts experts that every token visits."""
+    """Fields of ModelFacts that follow from the name; `shared` is the number of shared experts."""
     low = name.lower()
     if re.search(_TWO_GATES, low):
         gates = 2

@@ -1,4 +1,4 @@
-"""Rows of a table of published runs: a line of CSV becomes a model, a cluster, a layout and what was measured."""
+"""Rows of a table of published runs: each CSV line gives a model, a cluster, a layout and the measurements."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from weft.planner.published.known_models import known_model
 from weft.planner.schedules.registry import SCHEDULE_NAMES
 from weft.planner.search.candidates import PRECISIONS, RECOMPUTES
 
-NEEDED = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
-"""Columns without which no row says what was run; any other may be missing, or empty in a row."""
-FP4 = 2.0
-"""fp4 products run so many times as fast as fp8's, at their peaks."""
+REQUIRED_COLUMNS = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
+"""Columns that a table must have; all others are optional."""
+FP4_SPEEDUP = 2.0
+"""Peak of fp4 products over that of fp8."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class PublishedRun:
     model: ModelFacts
     cluster: ClusterFacts
     layout: dict[str, int]
-    """As Layouts.of takes it."""
+    """The arguments of Layouts.of."""
     global_batch: float
     seconds: float | None
-    """A step's time as measured; None where it may not be used."""
+    """Measured step time; None if it is not usable."""
     why_not: str
-    """Why the time may not be used."""
+    """Why the time is not usable."""
     memory_gib: float | None
     fitted: bool | None
-    """Whether it ran; None where that is not known."""
+    """Whether it fitted into memory; None if unknown."""
     kernel: str
-    """The attention kernel, where the notes name it."""
+    """The attention kernel, if the notes name it."""
 
     @property
     def sweep(self) -> tuple[Any, ...]:
@@ -64,9 +64,9 @@ class PublishedRun:
 
 
 def read_table(path: Path) -> tuple[list[PublishedRun], dict[str, int]]:
-    """The rows that describe a whole run, and how many do not, by reason."""
+    """The usable rows, and the number of unusable ones by reason."""
     if not path.is_file():
-        raise JobError(f"--table {path}: there is no such file")
+        raise JobError(f"--table {path}: no such file")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte-order mark
             reader = csv.DictReader(file)
@@ -77,7 +77,7 @@ def read_table(path: Path) -> tuple[list[PublishedRun], dict[str, int]]:
         raise JobError(f"--table {path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except csv.Error as error:
         raise JobError(f"--table {path} is not CSV: {error}") from None
-    missing = [name for name in NEEDED if name not in columns]
+    missing = [name for name in REQUIRED_COLUMNS if name not in columns]
     if missing:
         raise JobError(f"--table {path}: the columns {', '.join(missing)} are missing; see the columns of a runs.csv")
     rows: list[PublishedRun] = []
@@ -91,11 +91,11 @@ def read_table(path: Path) -> tuple[list[PublishedRun], dict[str, int]]:
 
 
 class Unusable(Exception):
-    """A row that does not say enough."""
+    """A row that does not describe a whole run."""
 
 
 def _number(text: str) -> float | None:
-    """What a cell says, where it is a number above 0: none of the columns means anything by another."""
+    """The number of a cell, or None if it is not a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -111,12 +111,12 @@ def _need(line: Mapping[str, str], name: str) -> int:
 
 
 def _count(line: Mapping[str, str], name: str) -> int:
-    """A degree; 1 where the row does not say."""
+    """A degree; 1 if the row does not give it."""
     return max(1, round(_number(line.get(name, "")) or 1))
 
 
-def _says(line: Mapping[str, str], name: str, usual: str) -> bool:
-    """A flag, as 1, 1.0 or true; `usual` where the table has no such column."""
+def _flag(line: Mapping[str, str], name: str, usual: str) -> bool:
+    """A flag, as 1, 1.0 or true; `usual` if the table has no such column."""
     return line.get(name, usual).lower() in ("1", "1.0", "true", "yes")
 
 
@@ -140,13 +140,13 @@ def _row(line: dict[str, str], number: int) -> PublishedRun:
         source=line.get("source") or "unnamed", row_id=line.get("row_id") or str(number),
         model_name=line.get("model") or "unnamed", text=line,
         model=model, cluster=cluster, layout=layout, global_batch=batch, seconds=seconds, why_not=why_not,
-        memory_gib=memory, fitted=status == "ok" if _says(line, "complete", "1") else None,
+        memory_gib=memory, fitted=status == "ok" if _flag(line, "complete", "1") else None,
         kernel=kernel.group(1).strip() if kernel else "",
     )  # fmt: skip
 
 
 def row_model(line: Mapping[str, str]) -> ModelFacts:
-    """The model of a row; what the columns do not say is known by its family's name, or by its parameter count."""
+    """The model of a row; facts without a column follow from the model's name."""
     dim, heads = _need(line, "hidden"), _need(line, "heads")
     experts = int(_number(line.get("moe_experts", "")) or 0)
     ffn = int(_number(line.get("ffn", "")) or (0 if experts else 4 * dim))
@@ -164,20 +164,20 @@ def row_model(line: Mapping[str, str]) -> ModelFacts:
 
 
 def row_device(name: str) -> Device:
-    """The device a row names, as tables spell it."""
+    """The device of a row, in any of the spellings of published tables."""
     try:
         return find_device(name)
     except JobError:
         found = device_by_product(name) or device_by_product(re.sub(r"[-_]", " ", name))
         if found is None:
-            found = next((find_device(known) for words, known in _SPELT if re.search(words, name, re.I)), None)
+            found = next((find_device(known) for words, known in _SPELLINGS if re.search(words, name, re.I)), None)
         if found is None:
-            raise Unusable(f"no device is named {name}" if name else "no gpu") from None
+            raise Unusable(f"unknown device {name}" if name else "no gpu") from None
         return found
 
 
-# How a name is read that the catalog does not know, the narrower first
-_SPELT = (
+# Spellings that the catalog does not know, narrower patterns first
+_SPELLINGS = (
     (r"gb300", "gb300"), (r"gb200", "gb200"), (r"gh200", "gh200"), (r"b300", "b300"), (r"b200", "b200"),
     (r"h200", "h200"), (r"h800", "h800"), (r"h100.*pcie", "h100-pcie"), (r"h100", "h100"), (r"h20", "h20"),
     (r"a100.*pcie.*80|a100.*80.*pcie", "a100-pcie"), (r"a[18]00.*40", "a100-40gb"), (r"a[18]00", "a100"),
@@ -193,13 +193,13 @@ def row_cluster(line: Mapping[str, str], gpus: int) -> ClusterFacts:
     gb_s, latency = network_of(line.get("inter_net", ""), per_node, device)
     facts = make_cluster(device, gpus, min(per_node, gpus), gb_s, latency)
     if "fp4" in line.get("precision", ""):
-        peaks = {**facts.peak_tflops, "fp8": facts.peak_tflops["fp8"] * FP4}
+        peaks = {**facts.peak_tflops, "fp8": facts.peak_tflops["fp8"] * FP4_SPEEDUP}
         facts = ClusterFacts(**{**facts.__dict__, "peak_tflops": peaks})
     return facts
 
 
 def network_of(text: str, per_node: int, device: Device) -> tuple[float, float]:
-    """GB/s for each device of a node and µs, from words such as `IB HDR 8x200Gb` or `1600Gb/s per node`."""
+    """GB/s per device and latency in µs, from text such as `IB HDR 8x200Gb` or `1600Gb/s per node`."""
     usual = find_network(default_network(device))
     latency = 5.0 if re.search(r"roce|ethernet|efa", text, re.I) else usual.latency_us
     if found := re.search(r"(\d+)\s*x\s*(?:ConnectX-\d+ IB \w+ )?(\d+)\s*(Gb|GB)", text):
@@ -240,7 +240,7 @@ def _layout(line: Mapping[str, str], gpus: int) -> tuple[dict[str, int], float]:
         schedule = "zbv"
     return {
         "dp_replicate": dp // shards if zero else dp, "dp_shard": shards if zero else 1, "zero": zero, "tp": tp,
-        "sequence": int(_says(line, "sp", "") and tp > 1), "cp": cp, "pp": pp,
+        "sequence": int(_flag(line, "sp", "") and tp > 1), "cp": cp, "pp": pp,
         "virtual_stages": vpp if pp > 1 else 1, "schedule": SCHEDULE_NAMES.index(schedule), "ep": ep,
         "microbatch": max(1, round(micro)), "accumulation": max(1, round(batch / (dp * micro))),
         "recompute": RECOMPUTES.index(recompute), "precision": PRECISIONS.index(code),
@@ -257,10 +257,10 @@ def _zero(words: str) -> int:
 
 
 def _time(line: Mapping[str, str], status: str, gpus: int, batch: float, seq_len: float) -> tuple[float | None, str]:
-    """Seconds of a step as measured, and otherwise why there are none to compare with."""
+    """Measured seconds of a step, or why there are none."""
     if status == "oom":
         return None, "ran out of memory (scored under fits)"
-    if not _says(line, "complete", "1"):
+    if not _flag(line, "complete", "1"):
         return None, "incomplete row"
     if line.get("trust", "A") not in ("A", ""):
         return None, f"trust {line['trust']}"

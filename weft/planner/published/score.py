@@ -1,4 +1,4 @@
-"""How right the estimates are: errors of time and memory, fits against out-of-memory, regret over sweeps of layouts."""
+"""Accuracy of the estimates: errors of time and memory, out-of-memory predictions, and regret over layout sweeps."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.calibration import Calibration
-from weft.planner.published.batch import estimate_rows
 from weft.planner.published.fitting import fit
 from weft.planner.published.framework import calibration_of, framework_of, is_known
+from weft.planner.published.row_arrays import estimate_rows
 from weft.planner.published.rows import PublishedRun, read_table
 from weft.planner.search.candidates import RECOMPUTES
 
 Floats = NDArray[np.float64]
-BELIEF = 2.0
-"""How many other rows of a source it takes before their common factor is believed by half."""
-ENOUGH = 8
-"""Rows from which more than one factor is fitted."""
-FREE = ("matmul", "attention", "traffic", "host_us", "link", "network", "overlap_dp")
-"""What is fitted then, each near the stack's own number."""
+HALF_WEIGHT_ROWS = 2.0
+"""Number of other rows of a source at which their common factor is applied by half."""
+MIN_ROWS_TO_FIT = 8
+"""Number of rows from which several values are fitted instead of one factor."""
+FITTED_VALUES = ("matmul", "attention", "traffic", "host_us", "link", "network", "overlap_dp")
+"""The calibration values that are fitted, each near the framework's own."""
 FOLDS = 5
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """What was told of each row, in the table's order."""
+class Predictions:
+    """The predictions of all rows, in the table's order."""
 
     rows: list[PublishedRun]
     seconds: Floats
     peak_gib: Floats
     fits: NDArray[np.bool_]
     factor: Floats
-    """Told over as shipped, where a source had no calibration of its own: 1 elsewhere."""
+    """Predictions time over that of the included calibration, for sources that were fitted; 1 for others."""
 
 
 def predict(
     rows: Sequence[PublishedRun], choose: Callable[[PublishedRun], Calibration] = calibration_of, scale: bool = True
-) -> Predicted:
-    """Every row by its stack's calibration.
+) -> Predictions:
+    """Predict every row with its framework's calibration.
 
-    A source that no calibration was fitted on is calibrated by the measured rows of its *other* models: a row is never
-    predicted with a time of its own model. `scale=False` leaves all as shipped.
+    A source without a calibration of its own is fitted on the measured rows of its *other* models: a row is never
+    predicted with a time of its own model. `scale=False` uses the included calibrations only.
     """
     seconds, peak, fits = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows), bool)
     by: dict[Calibration, list[int]] = {}
@@ -54,8 +54,8 @@ def predict(
     for cal, index in by.items():
         told = estimate_rows([rows[i] for i in index], cal)
         seconds[index], peak[index], fits[index] = told.step_time_s, told.peak_gib, told.fits
-    # Where a row does not say what was recomputed, its people may have recomputed all. With fused attention `selective`
-    # says as little: the scores it first meant are never kept, so it stands for parts that somebody chose.
+    # A row that does not give its recompute may have used full recompute. With fused attention `selective` is as
+    # uncertain: the scores it originally meant are never saved, so it may mean any part.
     vague = [RECOMPUTES[row.layout["recompute"]] == "selective" and choose(row).fused > 0 for row in rows]
     silent = [i for i, row in enumerate(rows) if not fits[i] and (vague[i] or not row.text.get("recompute"))]
     for i in silent:
@@ -63,11 +63,11 @@ def predict(
         saving = PublishedRun(**{**row.__dict__, "layout": {**row.layout, "recompute": RECOMPUTES.index("full")}})
         fits[i] = estimate_rows([saving], choose(row)).fits[0]
     factor = _refit(rows, seconds, choose) if scale else np.ones(len(rows))
-    return Predicted(list(rows), seconds * factor, peak, fits, factor)
+    return Predictions(list(rows), seconds * factor, peak, fits, factor)
 
 
 def _refit(rows: Sequence[PublishedRun], seconds: Floats, choose: Callable[[PublishedRun], Calibration]) -> Floats:
-    """Predicted times over those as shipped, for sources that no calibration was fitted on; 1 elsewhere."""
+    """Fitted over included predictions, for sources without a calibration; 1 for others."""
     out = np.ones(len(rows))
     for source in {row.source for row in rows if not is_known(row.source)}:
         own = [i for i, row in enumerate(rows) if row.source == source]
@@ -84,7 +84,8 @@ def _refit(rows: Sequence[PublishedRun], seconds: Floats, choose: Callable[[Publ
 
 
 def _groups(rows: Sequence[PublishedRun]) -> list[str]:
-    """What is held out together: a model, or a cluster size and sequence length where there is only one model."""
+    """The group of each row that is held out together: a model, or a cluster size and sequence length if there is one
+    model."""
     names = [row.model_name for row in rows]
     return names if len(set(names)) > 1 else [f"{row.cluster.world} {row.model.seq_len}" for row in rows]
 
@@ -96,22 +97,22 @@ def _by_others(
     others: list[int],
     choose: Callable[[PublishedRun], Calibration],
 ) -> Floats:
-    """From enough other rows of the same stack a few numbers are fitted, from fewer one factor."""
+    """Fit several values on enough other rows of the same framework, or one factor on fewer."""
     off = [np.log(rows[i].seconds or 1.0) - np.log(seconds[i]) for i in others]
-    out = np.full(len(inside), np.exp(len(others) / (len(others) + BELIEF) * np.median(off)))
+    out = np.full(len(inside), np.exp(len(others) / (len(others) + HALF_WEIGHT_ROWS) * np.median(off)))
     by: dict[Calibration, list[int]] = {}
     for place, i in enumerate(inside):
         by.setdefault(choose(rows[i]), []).append(place)
     for cal, places in by.items():
         alike = [rows[i] for i in others if choose(rows[i]) == cal]
-        if len(alike) >= ENOUGH:
-            told = estimate_rows([rows[inside[p]] for p in places], fit(alike, cal, FREE, steps=12, width=1.0))
+        if len(alike) >= MIN_ROWS_TO_FIT:
+            told = estimate_rows([rows[inside[p]] for p in places], fit(alike, cal, FITTED_VALUES, steps=12, width=1.0))
             out[places] = told.step_time_s / seconds[[inside[p] for p in places]]
     return out
 
 
 def errors(told: Floats, measured: Floats) -> dict[str, Any]:
-    """Absolute errors as fractions of what was measured."""
+    """Absolute errors relative to the measurement."""
     if not len(told):
         return {"rows": 0, "median_abs_error": None, "mean_abs_error": None, "p90_abs_error": None}
     off = np.abs(told / measured - 1)
@@ -129,7 +130,7 @@ def rank_correlation(a: Floats, b: Floats) -> float:
     return float((spread[0] * spread[1]).sum() / below) if below else 1.0
 
 
-def sweeps(told: Predicted, index: Sequence[int]) -> list[dict[str, Any]]:
+def sweeps(told: Predictions, index: Sequence[int]) -> list[dict[str, Any]]:
     """For every sweep with two measured layouts: what the planner would have taken, and what that costs.
 
     It takes the fastest layout among those it says fit, out-of-memory rows included. Where its choice ran out of memory
@@ -169,8 +170,8 @@ def _layout(row: PublishedRun) -> tuple[int, ...]:
     return tuple(row.layout.values())
 
 
-def score(told: Predicted, index: Sequence[int]) -> dict[str, Any]:
-    """The figures of some rows."""
+def score(told: Predictions, index: Sequence[int]) -> dict[str, Any]:
+    """The scores of some rows."""
     timed = [i for i in index if told.rows[i].seconds]
     heavy = [i for i in index if told.rows[i].memory_gib and told.rows[i].fitted]
     known = [i for i in index if told.rows[i].fitted is not None]
@@ -195,7 +196,7 @@ def score(told: Predicted, index: Sequence[int]) -> dict[str, Any]:
 
 
 def score_table(path: Path, scale: bool = True, stack: str | None = None) -> dict[str, Any]:
-    """What `weft estimate --table --json` prints."""
+    """The output of `weft estimate --table --json`."""
     rows, skipped = read_table(path)
     for row in rows:
         if not row.seconds:
@@ -239,7 +240,7 @@ def _line(name: str, s: dict[str, Any]) -> str:
 
 
 def show_table(told: dict[str, Any]) -> str:
-    """The same for a person to read."""
+    """The scores as a text table."""
     titles = (("step time", 26), ("peak memory", 18), ("fits", 26), ("regret", 24))
     columns = (
         "rows median   mean    p90",

@@ -10,8 +10,8 @@ import numpy as np
 
 from weft.job.errors import JobError
 from weft.job.schema import Job
-from weft.planner.advice.beyond import Gain, beyond
 from weft.planner.advice.goodput import Goodput, goodput
+from weft.planner.advice.other_settings import Gain, gains_of_other_settings
 from weft.planner.advice.why import compare, reasons
 from weft.planner.calibration import Calibration
 from weft.planner.estimate import POWER_OVERHEAD, POWER_SHARE, estimate_job
@@ -127,7 +127,7 @@ def survey(
     kept = _goodput(job, chosen, told["step_time_s"])
     others = tuple(_point(start, found, int(i), compare(found, found.layouts, int(i))) for i in found.best(top)[1:])
     refused = tuple(text for rule in RUNNABLE if (text := rule(job, chosen)))
-    gains = () if trainable else tuple(beyond(search, found))
+    gains = () if trainable else tuple(gains_of_other_settings(search, found))
     made = Survey(job, chosen, start, search, found, told, kept, others, (), refused, gains)
     return replace(made, front=_front(made, trainable, calibration)) if front else made
 

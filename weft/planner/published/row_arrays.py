@@ -1,4 +1,4 @@
-"""Many rows as arrays: the models, clusters and layouts of a table side by side, so that one estimate serves all."""
+"""Many rows as arrays: models, clusters and layouts of a table, so that one call estimates all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.planner.time.step import Estimates, estimate
 
 
 def gather_rows(rows: Sequence[PublishedRun]) -> tuple[ModelFacts, ClusterFacts, Layouts, Size]:
-    """What `estimate` takes, with one entry a row."""
+    """The arguments of `estimate`, with one entry per row."""
     names = sorted({name for row in rows for name in row.layout})
     layouts = Layouts.of(**{name: np.array([row.layout[name] for row in rows]) for name in names})
     clusters = [row.cluster for row in rows]

@@ -1,4 +1,4 @@
-"""Beyond the job: what precision, compression or offload that the job does not ask for would gain."""
+"""Speed-up of settings that the job does not use: fp8, gradient compression and offload."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SETTINGS = (
     ("compression", "comm.compression", "int8"), ("offload", "memory.offload", "optimizer"),
     ("offload", "memory.offload", "activations"),
 )  # fmt: skip
-WORTH = 0.01
-"""Gains below this are not told."""
+MIN_GAIN = 0.01
+"""Smaller gains are not reported."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """One setting beside the winner's, and how much less time a step takes with it."""
+    """A setting, and the speed-up of a step with it."""
 
     setting: str
     step_time_s: float
@@ -36,27 +36,27 @@ class Gain:
         }  # fmt: skip
 
 
-def _taken(key: str, value: str) -> bool:
-    """Whether a job can be written so: the estimate knows more settings than this version takes."""
+def _is_supported(key: str, value: str) -> bool:
+    """Whether a job accepts the setting: the estimate covers more settings than the schema."""
     section, _, field = key.rpartition(".")
     if key == "comm.compression":
         return value in COMPRESSORS
     return value in choices({"comm": Comm, "memory": Memory, "": Job}[section], field)
 
 
-def beyond(search: LayoutSearch, found: SearchResult) -> list[Gain]:
-    """The winner's degrees with each setting in turn; all else is chosen again. The largest gain first."""
+def gains_of_other_settings(search: LayoutSearch, found: SearchResult) -> list[Gain]:
+    """Search again with the best layout's degrees and each setting in turn; the largest gain first."""
     one: Layouts = found.layouts.take([0])
     device = found.estimator.cluster.device
     gains = []
     for name, key, value in SETTINGS:
         if name == "precision" and (device is None or not device.peak_tflops.get(value)):
             continue
-        if value in getattr(search.space, name) or not _taken(key, value):
+        if value in getattr(search.space, name) or not _is_supported(key, value):
             continue
         same: dict[str, Any] = {axis: (int(getattr(one, axis)[0]),) for axis in ("pp", "tp", "cp", "ep")}
         other = LayoutSearch(search.space.restricted(**same, **{name: (value,)}), found.estimator).find()
-        if len(other) and other.times[0] < (1 - WORTH) * found.times[0]:
+        if len(other) and other.times[0] < (1 - MIN_GAIN) * found.times[0]:
             seconds = float(other.times[0])
             gains.append(Gain(f"{key}={value}", seconds, float(other.peaks[0]), float(found.times[0]) / seconds - 1))
     return sorted(gains, key=lambda gain: -gain.faster)

@@ -1,4 +1,4 @@
-"""What would make a job fit: changes tried one by one, and the cheapest of those that work."""
+"""Changes of a job that would make it fit into memory: each is tried, and the cheapest are listed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Idea = tuple[str, Job]
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the job, and what the run takes with it."""
+    """One change of the job, and the run with it."""
 
     what: str
-    """As it is written behind the job on the command line."""
+    """As written on the command line."""
     step_time_s: float
     peak_gib: float
     limit_gib: float
@@ -41,16 +41,16 @@ class Change:
 
 
 def changes(start: PlanStart, calibration: Calibration, number: int = 3) -> list[Change]:
-    """The `number` cheapest changes that make a job fit: least money for the run, or least energy without prices."""
+    """The `number` cheapest changes that make a job fit, by cost, or by energy without prices."""
     works: list[Change] = []
     rest: list[Change] = []
     for group in _ideas(start):
-        # a group goes from small changes to large, so those after the first that work are no cheaper in effort
+        # a group is ordered from small changes to large
         tries = (_try(start, what, job, calibration) for what, job in group)
         tried = sorted(islice((change for change in tries if change), number), key=_cost)
         works += tried[:1]
         rest += tried[1:]
-    few = max(0, number - len(works))  # where few kinds of change help, more of the same kind
+    few = max(0, number - len(works))  # if few kinds of change help, list more of the same kind
     return sorted([*works, *sorted(rest, key=_cost)[:few]], key=_cost)[:number]
 
 
@@ -71,13 +71,13 @@ def _try(start: PlanStart, what: str, job: Job, calibration: Calibration) -> Cha
     if found is None:
         return None
     seconds = float(found.times[0])
-    # the same tokens must be seen, in however short sequences
+    # the same number of tokens, in shorter sequences
     usd, kwh = run_cost(tried, found, seconds * start.job.data.seq_len / tried.job.data.seq_len, tried.world)
     return Change(what, seconds, float(found.peaks[0]), estimator.limit_gib, usd, kwh)
 
 
 def _fitting(tried: PlanStart, space: Space, estimator: Estimator) -> SearchResult | None:
-    """The best that fits, by the engine's own count too."""
+    """The best layout that fits, also by the engine's own memory count."""
     for _ in range(MAX_SEARCHES):
         found = LayoutSearch(space, estimator).find()
         if len(found) == 0:
@@ -94,9 +94,9 @@ def _fitting(tried: PlanStart, space: Space, estimator: Estimator) -> SearchResu
 
 
 def _ideas(start: PlanStart) -> Iterator[list[Idea]]:
-    """Groups of changes, the best of each of which is told: what it is, and the job it makes."""
+    """Groups of changes, of which the best is listed: the text of each change, and the changed job."""
     nodes, world = start.job.cluster.nodes, start.world
-    given = start_plan(start.job).world != world  # by --nproc, which then must be changed with the nodes
+    given = start_plan(start.job).world != world  # by --nproc, which must change with the nodes
     job = _with(start.job, "cluster", devices_per_node=world // nodes)
     free = job.model_copy(update={"parallel": "auto"})
 

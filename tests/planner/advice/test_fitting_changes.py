@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.cli.views.plan import Asked, show
+from weft.cli.views.plan import PlanOptions, show
 from weft.job.load import apply_overrides, parse_job
 
 BASE: dict[str, Any] = {
@@ -28,7 +28,7 @@ BASE: dict[str, Any] = {
 )
 def test_every_change_really_makes_it_fit(words: str, nproc: int | None) -> None:
     raw = apply_overrides(BASE, _split(words))
-    told = show(parse_job(raw), nproc, Asked())
+    told = show(parse_job(raw), nproc, PlanOptions())
     assert told.failed and told.data["fits"] is False and told.data["short_gib"] > 0
     changes = told.data["changes"]
     assert len(changes) == 3 and len({c["change"] for c in changes}) == 3
@@ -36,7 +36,9 @@ def test_every_change_really_makes_it_fit(words: str, nproc: int | None) -> None
     assert costs == sorted(costs)
     for change in changes:
         text, _, ranks = change["change"].partition(" --nproc ")
-        after = show(parse_job(apply_overrides(raw, shlex.split(text))), int(ranks) if ranks else nproc, Asked(top=1))
+        after = show(
+            parse_job(apply_overrides(raw, shlex.split(text))), int(ranks) if ranks else nproc, PlanOptions(top=1)
+        )
         assert after.failed is None and after.data["fits"], change
         assert change["peak_memory_gib"] <= change["memory_limit_gib"]
 
