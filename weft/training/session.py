@@ -15,7 +15,7 @@ import torch
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.memory_snapshots import Snapshots
 from weft.checkpoint.merge_snapshots import places_of
-from weft.data.dataset import Dataset, open_dataset
+from weft.data.dataset import Dataset, fingerprint_of, open_dataset
 from weft.data.loader import Batch, Loader, to_device, val_batches
 from weft.guards.guards import Guards
 from weft.job.run_folder import RunDir
@@ -112,7 +112,7 @@ class Session:
         if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan)):
             self.event("rebalance", step=self.state.step, **moved)
             self.guards.weights.begin(self.state.model.master_params)  # they have changed, and not by corruption
-        state, meta = self.state, self.state.meta(self.job, self.plan)
+        state, meta = self.state, self.state.meta(self.job, self.plan) | {"data": fingerprint_of(self.dataset)}
         self.checkpoints.save(state.step, state.saved(), meta, required=required)
 
     def take_snapshot(self) -> None:
