@@ -28,7 +28,7 @@ Told = tuple[int, dict[str, int], int, int]
 
 
 @dataclass(frozen=True)
-class Shard:
+class RankSnapshot:
     """One rank's snapshot, in this node's memory."""
 
     path: Path
@@ -47,16 +47,16 @@ def places_of(rank: int, attempt: int, job: Job, plan: Plan, tensors: Mapping[st
     return Places(rank, attempt, job.model_dump(mode="json"), plan.to_json(), boxes)
 
 
-def find_shards(memory: Path) -> list[Shard]:
+def find_shards(memory: Path) -> list[RankSnapshot]:
     """All that this node holds: its own ranks' and its neighbour's."""
     found = [
-        Shard(sealed.path, sealed.step, places)
+        RankSnapshot(sealed.path, sealed.step, places)
         for sealed in find_sealed(memory)
         if (places := Places.read(memory / f"places-{sealed.rank}.json")) is not None
     ]
     for attempt, rank, step, path in held_files(memory / "held"):
         if (places := Places.read(memory / "held" / f"{attempt}-{rank}.json")) is not None:
-            found.append(Shard(path, step, places))
+            found.append(RankSnapshot(path, step, places))
     return found
 
 
@@ -85,7 +85,7 @@ def save_shards(memory: Path, checkpoints: Checkpointer, mesh: Mesh, local_ranks
     return chosen if checkpoints.durable == chosen else None
 
 
-def _absent(there: set[int], axes: Mapping[str, int], bring: list[Shard]) -> dict[str, Tensor]:
+def _absent(there: set[int], axes: Mapping[str, int], bring: list[RankSnapshot]) -> dict[str, Tensor]:
     """Random states of ranks that are gone, as they begin: only a person's own module may use them."""
     world = 1
     for degree in axes.values():
@@ -98,7 +98,7 @@ def _absent(there: set[int], axes: Mapping[str, int], bring: list[Shard]) -> dic
 class SnapshotContents(CheckpointContents):
     """The contents of snapshot files, which are shards of a layout that is gone."""
 
-    def __init__(self, shards: list[Shard], more: dict[str, Tensor]) -> None:
+    def __init__(self, shards: list[RankSnapshot], more: dict[str, Tensor]) -> None:
         super().__init__(more, copy=False)
         self.meta: dict[str, Any] | None = None
         try:
@@ -107,7 +107,7 @@ class SnapshotContents(CheckpointContents):
         except Exception as error:
             self.error = error
 
-    def _add_file(self, shard: Shard) -> None:
+    def _add_file(self, shard: RankSnapshot) -> None:
         table = read_table(shard.path)
         if table is None:
             raise ValueError(f"{shard.path} is no longer whole")

@@ -35,7 +35,7 @@ from weft.training.metrics import StepMetrics, peak_memory_gib, utilization
 from weft.training.session import Session
 from weft.training.signals import Signals
 from weft.watch.kernel_profile import StepFacts, from_json, summarise, table, to_json
-from weft.watch.profiler_trace import Trace, read_trace
+from weft.watch.profiler_trace import ProfilerTrace, read_trace
 from weft.watch.report import write_report
 
 WARM, TIMED = 4, {"cpu": 4, "cuda": 12}
@@ -164,7 +164,7 @@ def _profiling(device: torch.device) -> profile:
     return profile(activities=kinds, record_shapes=True)
 
 
-def _read(profiler: profile) -> Trace:
+def _read(profiler: profile) -> ProfilerTrace:
     with tempfile.TemporaryDirectory(prefix="weft-profile-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -30,7 +30,7 @@ EXIT_TIMEOUT_S = 15.0
 
 
 @dataclass
-class Place:
+class RoleProcess:
     """A role in the run and the process that currently has it."""
 
     role: str
@@ -54,7 +54,7 @@ def launch_server_run(run: RunDir, servers: int, workers: int, lock: int, say: C
         roles = ["chief", *["server"] * (servers - 1), *["worker"] * workers]
         places = []
         for index, role in enumerate(roles):
-            places.append(Place(role, index, _start(run, role, index, lock)))
+            places.append(RoleProcess(role, index, _start(run, role, index, lock)))
             if role == "chief":
                 processes.append(places[0].process)  # only the chief receives signals; it stops the others
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -80,7 +80,7 @@ def _start(run: RunDir, role: str, index: int, lock: int) -> subprocess.Popen[by
 
 
 def _watch(
-    run: RunDir, places: list[Place], told: list[subprocess.Popen[bytes]], lock: int, say: Callable[[str], None],
+    run: RunDir, places: list[RoleProcess], told: list[subprocess.Popen[bytes]], lock: int, say: Callable[[str], None],
     at_once: Callable[[], bool],
 ) -> int:  # fmt: skip
     """Wait until the chief ends, restarting killed processes. `at_once` returns whether to stop without waiting;
@@ -114,7 +114,7 @@ def _watch(
     return KILLED_BY_USER
 
 
-def _let_go(places: list[Place]) -> None:
+def _let_go(places: list[RoleProcess]) -> None:
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     for place in places:
         if place.role != "server":  # servers wait for a new chief and do not exit by themselves

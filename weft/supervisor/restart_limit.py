@@ -8,7 +8,7 @@ from typing import Any
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.supervisor.attempt import Attempt
-from weft.supervisor.diagnosis import Fault
+from weft.supervisor.diagnosis import FaultReport
 from weft.supervisor.failure_report import explain_failure, read_failure
 from weft.supervisor.status_board import StatusBoard
 
@@ -16,7 +16,7 @@ MAX_SAME_FAULT = {"exit": 3, "raised": 2}
 """How often in a row the same fault at the same step may happen, by kind; 3 for other kinds."""
 
 
-def give_up_code(fault: Fault, earlier: Sequence[list[Any]], restarts: int) -> int:
+def give_up_code(fault: FaultReport, earlier: Sequence[list[Any]], restarts: int) -> int:
     """The exit code if the run must give up (too many faults, or the same one repeatedly), else 0."""
     last, kind = [fault.kind, fault.rank, fault.step], fault.kind
     same = 1
@@ -29,7 +29,9 @@ def give_up_code(fault: Fault, earlier: Sequence[list[Any]], restarts: int) -> i
     return int(Exit.HANG) if kind in ("hang", "gil", "stopped") else int(Exit.DIFFERS)
 
 
-def final_lines(run: RunDir, board: StatusBoard, attempt: Attempt, fault: Fault, code: int) -> tuple[int, list[str]]:
+def final_lines(
+    run: RunDir, board: StatusBoard, attempt: Attempt, fault: FaultReport, code: int
+) -> tuple[int, list[str]]:
     """The exit code and last lines of a run that gives up; the failed rank's own code where it left one."""
     lines: list[str] = []
     if fault.rank is not None and read_failure(run.logs / f"failure-{fault.rank}.json"):

@@ -17,7 +17,7 @@ from weft.job.resilience import Resilience
 from weft.job.run_folder import RunDir
 from weft.planner.plan import Plan
 from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
-from weft.supervisor.diagnosis import Fault
+from weft.supervisor.diagnosis import FaultReport
 from weft.supervisor.failure_report import explain_failure, read_failure
 from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
 from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, STOP_SIGNALS, die_with_parent
@@ -50,7 +50,7 @@ class Supervisor:
         self.journal = Journal(run)
         self.hangs = HangDetector(settings.patience_s, first_steps_timeout_s(plan))
         self.attempt = Attempt(0, plan.world, {}, {}, "", time.time())
-        self.open: list[Fault] = []
+        self.open: list[FaultReport] = []
         """Faults of the attempt that is over, until the next one is published."""
         self.since = time.monotonic()
         self.announced = True
@@ -94,7 +94,7 @@ class Supervisor:
 
     # -- detection
 
-    def fault(self, records: list[Record]) -> Fault | None:
+    def fault(self, records: list[Record]) -> FaultReport | None:
         """The first fault of the current attempt, if any."""
         ranks = {rank: records[slot] for rank, slot in self.attempt.ranks.items()}
         for rank, record in ranks.items():
@@ -105,11 +105,11 @@ class Supervisor:
         self.lost_since = (self.lost_since or time.monotonic()) if lost else None
         if self.lost_since is not None and time.monotonic() - self.lost_since > LOST_S:
             step = min(record.step for record in ranks.values())
-            return Fault("hang", None, "ranks lost their connections, though nobody is gone", step, "", LOST_S)
+            return FaultReport("hang", None, "ranks lost their connections, though nobody is gone", step, "", LOST_S)
         seconds = self.hangs.check(ranks)
         return self.hang_fault(ranks, seconds) if seconds is not None else None
 
-    def hang_fault(self, ranks: dict[int, Record], seconds: float) -> Fault | None:
+    def hang_fault(self, ranks: dict[int, Record], seconds: float) -> FaultReport | None:
         """Handle a standstill: find and kill the rank that caused it."""
         found, killed = hang_fault(self.folder, ranks, self.hangs, seconds)
         self.replaced |= killed
@@ -117,14 +117,14 @@ class Supervisor:
 
     # -- recovery
 
-    def broken(self, fault: Fault) -> None:
+    def broken(self, fault: FaultReport) -> None:
         """End the current attempt: from now on its ranks must not commit."""
         self.board["attempt"] = self.attempt.number + 1
         self.open.append(fault)
         self.since = time.monotonic()
         self.tell(fault)
 
-    def tell(self, fault: Fault) -> None:
+    def tell(self, fault: FaultReport) -> None:
         after = None if fault.detected_after_s is None else round(fault.detected_after_s, 3)
         if fault.kind != "oom":  # the rank has written that event itself
             self.journal.event(

@@ -19,7 +19,7 @@ from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.supervisor.diagnosis import Fault
+from weft.supervisor.diagnosis import FaultReport
 from weft.supervisor.local_ranks import CLEAN_EXITS, STOP_SIGNALS, die_with_parent
 from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report
 from weft.supervisor.nodes.membership import Membership, incarnations
@@ -88,7 +88,9 @@ class NodeSupervisor(Supervisor):
         """Take over from a killed supervisor; the other nodes treat this as a restarted node."""
         super().adopt(number)
         self.board["attempt"] = self.attempt.number + 1
-        self.open = [Fault("supervisor", None, f"the supervisor of node {self.place.node} was killed", self.committed)]
+        self.open = [
+            FaultReport("supervisor", None, f"the supervisor of node {self.place.node} was killed", self.committed)
+        ]
 
     def look(self, records: list[Record]) -> int | None:
         """Handle changes among the nodes; returns an exit code if the run has ended elsewhere."""
@@ -106,7 +108,7 @@ class NodeSupervisor(Supervisor):
         self.pause_for_joining_nodes(records)
         return None
 
-    def fault(self, records: list[Record]) -> Fault | None:
+    def fault(self, records: list[Record]) -> FaultReport | None:
         if self.free is not None:
             return None
         ranks = [records[slot] for slot in self.attempt.ranks.values()]
@@ -114,11 +116,11 @@ class NodeSupervisor(Supervisor):
         back = [r for r in ranks if r.phase == "waiting" and r.attempt == self.attempt.number]
         step = max((r.step for r in ranks), default=self.committed)
         if self.board["pause"] == self.attempt.number and not died:
-            return Fault("grow", None, "others join", step) if len(back) == len(ranks) else None
+            return FaultReport("grow", None, "others join", step) if len(back) == len(ranks) else None
         if back and not died:  # it lost a connection to a rank of another node
-            return Fault("elsewhere", None, self.nodes.trouble() or "a rank of another node is gone", step)
+            return FaultReport("elsewhere", None, self.nodes.trouble() or "a rank of another node is gone", step)
         if why := self.nodes.trouble():
-            return Fault("elsewhere", None, why, step)
+            return FaultReport("elsewhere", None, why, step)
         return super().fault(records) if ranks else None
 
     def regroup(self, records: list[Record]) -> None:
@@ -129,7 +131,7 @@ class NodeSupervisor(Supervisor):
         if self.free is None and self.attempt.ranks:
             super().settle(records)
 
-    def hang_fault(self, ranks: dict[int, Record], seconds: float) -> Fault | None:
+    def hang_fault(self, ranks: dict[int, Record], seconds: float) -> FaultReport | None:
         """Usually the cause is on another node, whose supervisor finds it."""
         found = super().hang_fault(ranks, seconds)
         if found is None or found.rank is not None or len(self.attempt.ranks) == self.attempt.world:
@@ -138,7 +140,7 @@ class NodeSupervisor(Supervisor):
         self.blameless = self.blameless if self.blameless is not None and now - self.blameless < 10 else now
         return found if now - self.blameless > OTHER_NODES_WAIT_S else None
 
-    def tell(self, fault: Fault) -> None:
+    def tell(self, fault: FaultReport) -> None:
         """Faults of another node are logged there; a lost node is logged by the leader."""
         if fault.kind == "elsewhere":
             log(f"node {self.place.node}: {fault.why}; its ranks stop")
@@ -246,7 +248,7 @@ class NodeSupervisor(Supervisor):
         self.attempt_first = self.committed
         self.free = self.joining_since = self.blameless = None
         if decision.given["lost"]:
-            self.open = [Fault("node_lost", None, decision.why, self.committed)]
+            self.open = [FaultReport("node_lost", None, decision.why, self.committed)]
         self.board.lease_until = self.nodes.lease_until()  # before a rank checks it
         self.begin(ranks, number=decision.number, environment=environment, how=how)
         self.announced = self.announced or not leads
