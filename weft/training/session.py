@@ -90,7 +90,7 @@ class Session:
             self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
             dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
             start_step=self.state.step, start_sample=self.state.samples, record=record,
-            pin=mesh.device.type == "cuda",
+            pin=mesh.device.type == "cuda", ramp=job.train.ramp, fixed_parts=self.plan.pp > 1,
         )  # fmt: skip
         return self.guards.attach(loader)
 
