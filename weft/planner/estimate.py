@@ -69,7 +69,7 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         slower = took / float(estimate(model, cluster, layouts, usual, job.train.global_batch).step_time_s[0])
     seconds = float(told.step_time_s[0]) * slower
     tokens = job.train.global_batch * float(model.seq_len)
-    hours = seconds * job.train.steps / 3600
+    hours = seconds * job.train.full_steps / 3600
     kwh = plan.world * cluster.watts * POWER_SHARE * POWER_OVERHEAD * hours / 1000
     price = cluster.price_usd_hour
     return {
@@ -92,7 +92,7 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         "price_usd_hour": price,
         "hours": hours,
         "steps": job.train.steps,
-        "tokens": tokens * job.train.steps,
+        "tokens": tokens * job.train.full_steps,
         "own_run": predict_memory(job, plan),
         "layout": plan.layout(),
         "world": plan.world,

@@ -104,8 +104,7 @@ class StepMetrics:
         self.guards = guards
         guards.begin()
         self.stop: Exit | None = None
-        sample = flops_per_sample(job.model, job.data.seq_len)
-        self.flops = sample * job.train.global_batch if sample else None
+        self.sample_flops = flops_per_sample(job.model, job.data.seq_len)
         self.peak = peak_flops(plan, job)
         self.comm = CommMetrics(mesh, job.watch.comm_every)
         self.pending: _PendingStep | None = None
@@ -159,6 +158,7 @@ class StepMetrics:
         self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), reported[flags:])
         self.state.tokens += count
         seconds = entry.start.seconds_until(entry.end)
+        flops = self.sample_flops and self.sample_flops * self.job.train.ramp.batch(entry.step - 1)
         record = {
             "step": entry.step,
             "loss": loss,
@@ -167,7 +167,7 @@ class StepMetrics:
             "tokens": self.state.tokens,
             "step_time_s": seconds,
             "tokens_per_s": count / seconds if seconds > 0 else None,
-            "mfu": utilization(self.flops, seconds, self.peak, self.plan.world),
+            "mfu": utilization(flops, seconds, self.peak, self.plan.world),
             "peak_memory_gib": peak_memory_gib(self.mesh.device),
             **({"loss_scale": entry.loss_scale} if self.state.scale.dynamic else {}),
             **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),
