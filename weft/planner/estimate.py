@@ -46,7 +46,7 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     parts = {part: float(gib[0]) for part, gib in told.memory.items()}
     seconds, peak = float(told.step_time_s[0]), sum(parts.values())
     tokens = job.train.global_batch * float(model.seq_len)
-    hours = seconds * job.train.steps / 3600
+    hours = seconds * job.train.full_steps / 3600
     kwh = plan.world * cluster.watts * POWER_SHARE * POWER_OVERHEAD * hours / 1000
     price = cluster.price_usd_hour
     return {
@@ -70,7 +70,7 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         "price_usd_hour": price,
         "hours": hours,
         "steps": job.train.steps,
-        "tokens": tokens * job.train.steps,
+        "tokens": tokens * job.train.full_steps,
         "own_run": run_memory(parts),
         "layout": plan.layout(),
         "world": plan.world,

@@ -82,7 +82,7 @@ def _plan_offer(start: PlanStart, said: str, calibration: Calibration) -> Offer:
     seconds = float(found.times[0])
     counts = count_parameters(job.model)
     kept = goodput(failures, tried.world, nodes, counts.total if counts else 0, seconds, job.checkpoint.background)
-    hours = seconds / kept.share * job.train.steps / 3600
+    hours = seconds / kept.share * job.train.full_steps / 3600
     return replace(
         shown, fits=True, layout=found.layouts.plan(0, tried.plan).layout(), step_time_s=seconds, goodput=kept.share,
         days=hours / 24, usd=price * tried.world * hours,

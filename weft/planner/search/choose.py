@@ -29,7 +29,8 @@ def plan_space(job: Job, plan: Plan, world: int, trainable: bool) -> Space:
 
 def _on_cpus(space: Space) -> Space:
     """CPU ranks share one machine's memory and links, so model parallelism gains nothing: use data parallelism."""
-    most = max(d for d in divisors(space.world) if space.batch % d == 0)
+    options = [d for d in divisors(space.world) if space.batch % d == 0]
+    most = max(d for d in options if space.dp is None or d in space.dp)
     return space.restricted(pp=(1,), cp=(1,), dp=(most,))
 
 

@@ -132,7 +132,7 @@ def _goodput(job: Job, plan: Plan, step_time_s: float) -> Goodput:
 def run_cost(start: PlanStart, found: SearchResult, seconds: float, world: int) -> tuple[float | None, float]:
     """USD and kWh of a whole run at this step time."""
     cluster = found.estimator.cluster
-    hours = seconds * start.job.train.steps / 3600
+    hours = seconds * start.job.train.full_steps / 3600
     price = start.job.cluster.price_usd_hour
     price = cluster.price_usd_hour if price is None else price
     kwh = world * float(cluster.watts) * POWER_SHARE * POWER_OVERHEAD * hours / 1000
