@@ -1,4 +1,4 @@
-"""The bare loop of bench/gpu.py: what one person writes by hand for one model, with nothing around it."""
+"""The bare loop of bench/gpu.py: a hand-written training loop for one model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def bare(s: Shape, steps: int) -> None:
-    """What a careful person writes by hand: bf16 weights and fp32 master weights, compiled blocks, a chunked loss."""
+    """bf16 weights and fp32 master weights, compiled blocks, a chunked loss."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = s.dim // s.heads
 
@@ -61,7 +61,7 @@ def bare(s: Shape, steps: int) -> None:
         slopes = torch.compile(slopes)
 
     class Loss(torch.autograd.Function):
-        """The gradients are made with the loss, chunk by chunk, so that the logits never exist as a whole."""
+        """Compute gradients with the loss, chunk by chunk, so that the logits never exist at once."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The fitted lines of `weft bench collectives` beside a bare loop over torch.distributed: python bench/collectives.py
+"""The fit of `weft bench collectives` compared with a bare loop over torch.distributed: python bench/collectives.py
 
 Both are measured in one run on the same ranks, in turn, size by size; --rounds repeats it, and the median counts.
 """
@@ -23,7 +23,7 @@ SIZES = [2**10 * 4**i for i in range(8)]
 
 
 def on_rank(ranks: int, rounds: int, budget_s: float) -> dict[str, list[list[float]]]:
-    """Seconds by round and size, of the bench's all-reduce and of a bare one."""
+    """Seconds by round and size, for the bench's all-reduce and for a bare one."""
     mesh = connect(Plan("cpu", "cpu", "gloo", dp_replicate=ranks))
     axis = mesh.everyone
     assert axis is not None

@@ -1,4 +1,4 @@
-"""What each compressor costs and gives: validation loss at equal steps, bytes, and encoding speed → compression.md.
+"""Compressors compared: validation loss at equal steps, bytes, and encoding speed → compression.md.
 
     python bench/compression.py            # every setting on two CPU ranks, on the default corpus
     python bench/compression.py --steps 40 --settings none,int8
@@ -31,7 +31,7 @@ from weft.training.step import Stepper
 
 SETTINGS = ("none", "fp16", "bf16", "int8", "int4", "topk:0.01", "threshold:3", "powersgd:4", "onebit")
 LIMITS = {"int8": 0.01, "powersgd:4": 0.01, "int4": 0.02, "topk:0.01": 0.02}
-"""What the validation loss may be above the uncompressed run's."""
+"""Allowed validation loss relative to the uncompressed run."""
 HERE = Path(__file__).parent
 
 
@@ -47,7 +47,7 @@ def job_of(setting: str, layout: dict[str, int], asked: argparse.Namespace) -> J
 
 
 def train(job: Job) -> dict[str, Any]:
-    """On each rank: train all steps, evaluate, and say what was sent in a step, on average and in the last one."""
+    """On each rank: train all steps, evaluate, and return the bytes of a step, on average and in the last one."""
     job, plan = make_plan(job)
     mesh = connect(plan)
     stepper = Stepper(job, plan, mesh, build_state(job, plan, mesh))
@@ -74,7 +74,7 @@ def _bytes(mesh: Any) -> int:
 
 
 def speed(setting: str) -> tuple[float, float]:
-    """Nanoseconds to encode and to decode a number on one core; the best of five."""
+    """Nanoseconds to encode and to decode a number on one core; best of five."""
     codec = way_of(parse_compression(setting)).gradients
     if codec is None:
         return 0.0, 0.0
@@ -128,7 +128,7 @@ def main() -> None:
             lines.append(line)
     if asked.write:
         text = (
-            f"# Compressors beside each other\n\n`{' '.join(['python bench/compression.py', *sys.argv[1:]])}`: a small "
+            f"# Compressors compared\n\n`{' '.join(['python bench/compression.py', *sys.argv[1:]])}`: a small "
             "llama on pydoc, on two CPU ranks, the same seed and steps for all. Bytes are what the axes counted on one "
             "rank in a step, on average and in the last one.\n\n"
         )

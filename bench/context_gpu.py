@@ -1,4 +1,4 @@
-"""Are the long-sequence parts right on this GPU? Kernels, heads in groups, chunks and parked activations, in a minute.
+"""Check the long-sequence parts on this GPU: kernels, grouped heads, chunks and offloaded activations, in a minute.
 
     python bench/context_gpu.py
 
@@ -64,7 +64,7 @@ def gradients(precision: str, memory: dict[str, Any]) -> tuple[float, dict[str, 
     mesh = connect(plan)
     stepper = Stepper(job, plan, mesh, build_state(job, plan, mesh))
     random = torch.Generator().manual_seed(0)
-    for _ in range(2):  # the second step uses the host's room again
+    for _ in range(2):  # the second step reuses the host memory
         tokens = torch.randint(1000, (2, LENGTH + 1), generator=random).to(DEVICE)
         ids = torch.arange(2, device=DEVICE)
         batches = [

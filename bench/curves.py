@@ -30,7 +30,7 @@ CASES: dict[str, list[str]] = {
     "fp8-all": ["precision=fp8", "fp8.amax=delayed", "fp8.head=true"],
 }
 AIMS = {"bf16": 0.005, "fp8": 0.01}
-"""How far the last validation loss may be from fp32's, by the beginning of the case's name."""
+"""Allowed difference of the last validation loss from fp32's, by the prefix of the case's name."""
 SHAPES: dict[str, dict[str, Any]] = {
     "cuda": {
         "model": {"shape": "gpt2-125m", "max_len": 512, "vocab": 50304}, "seq_len": 512, "batch": 16,
@@ -76,7 +76,7 @@ def train(case: str, shape: dict[str, Any], steps: int, folder: Path) -> dict[st
 
 
 def show(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """A line a case: the last validation loss, its difference from the first case's, and the aim."""
+    """One line a case: the last validation loss, its difference from the first case's, and the target."""
     first = next(iter(runs))
     base = runs[first]["val_loss"][-1][1]
     differences = {}

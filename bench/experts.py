@@ -1,4 +1,4 @@
-"""Experts on the default corpus: is their load even, and do they beat the dense model that costs as much?
+"""Experts on the default corpus: load balance, and validation loss compared with a dense model of the same cost.
 
     python bench/experts.py [--only "balance aux"] [--seed 0]
 
@@ -43,7 +43,7 @@ REMARKS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A model and how long it learns."""
+    """A model and its number of steps."""
 
     name: str
     model: dict[str, Any]
@@ -97,13 +97,13 @@ def measure(v: Variant, seed: int) -> dict[str, Any]:
 
 
 def _uneven(window: list[list[list[float]]]) -> float:
-    """Largest over mean load of the worst block, over some steps together."""
+    """Largest over mean load of the worst block, over some steps."""
     blocks = [[sum(n) for n in zip(*block, strict=True)] for block in zip(*window, strict=True)]
     return max(max(block) / mean(block) for block in blocks)
 
 
 def page() -> str:
-    """All that was found, as a table."""
+    """All results as a table."""
     lines = [
         "# Experts on the default corpus", "",
         "`python bench/experts.py`: pydoc, one CPU thread, fp32, peak rate 2e-3. Load is the fullest expert's over the "

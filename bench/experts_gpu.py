@@ -1,4 +1,4 @@
-"""Experts on one GPU: tokens/s beside the dense model of the same active FLOPs, and beside torchtitan's experts.
+"""Experts on one GPU: tokens/s compared with a dense model of the same active FLOPs and with torchtitan's experts.
 
     PEERS_SITE=folder python bench/experts_gpu.py [--shapes 16x2,qwen3] [--steps 24] [--rounds 2] [--json]
 
@@ -28,7 +28,7 @@ from shapes import Clock
 
 ROOT = Path(__file__).resolve().parent.parent
 AIMS = {"weft-dense": 0.75, "torchtitan": 1.3}
-"""What weft's tokens/s with experts should be of each."""
+"""Target ratio of tokens/s with experts to each."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ CASES: dict[str, Callable[[MoE, int], None]] = {
 
 
 def measure(case: str, shape: str, steps: int) -> dict[str, Any]:
-    """One case in a process of its own; what it said, where it failed."""
+    """Run one case in its own process; its output if it failed."""
     env = {**os.environ, "BENCH_BEGAN": str(time.time())}
     command = [sys.executable, __file__, "--case", case, "--shapes", shape, "--steps", str(steps)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)

@@ -1,4 +1,4 @@
-"""Federated averaging over clients with skewed data beside central training: validation loss at equal samples.
+"""Federated averaging over clients with skewed data compared with central training: validation loss at equal samples.
 
     python bench/federated.py --write      two jobs, three seeds, rounds of 1 and 5 steps → federated.md
 
@@ -28,7 +28,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     "tiny": ("train.global_batch=16", "train.eval_batches=32", "data.seq_len=64", "optim.lr=3e-3", "optim.warmup=0.1"),
     "vit": ("train.global_batch=64", "train.eval_batches=8"),
 }
-"""Text with a topic for each stretch of the corpus, and images with labels."""
+"""Text, with each stretch of the corpus as a topic, and images with labels."""
 
 
 def run(folder: Path, recipe: str, name: str, steps: int, seed: int, sync: str) -> float:
@@ -83,7 +83,7 @@ def main() -> None:
     print("\n".join(means))
     if asked.write:
         text = (
-            "# Federated training beside central training\n\n`"
+            "# Federated training compared with central training\n\n`"
             + " ".join(["python bench/federated.py", *sys.argv[1:]])
             + f"`: {asked.clients} clients, {asked.sampled} of them in each round, skew {asked.skew:g}; {asked.steps} "
             "steps, the same global batch for both. Seeds differ in weights, order and shares: the loss of central "

@@ -1,4 +1,4 @@
-"""What fp8 gives on this GPU: one product in each recipe beside bf16, then one block forward and backward, compiled.
+"""The gain of fp8 on this GPU: one product in each recipe and in bf16, then one block forward and backward, compiled.
 
     python bench/fp8.py [--tokens 16384] [--dim 2048] [--ffn 8192] [--json]
 
@@ -65,7 +65,7 @@ def timed(work: Callable[[], object], rounds: int = 20) -> float:
 
 
 def product_ms(recipe: Fp8Recipe | None, a: Tensor, b: Tensor) -> float:
-    """The bare product a [m, k] · b [k, n], its factors already in fp8."""
+    """The product a [m, k] · b [k, n] with factors already in fp8."""
     if recipe is None:
         return timed(lambda: a @ b)
     fast = recipe.fast_accumulation == "all"

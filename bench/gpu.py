@@ -1,4 +1,4 @@
-"""Weft beside the other trainers on one GPU: tokens/s, MFU, peak memory and the ratio to torchtitan with compile.
+"""Weft and other trainers on one GPU: tokens/s, MFU, peak memory and the ratio to torchtitan with compile.
 
     PEERS_SITE=folder python bench/gpu.py [--cases weft,bare-loop] [--shapes 1b,3b] [--rounds 2] [--json] [KEY=VALUE …]
 
@@ -41,12 +41,12 @@ WEFT: dict[str, tuple[str, list[str]]] = {
     "weft-fp8-delayed": ("fp8", ["fp8.amax=delayed"]),
     "weft-fp8-all": ("fp8", ["fp8.amax=delayed", "fp8.head=true"]),
 }
-"""Precision and changes of the job."""
+"""Precision and overrides of the job."""
 ORDER = ("weft", "torchtitan-compile", "weft-fp8", "weft-fp8-delayed", "weft-fp8-all",
          "torchtitan-compile-fp8", "bare-loop", "torchtitan-eager", "hf-accelerate-compile",
          "hf-accelerate-eager")  # fmt: skip
 AIMS = {"weft": 1.20, "weft-fp8": 1.45, "weft-fp8-delayed": 1.45, "weft-fp8-all": 1.45}
-"""Of the tokens/s of torchtitan with compile, in bf16."""
+"""Target ratio to the tokens/s of torchtitan with compile in bf16."""
 
 
 def weft_job(s: Shape, precision: str, folder: str = "runs") -> dict[str, Any]:
@@ -103,7 +103,7 @@ def run_weft(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run and wait for its ranks: the next process needs the memory that they still hold."""
+    """End a run and wait for its ranks, whose memory the next process needs."""
     with contextlib.suppress(psutil.NoSuchProcess):
         ranks = psutil.Process(process.pid).children(recursive=True)
         process.kill()
@@ -136,7 +136,7 @@ def run_peer(case: str, shape: str, steps: int, limit_s: float) -> dict[str, Any
 
 
 def figures(case: str, shape: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """One line of the table, from the rounds of a case; the median of their medians."""
+    """One line of the table: the median over the medians of a case's rounds."""
     good = [r for r in rounds if "error" not in r]
     if not good:
         return {"case": case, "shape": shape, "error": rounds[-1]["error"]}

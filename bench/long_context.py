@@ -38,7 +38,7 @@ GIB = 2**30
 
 
 def steps_for(length: int) -> tuple[int, int]:
-    """Steps that are not measured, and steps that are: a long one takes minutes."""
+    """Warm-up steps and measured steps; long steps take minutes."""
     return {8192: (3, 5), 32768: (1, 3)}.get(length, (0, 1) if length > 131072 else (1, 1))
 
 
@@ -88,7 +88,7 @@ def run_weft(length: int, layers: int, stop_after: int, device: str) -> dict[str
         return time.perf_counter() - began
 
     warm, measured = steps_for(length)
-    # the optimizer's state, every small kernel and every compiled chunk exist before the clock runs
+    # allocate the optimizer's state and compile all kernels before measuring
     step(min(length, 2 * plan.chunk or 4096))
     if stop_after:
         stop_early()
@@ -109,11 +109,11 @@ def run_weft(length: int, layers: int, stop_after: int, device: str) -> dict[str
 
 
 TINY = {"dim": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 512, "head_dim": 16}
-"""Off a GPU the script only shows that it runs."""
+"""Without a GPU the script only checks that it runs."""
 
 
 class Stopped(Exception):
-    """Enough of the backward pass was seen."""
+    """Raised when enough of the backward pass was measured."""
 
 
 def _stop_at(out: Any) -> None:
@@ -178,7 +178,7 @@ def run_kernel(length: int, device: str) -> dict[str, Any]:
 
 
 def _others(kernel: Any, q: Any, k: Any, v: Any, dout: Any, device: str) -> dict[str, float] | str:
-    """Every kernel of the table at this length, so that the order of the table can be judged."""
+    """Measure every attention kernel at this length."""
     try:
         for _ in range(2):
             synchronize(device)
@@ -263,7 +263,7 @@ def peak(device: str) -> float:
 
 
 def case(*words: str, limit: float) -> dict[str, Any]:
-    """One case in a process of its own; what broke is its answer then."""
+    """Run one case in its own process; returns the error if it failed."""
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     began = time.perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""The chunked linear + cross-entropy beside the plain one: time and peak memory at a vocabulary of 128,256.
+"""The chunked linear + cross-entropy compared with the plain one: time and peak memory at a vocabulary of 128,256.
 
     python bench/loss.py [--tokens 512 …] [--dim 512] [--json]        on a GPU: --tokens 8192 32768 --dim 2048
 

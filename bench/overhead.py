@@ -1,4 +1,4 @@
-"""What Weft costs over a bare loop: tokens/s of `weft train` beside hand-written PyTorch DDP, alternating in one run.
+"""Overhead over a bare loop: tokens/s of `weft train` and of hand-written PyTorch DDP, alternating in one run.
 
     python bench/overhead.py [--rounds 3] [--steps 60] [--resilience] [--json]
 
@@ -145,7 +145,7 @@ def main() -> None:
         return compare_resilience(args.rounds, args.steps, args.layout, args.json)
     ours: list[float] = []
     theirs: list[float] = []
-    for _ in range(args.rounds):  # alternating, so that a change in the machine's load meets both
+    for _ in range(args.rounds):  # alternating, so that a change in the machine's load affects both
         theirs += run_bare(args.steps)[WARM:]
         ours += run_weft(args.steps, args.layout)[WARM:]
     tokens = BATCH * SEQ

@@ -1,4 +1,4 @@
-"""A parameter server with one worker four times slower: time to a validation loss, asynchronous over synchronous.
+"""A parameter server with one worker four times slower: time to a validation loss, asynchronous and synchronous.
 
 python bench/parameter_server.py            two workers, of which one may run a quarter of the time
 """
@@ -24,7 +24,7 @@ from weft.watch.journal import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 SLICE_S = 0.02
-"""The slow worker runs for so long, and is held still for three times as long."""
+"""The slow worker runs for this long and is stopped for three times as long."""
 
 JOB = (
     "data.seq_len=64", "train.global_batch=16", "train.eval_every=10", "train.eval_batches=2", "optim.lr=3e-3",
@@ -33,13 +33,13 @@ JOB = (
 
 
 def joined(run: RunDir, workers: int) -> datetime | None:
-    """When the last of the workers came."""
+    """When the last worker joined."""
     times = [datetime.fromisoformat(e["time"]) for e in read_jsonl(run.events) if e["event"] == "worker_joined"]
     return times[workers - 1] if len(times) >= workers else None
 
 
 def slow_down(launcher: int, run: RunDir, workers: int, slowness: int, over: threading.Event) -> None:
-    """Once all workers have come, let the last of them run only a part of the time."""
+    """After all workers have joined, let the last one run only a part of the time."""
     words = ("worker", str(workers))  # the chief is number 0
     while joined(run, workers) is None and not over.is_set():
         time.sleep(SLICE_S)
@@ -73,7 +73,7 @@ def run(folder: Path, order: str, steps: int, workers: int, slowness: int) -> Ru
 
 
 def reached(run: RunDir, loss: float, workers: int) -> tuple[float, int] | None:
-    """Seconds from when all workers had come, and the step, at which an evaluation first came to a loss."""
+    """Seconds since all workers joined, and the step, at which an evaluation first reached a loss."""
     start = joined(run, workers)
     assert start is not None
     for event in read_jsonl(run.events):
@@ -91,7 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = {o: run(Path(folder), o, asked.steps, asked.workers, asked.slowness) for o in ("sync", "async")}
         evals = {o: [e["val_loss"] for e in read_jsonl(r.events) if e["event"] == "eval"] for o, r in runs.items()}
-        target = max(min(losses) for losses in evals.values())  # the better of neither: both have come to it
+        target = max(min(losses) for losses in evals.values())  # both runs have reached it
         print(f"{asked.workers} workers, one {asked.slowness}x slower; validation loss {target:.3f}")
         times = {}
         for order, at in runs.items():

@@ -126,7 +126,7 @@ def torchtitan(s: Shape, steps: int, compiled: bool, fp8: bool) -> None:
 
 
 def _stand_in(name: str, **content: Any) -> None:
-    """A module of which torchtitan imports names that this bench never calls."""
+    """A stub for a module from which torchtitan imports names that this bench does not use."""
     module = types.ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
     vars(module).update(content)
@@ -139,7 +139,7 @@ CASES: dict[str, Callable[[Shape, int], None]] = {
     "torchtitan-eager": lambda s, n: torchtitan(s, n, False, False),
     "torchtitan-compile": lambda s, n: torchtitan(s, n, True, False),
     "torchtitan-compile-fp8": lambda s, n: torchtitan(s, n, True, True),
-    "bare-loop": lambda s, n: importlib.import_module("bare").bare(s, n),  # brings torch, which gpu.py does without
+    "bare-loop": lambda s, n: importlib.import_module("bare").bare(s, n),  # imports torch, which gpu.py does not
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long a pipeline's step takes beside what the simulator says, for every schedule, in one run.
+"""Measured and simulated time of a pipeline's step, for every schedule, in one run.
 
     python bench/pipeline.py [--ranks 4] [--microbatches 16] [--forward-ms 50] [--steps 3] [--json]
 
@@ -40,7 +40,7 @@ AIM_RATIO, AIM_SPEEDUP = 0.10, 3.0
 
 
 class SleepBackward(torch.autograd.Function):
-    """The identity, whose gradient takes a while."""
+    """The identity with a slow gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -54,14 +54,14 @@ class SleepBackward(torch.autograd.Function):
 
 
 class SleepyStage(nn.Module):
-    """x + weight. Forward, the gradient of the input and the gradient of the weight each take their time, once."""
+    """x + weight, where the forward and both gradients sleep for the stage's cost."""
 
     def __init__(self, first: bool, last: bool, costs: Costs, stage: int):
         super().__init__()
         self.last = last
         if first:
             self.embed = nn.Parameter(torch.ones(4))
-        self.blocks = nn.ParameterDict({str(stage): torch.ones(4)})  # in a model, too, no two stages share a name
+        self.blocks = nn.ParameterDict({str(stage): torch.ones(4)})  # parameter names are unique across stages
         self.forward_s = costs.forward[stage]
         self.input_s = costs.backward[stage] * costs.input_share
         self.weight_s = costs.backward[stage] - self.input_s
@@ -84,7 +84,7 @@ def loss_of(module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Te
 
 @dataclass(frozen=True)
 class Row:
-    """One schedule: seconds of a step, the share of the ranks' time that is waiting, and how many times naive takes."""
+    """One schedule: seconds of a step, bubble, and speed-up over naive."""
 
     schedule: str
     simulated_s: float
@@ -96,11 +96,11 @@ class Row:
 
 
 Told = list[tuple[float, float, float]]
-"""For each step on one rank: when it began, when it ended, and how many seconds of it were work."""
+"""For each step on one rank: start, end, and seconds of work."""
 
 
 def run_rank(work: list[tuple[Schedule, Costs]], steps: int) -> list[Told]:
-    """On one rank: the schedules take turns, one step each, so that whatever else the machine does meets all alike."""
+    """On one rank: the schedules alternate step by step, so that other load on the machine affects all of them."""
     mesh = connect(Plan(device="cpu", device_name="cpu", backend="gloo", pp=work[0][0].ranks), 60.0)
     axis = mesh.axis("pp")
     assert axis is not None
@@ -134,7 +134,7 @@ def make_pipeline(schedule: Schedule, costs: Costs, axis: Axis, device: torch.de
 
 
 def check_gradients(pipeline: Pipelined) -> None:
-    """A step that was not really done would be quick."""
+    """Check that the step was computed."""
     for name, master in pipeline.master_params.items():
         expected = torch.full_like(master, pipeline.schedule.microbatches)
         if master.grad is None or not torch.equal(master.grad, expected):
@@ -142,7 +142,7 @@ def check_gradients(pipeline: Pipelined) -> None:
 
 
 def measure(names: list[str], ranks: int, microbatches: int, forward_s: float, steps: int) -> list[Row]:
-    """A row for each schedule, the first of which the others are compared with."""
+    """One row a schedule, compared with the first."""
     work = []
     for name in names:
         schedule = make_schedule(name, ranks, microbatches)
@@ -153,7 +153,7 @@ def measure(names: list[str], ranks: int, microbatches: int, forward_s: float, s
     rows: list[Row] = []
     for (schedule, costs), *seen in zip(work, *by_rank, strict=True):
         lengths, bubbles = [], []
-        for step in list(zip(*seen, strict=True))[1:]:  # the first step makes the connections
+        for step in list(zip(*seen, strict=True))[1:]:  # the first step opens the connections
             length = max(end for _, end, _ in step) - min(start for start, _, _ in step)
             lengths.append(length)
             bubbles.append(1 - sum(busy for _, _, busy in step) / (ranks * length))

@@ -1,4 +1,4 @@
-"""What each way to recompute costs and gives on one GPU: tokens/s and peak memory of the 3B shape at 8k and at 32k.
+"""Recompute modes on one GPU: tokens/s and peak memory of the 3B shape at 8k and at 32k tokens.
 
     python bench/recompute.py [--options none,selective,full,14] [--lengths 8192,32768] [--shape 3b] [--json]
 

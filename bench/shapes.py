@@ -1,4 +1,4 @@
-"""The shapes that bench/gpu.py trains, and the clock that times a peer's steps."""
+"""The shapes of bench/gpu.py, and the timer for the steps of other trainers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 WARM = 4
-"""Steps that are not counted: compilation, allocation, and the clocks of a cold card."""
+"""Warm-up steps, which are not counted."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def flops_per_token(self) -> float:
-        """Six for each multiplied weight, and causal attention counted once; norms and the embedding do not count."""
+        """Six for each multiplied weight, and causal attention once; without norms and embedding."""
         head = self.dim // self.heads
         block = 2 * self.dim * self.dim + 2 * self.dim * self.kv * head + 3 * self.dim * self.ffn
         return 6.0 * (self.layers * block + self.vocab * self.dim) + 6.0 * self.layers * self.dim * self.seq
@@ -47,7 +47,7 @@ SHAPES = {
 
 
 def report(times: list[float], began: float, first: float) -> None:
-    """Seconds of each step, and when the process and the end of its first step were, as one line for bench/gpu.py."""
+    """Step times, process start and end of the first step, as one line for bench/gpu.py."""
     import torch
 
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0

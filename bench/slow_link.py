@@ -1,4 +1,4 @@
-"""Two hosts on a slow link: seconds and bytes to one validation loss, plain PyTorch DDP beside Weft → slow_link.md.
+"""Two hosts on a slow link: seconds and bytes to a validation loss, plain PyTorch DDP and Weft → slow_link.md.
 
     python bench/slow_link.py --write      # as root on Linux with iproute2; eight minutes
 
@@ -91,12 +91,12 @@ def ddp(path: str, out: str) -> None:
                 Path(out).write_text(json.dumps(told))
         if step == job.train.steps:
             break
-    dist.barrier()  # they leave together: whoever is still connected to one that is gone aborts
+    dist.barrier()  # exit together: a rank that is connected to an exited one aborts
     os._exit(0)
 
 
 def run_on(hosts: Any, command: list[str], folder: Path, limit_s: float) -> int:
-    """The command under torchrun on both hosts; returns the bytes that the first one sent."""
+    """Run the command under torchrun on both hosts; returns the bytes that the first one sent."""
     from weft.chaos.virtual_hosts import LINK
 
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": LINK}
@@ -146,7 +146,7 @@ def ddp_run(hosts: Any, folder: Path, job: dict[str, Any], limit_s: float) -> tu
 
 
 def reached(told: list[list[float]], target: float) -> tuple[float, float]:
-    """Step and seconds at which a loss was first reached, between evaluations by straight lines."""
+    """Step and seconds at which a loss was first reached, with linear interpolation between evaluations."""
     before = told[0]
     for now in told:
         if now[1] <= target:

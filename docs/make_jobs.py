@@ -23,9 +23,9 @@ from weft.planner.describe import human_count
 from weft.planner.model.counts import count_parameters
 
 INTRO = """\
-# What can a job say?
+# What can a job contain?
 
-A job is one YAML file of sections, or the same in Python. Every field has a default, so a job says only what matters:
+A job is a YAML file of sections, or the same in Python. Every field has a default, so a job only sets what differs:
 
 ```yaml
 name: my-run
@@ -36,15 +36,15 @@ optim: {lr: 3e-3}
 parallel: {dp_shard: -1, zero: 3}
 ```
 
-On the command line `section.field=value` changes one field and wins over the file, as in
+On the command line `section.field=value` changes one field and overrides the file, as in
 `weft train my-run.yaml optim.lr=1e-3 parallel.tp=2`. Values are read as YAML, so `'parallel={tp: 2}'` replaces a whole
 section, and `3e-4` is a number. `model: llama-1b` is short for `model: {shape: llama-1b}`, and
 `model: package.module:Class` for `model: {module: package.module:Class}`.
 
-Unknown fields are errors with a suggestion. `weft schema` prints all of this as JSON Schema, for editors. The job as
-resolved, every default written out, lies in `runs/NAME/job.yaml`.
+Unknown fields are errors with a suggestion. `weft schema` prints all of this as JSON Schema, for editors. The resolved
+job with every default is in `runs/NAME/job.yaml`.
 
-In the tables, – as a default means that the shape, the family or another field decides.
+In the tables, – means that the default depends on the shape, the family or another field.
 
 <!-- Written by docs/make_jobs.py from the sections in weft/job/: change the text there. -->
 """
@@ -59,8 +59,10 @@ and training read the entry, so a module of a few lines adds one:
 # my_package/lion.py
 from weft.job.optim import OPTIMIZERS, Optimizer
 
+
 def build(optim, groups):  # the `optim` section, and parameter groups as torch takes them
     return Lion(groups, lr=optim.lr, betas=optim.betas)
+
 
 OPTIMIZERS.register(Optimizer("lion", "Lion.", "my_package.lion:build", state=lambda optim, weight: weight.held))
 ```
@@ -75,7 +77,7 @@ WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false
 
 
 def kind(annotation: Any) -> str:
-    """What a field takes, in words."""
+    """The type of a field, as text."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return names(inner[1:]) or kind(inner[0])
@@ -90,7 +92,7 @@ def kind(annotation: Any) -> str:
     if origin is list:
         return f"list of {kind(inner[0])}"
     if origin is dict:
-        return "fields of your own"
+        return "your own fields"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a section, below"
     return WORDS[annotation]
@@ -102,7 +104,7 @@ def names(metadata: typing.Iterable[Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A default as a person would write it."""
+    """A default in YAML form."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -115,7 +117,7 @@ def shown(value: Any) -> str:
 
 
 def table(section: type[BaseModel]) -> str:
-    rows = ["| field | default | takes | what it is |", "|---|---|---|---|"]
+    rows = ["| field | default | type | meaning |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
         default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
         takes = names(field.metadata) or kind(field.annotation)
@@ -135,7 +137,7 @@ def is_section(annotation: Any) -> type[BaseModel] | None:
 def page() -> str:
     """The whole page."""
     parts = [INTRO, "## The job itself\n"]
-    plain = ["| field | default | takes | what it is |", "|---|---|---|---|"]
+    plain = ["| field | default | type | meaning |", "|---|---|---|---|"]
     sections = []
     for name, field in Job.model_fields.items():
         section = is_section(field.annotation)
@@ -160,7 +162,7 @@ def page() -> str:
 
 
 def shapes() -> str:
-    """The named shapes and how large they are."""
+    """The named shapes and their parameters."""
     rows = ["## Shapes\n", "| `model.shape` | short | family | parameters |", "|---|---|---|---|"]
     short = {name: alias for alias, name in ALIASES.items()}
     for name, fields in SHAPES.items():
@@ -168,12 +170,12 @@ def shapes() -> str:
         counts = count_parameters(resolve(Job(model=Model(shape=name), data=data)).model)
         size = human_count(counts.total) if counts else "–"
         rows.append(f"| `{name}` | {f'`{short[name]}`' if name in short else ''} | {fields['family']} | {size} |")
-    note = "A shape without a vocabulary of its own takes the tokenizer's; here it is counted with 256 tokens."
+    note = "A shape without its own vocabulary uses the tokenizer's; here it is counted with 256 tokens."
     return "\n".join([*rows, f"\n{note}\n"])
 
 
 def catalog() -> str:
-    """The names a cluster may use."""
+    """The devices and networks of the catalog."""
     return (
         f"## Devices and networks\n\n`cluster.device`: {', '.join(f'`{n}`' for n in DEVICES)}.\n\n"
         f"`cluster.network`: {', '.join(f'`{n}`' for n in NETWORKS)}.\n"

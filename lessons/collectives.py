@@ -4,14 +4,14 @@
 
 Four processes hold a tensor of S bytes each, the gradients of a deep MLP, and all want the sum. What you learn:
 
-1. Reduce-scatter. Cut the tensor into n pieces and pass them around a ring. Who gets a piece adds its own and passes it
-   on; after n - 1 steps each rank holds the whole sum of one piece. It has sent (n - 1) / n · S.
-2. All-gather. Pass the finished pieces around once more, without adding. Again (n - 1) / n · S.
-3. All-reduce is the one and then the other, so 2 (n - 1) / n · S: nearly the same for 4 ranks and for 4,000. No way to
-   sum sends less. But it takes 2 (n - 1) steps, and each costs a latency, however small the tensor is.
-4. A tree takes 2 log2(n) steps, but the whole tensor travels in each: better for small tensors, worse for large ones.
+1. Reduce-scatter. Split the tensor into n shards and send them around a ring. Each rank adds its own values to the
+   shard it receives and sends it on; after n - 1 steps each rank has the sum of one shard. It has sent (n - 1) / n · S.
+2. All-gather. Send the finished shards around once more, without adding. Again (n - 1) / n · S.
+3. All-reduce is both, so 2 (n - 1) / n · S: nearly the same for 4 ranks and for 4,000. No algorithm sends less. But it
+   takes 2 (n - 1) steps, and each costs a latency, however small the tensor is.
+4. A tree takes 2 log2(n) steps, but sends the whole tensor in each: better for small tensors, worse for large ones.
 
-To send one's tensor to everybody would be (n - 1) · S.
+Sending the whole tensor to every other rank would be (n - 1) · S.
 """
 
 import tempfile
@@ -27,48 +27,48 @@ SENT = [0]  # bytes, on this rank
 
 
 def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
-    """Send and receive at once: if all ranks first sent and then received, all could wait for ever."""
+    """Send and receive at once: if all ranks first sent and then received, all could deadlock."""
     ops = [dist.P2POp(dist.isend, t, to) for t, to in sends] + [dist.P2POp(dist.irecv, t, of) for t, of in receives]
     SENT[0] += sum(t.numel() * t.element_size() for t, _ in sends)
     for work in dist.batch_isend_irecv(ops):
         work.wait()
 
 
-def reduce_scatter(pieces: list[Tensor]) -> Tensor:
-    """The sum of this rank's piece; the others are left half done."""
+def reduce_scatter(shards: list[Tensor]) -> Tensor:
+    """The sum of this rank's shard; the others hold partial sums."""
     rank, n = dist.get_rank(), dist.get_world_size()
     for step in range(n - 1):
-        mine, theirs = pieces[(rank - 1 - step) % n], pieces[(rank - 2 - step) % n]
-        came = torch.empty_like(theirs)
-        exchange([(mine, (rank + 1) % n)], [(came, (rank - 1) % n)])
-        theirs += came
-    return pieces[rank]
+        outgoing, incoming = shards[(rank - 1 - step) % n], shards[(rank - 2 - step) % n]
+        received = torch.empty_like(incoming)
+        exchange([(outgoing, (rank + 1) % n)], [(received, (rank - 1) % n)])
+        incoming += received
+    return shards[rank]
 
 
-def all_gather(pieces: list[Tensor]) -> None:
-    """Each rank begins with its own piece and ends with all."""
+def all_gather(shards: list[Tensor]) -> None:
+    """Each rank starts with its own shard and ends with all."""
     rank, n = dist.get_rank(), dist.get_world_size()
     for step in range(n - 1):
-        exchange([(pieces[(rank - step) % n], (rank + 1) % n)], [(pieces[(rank - 1 - step) % n], (rank - 1) % n)])
+        exchange([(shards[(rank - step) % n], (rank + 1) % n)], [(shards[(rank - 1 - step) % n], (rank - 1) % n)])
 
 
 def ring(x: Tensor) -> None:
-    pieces = list(x.tensor_split(dist.get_world_size()))  # views: what happens to a piece happens to x
-    reduce_scatter(pieces)
-    all_gather(pieces)
+    shards = list(x.tensor_split(dist.get_world_size()))  # views of x
+    reduce_scatter(shards)
+    all_gather(shards)
 
 
 def tree(x: Tensor) -> None:
-    """In pairs, then pairs of pairs, up to rank 0; and the same way down."""
+    """Sum in pairs, then pairs of pairs, up to rank 0; then send the sum back down."""
     rank, n = dist.get_rank(), dist.get_world_size()
     distances = [1 << i for i in range((n - 1).bit_length())]
     for d in distances:
         if rank % (2 * d) == d:
             exchange([(x, rank - d)], [])
         elif rank % (2 * d) == 0 and rank + d < n:
-            came = torch.empty_like(x)
-            exchange([], [(came, rank + d)])
-            x += came
+            received = torch.empty_like(x)
+            exchange([], [(received, rank + d)])
+            x += received
     for d in reversed(distances):
         if rank % (2 * d) == d:
             exchange([], [(x, rank - d)])
@@ -76,16 +76,16 @@ def tree(x: Tensor) -> None:
             exchange([(x, rank + d)], [])
 
 
-def to_everybody(x: Tensor) -> None:
+def to_all(x: Tensor) -> None:
     others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
-    came = [torch.empty_like(x) for _ in others]
-    exchange([(x.clone(), r) for r in others], list(zip(came, others, strict=True)))
-    for one in came:
-        x += one
+    received = [torch.empty_like(x) for _ in others]
+    exchange([(x.clone(), r) for r in others], list(zip(received, others, strict=True)))
+    for tensor in received:
+        x += tensor
 
 
 def gradients(rank: int) -> Tensor:
-    """Of this rank's samples, in one flat tensor."""
+    """The gradients of this rank's samples as one flat tensor."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(DIM, DIM), nn.GELU())))
     torch.manual_seed(1 + rank)
@@ -94,21 +94,21 @@ def gradients(rank: int) -> Tensor:
 
 
 def lesson(rank: int, store: str) -> None:
-    """What each of the four processes does."""
+    """Run on each of the four processes."""
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     torch.set_num_threads(1)
     mine = gradients(rank)
-    truth = mine.clone()
-    dist.all_reduce(truth)
+    expected = mine.clone()
+    dist.all_reduce(expected)
     size = mine.numel() * mine.element_size()
-    for name, way in {"ring": ring, "tree": tree, "to everybody": to_everybody}.items():
+    for name, algorithm in {"ring": ring, "tree": tree, "to all": to_all}.items():
         SENT[0], x = 0, mine.clone()
-        way(x)
-        torch.testing.assert_close(x, truth)
-        sent: list[int] = [0] * RANKS
-        dist.all_gather_object(sent, SENT[0])
+        algorithm(x)
+        torch.testing.assert_close(x, expected)
+        sent = [torch.zeros(1, dtype=torch.int64) for _ in range(RANKS)]
+        dist.all_gather(sent, torch.tensor(SENT))
         if rank == 0:
-            print(f"{name:14} sent by each rank: {', '.join(f'{s / size:.2f} S' for s in sent)}")
+            print(f"{name:8} sent by each rank: {', '.join(f'{s.item() / size:.2f} S' for s in sent)}")
     if rank == 0:
         print(f"\nAll three equal the library's all-reduce. S is {size:,} bytes.")
     dist.destroy_process_group()

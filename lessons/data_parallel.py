@@ -1,17 +1,17 @@
-"""Data parallelism by hand: four processes train one deep MLP on a quarter of each batch, from naive to ZeRO.
+"""Data parallelism by hand: four processes train one deep MLP, each on a quarter of the batch, from naive to ZeRO.
 
     python lessons/data_parallel.py
 
 Every rank holds the model and its share of the batch; the batch's gradient is the sum of the ranks'. What you learn:
 
-1. Naive. Backward, then an all-reduce for each weight. Each costs a latency, and while they travel nobody computes.
-2. Buckets. Gradients share a flat buffer that leaves as soon as the last of them is there, which a hook tells, while
-   the backward pass computes the next. Ranks must agree on the order of buckets; the backward pass gives it.
-3. ZeRO. Every rank does the same update with the same momentum: n times the memory for nothing. So each rank updates
-   1/n of the weights: a reduce-scatter gives it its gradients, and an all-gather hands out the new weights. Together
-   they send what one all-reduce sends, and the optimizer's state shrinks to 1/n.
+1. Naive. Backward, then an all-reduce for each weight. Each costs a latency, and no rank computes meanwhile.
+2. Buckets. Gradients share a flat buffer that is sent when the last of them is ready (a hook reports it), while
+   the backward pass computes the next. All ranks must use the same order of buckets; the backward pass gives it.
+3. ZeRO. With replicas every rank computes the same update with the same momentum. Instead, each rank updates 1/n of
+   the weights: a reduce-scatter gives it its gradients, and an all-gather distributes the new weights. Together they
+   send what one all-reduce sends, and the optimizer's state shrinks to 1/n.
 
-A loss is divided by the samples of the whole batch, not of the share: then the parts add up, and nothing is averaged.
+The loss is divided by the samples of the whole batch, not of the share, so that the gradients add up.
 """
 
 import tempfile
@@ -32,13 +32,13 @@ def squared_error(layers: nn.ModuleList, inputs: Tensor, targets: Tensor, sample
     return (x - targets).square().mean(-1).sum() / samples
 
 
-def give(flat: Tensor, to: list[Tensor]) -> None:
+def unflatten(flat: Tensor, to: list[Tensor]) -> None:
     for part, tensor in zip(flat.split([t.numel() for t in to]), to, strict=True):
         tensor.copy_(part.view_as(tensor))
 
 
 def naive(layers: nn.ModuleList, loss: Tensor, _: Tensor) -> str:
-    """One message a weight, after the backward pass."""
+    """One all-reduce a weight, after the backward pass."""
     loss.backward()
     for weight in layers.parameters():
         dist.all_reduce(weight.grad)
@@ -46,40 +46,40 @@ def naive(layers: nn.ModuleList, loss: Tensor, _: Tensor) -> str:
 
 
 def buckets(layers: nn.ModuleList, loss: Tensor, _: Tensor) -> str:
-    """Messages that leave while the backward pass goes on."""
-    flying: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+    """All-reduces of buckets during the backward pass."""
+    pending: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
     ready: list[Tensor] = []
 
-    def arrived(weight: Tensor, last: bool = False) -> None:
+    def on_gradient(weight: Tensor, last: bool = False) -> None:
         ready.append(weight)
         if last or sum(w.numel() for w in ready) >= BUCKET:
             flat = torch.cat([w.grad.flatten() for w in ready])
-            flying.append((dist.all_reduce(flat, async_op=True), flat, [w.grad for w in ready]))
+            pending.append((dist.all_reduce(flat, async_op=True), flat, [w.grad for w in ready]))
             ready.clear()
 
-    hooks = [weight.register_post_accumulate_grad_hook(arrived) for weight in layers.parameters()]
+    hooks = [weight.register_post_accumulate_grad_hook(on_gradient) for weight in layers.parameters()]
     loss.backward()
     if ready:
-        arrived(ready.pop(), last=True)
-    for work, flat, grads in flying:
+        on_gradient(ready.pop(), last=True)
+    for work, flat, grads in pending:
         work.wait()
-        give(flat, grads)
+        unflatten(flat, grads)
     for hook in hooks:
         hook.remove()
-    return f"{len(flying)} messages a step"
+    return f"{len(pending)} messages a step"
 
 
 def zero(layers: nn.ModuleList, loss: Tensor, momentum: Tensor) -> str:
-    """The whole step: the gradients of one's own piece, its update, and everybody's new weights."""
+    """The whole step: gradients of this rank's shard, its update, and the new weights of all ranks."""
     loss.backward()
     rank, n, weights = dist.get_rank(), dist.get_world_size(), list(layers.parameters())
     flat = torch.cat([w.detach().flatten() for w in weights])
-    grads, spare = torch.cat([w.grad.flatten() for w in weights]), (0, len(momentum) * n - len(flat))
-    dist.reduce_scatter(mine := torch.empty_like(momentum), list(F.pad(grads, spare).chunk(n)))
+    grads, padding = torch.cat([w.grad.flatten() for w in weights]), (0, len(momentum) * n - len(flat))
+    dist.reduce_scatter(mine := torch.empty_like(momentum), list(F.pad(grads, padding).chunk(n)))
     momentum.mul_(MOMENTUM).add_(mine)
-    pieces = list(F.pad(flat, spare).chunk(n))
-    dist.all_gather(pieces, pieces[rank] - LR * momentum)
-    give(torch.cat(pieces)[: len(flat)], [w.data for w in weights])
+    shards = list(F.pad(flat, padding).chunk(n))
+    dist.all_gather(shards, shards[rank] - LR * momentum)
+    unflatten(torch.cat(shards)[: len(flat)], [w.data for w in weights])
     return f"{len(momentum):,} numbers of momentum a rank instead of {len(flat):,}"
 
 
@@ -93,22 +93,22 @@ def train(way: str, share: slice) -> tuple[list[Tensor], str]:
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = squared_error(layers, torch.randn(BATCH, DIM)[share], torch.randn(BATCH, DIM)[share], BATCH)
-        said = step(layers, loss, momentum)
+        note = step(layers, loss, momentum)
         if way != "zero":
             optimizer.step()
-    return [w.detach() for w in weights], said
+    return [w.detach() for w in weights], note
 
 
 def lesson(rank: int, store: str) -> None:
-    """What each of the four processes does."""
+    """Run on each of the four processes."""
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     torch.set_num_threads(1)
-    truth, _ = train("one", slice(None))
+    expected, _ = train("one", slice(None))
     for way in ("naive", "buckets", "zero"):
-        weights, said = train(way, slice(rank * BATCH // RANKS, (rank + 1) * BATCH // RANKS))
-        torch.testing.assert_close(weights, truth)
+        weights, note = train(way, slice(rank * BATCH // RANKS, (rank + 1) * BATCH // RANKS))
+        torch.testing.assert_close(weights, expected)
         if rank == 0:
-            print(f"{way:8} {said}")
+            print(f"{way:8} {note}")
     if rank == 0:
         print(f"\nAfter {STEPS} steps the weights of all three equal those of one process.")
     dist.destroy_process_group()

@@ -1,13 +1,13 @@
-"""Expert parallelism by hand: four processes hold two of eight experts each, and tokens travel to theirs and back.
+"""Expert parallelism by hand: four processes hold two of eight experts each, and tokens are sent to theirs and back.
 
-A router gives every token a score for every expert, and the token goes to the best two. Their answers are weighted by
-the scores and added up. All experts together have eight times the weights of one, yet a token pays for two. No rank
-holds them all, so each rank sorts its tokens by expert and sends every rank those that are meant for it:
+A router gives every token a score for every expert, and the token uses the best two. Their outputs are weighted by
+the scores and summed. All experts together have eight times the weights of one, but a token pays for two. No rank
+holds all experts, so each rank sorts its tokens by expert and sends each rank the tokens for its experts:
 
     sorted by expert ─▶ all-to-all ─▶ sorted by expert again ─▶ the experts ─▶ all-to-all ─▶ weighted sum
 
-How many go where is known only now, so the counts are exchanged first. Going back, gradients take the same way in the
-other direction. Nothing is padded and no token is dropped: an expert that nobody wants has no rows at all. Run it:
+The counts are exchanged first, because they depend on the routing. In the backward pass gradients take the same path in
+the other direction. Nothing is padded and no token is dropped: an unused expert has no rows. Run it:
 
     weft lesson experts
 """
@@ -26,7 +26,7 @@ RANKS, EXPERTS, TOP, TOKENS, DIM, FFN = 4, 8, 2, 16, 12, 20
 
 
 class Exchange(torch.autograd.Function):
-    """Give send[r] rows to each rank r, in order, and get receive[r] from it; gradients go the other way."""
+    """Send send[r] rows to each rank r, in order, and receive receive[r] from it; gradients go the other way."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
@@ -50,13 +50,13 @@ def route(x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compute(rows: Tensor, counts: list[int], up: Tensor, down: Tensor) -> Tensor:
-    """Rows that are sorted by expert, each by its own expert's two matrices. up [experts, ffn, dim]"""
+    """Apply each expert's two matrices to its rows; rows are sorted by expert. up [experts, ffn, dim]"""
     parts = zip(rows.split(counts), up, down, strict=True)
     return torch.cat([F.gelu(part @ u.t(), approximate="tanh") @ d.t() for part, u, d in parts])
 
 
 def weighted_sum(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Sorted rows back to their tokens: row i was use order[i], and a token's uses stand side by side."""
+    """Unsort the rows and sum them by token: row i is use order[i], and the uses of a token are adjacent."""
     uses = torch.empty_like(rows).index_copy(0, order, rows)
     return (uses.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
@@ -80,36 +80,36 @@ def together(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> tuple[Tenso
     send, receive = leaving.sum(1).tolist(), coming.sum(1).tolist()
     rows = Exchange.apply(x[order // TOP], send, receive)
     ours = torch.arange(coming.shape[1]).repeat(ranks).repeat_interleave(coming.flatten())
-    by_expert = ours.argsort(stable=True)  # they came rank by rank, and each rank's are sorted
-    answers = compute(rows[by_expert], coming.sum(0).tolist(), up, down)
-    home = Exchange.apply(torch.empty_like(answers).index_copy(0, by_expert, answers), receive, send)
-    return weighted_sum(home, order, weights), sum(send) - send[rank]
+    by_expert = ours.argsort(stable=True)  # rows arrive rank by rank, sorted within each rank
+    outputs = compute(rows[by_expert], coming.sum(0).tolist(), up, down)
+    returned = Exchange.apply(torch.empty_like(outputs).index_copy(0, by_expert, outputs), receive, send)
+    return weighted_sum(returned, order, weights), sum(send) - send[rank]
 
 
 def lesson(rank: int, store: str) -> None:
-    """What each of the four processes does."""
+    """Run on each of the four processes."""
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     shapes = [(RANKS * TOKENS, DIM), (EXPERTS, DIM), (EXPERTS, FFN, DIM), (EXPERTS, DIM, FFN)]
     full = [torch.randn(shape, requires_grad=True) for shape in shapes]  # tokens, router, up, down
     dout = torch.randn(shapes[0])
-    truth = alone(*full)
-    true_grads = torch.autograd.grad(truth, full, dout)
+    expected = alone(*full)
+    expected_grads = torch.autograd.grad(expected, full, dout)
     mine, router = slice(rank * TOKENS, (rank + 1) * TOKENS), full[1].detach().requires_grad_()
     x, up, down = (full[i].detach().chunk(RANKS)[rank].requires_grad_() for i in (0, 2, 3))
     out, sent = together(x, router, up, down)
     dx, d_router, d_up, d_down = torch.autograd.grad(out, [x, router, up, down], dout[mine])
-    dist.all_reduce(d_router)  # every rank has the router, and other tokens: its gradients are summed, the experts' not
-    torch.testing.assert_close(out, truth[mine])
-    torch.testing.assert_close((dx, d_router), (true_grads[0][mine], true_grads[1]))
-    torch.testing.assert_close((d_up, d_down), tuple(g.chunk(RANKS)[rank] for g in true_grads[2:]))
-    said = [""] * RANKS
-    dist.all_gather_object(
-        said, f"rank {rank}: experts {2 * rank} and {2 * rank + 1}, sent {sent} of {TOKENS * TOP} rows"
-    )
+    dist.all_reduce(d_router)  # the router is replicated, so its gradients are summed; the experts are not
+    torch.testing.assert_close(out, expected[mine])
+    torch.testing.assert_close((dx, d_router), (expected_grads[0][mine], expected_grads[1]))
+    torch.testing.assert_close((d_up, d_down), tuple(g.chunk(RANKS)[rank] for g in expected_grads[2:]))
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(RANKS)]
+    dist.all_gather(counts, torch.tensor([sent]))
     if rank == 0:
-        print("\n".join(said) + "\n\nOutput and gradients equal those of one process that holds all experts.")
+        for r, count in enumerate(counts):
+            print(f"rank {r}: experts {2 * r} and {2 * r + 1}, sent {count.item()} of {TOKENS * TOP} rows")
+        print("\nOutput and gradients equal those of one process that holds all experts.")
     dist.destroy_process_group()
 
 

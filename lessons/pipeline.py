@@ -1,18 +1,18 @@
-"""A pipeline by hand: a deep MLP cut into four stages, one a process, with nothing but send and receive.
+"""A pipeline by hand: a deep MLP split into four stages, one a process, with only send and receive.
 
     python lessons/pipeline.py
 
 What you learn, for p stages and m microbatches:
 
-1. Naive. Each stage computes, hands its output on, and waits. Only one rank ever works, so p ranks take as long as one:
-   (p - 1) / p of their time is lost. That lost time is called the bubble.
-2. GPipe. Cut the batch into microbatches: while stage 1 has the first, stage 0 takes the second. The bubble shrinks to
-   (p - 1) / (m + p - 1), but each stage keeps the activations of all m microbatches until their backwards come.
-3. 1F1B. Once the pipeline is full, do one backward before each new forward. The bubble is GPipe's, but a stage keeps
-   at most p microbatches however many there are.
+1. Naive. Each stage computes, sends its output, and waits. Only one rank works at a time, so p ranks take as long as
+   one: (p - 1) / p of their time is lost. The lost time is called the bubble.
+2. GPipe. Split the batch into microbatches: while stage 1 has the first, stage 0 computes the second. The bubble is
+   (p - 1) / (m + p - 1), but each stage keeps the activations of all m microbatches until their backward.
+3. 1F1B. When the pipeline is full, run one backward before each new forward. The bubble is GPipe's, but a stage keeps
+   at most p microbatches.
 
-All three are one loop, and differ in how many microbatches a stage may keep. All three give the gradients of the single
-process, since those of the microbatches add up to those of the batch.
+All three are one loop with a different limit of kept microbatches. All three give the gradients of a single process,
+because the gradients of the microbatches add up to those of the batch.
 """
 
 import tempfile
@@ -26,13 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 RANKS, LAYERS, DIM, BATCH, MICROBATCHES = 4, 8, 32, 64, 16
-# A stage sleeps as long as a big one would compute, for a laptop has fewer cores than this pipeline has ranks: so long
-# for the forward of one sample, and twice that for its backward.
+# A laptop may have fewer cores than this pipeline has ranks, so a stage sleeps instead of computing: this long for the
+# forward of one sample, and twice that for its backward.
 FORWARD_S = 0.005
 
 
 def run_layers(layers: list[nn.Linear], x: Tensor, first: bool) -> Tensor:
-    """A GELU before every layer but the model's first."""
+    """The layers, with a GELU before each except the model's first."""
     for i, layer in enumerate(layers):
         x = layer(x if first and i == 0 else F.gelu(x))
     return x
@@ -44,13 +44,13 @@ def squared_error(out: Tensor, targets: Tensor, samples: int) -> Tensor:
 
 
 class Stage:
-    """One rank's layers, and what it does with a microbatch: a forward, and some time later its backward."""
+    """One rank's layers, with the forward and the later backward of a microbatch."""
 
     def __init__(self, layers: list[nn.Linear], samples: int, work_s: float = 0.0):
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.first, self.last = self.rank == 0, self.rank == self.ranks - 1
         self.layers, self.samples, self.work_s = layers, samples, work_s
-        self.kept: deque[tuple[Tensor, Tensor]] = deque()  # inputs and outputs that wait for their backward
+        self.kept: deque[tuple[Tensor, Tensor]] = deque()  # inputs and outputs until their backward
         self.sent: list[tuple[dist.Work, Tensor]] = []
         self.loss, self.most_kept = 0.0, 0
 
@@ -67,7 +67,7 @@ class Stage:
         self.most_kept = max(self.most_kept, len(self.kept))
 
     def backward(self) -> None:
-        """Of the microbatch that has waited longest."""
+        """The backward of the oldest microbatch."""
         x, out = self.kept.popleft()
         out.backward(None if self.last else self.receive(out, self.rank + 1))
         time.sleep(2 * self.work_s * len(x))
@@ -75,8 +75,8 @@ class Stage:
             self.send(x.grad, self.rank - 1)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        # Not dist.send, which may wait until the other side receives: in 1F1B neighbours send to each other at the same
-        # time, an activation down and a gradient up, and both would wait for ever.
+        # Not dist.send, which may block until the other side receives: in 1F1B neighbours send to each other at the
+        # same time, an activation down and a gradient up, and would deadlock.
         self.sent.append((dist.isend(tensor, to), tensor))
 
     def receive(self, like: Tensor, source: int) -> Tensor:
@@ -90,7 +90,7 @@ class Stage:
 
 
 def train(stage: Stage, microbatches: list[tuple[Tensor, Tensor]], most: int) -> None:
-    """Forward what comes; once `most` microbatches are kept, one backward before each new forward."""
+    """Run the microbatches; when `most` of them are kept, one backward before each new forward."""
     for inputs, targets in microbatches:
         if len(stage.kept) == most:
             stage.backward()
@@ -103,24 +103,24 @@ def train(stage: Stage, microbatches: list[tuple[Tensor, Tensor]], most: int) ->
 KEEP = {
     "naive": lambda stage, m: 1,
     "gpipe": lambda stage, m: m,
-    # the last stage turns back at once; the first fills the whole pipeline before
+    # the last stage alternates from the start; the first fills the pipeline before
     "1f1b": lambda stage, m: stage.ranks - stage.rank,
 }
 
 
 def lesson(rank: int, store: str) -> None:
-    """What each of the four processes does."""
+    """Run on each of the four processes."""
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = [nn.Linear(DIM, DIM) for _ in range(LAYERS)]
     inputs, targets = torch.randn(BATCH, DIM), torch.randn(BATCH, DIM)
-    truth = squared_error(run_layers(model, inputs, first=True), targets, BATCH)
+    expected = squared_error(run_layers(model, inputs, first=True), targets, BATCH)
     mine = model[rank * LAYERS // RANKS : (rank + 1) * LAYERS // RANKS]
     weights = [p for layer in mine for p in layer.parameters()]
-    true_grads = torch.autograd.grad(truth, weights)
+    expected_grads = torch.autograd.grad(expected, weights)
     if rank == 0:
-        print(f"one process: loss {truth.item():.6f}\n\n{'':10}step    bubble  should be  stage 0 kept  loss")
+        print(f"one process: loss {expected.item():.6f}\n\n{'':10}step    bubble  should be  stage 0 kept  loss")
 
     for name, keep in KEEP.items():
         m = 1 if name == "naive" else MICROBATCHES
@@ -134,7 +134,7 @@ def lesson(rank: int, store: str) -> None:
             train(stage, microbatches, keep(stage, m))
             dist.barrier()
         took = time.perf_counter() - began
-        torch.testing.assert_close([w.grad for w in weights], list(true_grads))
+        torch.testing.assert_close([w.grad for w in weights], list(expected_grads))
         dist.broadcast(loss := torch.tensor(stage.loss), RANKS - 1)
         bubble, should = 1 - 3 * FORWARD_S * BATCH / took, (RANKS - 1) / (m + RANKS - 1)
         if rank == 0:

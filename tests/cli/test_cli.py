@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import Said, python, weft, write_job
+from helpers.command import Output, python, weft, write_job
 from safetensors.torch import load_file
 
 import weft as package
@@ -22,7 +22,7 @@ from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.training.export import newest
 
-Command = Callable[..., Said]
+Command = Callable[..., Output]
 
 JOB = {
     "name": "tiny",
@@ -55,7 +55,7 @@ def run(folder: Path) -> RunDir:
 def command(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     """The command line in this process, in the folder of the runs."""
 
-    def call(*args: str) -> Said:
+    def call(*args: str) -> Output:
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", ["weft", *args])
         capfd.readouterr()
@@ -64,7 +64,7 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
             main()
         except SystemExit as end:
             code = int(end.code or 0)
-        return Said(code, *capfd.readouterr())
+        return Output(code, *capfd.readouterr())
 
     return call
 

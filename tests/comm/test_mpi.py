@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers import parity
-from helpers.command import ENV, ROOT, Said, losses, run_of, write_job
+from helpers.command import ENV, ROOT, Output, losses, run_of, write_job
 
 from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, rank_info, under_mpi
 from weft.job.errors import JobError
@@ -20,7 +20,7 @@ from weft.planner import RUNNABLE, check, make_plan
 DEADLINE_S = 600.0
 
 
-def mpirun(folder: Path, ranks: int, *command: str) -> Said:
+def mpirun(folder: Path, ranks: int, *command: str) -> Output:
     """As in a container: as root, with more ranks than cores, and over loopback or shared memory alone."""
     env = {
         **ENV, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TMPDIR": "/tmp",
@@ -28,7 +28,7 @@ def mpirun(folder: Path, ranks: int, *command: str) -> Said:
     }  # fmt: skip
     line = ["mpirun", "--oversubscribe", "-n", str(ranks), sys.executable, *command]
     done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    return Said(done.returncode, done.stdout, done.stderr)
+    return Output(done.returncode, done.stdout, done.stderr)
 
 
 def test_collectives_and_the_parity_matrix(tmp_path: Path) -> None:

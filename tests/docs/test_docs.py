@@ -11,7 +11,7 @@ from helpers.docs_pages import DOCS, maker, python_of, text_of
 
 DRAWN = [p.stem.removeprefix("make_") for p in sorted(DOCS.glob("make_*.py")) if "def images(" in p.read_text("utf-8")]
 PAGES = {"sync": "fewer-exchanges", "curves": "precision"}
-"""The page that shows a maker's pictures, where it has another name."""
+"""The page with a script's pictures, if its name differs."""
 
 
 @pytest.mark.parametrize("name", DRAWN)

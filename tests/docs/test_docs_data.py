@@ -1,11 +1,11 @@
-"""The dataset that docs/data.md writes is one."""
+"""The dataset class of docs/data.md works."""
 
 import sys
 
 from helpers.docs_pages import python_of
 
 
-def test_the_dataset_of_the_page_is_one(tmp_path, monkeypatch):
+def test_the_dataset_of_the_page_works(tmp_path, monkeypatch):
     from weft.data.dataset import open_dataset
     from weft.job import parse_job
 

@@ -1,11 +1,11 @@
-"""docs/experts.md: every token in its picture comes home."""
+"""docs/experts.md: its picture sends every token to the right rank."""
 
 from __future__ import annotations
 
 from helpers.docs_pages import maker
 
 
-def test_every_use_of_a_token_meets_its_expert() -> None:
+def test_every_token_is_sent_to_its_expert() -> None:
     *_, (_, _, grouped) = maker("experts").columns()
     assert all(e // 2 == rank for rank, uses in enumerate(grouped) for _, _, e in uses)
     assert sum(len(uses) for uses in grouped) == 2 * 4 * 2

@@ -1,11 +1,11 @@
-"""docs/fewer-exchanges.md: its picture tells the truth about waiting."""
+"""docs/fewer-exchanges.md: its picture follows the rules of each mode."""
 
 from __future__ import annotations
 
 from helpers.docs_pages import maker
 
 
-def test_a_server_lets_the_fast_go_on() -> None:
+def test_fast_workers_do_not_wait_for_a_server() -> None:
     drawn = maker("sync")
     together, _ = drawn.every_step([1, 1, 3])
     apart, delivered, updates = drawn.server([1, 1, 3], 4)

@@ -1,4 +1,4 @@
-"""docs/pipeline.md: its tables and its refusal are those of the code."""
+"""docs/pipeline.md: its tables and its error message are those of the code."""
 
 from helpers.docs_pages import maker, text_of
 
@@ -10,5 +10,5 @@ def test_the_tables_are_up_to_date() -> None:
     assert maker("pipeline").page(text) == text, "pipeline.md is old: run python docs/make_pipeline.py"
 
 
-def test_the_refusal_on_the_page_is_the_real_one() -> None:
+def test_the_error_message_is_the_real_one() -> None:
     assert (check_schedule("zbv", 4, 8, 3) or "") + "\n" in text_of("pipeline")

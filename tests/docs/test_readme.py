@@ -1,10 +1,10 @@
-"""Every command and every script of the README and of docs/ runs, in order, each page in a folder of its own.
+"""Every command and script of the README and of docs/ runs, in order, each page in its own folder.
 
-A comment before a block says what to do with it; it does not show on the page:
+A comment before a block controls it and is not visible on the page:
 
-    <!-- not run -->          this block is for a person alone
+    <!-- not run -->          this block is not run
     <!-- exit 2 -->           the block ends with this code
-    <!-- ctrl-c -->           interrupt it, as a person would, once it trains; it ends with 130
+    <!-- ctrl-c -->           send Ctrl-C once it trains; it ends with 130
     <!-- file mymodel.py -->  the block is this file, for the blocks after it
 """
 
@@ -46,7 +46,7 @@ def blocks(page: str) -> list[Block]:
 
 @pytest.fixture
 def shell(tmp_path):
-    """A folder, and an environment in which weft, python and torchrun are those of this checkout."""
+    """A folder, and an environment with weft, python and torchrun of this checkout."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, arguments in SHIMS.items():
@@ -61,7 +61,7 @@ def shell(tmp_path):
 
 
 def run_page(page, shell):
-    """Run a page's blocks; gives what each printed."""
+    """Run a page's blocks; returns the output of each."""
     outputs = []
     for block in blocks(page):
         verb, _, word = block.marker.partition(" ")
@@ -108,7 +108,7 @@ def run_block(command, shell, interrupt):
         watchdog.cancel()
 
 
-def test_the_tour_of_the_readme(shell):
+def test_the_readme(shell):
     outputs = run_page("README.md", shell)
     said = "\n".join(outputs)
     assert "resumed from step" in said
@@ -149,7 +149,7 @@ PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in sorted((ROOT /
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_and_pictures_are_there(page):
+def test_links_and_pictures_exist(page):
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
     for link in links:
@@ -162,5 +162,5 @@ def test_every_page_of_docs_is_in_the_index():
     assert all(f"({p.name})" in index for p in (ROOT / "docs").glob("*.md") if p.name != "README.md")
 
 
-def test_the_page_of_a_job_is_what_the_schema_says():
+def test_the_page_of_jobs_is_current():
     assert text_of("jobs") == maker("jobs").page(), "run python docs/make_jobs.py"

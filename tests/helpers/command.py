@@ -1,4 +1,4 @@
-"""The command line as a person uses it: real processes, watched through the files they leave."""
+"""Run the command line in real processes, and read the files of their runs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ENV = {
 
 
 @dataclass(frozen=True)
-class Said:
-    """How a command ended."""
+class Output:
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -41,20 +41,20 @@ class Said:
         return self.err.strip().splitlines()[-1]
 
 
-def weft(folder: Path, *args: str) -> Said:
-    """Run a command to its end."""
+def weft(folder: Path, *args: str) -> Output:
+    """Run a command and wait for it."""
     return python(folder, "-m", "weft", *args)
 
 
-def python(folder: Path, *args: str) -> Said:
+def python(folder: Path, *args: str) -> Output:
     done = subprocess.run(
         [sys.executable, *args], cwd=folder, env=ENV, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
-    return Said(done.returncode, done.stdout, done.stderr)
+    return Output(done.returncode, done.stdout, done.stderr)
 
 
 class Started:
-    """A command that runs while the test looks on."""
+    """A command that runs in the background."""
 
     def __init__(self, folder: Path, *args: str, under: Sequence[str] = ()):
         self.log = folder / "said.txt"
@@ -64,17 +64,17 @@ class Started:
             )
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes it started, in rank order; one that is just being started has no rank yet."""
+        """The processes it started, in rank order; without processes that have no rank yet."""
         found = {p: p.environ() for p in psutil.Process(self.process.pid).children()}
         return sorted((p for p in found if "RANK" in found[p]), key=lambda p: int(found[p]["RANK"]))
 
     def wait_for(self, what: Callable[[], bool]) -> None:
-        """Look until something is so; the command must not end before."""
+        """Wait for a condition; the command must not end before."""
         until(lambda: what() or self.process.poll() is not None)
         assert self.process.poll() is None, self.log.read_text(encoding="utf-8")
 
     def wait_for_end(self, meanwhile: Callable[[], None]) -> None:
-        """Do something again and again until the command has ended."""
+        """Call `meanwhile` repeatedly until the command ends."""
 
         def ended() -> bool:
             meanwhile()
@@ -82,20 +82,20 @@ class Started:
 
         until(ended)
 
-    def end(self) -> Said:
+    def end(self) -> Output:
         code = self.process.wait(DEADLINE_S)
-        return Said(code, "", self.log.read_text(encoding="utf-8"))
+        return Output(code, "", self.log.read_text(encoding="utf-8"))
 
 
 def until(what: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not what():
-        assert time.monotonic() < deadline, "nothing came of it within the deadline"
+        assert time.monotonic() < deadline, "the condition did not become true within the deadline"
         time.sleep(0.02)
 
 
 def write_job(folder: Path, **sections: Any) -> None:
-    """A job whose work stays where it was planned: a busy machine would move it, and bits would differ."""
+    """Write job.yaml without rebalancing, which would change the bits of the result on a busy machine."""
     sections["resilience"] = {"rebalance": False, **sections.get("resilience", {})}
     (folder / "job.yaml").write_text(yaml.safe_dump(sections), encoding="utf-8")
 
@@ -105,7 +105,7 @@ def run_of(folder: Path, name: str) -> RunDir:
 
 
 def losses(run: RunDir) -> dict[int, list[float]]:
-    """Every telling of every step's loss."""
+    """Every recorded loss of every step."""
     told: dict[int, list[float]] = {}
     for record in read_jsonl(run.metrics):
         told.setdefault(record["step"], []).append(record["loss"])
@@ -117,7 +117,7 @@ def step_of(run: RunDir) -> int:
 
 
 def ids_by_step(run: RunDir) -> dict[int, list[int]]:
-    """Which samples each step read, over all ranks."""
+    """The samples of each step, over all ranks."""
     found: dict[int, list[int]] = {}
     for path in sorted(run.samples.glob("rank-*.jsonl")):
         for line in read_jsonl(path):
@@ -126,7 +126,7 @@ def ids_by_step(run: RunDir) -> dict[int, list[int]]:
 
 
 def strays(words: Sequence[str]) -> list[int]:
-    """Processes whose command line holds all the words."""
+    """Processes whose command line contains all the words."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or ())

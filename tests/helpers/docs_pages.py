@@ -1,4 +1,4 @@
-"""The pages of docs/ and the scripts there that draw their pictures."""
+"""The pages of docs/ and the scripts that generate parts of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def text_of(page: str) -> str:
 
 
 def python_of(page: str) -> list[str]:
-    """A page's blocks of Python."""
+    """The Python blocks of a page."""
     return re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
 
 
 def maker(name: str) -> ModuleType:
-    """docs/make_NAME.py."""
+    """The module docs/make_NAME.py."""
     spec = importlib.util.spec_from_file_location(f"make_{name}", DOCS / f"make_{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Models of one's own, as a person would write them: plain nn.Modules that know nothing of Weft."""
+"""User modules: plain nn.Modules without any reference to Weft."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """Predicts the next token from this one; the embedding is also the head, and one matrix is never used."""
+    """Predicts the next token from this one; the embedding is tied to the head, and one matrix is unused."""
 
     def __init__(self, vocab: int = 256, dim: int = 16, layers: int = 2, hidden: int = 32):
         super().__init__()
@@ -44,7 +44,7 @@ class Plain(nn.Module):
 
 
 class WithParts(Plain):
-    """The same with a table, so that tp can cut it."""
+    """The same with a table of parts, so that tp can split it."""
 
     parts: ClassVar[dict[str, str]] = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
@@ -61,7 +61,7 @@ class WrongParts(Plain):
 
 
 class MisspeltParts(Plain):
-    """One pattern is right, so something would be cut."""
+    """Only one of the two patterns matches."""
 
     parts: ClassVar[dict[str, str]] = {"blocks.*.up": "column", "blocks.*.dwn": "row"}
 
@@ -87,7 +87,7 @@ class GivesNameless(Plain):
 
 
 class Scalar(Plain):
-    """A temperature that is learned, without a dimension."""
+    """With a learned scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Scalar(Plain):
 
 
 class Containers(nn.Module):
-    """Layers in lists in lists, called by the model: the inner lists have no forward of their own."""
+    """Nested lists of layers, called by the model: the inner lists have no forward."""
 
     def __init__(self, dim: int = 16) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Containers(nn.Module):
 
 
 class Normed(Plain):
-    """Keeps running statistics of what it has seen, and counts the times."""
+    """Keeps running statistics and a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Normed(Plain):
 
 
 class Frozen(Plain):
-    """A person's fine-tuning: the embedding, and so the head, stays as it was."""
+    """Fine-tuning: the embedding, and so the head, is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Frozen(Plain):
 
 
 class TurnsNaN(Plain):
-    """Well for two steps."""
+    """Returns NaN from the third call on."""
 
     calls = 0
 
@@ -147,7 +147,7 @@ class TurnsNaN(Plain):
 
 
 class Hungry(Plain):
-    """From its third step on the last rank has no room for more than two samples at once."""
+    """From its third call on the last rank raises MemoryError for more than two samples."""
 
     calls = 0
 
@@ -170,7 +170,7 @@ class RaisesOnRankOne(Plain):
 
 
 class Stuck(Plain):
-    """Never comes back from its first step, and says so."""
+    """Blocks in its first step, after creating the file `stuck`."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         Path("stuck").touch()
@@ -179,7 +179,7 @@ class Stuck(Plain):
 
 
 class KnowsItsRank(Plain):
-    """What no model may do: its maths depends on which rank computes it."""
+    """Invalid on purpose: the result depends on the rank."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) * (1 + float(os.environ["RANK"]))

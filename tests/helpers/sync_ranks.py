@@ -1,4 +1,4 @@
-"""What tests of train.sync run on ranks."""
+"""Functions that tests of train.sync run on ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from weft.verify.prove import join_stages
 
 
 def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -> tuple[dict[str, Tensor], list[int]]:
-    """Go on from the newest checkpoint of a folder, or from the beginning; save after some steps. The replica's whole
-    state at the end, and the bytes that each step's exchange took."""
+    """Train from the newest checkpoint of a folder, or from the start; save after some steps. Returns the replica's
+    whole state and the bytes of each step's exchange."""
     job, plan, mesh, stepper, _ = begin(job)
     state = stepper.state
     checkpoints = Checkpointer(Path(folder), group=mesh.disk_group, keep=9, keep_every=0, background=False)
@@ -51,7 +51,7 @@ def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -
 
 
 def watched(job: Job) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
-    """Which ranks the guards take to hold the same weights."""
+    """Groups of ranks that the guards treat as holding the same weights."""
     job, plan, mesh, stepper, _ = begin(job)
     guards = Guards(job, plan, mesh, stepper.state, lambda kind, **fields: None, lambda text: None)
     return guards.weights.alike

@@ -1,4 +1,4 @@
-"""The lessons on collectives, data and tensor parallelism give what the engine gives: same weights, same batch."""
+"""The lessons on collectives, data and tensor parallelism equal the engine: same weights, same batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def both_sums(way: str, algorithm: str, size: int) -> tuple[Tensor, int, Tensor,
 
 @pytest.mark.parametrize("way", ["ring", "tree"])
 @pytest.mark.parametrize(("world", "size"), [(4, 64), (3, 60), (2, 10)])
-def test_the_sums_are_those_of_the_engine(pool: RankPool, way: str, world: int, size: int) -> None:
+def test_sums_equal_the_engine(pool: RankPool, way: str, world: int, size: int) -> None:
     for mine, sent, its, its_sent in pool.run(both_sums, world, way, way, size):
         assert torch.equal(mine, its)
         assert sent == its_sent
@@ -97,7 +97,7 @@ def replicas(way: str, layers: nn.ModuleList, batch: dict[str, Tensor]) -> dict[
 
 
 @pytest.mark.parametrize("way", ["naive", "buckets"])
-def test_replicas_have_the_gradients_of_the_engine(pool: RankPool, way: str) -> None:
+def test_replica_gradients_equal_the_engine(pool: RankPool, way: str) -> None:
     job, _ = make_plan(make_job(dp_replicate=RANKS))
     engine = engine_of(pool, job)
     for grads in pool.run(replicas, RANKS, way, first_layers(job), first_batch(job)):
@@ -116,7 +116,7 @@ def one_update(layers: nn.ModuleList, batch: dict[str, Tensor]) -> list[Tensor]:
     return [p.detach() for p in layers.parameters()]
 
 
-def test_zero_updates_by_the_gradients_of_the_engine(pool: RankPool) -> None:
+def test_zero_updates_equal_the_engine(pool: RankPool) -> None:
     job, _ = make_plan(make_job(dp_shard=RANKS, zero=1))
     engine = engine_of(pool, job)
     lr, start = load_lesson("data_parallel").LR, first_layers(job)
@@ -126,13 +126,13 @@ def test_zero_updates_by_the_gradients_of_the_engine(pool: RankPool) -> None:
 
 
 def matrices(layers: nn.ModuleList, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """On one rank: the lesson's loss, and whole gradients put together from the ranks' pieces."""
+    """On one rank: the lesson's loss, and whole gradients assembled from the ranks' shards."""
     lesson, axis = load_lesson("tensor_parallel"), everyone()
-    pieces = lesson.pieces_of(list(layers), axis.rank, axis.size)
-    loss = lesson.squared_error(lesson.forward(pieces, batch["inputs"]), batch["targets"])
+    shards = lesson.shards_of(list(layers), axis.rank, axis.size)
+    loss = lesson.squared_error(lesson.forward(shards, batch["inputs"]), batch["targets"])
     loss.backward()
     grads = {}
-    for i, (weight, bias) in enumerate(pieces):
+    for i, (weight, bias) in enumerate(shards):
         grads[f"layers.{i}.weight"] = axis.all_gather(weight.grad, i % 2)
         grads[f"layers.{i}.bias"] = bias.grad if i % 2 else axis.all_gather(bias.grad, 0)
     assert lesson.SUMS == [LAYERS // 2, LAYERS // 2 - 1]  # nobody asks for the gradient of the data
@@ -140,7 +140,7 @@ def matrices(layers: nn.ModuleList, batch: dict[str, Tensor]) -> tuple[float, di
     return float(loss), grads
 
 
-def test_matrices_have_the_gradients_of_the_engine(pool: RankPool) -> None:
+def test_tensor_parallel_gradients_equal_the_engine(pool: RankPool) -> None:
     job, _ = make_plan(make_job(tp=RANKS))
     engine = engine_of(pool, job)
     for loss, grads in pool.run(matrices, RANKS, first_layers(job), first_batch(job)):
@@ -150,24 +150,24 @@ def test_matrices_have_the_gradients_of_the_engine(pool: RankPool) -> None:
             torch.testing.assert_close(grad, engine.gradients[0][name], msg=lambda text, n=name: f"{n}: {text}")
 
 
-SAID = {
+LAST_LINES = {
     "collectives": "All three equal the library's all-reduce. S is 33,792 bytes.",
     "data_parallel": "After 5 steps the weights of all three equal those of one process.",
     "tensor_parallel": "Loss and gradients equal the single process's.",
 }
 
 
-def taught(name: str, store: str) -> str:
-    """What a rank says when it is given the lesson."""
+def output_of(name: str, store: str) -> str:
+    """What a rank prints in the lesson."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         load_lesson(name).lesson(int(os.environ["RANK"]), store)
     return said.getvalue()
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_the_lesson_runs_and_says_what_it_shows(pool: RankPool, tmp_path: Path, name: str) -> None:
-    first, *others = pool.run(taught, RANKS, name, str(tmp_path / "store"))
-    assert first.splitlines()[-1] == SAID[name]
+@pytest.mark.parametrize("name", LAST_LINES)
+def test_the_lesson_runs(pool: RankPool, tmp_path: Path, name: str) -> None:
+    first, *others = pool.run(output_of, RANKS, name, str(tmp_path / "store"))
+    assert first.splitlines()[-1] == LAST_LINES[name]
     assert not any(others)
     assert len(lessons()[name].read_text(encoding="utf-8").splitlines()) < 120

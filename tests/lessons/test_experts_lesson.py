@@ -1,4 +1,4 @@
-"""The lesson's experts give what the engine's do: same weights, same tokens, same outputs, gradients and traffic."""
+"""The lesson's experts equal the engine's: same weights, same tokens, same outputs, gradients and traffic."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def both() -> tuple[float, int, int]:
     return off, sent * lesson.DIM * 4, moved
 
 
-def test_the_lesson_is_the_engine(pool: RankPool) -> None:
+def test_the_lesson_equals_the_engine(pool: RankPool) -> None:
     found = pool.run(both, RANKS)
     assert all(off < 1e-5 for off, _, _ in found)
     assert sum(sent for _, sent, _ in found) == sum(moved for _, _, moved in found)
 
 
-def test_the_lesson_runs_and_says_what_it_shows(tmp_path: Path) -> None:
+def test_the_lesson_runs(tmp_path: Path) -> None:
     said = weft(tmp_path, "lesson", "experts")
     assert said.code == 0, said.err
     lines = said.out.splitlines()

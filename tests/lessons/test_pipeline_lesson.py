@@ -90,7 +90,7 @@ def test_the_lesson_has_the_gradients_of_the_engine(pool: RankPool, schedule: st
     assert seen[0]["kept"] == {"naive": 1, "gpipe": m, "1f1b": min(m, RANKS)}[schedule]
 
 
-def test_the_lesson_runs_and_says_what_it_shows(tmp_path: Path) -> None:
+def test_the_lesson_runs(tmp_path: Path) -> None:
     said = weft(tmp_path, "lesson", "pipeline")
     assert said.code == 0, said.err
     lines = said.out.splitlines()

@@ -1,4 +1,4 @@
-"""The lesson's ring gives what the engine's does: same tokens, same output, same gradients."""
+"""The lesson's ring attention equals the engine's: same tokens, same output, same gradients."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def both(length: int) -> tuple[float, bool]:
     return off, bool(torch.equal(rows, lesson.places(axis.rank, RANKS, length)))
 
 
-def test_the_lesson_is_the_engine(pool: RankPool) -> None:
+def test_the_lesson_equals_the_engine(pool: RankPool) -> None:
     for off, same in pool.run(both, RANKS, LENGTH):
         assert off < 1e-5
         assert same
 
 
-def test_the_lesson_runs_and_says_what_it_shows(tmp_path: Path) -> None:
+def test_the_lesson_runs(tmp_path: Path) -> None:
     said = weft(tmp_path, "lesson", "ring_attention")
     assert said.code == 0, said.err
     lines = said.out.splitlines()
-    assert lines[1] == "rank 1: tokens 8–15, 48–55; scores a hop [136, 128, 128, 128]"
-    assert lines[-1] == "Output and gradients equal those of one process that sees the whole sequence."
+    assert lines[1] == "rank 1: scores computed in each hop: [136, 128, 128, 128]"
+    assert lines[-1] == "Output and gradients equal those of one process that has the whole sequence."
     assert len(lessons()["ring_attention"].read_text(encoding="utf-8").splitlines()) < 120

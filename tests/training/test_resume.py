@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from helpers.command import Said, Started, ids_by_step, losses, python, run_of, step_of, strays, weft, write_job
+from helpers.command import Output, Started, ids_by_step, losses, python, run_of, step_of, strays, weft, write_job
 
 from weft.job.errors import Exit
 from weft.watch.journal import read_jsonl
@@ -56,7 +56,7 @@ def undisturbed(folder: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def killed(folder: Path, undisturbed: dict[int, float]) -> tuple[Said, Said]:
+def killed(folder: Path, undisturbed: dict[int, float]) -> tuple[Output, Output]:
     """The same run, first its launcher and then, with nobody to replace it, one of its ranks killed without warning,
     then left to finish."""
     run, chance = run_of(folder, "killed"), random.Random(7)
@@ -74,7 +74,7 @@ def killed(folder: Path, undisturbed: dict[int, float]) -> tuple[Said, Said]:
 
 
 def test_a_killed_run_is_bit_for_bit_the_run_that_was_not(
-    folder: Path, killed: tuple[Said, Said], undisturbed: dict[int, float]
+    folder: Path, killed: tuple[Output, Output], undisturbed: dict[int, float]
 ) -> None:
     """Every telling of a step counts, also those that a resumed run told again."""
     _, last = killed
@@ -87,7 +87,7 @@ def test_a_killed_run_is_bit_for_bit_the_run_that_was_not(
     assert ids_by_step(run_of(folder, "killed")) == ids_by_step(run_of(folder, "undisturbed"))
 
 
-def test_the_last_lines_name_the_killed_rank(killed: tuple[Said, Said]) -> None:
+def test_the_last_lines_name_the_killed_rank(killed: tuple[Output, Output]) -> None:
     said, _ = killed
     assert said.code == Exit.DIFFERS
     assert said.err.splitlines()[-2:] == [
@@ -156,18 +156,18 @@ def test_an_evaluation_is_the_last_thing_done_after_ctrl_c(folder: Path) -> None
     assert "stopped and saved" in said.err
 
 
-def test_a_finished_run_says_so(folder: Path, killed: tuple[Said, Said]) -> None:
+def test_a_finished_run_says_so(folder: Path, killed: tuple[Output, Output]) -> None:
     run = run_of(folder, "killed")
     before = run.metrics.read_bytes()
     said = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dropout=0.2")
     assert said.code == 0
-    assert "model.dropout was 0.1 until here and is 0.2 now: the weights were learned with the former" in said.err
+    assert "model.dropout was 0.1 until here and is 0.2 now: the weights were trained with the former" in said.err
     assert f"already done at step {STEPS}; raise train.steps to go on, or use --fresh to start again" in said.err
     assert run.metrics.read_bytes() == before
 
 
 def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
-    folder: Path, killed: tuple[Said, Said], undisturbed: dict[int, float]
+    folder: Path, killed: tuple[Output, Output], undisturbed: dict[int, float]
 ) -> None:
     """The newest truncated, the next with one bit flipped, the third without its manifest: the fourth goes on."""
     shutil.copytree(run_of(folder, "killed").path, run_of(folder, "damaged").path)
@@ -197,13 +197,13 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
 OWN: dict[str, Any] = {"data.source": "pydoc", "train.microbatch": "auto", "train.eval_every": 0}
 
 
-def own(folder: Path, name: str, model: str, *overrides: str) -> Said:
+def own(folder: Path, name: str, model: str, *overrides: str) -> Output:
     settings = [f"{key}={value}" for key, value in OWN.items()]
     return weft(folder, "train", "job.yaml", f"name={name}", f"model=helpers.own_models:{model}", *settings, *overrides)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_says_that_it_begins_anew(
-    folder: Path, killed: tuple[Said, Said], undisturbed: dict[int, float]
+    folder: Path, killed: tuple[Output, Output], undisturbed: dict[int, float]
 ) -> None:
     shutil.copytree(run_of(folder, "killed").path, run_of(folder, "ruined").path)
     run = run_of(folder, "ruined")
@@ -218,7 +218,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_that_it_begins_anew(
     assert all(path.exists() for path in paths)
 
 
-def test_a_refused_resume_leaves_the_description_of_the_run(folder: Path, killed: tuple[Said, Said]) -> None:
+def test_a_refused_resume_leaves_the_description_of_the_run(folder: Path, killed: tuple[Output, Output]) -> None:
     run = run_of(folder, "killed")
     before = run.job.read_bytes(), run.plan.read_bytes()
     said = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dim=32", f"train.steps={STEPS + 1}")

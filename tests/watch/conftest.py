@@ -1,4 +1,4 @@
-"""Runs to look at: folders as training leaves them."""
+"""Run folders as training leaves them."""
 
 import json
 import math
@@ -85,7 +85,7 @@ def record(step: int, steps: int, rng: random.Random) -> dict[str, Any]:
 
 
 def spread_times(run: RunDir) -> None:
-    """Give the events the times of a run that took minutes."""
+    """Give the events the times of a run of several minutes."""
     begin = datetime(2025, 11, 15, 9, 30, tzinfo=UTC)
     lines = [json.loads(line) for line in run.events.read_text().splitlines()]
     for i, line in enumerate(lines):
@@ -94,7 +94,7 @@ def spread_times(run: RunDir) -> None:
 
 
 def slices(axes: dict[str, int], layers: int, dim: int = 64) -> dict[str, Any]:
-    """slices.json of a small llama: matrices cut by tp and then by dp_shard, blocks cut by pp."""
+    """slices.json of a small llama: matrices split by tp and then by dp_shard, blocks split by pp."""
     coords = [
         {"pp": p, "dp_replicate": 0, "dp_shard": d, "cp": 0, "tp": t}
         for p in range(axes["pp"])

@@ -1,4 +1,4 @@
-"""The journal: whole lines whatever happens, and numbers that come back exactly."""
+"""The journal: whole lines after crashes and full disks, and numbers that round-trip exactly."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from weft.job.run_folder import RunDir
 from weft.watch.journal import Journal, read_jsonl, read_metrics, to_plain
 
 
-def test_metrics_and_events_come_back(tmp_path: Path) -> None:
+def test_metrics_and_events_round_trip(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "a")
     with Journal(run) as journal:
         journal.metrics({"step": 1, "loss": 0.1 + 0.2, "mfu": None, "text": "é ✓ \u2028 line"})
@@ -53,7 +53,7 @@ def test_a_float_round_trips_exactly(value: float) -> None:
     assert math.copysign(1, back) == math.copysign(1, value)
 
 
-def test_what_is_not_finite_is_null_and_the_file_is_strict_json(tmp_path: Path) -> None:
+def test_non_finite_values_become_null(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     with Journal(run) as journal:
         journal.metrics(
@@ -81,7 +81,7 @@ def test_what_is_not_finite_is_null_and_the_file_is_strict_json(tmp_path: Path) 
     }
 
 
-def test_a_torn_line_spoils_nothing_after_it(tmp_path: Path) -> None:
+def test_lines_after_a_torn_line_are_read(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.metrics.write_bytes(b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     with Journal(run) as journal:
@@ -90,7 +90,7 @@ def test_a_torn_line_spoils_nothing_after_it(tmp_path: Path) -> None:
     assert [(m["step"], m["loss"]) for m in read_metrics(run.metrics)] == [(1, 2.0), (2, 1.5), (3, 1.4)]
 
 
-def test_lines_that_are_not_objects_are_passed_over(tmp_path: Path) -> None:
+def test_lines_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(
         b'\n[1]\n7\nnull\n{"a": NaN}\n{"a": 1}\r\n\xff\xfe{"a": 2}\n{"a": "\xc3"}\n' + b"[" * 100_000 + b"\n{"
@@ -99,7 +99,7 @@ def test_lines_that_are_not_objects_are_passed_over(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path / "missing.jsonl") == []
 
 
-def test_a_step_told_twice_counts_once(tmp_path: Path) -> None:
+def test_a_repeated_step_counts_once(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     with Journal(run) as journal:
         for step in (1, 2, 3, 4, 5):

@@ -1,4 +1,4 @@
-"""Which class a kernel belongs to, by the names that torch, its compiler and the vendors' libraries give."""
+"""The class of a kernel, by the names of torch, its compiler and the vendors' libraries."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def op(name: str, *dims: tuple[int, ...], of: str = "c10::BFloat16") -> TraceEve
     return TraceEvent(name, "cpu_op", 0.0, 1.0, dims=dims, types=(of,) * len(dims))
 
 
-def test_products_are_counted_from_their_shapes() -> None:
+def test_product_flops() -> None:
     assert product_flops(op("aten::mm", (8, 3), (3, 5))) == 2 * 8 * 3 * 5
     assert product_flops(op("aten::addmm", (5,), (8, 3), (3, 5))) == 2 * 8 * 3 * 5
     assert product_flops(op("aten::bmm", (4, 8, 3), (4, 3, 5))) == 2 * 4 * 8 * 3 * 5
@@ -56,7 +56,7 @@ def test_products_are_counted_from_their_shapes() -> None:
     assert product_flops(op("aten::mul", (8, 3), (8, 3))) == 0
 
 
-def test_attention_is_counted_as_it_is_computed() -> None:
+def test_attention_flops() -> None:
     q, k = (2, 32, 128, 64), (2, 8, 128, 64)
     forward = 4 * 2 * 32 * 128 * 128 * 64
     name = "aten::_scaled_dot_product_cudnn_attention"

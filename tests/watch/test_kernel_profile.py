@@ -1,4 +1,4 @@
-"""A trace added up: what is hidden counts once, the rows add up to the step, and each has its distance to the roof."""
+"""A trace by class: overlapped time counts once, rows add up to the step, and each has its distance to the roof."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ class Recording:
 
 
 def step_on_a_gpu() -> Recording:
-    """One step of 1000 µs: 200 of products (behind which 100 of messages hide), and so on."""
+    """One step of 1000 µs: 200 of products (which overlap 100 of communication), and so on."""
     r = Recording()
     r.mark("weft.window", 0, 1000)
     r.mark("weft.data", 0, 60)
@@ -114,8 +114,8 @@ def test_a_step_on_a_gpu(tmp_path: Path) -> None:
     assert products.top[0] == {"name": "nvjet_tst_192", "ms": pytest.approx(0.15), "calls": 1.0}
 
 
-def test_without_shapes_the_model_s_own_count_is_taken() -> None:
-    """A CUDA graph launches all of its kernels at once, and no operator is seen."""
+def test_without_shapes_the_flops_of_the_model_are_used() -> None:
+    """A CUDA graph launches all of its kernels at once, without operators in the trace."""
     r = Recording()
     r.mark("weft.window", 0, 100)
     r.kernel("nvjet_tst_192", 5, 10, 40)
@@ -149,7 +149,7 @@ def test_a_step_on_a_cpu_is_scaled_to_the_time_without_the_profiler() -> None:
     assert rows["elementwise"].bytes == 2 * 10 * 20 * 4
 
 
-def test_rows_survive_json_and_make_a_table() -> None:
+def test_rows_round_trip_through_json() -> None:
     rows = summarise(parse_trace(step_on_a_gpu().events), 1, 0.9, FACTS, ROOFS)
     assert from_json(json.loads(json.dumps(to_json(rows)))) == rows
     lines = table(rows)
@@ -158,7 +158,7 @@ def test_rows_survive_json_and_make_a_table() -> None:
     assert "TFLOP/s" in lines[3] or "GFLOP/s" in lines[3]
 
 
-def test_spans() -> None:
+def test_cover_and_overlap() -> None:
     covered = cover([(5, 7), (0, 2), (1, 3), (7, 8), (9, 9)])
     assert covered == [(0, 3), (5, 8)]
     assert overlap(covered, 2, 6) == 2

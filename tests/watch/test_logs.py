@@ -1,4 +1,4 @@
-"""Logs: who says what on the console, and what is kept in the files."""
+"""Logs: which ranks write to the console, and what the files contain."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ def say(path: Path, rank: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", SAY, str(path), str(rank)], capture_output=True, text=True, check=True)
 
 
-def test_rank_0_tells_news_and_every_rank_its_worries(tmp_path: Path) -> None:
+def test_rank_0_prints_info_and_every_rank_prints_warnings(tmp_path: Path) -> None:
     first, third = say(tmp_path, 0), say(tmp_path, 3)
     assert first.stdout == third.stdout == ""
     assert first.stderr == "some news\n[rank 0 dp_shard1 tp0] WARNING: a worry: 3 %\n"
@@ -58,7 +58,7 @@ def test_only_the_weft_logger_is_touched(tmp_path: Path, capsys: pytest.CaptureF
         handler.close()
 
 
-def test_a_console_that_went_away_does_not_stop_a_rank(tmp_path: Path) -> None:
+def test_a_closed_console_does_not_stop_a_rank(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     out = subprocess.run([sys.executable, "-c", SAY + "print('alive')", str(tmp_path), "0"], stdout=-1, stderr=write)

@@ -1,4 +1,4 @@
-"""Progress: the words of a plain line, the display of a real terminal, and records that lack things."""
+"""Progress: plain lines, the live display on a terminal, and incomplete records."""
 
 import io
 import os
@@ -28,7 +28,7 @@ def plain(total: int, start: int, every: int) -> tuple[Progress, io.StringIO]:
     return Progress(total, start, every, console=Console(file=out)), out
 
 
-def test_plain_lines_come_every_so_often_and_at_the_last() -> None:
+def test_plain_lines_are_periodic_and_include_the_last() -> None:
     progress, out = plain(600, 0, 200)
     with progress:
         for step in range(1, 601):
@@ -54,7 +54,7 @@ def test_rates_are_means_over_the_time_since_the_last_line() -> None:
     assert "10.0k tok/s  mfu 45.0%" in last
 
 
-def test_a_run_that_stops_early_tells_its_last_step() -> None:
+def test_a_run_that_stops_early_prints_its_last_step() -> None:
     progress, out = plain(600, 100, 50)
     with progress:
         progress.note("resumed at step 100")
@@ -65,7 +65,7 @@ def test_a_run_that_stops_early_tells_its_last_step() -> None:
     assert len(out.getvalue().splitlines()) == 2
 
 
-def test_evaluation_scale_and_skipped_steps_are_told() -> None:
+def test_evaluation_scale_and_skipped_steps_are_shown() -> None:
     progress, out = plain(2, 0, 1)
     with progress:
         progress.update({"step": 1, "loss": 2.0, "val_loss": 2.5, "loss_scale": 65536.0, "skipped": True})
@@ -86,7 +86,7 @@ def test_evaluation_scale_and_skipped_steps_are_told() -> None:
     ],
 )
 @pytest.mark.parametrize("live", [False, True])
-def test_nothing_in_a_record_can_stop_a_run(record: dict[str, object], live: bool) -> None:
+def test_bad_records_do_not_stop_a_run(record: dict[str, object], live: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=live, width=80)
     for total in (0, 5):
         with Progress(total, 0, 1, console=console, plain=not live) as progress:
@@ -95,7 +95,7 @@ def test_nothing_in_a_record_can_stop_a_run(record: dict[str, object], live: boo
             progress.update(record)
 
 
-def test_a_reader_that_went_away_does_not_stop_a_run() -> None:
+def test_a_closed_pipe_does_not_stop_a_run() -> None:
     code = (
         "from weft.watch.progress import Progress\n"
         "with Progress(50, 0, 1) as progress:\n"
@@ -183,7 +183,7 @@ def test_the_time_left_follows_recent_steps() -> None:
     assert 900 <= left < 910
 
 
-def test_numbers_and_times_as_a_person_says_them() -> None:
+def test_short_numbers_and_times() -> None:
     assert [human(n) for n in (0, 0.5, 7, 950, 999.9, 7321, 99_990, 123_456, 999_999, 1.2e6, 3e12)] == [
         *("0", "0.5", "7", "950", "1.0k", "7.3k", "100k", "123k", "1.0M", "1.2M", "3.0T"),
     ]

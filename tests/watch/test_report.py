@@ -1,4 +1,4 @@
-"""The report: what it says of a run, and that odd folders still give a page."""
+"""The report: its content, and that incomplete folders still give a page."""
 
 import json
 import random
@@ -26,7 +26,7 @@ def words(path: Path) -> str:
     return re.sub(r"<[^>]+>", " ", text)
 
 
-def test_a_whole_run_is_told(tmp_path: Path, make_run: Make) -> None:
+def test_a_complete_run(tmp_path: Path, make_run: Make) -> None:
     run = make_run(tmp_path / "a")
     assert write_report(run) == run.report
     said = words(run.report)
@@ -39,7 +39,7 @@ def test_a_whole_run_is_told(tmp_path: Path, make_run: Make) -> None:
     assert [p.name for p in run.path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_nothing_of_the_job_becomes_markup_and_nothing_is_fetched(tmp_path: Path, make_run: Make) -> None:
+def test_text_is_escaped_and_nothing_is_fetched(tmp_path: Path, make_run: Make) -> None:
     run = make_run(tmp_path / "a")
     page = write_report(run).read_text(encoding="utf-8")
     assert "sample &lt;b&gt;&amp;amp; more&lt;/b&gt;" in page
@@ -100,7 +100,7 @@ def test_an_empty_folder_says_so(tmp_path: Path) -> None:
         ({"event": "eval", "step": 5}, "Running or cut off", "open", ""),
     ],
 )
-def test_the_last_word_of_the_events_is_the_status(last: dict[str, Any], word: str, tone: str, detail: str) -> None:
+def test_the_last_event_is_the_status(last: dict[str, Any], word: str, tone: str, detail: str) -> None:
     status = status_of([{"event": "start", "step": 0}, last, {"event": "checkpoint", "step": 9}], [])
     assert (status.word, status.tone, status.detail) == (word, tone, detail)
 
@@ -125,7 +125,7 @@ def test_key_figures_count_steps_restarts_and_tokens(tmp_path: Path, make_run: M
     assert told["Peak memory"] == "0.33 GiB"
 
 
-def test_tokens_are_counted_once_however_they_are_recorded() -> None:
+def test_tokens_are_counted_once() -> None:
     running = [{"step": i, "tokens": 100 * i, "tokens_per_s": 50.0, "step_time_s": 2.0} for i in (1, 2, 3)]
     each = [{**r, "tokens": 100} for r in running]
     assert total_tokens(running) == total_tokens(each) == 300
@@ -148,13 +148,13 @@ def test_resumes_are_marked_in_every_figure_over_steps(tmp_path: Path, make_run:
     assert sum(drawn["step-time"].data[0]["y"]) == 119
 
 
-def test_one_step_can_be_seen(make_record: Make) -> None:
+def test_a_single_step_is_drawn(make_record: Make) -> None:
     for figure in figures([make_record(1, 1, random.Random(0))], [], {"predicted": {"memory_gib": 1}}):
         assert figure.data
         assert all(t["type"] == "bar" or "markers" in t["mode"] for t in figure.data)
 
 
-def test_losses_that_are_not_finite_break_the_line(tmp_path: Path) -> None:
+def test_non_finite_losses_break_the_line(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     with Journal(run) as journal:
         for step in range(1, 11):
@@ -191,13 +191,13 @@ def parsed(make_slices: Make) -> Make:
     return make
 
 
-def test_blocks_that_are_cut_alike_share_their_rows(parsed: Make) -> None:
+def test_blocks_with_the_same_sharding_share_rows(parsed: Make) -> None:
     assert [g.label for g in group(parsed(tp=2).tensors)] == ["embed", "blocks.0–7", "norm", "head"]
     assert [g.label for g in group(parsed(pp=2).tensors)] == ["embed", "blocks.0–3", "blocks.4–7", "norm", "head"]
     assert spans([0, 1, 2, 5, 8, 7]) == "0–2, 5, 7–8"
 
 
-def test_the_map_says_who_holds_what(parsed: Make) -> None:
+def test_the_slice_map(parsed: Make) -> None:
     figure = slice_map(parsed(dp_shard=2, tp=2))
     heat = figure.data[0]
     rows = figure.layout["yaxis"]["ticktext"]
@@ -213,7 +213,7 @@ def test_the_map_says_who_holds_what(parsed: Make) -> None:
     assert staged["z"][1] == [0, None]
 
 
-def test_a_rank_without_a_share_of_an_uneven_cut_holds_nothing() -> None:
+def test_a_rank_without_a_slice_is_empty() -> None:
     cut = [{"rank": r, "offset": [min(r * 2, 3)], "size": [s]} for r, s in enumerate((2, 1, 0))]
     read = parse_slices({"ranks": [], "parameters": [{"name": "w", "shape": [3], "ranks": cut}]})
     assert read is not None

@@ -1,4 +1,4 @@
-"""The report in a real browser: every plot is drawn, nothing complains, and its data can be had."""
+"""The report in a real browser: every plot is drawn without errors, and its data can be downloaded."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ DARK, LIGHT = 0, 1
 
 
 class Dom(HTMLParser):
-    """What the test reads of a dumped page: each plot's drawings, and what a probe script left on the body."""
+    """Parses a dumped page: the drawings of each plot, and the attributes that a probe script set on the body."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Dom(HTMLParser):
 
 
 def browse(page: Path, profile: Path, scheme: int) -> tuple[Dom, str]:
-    """Open a page; give back its document after scripts have run, and what the browser's console said."""
+    """Open a page; returns its document after scripts have run, and the browser's console."""
     out = subprocess.run(
         [
             "chromium",
@@ -88,7 +88,7 @@ PROBE = """<script>
 
 
 def probed(run: RunDir) -> Path:
-    """The report, with a script that presses its first button and looks at its colours."""
+    """The report, with a script that presses its first button and reads its colours."""
     page = write_report(run)
     page.write_text(page.read_text(encoding="utf-8").replace("</body>", PROBE), encoding="utf-8")
     return page
@@ -108,7 +108,7 @@ def test_every_plot_of_a_whole_run_is_drawn(tmp_path: Path, make_run: Callable[.
     assert not said["wide"]
 
 
-def test_an_odd_run_draws_what_it_has_in_the_dark_too(tmp_path: Path) -> None:
+def test_an_incomplete_run_in_dark_mode(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     with Journal(run) as journal:
         journal.event("start", step=0)

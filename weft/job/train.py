@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from weft.job.batch_ramp import BatchRamp, ramp_problem
 from weft.job.section import Section
 from weft.job.sync import Sync
 
@@ -13,19 +14,22 @@ from weft.job.sync import Sync
 class Train(Section):
     """Steps, batch size, seed and evaluation. Batch sizes count sequences."""
 
-    steps: int = Field(600, ge=0)
+    steps: int = Field(600, ge=0, le=10**12)
     """Optimizer steps of the run."""
-    global_batch: int = Field(32, ge=1)
+    global_batch: int = Field(32, ge=1, le=10**9)
     """Sequences per optimizer step, over all ranks."""
+    batch_ramp: list[tuple[int, int]] = Field(default_factory=list)
+    """Smaller batches at the start, as [last step, sequences] pairs: [[500, 8], [1000, 16]] trains steps 1 to 500 with
+    8 sequences, steps 501 to 1000 with 16, and the rest with global_batch."""
     microbatch: int | Literal["auto"] = "auto"
     """Sequences that a rank processes at once. auto is the largest that fits."""
     accumulation: int | Literal["auto"] = "auto"
     """Microbatches per step of a rank (gradient accumulation). auto follows from microbatch, and vice versa."""
     seed: int = Field(0, ge=0, lt=2**62)
     """Random seed of the initial weights, the sample order and the dropout masks; they are the same in every layout."""
-    eval_every: int = Field(100, ge=0)
+    eval_every: int = Field(100, ge=0, le=10**12)
     """Steps between evaluations on held-out data; 0 turns evaluation off."""
-    eval_batches: int = Field(8, ge=1)
+    eval_batches: int = Field(8, ge=1, le=10**9)
     """Global batches per evaluation, at most those of the held-out data."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Label smoothing: probability distributed evenly over the vocabulary in the training target."""
@@ -37,9 +41,25 @@ class Train(Section):
     """Synchronisation of data-parallel ranks: step, local:8, diloco:50, server:async, server:sync, federated, or a
     section."""
 
+    @property
+    def ramp(self) -> BatchRamp:
+        """The global batch of each step."""
+        return BatchRamp(self.global_batch, tuple(self.batch_ramp))
+
+    @property
+    def full_steps(self) -> float:
+        """Steps of the full batch that process as many sequences as all steps of the run."""
+        return self.ramp.samples_before(self.steps) / self.global_batch
+
+    @model_validator(mode="after")
+    def _check_ramp(self) -> Train:
+        if problem := ramp_problem(self.batch_ramp, self.global_batch):
+            raise ValueError(f"{problem} (batch_ramp)")
+        return self
+
     @field_validator("microbatch", "accumulation")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be at least 1, or auto")
+        if isinstance(value, int) and not 1 <= value <= 10**9:
+            raise ValueError("must be from 1 to 1000000000, or auto")
         return value

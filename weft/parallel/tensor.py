@@ -162,7 +162,7 @@ class SequenceDropout(Dropout):
 
 
 @dataclass
-class Place:
+class PartModule:
     """One module that plays a part."""
 
     model: nn.Module
@@ -187,35 +187,35 @@ class Place:
         split.partial |= {f"{self.name}.{key}" for key, _ in self.module.named_parameters()}
 
 
-Role = Callable[[TensorSplit, Place], None]
+Role = Callable[[TensorSplit, PartModule], None]
 
 
-def _column(split: TensorSplit, place: Place) -> None:
+def _column(split: TensorSplit, place: PartModule) -> None:
     place.become(nn.Linear, ColumnLinear, "column", split, in_region=place.in_region)
     split.cut(place.model, place.module, "weight", 0)
     split.cut(place.model, place.module, "bias", 0)
 
 
-def _row(split: TensorSplit, place: Place) -> None:
+def _row(split: TensorSplit, place: PartModule) -> None:
     place.become(nn.Linear, RowLinear, "row", split, in_region=place.in_region)
     split.cut(place.model, place.module, "weight", 1)
     if place.module.bias is not None and place.in_region and split.sequence:
         split.partial.add(f"{place.name}.bias")
 
 
-def _vocab(split: TensorSplit, place: Place) -> None:
+def _vocab(split: TensorSplit, place: PartModule) -> None:
     if isinstance(place.module, nn.Linear):  # patches have no vocabulary: every rank embeds them all
         return _scatter(split, place)
     place.become(nn.Embedding, VocabEmbedding, "vocab", split)
     split.cut(place.model, place.module, "weight", 0)
 
 
-def _vocab_head(split: TensorSplit, place: Place) -> None:
+def _vocab_head(split: TensorSplit, place: PartModule) -> None:
     place.become(Head, VocabHead, "vocab_head", split)
     split.cut(place.model, place.module, "weight", 0)
 
 
-def _region(split: TensorSplit, place: Place) -> None:
+def _region(split: TensorSplit, place: PartModule) -> None:
     if isinstance(place.module, MixtureOfExperts):
         return  # each rank routes its own tokens (parallel/expert/expert_parallel.py)
     if isinstance(place.module, Attention):
@@ -224,27 +224,27 @@ def _region(split: TensorSplit, place: Place) -> None:
         place.module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
 
 
-def _sequence(split: TensorSplit, place: Place) -> None:
+def _sequence(split: TensorSplit, place: PartModule) -> None:
     if split.sequence:
         if isinstance(place.module, Dropout):
             place.become(Dropout, SequenceDropout, "sequence", split)
         place.mark_partial(split)
 
 
-def _heads(split: TensorSplit, place: Place) -> None:
+def _heads(split: TensorSplit, place: PartModule) -> None:
     place.mark_partial(split)
 
 
-def _routed(split: TensorSplit, place: Place) -> None:
+def _routed(split: TensorSplit, place: PartModule) -> None:
     if not any(isinstance(p, DTensor) for p in place.module.parameters()):  # else cut over ep, which knows better
         place.mark_partial(split)
 
 
-def _inside(split: TensorSplit, place: Place) -> None:
+def _inside(split: TensorSplit, place: PartModule) -> None:
     """What is above has a part already."""
 
 
-def _scatter(split: TensorSplit, place: Place) -> None:
+def _scatter(split: TensorSplit, place: PartModule) -> None:
     if split.sequence:
         place.module.register_forward_hook(lambda _, __, y: split.axis.narrow(y, -2))
         place.mark_partial(split)
@@ -288,7 +288,7 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
         _check_patterns(model, table)
     for name, module in modules:
         if role := _role(table, name):
-            ROLES[role](split, Place(model, name, module, regions))
+            ROLES[role](split, PartModule(model, name, module, regions))
 
 
 def _check_patterns(model: nn.Module, table: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)'
 
 
 @dataclass(frozen=True)
-class Fault:
+class FaultReport:
     """A fault as written to events.jsonl."""
 
     kind: str

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.run_folder import RunDir
-from weft.supervisor.diagnosis import STACK_SIGNAL, Fault, blame, main_stack, where
+from weft.supervisor.diagnosis import STACK_SIGNAL, FaultReport, blame, main_stack, where
 from weft.supervisor.failure_report import read_failure
 from weft.supervisor.hang_detection import HangDetector
 from weft.supervisor.status_board import Record
@@ -33,28 +33,28 @@ def read_positions(folder: Path, ranks: Iterable[int]) -> dict[int, dict[str, An
     return found
 
 
-def exit_fault(run: RunDir, folder: Path, rank: int, record: Record) -> Fault:
+def exit_fault(run: RunDir, folder: Path, rank: int, record: Record) -> FaultReport:
     """The fault of a rank that has exited."""
     cause = read_failure(run.logs / f"failure-{rank}.json")
     if cause is not None:
         kind = "oom" if cause["message"].startswith("memory ran out") else "raised"
         why = f"{cause['kind']}: {cause['message']} ({cause['where']})"
-        return Fault(kind, rank, why, record.step, cause["position"])
+        return FaultReport(kind, rank, why, record.step, cause["position"])
     name = signal.Signals(-record.code).name if record.code < 0 else ""
     why = f"was killed by {name}" if name else f"ended with code {record.code} and left no reason"
-    return Fault("exit", rank, why, record.step, read_positions(folder, [rank]).get(rank, {}).get("position", ""))
+    return FaultReport("exit", rank, why, record.step, read_positions(folder, [rank]).get(rank, {}).get("position", ""))
 
 
 def hang_fault(
     folder: Path, ranks: Mapping[int, Record], hangs: HangDetector, seconds: float
-) -> tuple[Fault | None, set[int]]:
+) -> tuple[FaultReport | None, set[int]]:
     """Find the rank that caused a standstill and kill it. Returns the fault, if any, and the killed ranks."""
     positions = read_positions(folder, ranks)
     kind, culprits = _culprits(ranks, positions, hangs)
     step = min(record.step for record in ranks.values())
     if not culprits:  # it may resolve itself
         why = "all ranks wait for one another"
-        return (Fault("hang", None, why, step, "", seconds) if seconds > UNATTRIBUTED_HANG_S else None), set()
+        return (FaultReport("hang", None, why, step, "", seconds) if seconds > UNATTRIBUTED_HANG_S else None), set()
     found = stacks(folder, {r: ranks[r].pid for r in culprits})
     for r in culprits:
         kill(ranks[r].pid)
@@ -63,7 +63,7 @@ def hang_fault(
     others = "" if len(culprits) == 1 else f" (as do ranks {', '.join(str(r) for r in sorted(culprits)[1:])})"
     why = f"{culprits[first]}{f', at {at}' if at else ''}; the others wait for it{others}"
     position = positions.get(first, {}).get("position", "")
-    return Fault(kind, first, why, step, position, seconds, "\n".join(found[first])), set(culprits)
+    return FaultReport(kind, first, why, step, position, seconds, "\n".join(found[first])), set(culprits)
 
 
 def _culprits(

@@ -18,7 +18,7 @@ from weft.watch.kernel_classes import (
     moved_bytes,
     product_flops,
 )
-from weft.watch.profiler_trace import Trace, TraceEvent, cover, overlap
+from weft.watch.profiler_trace import ProfilerTrace, TraceEvent, cover, overlap
 
 TOP_KERNELS = 5
 """Kernels listed for each class."""
@@ -96,7 +96,7 @@ class _Sum:
 Sums = dict[str, _Sum]
 
 
-def summarise(trace: Trace, steps: int, step_ms: float, facts: StepFacts, roofs: Rooflines) -> list[ProfileRow]:
+def summarise(trace: ProfilerTrace, steps: int, step_ms: float, facts: StepFacts, roofs: Rooflines) -> list[ProfileRow]:
     """The rows of one step. `step_ms` is a step without the profiler; the profiler's overhead is removed.
 
     On a GPU the profiler slows only the host, so kernel times are kept and idle time is the rest of `step_ms`. On a CPU
@@ -122,7 +122,7 @@ def summarise(trace: Trace, steps: int, step_ms: float, facts: StepFacts, roofs:
     return [_row(n, s, steps, scale, total, roofs) for n, s in sums.items() if s.exclusive or s.busy or n == "idle"]
 
 
-def _add_device(trace: Trace, sums: Sums) -> None:
+def _add_device(trace: ProfilerTrace, sums: Sums) -> None:
     """Compute has priority, then communication, then host copies: overlapped time counts once."""
     labelled = []
     for event, launch in trace.device:
@@ -142,14 +142,14 @@ def _add_device(trace: Trace, sums: Sums) -> None:
         covered = cover([*covered, *((e.start, e.end) for e, _ in events)])
 
 
-def _waited_for_data(trace: Trace) -> float:
+def _waited_for_data(trace: ProfilerTrace) -> float:
     """Time in which the device was idle while the host waited for a batch."""
     busy = cover((e.start, e.end) for e, _ in trace.device)
     asked = [m for m in trace.marks if m.name == "weft.data"]
     return sum(m.length - overlap(busy, m.start, m.end) for m in asked)
 
 
-def _add_host(trace: Trace, sums: Sums) -> None:
+def _add_host(trace: ProfilerTrace, sums: Sums) -> None:
     """Operators of the main thread, then exposed communication; the rest is Python."""
     start, end = trace.window
     main = {m.thread for m in trace.marks}
@@ -169,7 +169,7 @@ def _add_host(trace: Trace, sums: Sums) -> None:
     sums["data/host"].add("Python, the autograd engine and the loader", max(0.0, rest), max(0.0, rest))
 
 
-def _count_work(trace: Trace, sums: Sums, facts: StepFacts, on_device: bool) -> None:
+def _count_work(trace: ProfilerTrace, sums: Sums, facts: StepFacts, on_device: bool) -> None:
     """Add FLOPs and bytes from the operators' shapes."""
     start, end = trace.window
     inner: set[int] = set()
@@ -196,7 +196,7 @@ def _count_work(trace: Trace, sums: Sums, facts: StepFacts, on_device: bool) -> 
             sums["elementwise"].bytes += moved_bytes(op)
 
 
-def _launchers(trace: Trace) -> Iterable[TraceEvent]:
+def _launchers(trace: ProfilerTrace) -> Iterable[TraceEvent]:
     """For every kernel, the innermost enclosing operator with shapes."""
     for _, at in trace.device:
         while at is not None and not (at.kind == "cpu_op" and moved_bytes(at)):

@@ -57,7 +57,7 @@ class TraceEvent:
 
 
 @dataclass(frozen=True)
-class Trace:
+class ProfilerTrace:
     """Host events, nested by thread, and device events with the host event that launched each."""
 
     host: list[TraceEvent]
@@ -79,20 +79,20 @@ class Trace:
         return [m.name for m in reversed(self.marks) if m.start <= time < m.end]
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> ProfilerTrace:
     """Read a trace exported by torch.profiler (Chrome's format)."""
     raw = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     return parse_trace(raw["traceEvents"])
 
 
-def parse_trace(raw: Iterable[dict[str, Any]]) -> Trace:
+def parse_trace(raw: Iterable[dict[str, Any]]) -> ProfilerTrace:
     events = [_event(r) for r in raw if r.get("ph") == "X" and r.get("cat") in (*ON_HOST, *ON_DEVICE)]
     messages = [e for e in events if e.kind in ON_HOST and FLYING.match(e.name)]
     host = nest([e for e in events if e.kind in ON_HOST and not FLYING.match(e.name)])
     by_correlation: dict[int | None, TraceEvent] = {e.correlation: e for e in host if e.correlation is not None}
     device = sorted((e for e in events if e.kind in ON_DEVICE), key=lambda e: e.start)
     marks = sorted((e for e in host if e.name.startswith(MARK)), key=lambda e: (e.start, -e.end))
-    return Trace(host, [(e, by_correlation.get(e.correlation)) for e in device], marks, messages)
+    return ProfilerTrace(host, [(e, by_correlation.get(e.correlation)) for e in device], marks, messages)
 
 
 def _event(raw: dict[str, Any]) -> TraceEvent:

@@ -1,4 +1,4 @@
-"""The picture of the experts' load: one row an expert, one column a step or some, and nothing without experts."""
+"""The figure of expert load: one row an expert, one column for one or more steps, none without experts."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def test_many_steps_share_columns() -> None:
     assert set(figure.data[0]["z"][0]) == {0.5}
 
 
-def test_damaged_or_missing_counts_are_passed_over(tmp_path: Any) -> None:
+def test_invalid_or_missing_counts_are_skipped(tmp_path: Any) -> None:
     assert expert_figure([{"step": 1, "loss": 1.0}, {"step": 2, "experts": {"counts": "?"}}]) is None
     journal = Journal(RunDir(tmp_path))
     journal.metrics(record(1, [[4, 0], [1, 3]]))

@@ -1,4 +1,4 @@
-"""The pipeline's card: both time lines and both bubbles, in a real browser too, and nothing where there is no file."""
+"""The pipeline figure: both time lines and bubbles, in a real browser too, and none without a file."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from weft.watch.report import write_report
 
 
 def line(name: str, ranks: int, microbatches: int, send: float, noise: random.Random | None = None) -> dict[str, Any]:
-    """A time line as pipeline.json holds it; with noise and messages, as if it had been measured."""
+    """A time line in the format of pipeline.json; with noise and messages, like a measured one."""
     schedule = make_schedule(name, ranks, microbatches)
     wide = [0.01 * (1 + (noise.random() * 0.2 if noise else 0)) for _ in range(schedule.stages)]
     told = simulate(schedule, Costs(tuple(wide), tuple(2 * w for w in wide), send=send))
@@ -46,7 +46,7 @@ def write(path: Path, raw: dict[str, Any]) -> RunDir:
     return run
 
 
-def test_both_lines_and_both_bubbles_are_told() -> None:
+def test_both_time_lines_and_bubbles() -> None:
     raw = recorded()
     figure = pipeline_figure(json.dumps(raw))
     assert figure is not None
@@ -110,7 +110,7 @@ def test_one_line_alone_is_drawn() -> None:
         assert "yaxis2" not in figure.layout
 
 
-def test_a_bubble_that_was_not_written_is_worked_out() -> None:
+def test_a_missing_bubble_is_computed() -> None:
     raw = recorded()
     for key in ("bubble", "length"):
         del raw["simulated"][key]
@@ -138,7 +138,7 @@ def test_a_long_step_on_many_ranks_stays_readable() -> None:
         '{"measured": {"spans": 3, "length": "long"}}',
     ],
 )
-def test_a_broken_file_is_said_on_the_page(tmp_path: Path, text: str) -> None:
+def test_a_broken_file_is_reported_on_the_page(tmp_path: Path, text: str) -> None:
     run = write(tmp_path / "run", {})
     (run.path / "pipeline.json").write_text(text)
     assert "pipeline.json could not be understood." in write_report(run).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The profile's card in the report: a bar a rank, a table, and one sentence where the file is no profile."""
+"""The profile figure: one bar a rank, a table, and one sentence if the file is not valid."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_bars_and_table() -> None:
     assert rows[2] == ["idle", "15.00", "15.0%", "3", "–", "–", "–"]
 
 
-def test_no_file_no_card_and_a_foreign_file_one_sentence() -> None:
+def test_no_file_and_an_invalid_file() -> None:
     assert profile_figure("") is None
     for text in ("{", "[]", "{}", '{"ranks": []}', '{"ranks": [{"classes": [{"name": "x"}]}]}', '{"ranks": [3]}'):
         figure = profile_figure(text)

@@ -1,6 +1,6 @@
 """Compressed gradients: what each bucket of replicas or unit of shards sends, and what it owes.
 
-A Channel stands for one bucket (replicas) or one unit (shards). What a codec did not send is owed: it is kept in the
+A CompressedUnit stands for one bucket (replicas) or one unit (shards). What a codec did not send is kept in the
 units of the summed loss, so that a loss scale may change, and added to what is sent next. A step that is skipped leaves
 everything as it was. Vectors, small weights, and weights of which every rank of a tp group must make the same, travel
 uncompressed.
@@ -61,7 +61,7 @@ class Segment:
         return self.of(x).reshape(-1)[: self.shape.numel()].view(self.shape)
 
 
-class Channel:
+class CompressedUnit:
     """A bucket or a unit: its weights, how they travel, and what is owed of them, [rows, n]."""
 
     def __init__(
@@ -165,7 +165,7 @@ class Compressor:
         """This rank's number among those that sum their gradients."""
         self.holders = axis.size * (across.size if across else 1)
         self.dice = Dice(seed * 7919 + self.holder, device)
-        self.channels: list[Channel] = []
+        self.channels: list[CompressedUnit] = []
         self.scale, self.last, self.steps, self.began = 1.0, True, 0, time.perf_counter()
         self.begun = 0
         """Steps that this process has begun; `steps` counts those of the run."""
@@ -175,9 +175,9 @@ class Compressor:
         self.code_s: list[float] = []
         self.tell: Tell = lambda **fields: None
 
-    def channel(self, segments: list[Segment], rows: int, width: int) -> Channel:
+    def channel(self, segments: list[Segment], rows: int, width: int) -> CompressedUnit:
         rank = int(self.setting.number) if self.low_rank else 0
-        self.channels.append(Channel(self.way, rank, segments, rows, width))
+        self.channels.append(CompressedUnit(self.way, rank, segments, rows, width))
         return self.channels[-1]
 
     def begin(self, scale: float) -> None:
@@ -218,12 +218,12 @@ class Compressor:
 
         return self.beside.start(work)
 
-    def _codec(self, channel: Channel, gathering: int = 1) -> Codec | None:
+    def _codec(self, channel: CompressedUnit, gathering: int = 1) -> Codec | None:
         at = math.inf if self.adaptive else channel.age  # what adaptive chose, it chose for this age
         codec = INT8 if self.low_rank else codec_at(channel.way.gradients, at, gathering)
         return replace(codec, parts=channel.parts) if isinstance(codec, Largest) else codec
 
-    def _sum(self, channel: Channel, flat: Tensor) -> Steps[None]:
+    def _sum(self, channel: CompressedUnit, flat: Tensor) -> Steps[None]:
         x = flat.view(1, -1)
         channel.take(x, self.scale)
         codec = self._codec(channel, self.axis.size)
@@ -239,7 +239,7 @@ class Compressor:
             _, left = yield from summing(self.axis, codec, flat, self.dice, in_place=True)
             channel.owe(None if left is None else left.view(1, -1), self.scale)
 
-    def scatter(self, channel: Channel, x: Tensor) -> Tensor:
+    def scatter(self, channel: CompressedUnit, x: Tensor) -> Tensor:
         """Of x, [ranks, n], this rank's part of the sum over the ranks that cut; under PowerSGD over all of them."""
         channel.ready_s = time.perf_counter() - self.began
         channel.take(x, self.scale)
@@ -255,7 +255,7 @@ class Compressor:
         channel.owe(left, self.scale)
         return total
 
-    def sum_across(self, channel: Channel, part: Tensor) -> Tensor:
+    def sum_across(self, channel: CompressedUnit, part: Tensor) -> Tensor:
         """The sum, over the replicas, of this rank's part; PowerSGD has summed over them already."""
         assert self.across is not None
         if channel.thin:

@@ -12,15 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from weft.checkpoint.snapshot_replication import Errand, Keeper, Sender, needless
+from weft.checkpoint.snapshot_replication import ReplicaSender, ReplicaStore, ReplicationRequest, survives_node_loss
 from weft.hardware.network import GLOO, NCCL, interfaces
 from weft.job.errors import Exit, WeftError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.supervisor.diagnosis import Fault
-from weft.supervisor.local_ranks import CLEAN_EXITS, STOP_SIGNALS, die_with_parent
+from weft.supervisor.diagnosis import FaultReport
+from weft.supervisor.local_ranks import CLEAN_EXITS, die_with_parent
 from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report
 from weft.supervisor.nodes.membership import Membership, incarnations
 from weft.supervisor.nodes.node_address import NodeAddress
@@ -28,6 +28,7 @@ from weft.supervisor.process_name import set_process_name
 from weft.supervisor.rank_inspection import POLL_S, kill
 from weft.supervisor.replan import replan
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
+from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.supervisor.store_server import StoreServer
 from weft.supervisor.supervisor import ALERT_POLL_S, Supervisor, log
 
@@ -58,12 +59,12 @@ class NodeSupervisor(Supervisor):
         self.joining_since: float | None = None
         self.blameless: float | None = None
         self.left_out, self.attempt_first, self.closed, self.ending = 0.0, 0, False, False
-        self.keeper, self.store_server = Keeper(folder), StoreServer()
+        self.keeper, self.store_server = ReplicaStore(folder), StoreServer()
         self.nodes = Membership(
             run, place, slots, self.decide, lambda: None, self.note, lost_s=job.resilience.node_lost_s
         )
         self.nodes.services |= {"store": self.store_server.serve, "copy": self.keeper.serve}
-        self.sender = Sender(folder, self.nodes.secret, self.copy_request, self.nodes.set_copied, self.note)
+        self.sender = ReplicaSender(folder, self.nodes.secret, self.copy_request, self.nodes.set_copied, self.note)
         threading.Thread(target=self._renew, daemon=True, name="lease").start()
 
     def _renew(self) -> None:
@@ -88,7 +89,9 @@ class NodeSupervisor(Supervisor):
         """Take over from a killed supervisor; the other nodes treat this as a restarted node."""
         super().adopt(number)
         self.board["attempt"] = self.attempt.number + 1
-        self.open = [Fault("supervisor", None, f"the supervisor of node {self.place.node} was killed", self.committed)]
+        self.open = [
+            FaultReport("supervisor", None, f"the supervisor of node {self.place.node} was killed", self.committed)
+        ]
 
     def look(self, records: list[Record]) -> int | None:
         """Handle changes among the nodes; returns an exit code if the run has ended elsewhere."""
@@ -106,7 +109,7 @@ class NodeSupervisor(Supervisor):
         self.pause_for_joining_nodes(records)
         return None
 
-    def fault(self, records: list[Record]) -> Fault | None:
+    def fault(self, records: list[Record]) -> FaultReport | None:
         if self.free is not None:
             return None
         ranks = [records[slot] for slot in self.attempt.ranks.values()]
@@ -114,11 +117,11 @@ class NodeSupervisor(Supervisor):
         back = [r for r in ranks if r.phase == "waiting" and r.attempt == self.attempt.number]
         step = max((r.step for r in ranks), default=self.committed)
         if self.board["pause"] == self.attempt.number and not died:
-            return Fault("grow", None, "others join", step) if len(back) == len(ranks) else None
+            return FaultReport("grow", None, "others join", step) if len(back) == len(ranks) else None
         if back and not died:  # it lost a connection to a rank of another node
-            return Fault("elsewhere", None, self.nodes.trouble() or "a rank of another node is gone", step)
+            return FaultReport("elsewhere", None, self.nodes.trouble() or "a rank of another node is gone", step)
         if why := self.nodes.trouble():
-            return Fault("elsewhere", None, why, step)
+            return FaultReport("elsewhere", None, why, step)
         return super().fault(records) if ranks else None
 
     def regroup(self, records: list[Record]) -> None:
@@ -129,7 +132,7 @@ class NodeSupervisor(Supervisor):
         if self.free is None and self.attempt.ranks:
             super().settle(records)
 
-    def hang_fault(self, ranks: dict[int, Record], seconds: float) -> Fault | None:
+    def hang_fault(self, ranks: dict[int, Record], seconds: float) -> FaultReport | None:
         """Usually the cause is on another node, whose supervisor finds it."""
         found = super().hang_fault(ranks, seconds)
         if found is None or found.rank is not None or len(self.attempt.ranks) == self.attempt.world:
@@ -138,7 +141,7 @@ class NodeSupervisor(Supervisor):
         self.blameless = self.blameless if self.blameless is not None and now - self.blameless < 10 else now
         return found if now - self.blameless > OTHER_NODES_WAIT_S else None
 
-    def tell(self, fault: Fault) -> None:
+    def tell(self, fault: FaultReport) -> None:
         """Faults of another node are logged there; a lost node is logged by the leader."""
         if fault.kind == "elsewhere":
             log(f"node {self.place.node}: {fault.why}; its ranks stop")
@@ -232,7 +235,9 @@ class NodeSupervisor(Supervisor):
         if (ranks := self.slots_for(range(assignment.first, assignment.first + assignment.ranks))) is None:
             return
         self.plan = Plan.from_json(decision.given["plan"])
-        self.copying = not needless(self.plan, [range(s.first, s.first + s.ranks) for s in decision.assignments])
+        self.copying = not survives_node_loss(
+            self.plan, [range(s.first, s.first + s.ranks) for s in decision.assignments]
+        )
         if leads:
             self.store_server.open(decision.number)
             _write_plan(self.run, self.plan)
@@ -246,7 +251,7 @@ class NodeSupervisor(Supervisor):
         self.attempt_first = self.committed
         self.free = self.joining_since = self.blameless = None
         if decision.given["lost"]:
-            self.open = [Fault("node_lost", None, decision.why, self.committed)]
+            self.open = [FaultReport("node_lost", None, decision.why, self.committed)]
         self.board.lease_until = self.nodes.lease_until()  # before a rank checks it
         self.begin(ranks, number=decision.number, environment=environment, how=how)
         self.announced = self.announced or not leads
@@ -291,12 +296,12 @@ class NodeSupervisor(Supervisor):
                 path.unlink(missing_ok=True)
         self.keeper.forget(before=self.attempt.number)
 
-    def copy_request(self) -> Errand | None:
+    def copy_request(self) -> ReplicationRequest | None:
         """The snapshots to send to the neighbour now."""
         found, target = self.nodes.neighbour(), self.nodes.copies()[1]
         if self.free is not None or not self.attempt.ranks or not target or found is None:
             return None
-        return Errand(self.attempt.number, frozenset(self.attempt.ranks), *found, target)
+        return ReplicationRequest(self.attempt.number, frozenset(self.attempt.ranks), *found, target)
 
     def end(self, code: int, lines: list[str]) -> int:
         """Report the end to the other nodes and wait briefly for their acknowledgement."""
