@@ -68,7 +68,9 @@ def control(job: Job, ranks: int, folder: Path) -> bool | None:
     return same_weights(first, second) and not differing_steps(first, second)
 
 
-def group(name: str, ranks: int, faults: str, asked: argparse.Namespace, folder: Path, *overrides: str) -> dict[str, Any]:
+def group(
+    name: str, ranks: int, faults: str, asked: argparse.Namespace, folder: Path, *overrides: str
+) -> dict[str, Any]:
     count = sum(int(word.partition(":")[2] or 1) for word in faults.split(","))
     job = job_for(name, 10 + STEPS_AFTER * (count + 1), folder, asked, *overrides)
     began = time.monotonic()
@@ -76,7 +78,9 @@ def group(name: str, ranks: int, faults: str, asked: argparse.Namespace, folder:
     try:
         if not asked.no_control and name == "kill":
             row["deterministic"] = control(job, ranks, folder)
-        found = run_experiment(Experiment(job, ranks, faults, timeout_s=asked.timeout), lambda text: print(" ", text, flush=True))
+        found = run_experiment(
+            Experiment(job, ranks, faults, timeout_s=asked.timeout), lambda text: print(" ", text, flush=True)
+        )
         row |= result(found, RunDir(folder / f"{name}-chaos" / "undisturbed"))
     except (WeftError, OSError) as error:
         row["why"] = f"{type(error).__name__}: {error}"
@@ -126,7 +130,9 @@ def page(about: dict[str, str], rows: list[dict[str, Any]]) -> str:
             f"{seconds[1]} | {r['steps_lost']} | {span} | {weights} |"
         )
     lines += ["", *(f"- {r['name']}: {r['why']}" for r in rows if r.get("why"))]
-    lines += [f"- two runs without faults: {'same' if r['deterministic'] else 'differ'}" for r in rows if "deterministic" in r]
+    lines += [
+        f"- two runs without faults: {'same' if r['deterministic'] else 'differ'}" for r in rows if "deterministic" in r
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -289,4 +289,3 @@ class _Step:
             backward_weights(self.later.pop((stage, m)))
         p.stages[stage].data.collect()
         p.spans.add("W", stage, m, began)
-
