@@ -52,13 +52,14 @@ def start(
     run = RunDir(Path(job.runs_dir) / job.name)
     if plan.device == "cuda" and shares_devices(job, probe(), plan.world):
         log(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for rehearsal, not for speed")
+    created = not os.path.lexists(run.path)
     with run_lock(run) as lock:
         if fresh:
             _keep_earlier_run(run, log)
         before = write_job_and_plan(run, job, plan)
         code = start_processes(run, job, plan, lock, resilient, log)
-        if code == Exit.JOB and not before:  # only the ranks could tell; a run that never was leaves no folder
-            shutil.rmtree(run.path)
+        if code == Exit.JOB and created and not any(path.exists() for path in (run.checkpoints, run.metrics)):
+            shutil.rmtree(run.path)  # the ranks refused the job: this call made the folder, and nothing was trained
         elif code == Exit.JOB:
             restore_job_and_plan(before)
         if code == KILLED_BY_USER:
