@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 SCALARS = (
-    "", " ", "0", "-1", "1", "2", "3", "7", "8", "1e3", "1e-300", "1e308", "-1e400", "nan", ".inf", "-.inf", "null", "~", "off",
-    "yes", "true", "no", "auto", "none", "None", "[]", "{}", "[1, 2]", "{a: 1}", "[[5, 8]]", "'", '"', "a\\0b", '"\\0"', "\udcff",
-    "é", "漢字", "🧵", "../../etc", "/dev/null", "/dev/full", "~/x", "a:b", "os:system", "x" * 5000, "9" * 30, "0x10", "1_000",
+    "", " ", "0", "-1", "1", "2", "3", "7", "8", "1e3", "1e-300", "1e308", "-1e400", "nan", ".inf", "-.inf", "null",
+    "~", "off",
+    "yes", "true", "no", "auto", "none", "None", "[]", "{}", "[1, 2]", "{a: 1}", "[[5, 8]]", "'", '"', "a\\0b",
+    '"\\0"', "\udcff",
+    "é", "漢字", "🧵", "../../etc", "/dev/null", "/dev/full", "~/x", "a:b", "os:system", "x" * 5000, "9" * 30, "0x10",
+    "1_000",
     "2147483648", "9223372036854775807", "9223372036854775808", "-9223372036854775809", "0.1", "1.5", "1.", "&a [*a]",
-    "!!python/object/apply:os.system ['true']", "*x", "- 1", "a: b: c", "%", "`x`", "$HOME", "\\", "|", ">-", "2020-01-01",
+    "!!python/object/apply:os.system ['true']", "*x", "- 1", "a: b: c", "%", "`x`", "$HOME", "\\", "|", ">-",
+    "2020-01-01",
     "12:30:45", "1e5", "fp8", "bf16", "llama-1b", "tiny", "h100", "cpu", "cuda", "diloco:50", "server:async", "local:0",
-    "topk:0", "topk:2", "powersgd:-1", "threshold:nan", "int8", "ring", "full", "selective", "1000000", "65536", "10000",
+    "topk:0", "topk:2", "powersgd:-1", "threshold:nan", "int8", "ring", "full", "selective", "1000000", "65536",
+    "10000",
 )  # fmt: skip
 """Values that have been, or could be, read wrongly."""
 
@@ -81,7 +86,8 @@ def mutate_json(rng: random.Random, value: Any) -> Any:
 def odd_json(rng: random.Random) -> Any:
     """A JSON value of an unexpected type or size."""
     return rng.choice(
-        (None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, -0.5, 1e308, float("nan"), float("inf"), "", "x", "\0", "../../x",
+        (None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, -0.5, 1e308, float("nan"), float("inf"), "", "x", "\0",
+        "../../x",
          "os:system", [], {}, [None], [[1, 2], [3]], {"a": {"b": []}}, "9" * 400, list(range(50)), "nan"),
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """What is fuzzed: each target builds one bad input from a random generator and reads it as Weft would.
 
-A case may end well or with an error of Weft's own, which has a message for the user. Everything else is a finding: another
-exception, a case that takes too long, an exit code that is not documented, a file outside the sandbox that has changed.
+A case may end well or with an error of Weft's own, which has a message for the user. Everything else is a finding:
+another exception, a case that takes too long, an exit code that is not documented, a changed file outside the sandbox.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from .mutate import SCALARS, damage, mutate_bytes, mutate_json, words
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD_RUN = ROOT / "tests" / "training" / "run-0.1.0"
+CALIBRATIONS = ROOT / "weft" / "hardware" / "calibrations"
 TIME_LIMIT_S = 20.0
 EXIT_CODES = {int(code) for code in Exit}
 KEYS = tuple(sorted(set(known_keys(Job))))
@@ -162,8 +163,10 @@ def syntax(rng: random.Random, folder: Path) -> None:
     from weft.job.compression import parse_compression
     from weft.planner.rules.layout_syntax import parse_layouts
 
-    pool = ("ddp2", "zero3", "tp", "pp", "cp", "ep", "x", "*", "=", "2", "99999999999", "split=[3,1]", "zbv", "kill", "stop@1", "nan",
-            "random:10", "all", ":", "@", ",", ";", "hsdp", "microbatches=0", "topk:0.1", "powersgd:4", "[", "]")  # fmt: skip
+    pool = ("ddp2", "zero3", "tp", "pp", "cp", "ep", "x", "*", "=", "2", "99999999999", "split=[3,1]", "zbv", "kill",
+    "stop@1", "nan",
+            "random:10", "all", ":", "@", ",", ";", "hsdp", "microbatches=0", "topk:0.1", "powersgd:4", "[",
+            "]")  # fmt: skip
     text = rng.choice(("", " ", ",")).join(words(rng, pool, 6))
 
     def values() -> None:
@@ -215,9 +218,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "": ("--version", "--help", "--json", "-x"),
 }
 ARGUMENT_VALUES = (
-    "tiny", "demo", "mlp", "vit", "moe", "job.yaml", "nothing", "old", "runs/old", ".", "/", "tp=8 pp=2", "zero3", "ddp2,tp2", "aws", "own",
-    "aws:spot", "clouds", "text.txt", "store", "bytes", "bpe:300", "bpe:x", "bpe:99999999999999999999", "random:3", "kill@9", "0",
-    "1", "2", "-5", "1e-300", "fp32", "int4", "safetensors", "table.csv", "weft", "nemo", "1K", "4M", "all_reduce", "ring", "tp,everyone",
+    "tiny", "demo", "mlp", "vit", "moe", "job.yaml", "nothing", "old", "runs/old", ".", "/", "tp=8 pp=2", "zero3",
+    "ddp2,tp2", "aws", "own",
+    "aws:spot", "clouds", "text.txt", "store", "bytes", "bpe:300", "bpe:x", "bpe:99999999999999999999", "random:3",
+    "kill@9", "0",
+    "1", "2", "-5", "1e-300", "fp32", "int4", "safetensors", "table.csv", "weft", "nemo", "1K", "4M", "all_reduce",
+    "ring", "tp,everyone",
 )  # fmt: skip
 
 
@@ -261,18 +267,17 @@ def _sandbox(folder: Path) -> None:
 def _command(args: list[str], folder: Path) -> None:
     from weft.cli import main
 
-    started = Exit.DONE
-    patches = [
-        mock.patch("weft.launch.train.start", lambda *a, **k: started), mock.patch("weft.launch.train.join", lambda *a, **k: started),
-        mock.patch("weft.launch.node.start_node", lambda *a, **k: started), mock.patch("weft.cli.views.prove.prove", lambda *a, **k: []),
-        mock.patch("weft.cli.views.chaos.run_and_show", lambda *a, **k: 0),
-        mock.patch("weft.measure.step_profile.bench_step", lambda *a, **k: (1, None)),
-        mock.patch("weft.measure.collectives.run_and_show", lambda *a, **k: None),
-        mock.patch("weft.measure.calibrate.run_and_show", lambda *a, **k: None),
-        mock.patch("subprocess.run", lambda *a, **k: mock.Mock(returncode=0)),
-        mock.patch("signal.signal", lambda *a: None), mock.patch("atexit.register", lambda *a: None),
-        mock.patch.object(sys, "argv", ["weft", *args]),
-    ]  # fmt: skip
+    results = {
+        "weft.launch.train.start": Exit.DONE, "weft.launch.train.join": Exit.DONE,
+        "weft.launch.node.start_node": Exit.DONE,
+        "weft.cli.views.prove.prove": [], "weft.cli.views.chaos.run_and_show": 0,
+        "weft.measure.step_profile.bench_step": (1, None),
+        "weft.measure.collectives.run_and_show": None, "weft.measure.calibrate.run_and_show": None,
+        "subprocess.run": mock.Mock(returncode=0), "signal.signal": None, "atexit.register": None,
+        "plotly.offline.get_plotlyjs": "",
+    }  # fmt: skip
+    patches: list[Any] = [mock.patch(name, return_value=value) for name, value in results.items()]
+    patches.append(mock.patch.object(sys, "argv", ["weft", *args]))
     out, err, here, code = io.StringIO(), io.StringIO(), os.getcwd(), 0
     with contextlib.ExitStack() as stack:
         for patch in patches:
@@ -381,7 +386,7 @@ def side_files(rng: random.Random, folder: Path) -> None:
         damage(rng, rng.choice(sorted(p for p in bad.iterdir() if p.is_file())))
 
     def use() -> None:
-        with contextlib.suppress(WeftError):
+        with contextlib.suppress(WeftError), mock.patch("plotly.offline.get_plotlyjs", return_value=""):
             write_report(RunDir(bad))
         read_history(bad.parent, "cpu", load_calibration("weft"))
         newest(RunDir(bad))
@@ -393,7 +398,7 @@ def tables(rng: random.Random, folder: Path) -> None:
     """Catalogs, tables of published runs, calibrations and measurements."""
     from weft.hardware.catalog import FILE, read_catalog
     from weft.hardware.measured import SHIPPED, load_measured
-    from weft.planner.calibration import FOLDER, load_calibration
+    from weft.planner.calibration import load_calibration
     from weft.planner.published.rows import read_table
 
     catalog, table = folder / "catalog.yaml", folder / "table.csv"
@@ -404,7 +409,7 @@ def tables(rng: random.Random, folder: Path) -> None:
         ",".join(rng.choice(("32", "4096", "H100", "8", "0", *SCALARS)) for _ in range(9)) + "\n" for _ in range(3)
     )
     table.write_bytes(mutate_bytes(rng, rows.encode("utf-8", "replace")))
-    for source, path in ((Path(FOLDER) / "weft.json", calibration), (SHIPPED / "h200-sxm.json", measured)):
+    for source, path in ((CALIBRATIONS / "weft.json", calibration), (SHIPPED / "h200-sxm.json", measured)):
         shutil.copy(source, path)
         damage(rng, path)
     for read in (
@@ -440,7 +445,7 @@ def wire(rng: random.Random, folder: Path) -> None:
         def use() -> None:
             with contextlib.suppress(WireError):
                 if kind == 2:
-                    with mock.patch("weft.wire.channel._set_options", lambda *a: None):
+                    with mock.patch("weft.wire.channel._set_options"):
                         accept_channel(here, b"secret")
                 elif kind == 3:
                     _unpack(bytearray(mutate_bytes(rng, json.dumps([["w", "float32", [2, 2]]]).encode() + bytes(16))))
