@@ -61,6 +61,8 @@ class RunCoordinator(Coordinator, Protocol):
 
     def complete(self) -> bool: ...
 
+    def finished(self) -> bool: ...
+
     def begin(self, tensors: dict[str, Tensor], sync: dict[str, Any]) -> None: ...
 
     def resume(self) -> bool: ...
@@ -258,12 +260,12 @@ def _wait(what: Callable[[], bool], signals: Signals) -> Exit | None:
 def _serve(coordinator: RunCoordinator, chief: Chief, signals: Signals) -> Exit | None:
     """Evaluate and save queued copies until the run ends or a signal stops it. Returns the signal's exit code."""
     copies, first = chief.records.copies, coordinator.step
-    while not (coordinator.ended and copies.empty()):
+    while not coordinator.finished():
         try:
             chief.process(copies.get_nowait())
         except queue.Empty:
             coordinator.tick()
-            time.sleep(POLL_S / 4)  # not get(timeout=…): in CPython 3.11 a signal at its end lets it wait for ever
+            time.sleep(POLL_S / 4)  # not get(timeout=…): in CPython 3.11 a signal at its end can make it block forever
         if wish := _stop_requested(signals):
             coordinator.stop_updates()
             if coordinator.step > first:

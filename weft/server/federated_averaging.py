@@ -103,6 +103,11 @@ class FederatedAveraging:
         state = self.shard.optimizers.shards() if self.carries else {}
         return {**self.shard.master_params, **{f"optim.{n}": t for n, t in state.items() if t.dim()}}
 
+    def finished(self) -> bool:
+        """Whether no more updates are made and no copy is queued. Rounds queue their copy under the same lock."""
+        with self.changed:
+            return self.ended and self.records.copies.empty()
+
     # peers
 
     def joined(self, peer: Peer) -> None:
@@ -244,8 +249,7 @@ class FederatedAveraging:
         for i in range(steps):
             self._record(before + i, i, seconds)
         self.step, self.round = before + steps, self.round + 1
-        evaluates = self.records.due(before, self.step, self.job.train.eval_every) and self.job.train.eval_every > 0
-        saves = self.records.due(before, self.step, self.job.checkpoint.every)
+        evaluates, saves = self.records.due_at(before, self.step)
         if evaluates or saves:
             self.records.copies.put(self.copy(evaluates, saves))
         self.shard.snapshot(self.meta())
