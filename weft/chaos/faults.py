@@ -94,6 +94,9 @@ KINDS: dict[str, FaultKind] = {
 RANDOM_KINDS = ("kill", "stop", "sleep", "gil", "term")
 """What `random:N` draws from: kills, hangs and preemption, after which the result must be bit-identical."""
 
+MAX_FAULTS = 10_000
+"""Largest count of one kind of fault in --faults."""
+
 FIRST_FAULT_STEP = 2
 """Steps before the first fault."""
 
@@ -131,6 +134,8 @@ def parse(text: str, seed: int, world: int, nodes: int) -> list[FaultRequest]:
         match = re.fullmatch(r"([a-z_]+)(?::(\d+))?(?:@(\d+))?", word)
         if match is None or match[2] == "0":
             raise JobError(f"--faults: {word!r} is no fault; write kill, kill:3 for three, or kill@1 for rank 1")
+        if max(len(match[2] or ""), len(match[3] or "")) > 9 or int(match[2] or 1) > MAX_FAULTS:
+            raise JobError(f"--faults: {word!r} asks for too many; at most {MAX_FAULTS} faults of a kind are possible")
         name, count, rank = match[1], int(match[2] or 1), None if match[3] is None else int(match[3])
         if rank is not None and rank >= world:
             raise JobError(f"--faults: {word} names rank {rank}, but the run has ranks 0 to {world - 1}")

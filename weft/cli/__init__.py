@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -63,34 +63,49 @@ def options(
 
 
 def main() -> None:
-    """Run a command. A user's mistake ends with one sentence and an exit code; with --json, as JSON on stdout."""
+    """Run a command. A user's mistake ends with one sentence and an exit code; with --json, also as JSON on stdout."""
     from weft.job.errors import Exit, WeftError
 
     gc.set_threshold(100_000, 20, 20)  # a command imports many long-lived objects and ends soon
     # another Ctrl-C during shutdown does not change the exit code
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     as_json = "--json" in sys.argv[1:]
+    stdout = _CountedOutput(sys.stdout)
+    sys.stdout = stdout
+    code, text = int(Exit.DONE), ""
     try:
-        code = app(prog_name="weft", standalone_mode=not as_json)
-        sys.exit(code if isinstance(code, int) else int(Exit.DONE))
+        code = app(prog_name="weft", standalone_mode=not as_json) or code
     except WeftError as error:
-        _fail(str(error), error.exit_code, as_json)
+        code, text = int(error.exit_code), str(error)
     except KeyboardInterrupt:
-        _fail("interrupted", Exit.INTERRUPTED, as_json)
+        code = int(Exit.INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(int(Exit.DONE))
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
-        _fail(f"{error.strerror or error}{where}", Exit.MACHINE, as_json)
-    except Exception as error:
+        code, text = int(Exit.MACHINE), f"{error.strerror or error}{where}"
+    except Exception as error:  # with --json, a mistake in the arguments arrives as an exception of click
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
             raise
-        _fail(error.format_message(), Exit.JOB, as_json)  # a mistake in the command's arguments
+        code, text = int(Exit.JOB), error.format_message()
+    finally:
+        sys.stdout = stdout.stream
+    if as_json and code and not stdout.written:
+        print_json({"error": text or f"ended with exit code {code}", "code": code})
+    if text:
+        print_stderr(f"weft: {text}")
+    sys.exit(code)
 
 
-def _fail(text: str, code: int, as_json: bool) -> None:
-    if as_json:
-        print_json({"error": text, "code": int(code)})
-    print_stderr(f"weft: {text}")
-    sys.exit(int(code))
+class _CountedOutput:
+    """A stream that records whether anything was written to it."""
+
+    def __init__(self, stream: Any):
+        self.stream, self.written = stream, False
+
+    def write(self, text: str) -> int:
+        self.written = True
+        return int(self.stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)

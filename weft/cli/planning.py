@@ -49,7 +49,8 @@ def plan(
     front = pareto or as_json or html is not None
     made = show(described, nproc, PlanOptions(top, front, gantt, why_not, named, history, tune, tokens))
     if as_json:
-        print_json(made.data)
+        failure = {"error": str(made.failed), "code": int(made.failed.exit_code)} if made.failed else {}
+        print_json(made.data | failure)
     else:
         print(made.text)
     if html is not None:

@@ -9,24 +9,30 @@ import typer
 
 from weft.cli.common import AsJson, RunArg, clean_up_on_interrupt, print_json
 
+MIN_TEMPERATURE = 0.001
+"""Smaller temperatures overflow the logits; they would choose the most likely token, as 0 does."""
+
 
 def generate(
     run: RunArg,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "The ",
-    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate.")] = 300,
+    tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Number of tokens to generate.")] = 300,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most likely token.")
+        float, typer.Option(min=0, max=1000, help="Sampling temperature; 0 always takes the most likely token.")
     ] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 uses all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, max=2**31, help="Sample from the K most likely tokens; 0 uses all.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Random seed of the sampling.")] = 0,
     ema: Annotated[bool, typer.Option(help="Use the moving average of the weights.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Generate text with a trained run."""
+    from weft.job.errors import JobError
     from weft.job.run_folder import find_run
     from weft.training.export import newest
     from weft.training.generate import generate as generate_text
 
+    if temperature != 0 and not temperature >= MIN_TEMPERATURE:
+        raise JobError(f"--temperature {temperature:g} is too small; use 0 or at least {MIN_TEMPERATURE}")
     found = newest(find_run(run))
     made = generate_text(found, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, ema=ema)
     if as_json:

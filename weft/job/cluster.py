@@ -9,13 +9,15 @@ from pydantic import Field, field_validator
 
 from weft.job.section import Section
 
+MAX_DEVICES_PER_NODE = 4096
+
 
 class TopologyLevel(Section):
     """One level of the cluster's topology: the link of a rank to ranks outside the level below."""
 
     name: str
     """Name of the level, such as socket, node, rack or pod."""
-    size: int = Field(ge=2)
+    size: int = Field(ge=2, le=10**9)
     """Ranks in one group of this level; for the outermost level, all ranks."""
     gb_s: float = Field(gt=0)
     """Bandwidth per rank in one direction, when all ranks send at once and the link is not oversubscribed."""
@@ -30,9 +32,9 @@ class DeviceGroup(Section):
 
     device: str
     """A device of the catalog."""
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(1, ge=1, le=10**6)
     """Number of these nodes."""
-    devices_per_node: int = Field(8, ge=1)
+    devices_per_node: int = Field(8, ge=1, le=MAX_DEVICES_PER_NODE)
     """Devices on each of them."""
     memory_gib: float | None = Field(None, gt=0)
     """Memory of one device, if it differs from the catalog."""
@@ -56,7 +58,7 @@ class Cluster(Section):
 
     device: str = "auto"
     """cpu, cuda, or a device of the catalog such as h100-sxm; auto uses the GPUs if there are any."""
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(1, ge=1, le=10**6)
     """Number of nodes (machines)."""
     devices_per_node: int | Literal["auto"] = "auto"
     """Devices, and therefore ranks, on each node."""
@@ -98,6 +100,6 @@ class Cluster(Section):
     @field_validator("devices_per_node")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be at least 1, or auto")
+        if isinstance(value, int) and not 1 <= value <= MAX_DEVICES_PER_NODE:
+            raise ValueError(f"must be from 1 to {MAX_DEVICES_PER_NODE}, or auto")
         return value

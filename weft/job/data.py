@@ -13,7 +13,7 @@ class Data(Section):
     source: str = "pydoc"
     """pydoc (Python's reference documentation), stdlib (Python's source code), synthetic, the path of a token store
     made by `weft data build`, or your own dataset as package.module:name."""
-    seq_len: int = Field(128, ge=1)
+    seq_len: int = Field(128, ge=1, le=2**31)
     """Sequence length: tokens per sample."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json. A token store has its own tokenizer."""
@@ -21,7 +21,7 @@ class Data(Section):
     """Fraction of the corpus, at its end, held out for evaluation."""
     mask_documents: bool = False
     """Mask attention between packed documents: positions restart in each, and no token predicts the next document."""
-    prefetch: int = Field(2, ge=0)
+    prefetch: int = Field(2, ge=0, le=1000)
     """Batches to read ahead in the background."""
     record_ids: bool = False
     """Log the samples that each rank reads at each step to samples/rank-*.jsonl."""

@@ -17,7 +17,7 @@ class Fp8(Section):
     amax: Literal["dynamic", "delayed"] = "dynamic"
     """Source of the largest absolute value that a scale is computed from: the tensor itself (dynamic), or with
     tensorwise scaling the previous steps (delayed), which saves a pass over the tensor and clips larger values."""
-    history: int = Field(16, ge=1)
+    history: int = Field(16, ge=1, le=10_000)
     """Length of the amax history in steps (delayed)."""
     fast_accumulation: Literal["none", "forward", "all"] = "forward"
     """Matrix products that use the fast, lower-precision accumulation of NVIDIA's tensor cores."""

@@ -13,7 +13,9 @@ import yaml
 from weft.job.errors import JobError
 from weft.job.registry import import_extensions
 from weft.job.schema import Job
+from weft.job.section import plain_types
 from weft.job.sync import expand
+from weft.job.validation import sections_of
 
 MAX_YAML_NODES = 20_000
 """Nodes of a job file with aliases expanded: a few lines of nested aliases can expand to more than memory holds."""
@@ -43,12 +45,15 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _yaml(text: str, where: str) -> Any:
+def _yaml(text: str, where: str, annotation: Any) -> Any:
+    """The value of a YAML text; `annotation` is the type of the field or section that it is for."""
     try:
-        value = yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        value = None if node is None else loader.construct_document(node)
         if _count_nodes(value, {}) > MAX_YAML_NODES:
             raise JobError(f"{where} expands to more than {MAX_YAML_NODES} nodes; write it without aliases")
-        return value
+        return _keep_text(value, node, annotation)
     except RecursionError:
         raise JobError(f"{where} is nested too deeply to be a job") from None
     except ValueError as error:  # such as a number with more digits than Python reads
@@ -57,6 +62,32 @@ def _yaml(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         raise JobError(f"{where}{line} is not YAML: {getattr(error, 'problem', error)}") from None
+
+
+def _keep_text(value: Any, node: yaml.Node | None, annotation: Any) -> Any:
+    """The value with scalars of text fields as they were written: `name: off` is the text "off", not false."""
+    types = plain_types(annotation)
+    if isinstance(node, yaml.MappingNode) and isinstance(value, dict):
+        fields = {k: f.annotation for part in sections_of(annotation) for k, f in part.model_fields.items()}
+        for key, inner in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in fields and key.value in value:
+                value[key.value] = _keep_text(value[key.value], inner, fields[key.value])
+    elif isinstance(node, yaml.SequenceNode) and isinstance(value, list):
+        value[:] = [_keep_text(item, inner, annotation) for item, inner in zip(value, node.value, strict=True)]
+    elif isinstance(node, yaml.ScalarNode) and not isinstance(value, str):
+        is_text = str in types and types.isdisjoint((bool, int, float, dict, Any))
+        is_null = value is None and (type(None) in types or not node.value)
+        return node.value if is_text and not is_null else value
+    return value
+
+
+def _annotation(key: str) -> Any:
+    """The type of the field with a dotted key; Any if there is none."""
+    found: Any = Job
+    for part in key.split("."):
+        fields = {k: f.annotation for section in sections_of(found) for k, f in section.model_fields.items()}
+        found = fields.get(part, Any)
+    return found
 
 
 def _count_nodes(value: Any, known: dict[int, int]) -> int:
@@ -107,7 +138,7 @@ def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
     """Read a JOB, apply the overrides, and validate it."""
     path = find_job(name)
     try:
-        raw = _yaml(path.read_text(encoding="utf-8"), str(path))
+        raw = _yaml(path.read_text(encoding="utf-8"), str(path), Job)
     except UnicodeDecodeError as error:
         raise JobError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     if raw is None:
@@ -142,7 +173,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
         key, sign, text = item.partition("=")
         if not sign or not key.strip():
             raise JobError(f"{item!r} is not key=value; write for example train.steps=100")
-        value = _yaml(text, item)
+        value = _yaml(text, item, _annotation(key.strip()))
         node: dict[str, Any] = raw
         *parents, last = key.strip().split(".")
         for i, part in enumerate(parents):

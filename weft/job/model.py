@@ -46,7 +46,7 @@ class RopeScaling(Section):
     """linear divides positions; ntk raises the base; llama3 scales only the low frequencies."""
     factor: float = Field(8.0, ge=1)
     """Factor by which sequences become longer."""
-    original_len: int = Field(8192, ge=1)
+    original_len: int = Field(8192, ge=1, le=2**31)
     """Sequence length of the original training (llama3)."""
     low_freq: float = Field(1.0, gt=0)
     """Wavelengths longer than original_len / low_freq are scaled by the full factor (llama3)."""
@@ -57,20 +57,20 @@ class RopeScaling(Section):
 class Experts(Section):
     """Mixture of experts: feed-forward networks of which each token uses a few. Experts and router have no biases."""
 
-    count: int = Field(8, ge=1)
+    count: int = Field(8, ge=1, le=65_536)
     """Routed experts in each block."""
-    top_k: int = Field(2, ge=1)
+    top_k: int = Field(2, ge=1, le=65_536)
     """Routed experts per token."""
-    ffn: int | None = Field(None, ge=1)
+    ffn: int | None = Field(None, ge=1, le=2**24)
     """Hidden width of one expert. Default: model.ffn."""
-    shared: int = Field(0, ge=0)
+    shared: int = Field(0, ge=0, le=1024)
     """Shared experts, which every token uses; they are stored as one network of `shared` times the width."""
-    first_dense: int = Field(0, ge=0)
+    first_dense: int = Field(0, ge=0, le=10_000)
     """Number of blocks at the start with a dense feed-forward layer of width model.ffn instead of experts."""
-    groups: int = Field(1, ge=1)
+    groups: int = Field(1, ge=1, le=65_536)
     """Groups of experts; a token is routed to experts of at most top_groups groups, which limits the nodes it is sent
     to."""
-    top_groups: int | None = Field(None, ge=1)
+    top_groups: int | None = Field(None, ge=1, le=65_536)
     """Groups per token. Default: all."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns the router's scores into weights."""
@@ -123,22 +123,22 @@ class Model(Section):
     package.module:function that takes (outputs, targets) and returns one loss per target."""
     family: Annotated[str, NameIn(FAMILIES)] | None = None
     """gpt2 and llama (decoder-only), vit (an encoder of image patches), mlp (the deep MLP of the lessons)."""
-    dim: int | None = Field(None, ge=1)
+    dim: int | None = Field(None, ge=1, le=2**20)
     """Width of the residual stream."""
-    layers: int | None = Field(None, ge=1)
+    layers: int | None = Field(None, ge=1, le=10_000)
     """Number of blocks; for mlp, of square layers."""
-    heads: int | None = Field(None, ge=1)
+    heads: int | None = Field(None, ge=1, le=65_536)
     """Attention heads."""
-    kv_heads: int | None = Field(None, ge=1)
+    kv_heads: int | None = Field(None, ge=1, le=65_536)
     """Key and value heads; fewer than heads is grouped-query attention. Default: heads."""
-    head_dim: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=1, le=65_536)
     """Width of one head. Default: dim / heads."""
-    ffn: int | None = Field(None, ge=1)
+    ffn: int | None = Field(None, ge=1, le=2**24)
     """Hidden width of the feed-forward layer. Default: 4 × dim (gpt2), 8/3 × dim rounded up to a multiple of 64
     (llama)."""
-    vocab: int | None = Field(None, ge=1)
+    vocab: int | None = Field(None, ge=1, le=2**27)
     """Vocabulary size; for vit, the number of classes. Default: the tokenizer's."""
-    max_len: int | None = Field(None, ge=1)
+    max_len: int | None = Field(None, ge=1, le=2**31)
     """Longest sequence of a model with learned positions. Default: data.seq_len."""
     norm: Literal["layernorm", "rmsnorm"] | None = None
     """Normalisation before attention and feed-forward."""

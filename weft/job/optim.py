@@ -103,7 +103,7 @@ class Optim(Section):
     """Fraction of all steps, at the end, in which wsd decays."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Scale lr with train.global_batch / base_batch."""
-    base_batch: int = Field(256, ge=1)
+    base_batch: int = Field(256, ge=1, le=10**9)
     """Global batch for which lr was chosen (scale_lr)."""
 
     @field_validator("betas")

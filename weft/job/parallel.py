@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from weft.job.registry import NameIn, Registry
 from weft.job.section import Section
+
+PIPELINE_SCHEDULES: Registry[Any] = Registry("parallel.schedule", "weft.planner.schedules.registry")
+
+MAX_DEGREE = 10**9
 
 
 class Parallel(Section):
@@ -41,12 +46,12 @@ class Parallel(Section):
     ep_rebalance: float = Field(0.0, ge=0, lt=1)
     """At a checkpoint, move experts between ranks if that would have reduced the load of the busiest rank since the
     last checkpoint by this fraction. The model does not change. 0 turns this off; 0.1 is usual."""
-    ep_copies: int = Field(1, ge=0)
+    ep_copies: int = Field(1, ge=0, le=65_536)
     """With ep_rebalance: copies of other ranks' experts that a rank may hold in each block. The tokens of a busy expert
     are then divided among several ranks, if that saves more than copying its weights costs. 0 only moves experts."""
-    schedule: str = "1f1b"
+    schedule: Annotated[str, NameIn(PIPELINE_SCHEDULES)] = "1f1b"
     """Pipeline schedule, such as 1f1b, interleaved-1f1b or zbv; docs/pipeline.md describes all of them."""
-    virtual_stages: int | None = Field(None, ge=1)
+    virtual_stages: int | None = Field(None, ge=1, le=10_000)
     """Pipeline stages per rank. Default: 1 or 2, depending on the schedule."""
     microbatches: int | Literal["auto"] = "auto"
     """Microbatches per step of a rank; the same as train.accumulation."""
@@ -56,13 +61,13 @@ class Parallel(Section):
     @field_validator("microbatches")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be at least 1, or auto")
+        if isinstance(value, int) and not 1 <= value <= MAX_DEGREE:
+            raise ValueError(f"must be from 1 to {MAX_DEGREE}, or auto")
         return value
 
     @field_validator("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
     @classmethod
     def _check_degree(cls, value: int) -> int:
-        if value < 1 and value != -1:
-            raise ValueError("must be at least 1, or -1 for the rest of the ranks")
+        if not 1 <= value <= MAX_DEGREE and value != -1:
+            raise ValueError(f"must be from 1 to {MAX_DEGREE}, or -1 for the rest of the ranks")
         return value

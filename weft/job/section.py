@@ -16,6 +16,10 @@ else:
     ModelMetaclass = type(BaseModel)
 
 
+MAX_INTEGER = 2**62
+"""Limit of integers without a limit of their own: they must fit into 64 bits, with room for arithmetic."""
+
+
 class _JobErrors(ModelMetaclass):
     """Raises a JobError instead of pydantic's ValidationError, also for sections constructed in Python."""
 
@@ -47,20 +51,31 @@ class Section(BaseModel, metaclass=_JobErrors):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _reject_bool_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML reads `yes` and `on` as true, which Python would accept as 1."""
-        types = _plain_types(cls.model_fields[info.field_name or ""].annotation)
-        if {bool, Any}.isdisjoint(types) and {int, float} & types:
-            items = value if isinstance(value, list | tuple) else [value]
-            if any(isinstance(item, bool) for item in items):
+    def _check_plain_values(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for numbers (YAML reads `yes` as true, Python would accept it as 1), huge integers, and
+        text that cannot be written to a file or passed to the system."""
+        field = cls.model_fields[info.field_name or ""]
+        types = plain_types(field.annotation)
+        has_limit = any(hasattr(limit, "le") or hasattr(limit, "lt") for limit in field.metadata)
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, bool) and {bool, Any}.isdisjoint(types) and {int, float} & types:
                 raise PydanticKnownError("int_type" if int in types else "float_type")
+            if isinstance(item, int) and Any not in types and not has_limit and abs(item) >= MAX_INTEGER:
+                raise ValueError(f"must be below {MAX_INTEGER}")
+            if isinstance(item, str) and not _is_writable(item):
+                raise ValueError("must be text without NUL and invalid Unicode characters")
         return value
 
 
-def _plain_types(annotation: Any) -> set[Any]:
+def _is_writable(text: str) -> bool:
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def plain_types(annotation: Any) -> set[Any]:
     """The types an annotation is made of; the members of a Literal count by their type."""
     if not (parts := get_args(annotation)):
         return {annotation}
-    return {
-        kind for part in parts for kind in (_plain_types(part) if not isinstance(part, int | str) else {type(part)})
-    }
+    return {kind for part in parts for kind in (plain_types(part) if not isinstance(part, int | str) else {type(part)})}

@@ -69,7 +69,7 @@ class Sync(Section):
     """step (sum gradients in every step), local (local SGD: replicas train independently and average their weights
     periodically), diloco (the same with an outer optimizer), server (workers push gradients to a parameter server and
     pull weights) or federated (clients train on private data, and their updates are averaged)."""
-    every: int | None = Field(None, ge=1)
+    every: int | None = Field(None, ge=1, le=10**9)
     """Steps between exchanges. Default: 8 (local), 50 (diloco), 1 (federated: each round is then an ordinary training
     step; more steps communicate less, but learn less from the same number of samples)."""
     outer_lr: float | None = Field(None, gt=0)
@@ -80,18 +80,18 @@ class Sync(Section):
     """Quantization of the weight changes that local and diloco exchange."""
     order: Literal["sync", "async"] = "async"
     """Updates of a parameter server: sync waits for all workers in each step, async applies gradients on arrival."""
-    servers: int = Field(1, ge=1)
+    servers: int = Field(1, ge=1, le=4096)
     """Number of parameter servers; each holds a shard of the weights."""
-    staleness: int = Field(4, ge=0)
+    staleness: int = Field(4, ge=0, le=10**6)
     """Maximum staleness of a gradient in updates (async): an update that would leave a worker further behind waits
     until the worker has delivered its gradient or left."""
-    gather: int | None = Field(None, ge=1)
+    gather: int | None = Field(None, ge=1, le=10**6)
     """Gradients per update (async), from any workers. Default: as many as make a global batch."""
-    snapshot_every: int = Field(10, ge=1)
+    snapshot_every: int = Field(10, ge=1, le=10**9)
     """Updates between the snapshots from which a killed parameter server recovers."""
-    clients: int = Field(8, ge=1)
+    clients: int = Field(8, ge=1, le=10**6)
     """Number of clients; the data is divided among them unevenly, by label or topic."""
-    sampled: int | None = Field(None, ge=1)
+    sampled: int | None = Field(None, ge=1, le=10**6)
     """Clients sampled for each round. Default: all."""
     skew: float = Field(0.3, gt=0)
     """Concentration of the Dirichlet distribution that divides each label or topic among the clients. Small values are

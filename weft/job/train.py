@@ -13,9 +13,9 @@ from weft.job.sync import Sync
 class Train(Section):
     """Steps, batch size, seed and evaluation. Batch sizes count sequences."""
 
-    steps: int = Field(600, ge=0)
+    steps: int = Field(600, ge=0, le=10**12)
     """Optimizer steps of the run."""
-    global_batch: int = Field(32, ge=1)
+    global_batch: int = Field(32, ge=1, le=10**9)
     """Sequences per optimizer step, over all ranks."""
     microbatch: int | Literal["auto"] = "auto"
     """Sequences that a rank processes at once. auto is the largest that fits."""
@@ -23,9 +23,9 @@ class Train(Section):
     """Microbatches per step of a rank (gradient accumulation). auto follows from microbatch, and vice versa."""
     seed: int = Field(0, ge=0, lt=2**62)
     """Random seed of the initial weights, the sample order and the dropout masks; they are the same in every layout."""
-    eval_every: int = Field(100, ge=0)
+    eval_every: int = Field(100, ge=0, le=10**12)
     """Steps between evaluations on held-out data; 0 turns evaluation off."""
-    eval_batches: int = Field(8, ge=1)
+    eval_batches: int = Field(8, ge=1, le=10**9)
     """Global batches per evaluation, at most those of the held-out data."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Label smoothing: probability distributed evenly over the vocabulary in the training target."""
@@ -40,6 +40,6 @@ class Train(Section):
     @field_validator("microbatch", "accumulation")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be at least 1, or auto")
+        if isinstance(value, int) and not 1 <= value <= 10**9:
+            raise ValueError("must be from 1 to 1000000000, or auto")
         return value

@@ -27,22 +27,23 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a job or a section."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        for part in _sections(field.annotation):
+        for part in sections_of(field.annotation):
             yield from known_keys(part, f"{prefix}{name}.")
 
 
 def _sections_by_key(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
     """Every section of a job with its dotted key."""
     for name, field in model.model_fields.items():
-        for part in _sections(field.annotation):
+        for part in sections_of(field.annotation):
             yield prefix + name, part
             yield from _sections_by_key(part, f"{prefix}{name}.")
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """The sections in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [s for arg in getattr(annotation, "__args__", ()) for s in _sections(arg)]
+    return [s for arg in getattr(annotation, "__args__", ()) for s in sections_of(arg)]
 
 
 # pydantic adds the branch of a union to the location; it is not part of the key
@@ -52,6 +53,7 @@ _EXPECTED = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
+    "int_parsing_size": "a smaller number",
     "float_parsing": "a number",
     "float_type": "a number",
     "bool_parsing": "true or false",

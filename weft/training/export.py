@@ -54,6 +54,9 @@ def export_safetensors(found: SavedCheckpoint, to: Path, ema: bool = False, dtyp
     """Write every parameter and buffer, unsharded, to one file, with the job in its metadata."""
     from safetensors.torch import save_file
 
+    if to.exists() and not to.is_file():
+        raise JobError(f"--out {to} exists and is not a regular file; name a new file such as model.safetensors")
+
     def cast(tensor: Tensor) -> Tensor:
         return (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 
 from weft.job.errors import JobError
+from weft.job.parallel import PIPELINE_SCHEDULES
 from weft.planner.plan import Plan
 from weft.planner.schedules import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zbv, zero_bubble
 from weft.planner.schedules.actions import Schedule
@@ -15,6 +16,9 @@ SCHEDULES: dict[str, ScheduleEntry] = {
     for module in (one_f_one_b, interleaved, zb_h1, zbv, dualpipe_v, zero_bubble, gpipe, naive)
 }
 """Every schedule, the default first."""
+
+for _entry in SCHEDULES.values():
+    PIPELINE_SCHEDULES.register(_entry)
 
 SCHEDULE_NAMES: tuple[str, ...] = tuple(name for name, entry in SCHEDULES.items() if not entry.stands_for)
 """Schedules with action lists of their own; arrays of layouts refer to a schedule by its position here."""

@@ -1,0 +1,134 @@
+"""Bad input on the command line: one sentence, the right exit code, JSON with --json, and no traceback."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.command import ENV, Output, write_job
+
+from weft.cli import main
+from weft.job import JobError, load_job
+from weft.job.errors import Exit
+
+JOB = {"name": "tiny", "model": {"dim": 16, "layers": 2, "heads": 2, "ffn": 32}, "cluster": {"device": "cpu"}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_job(tmp_path, **JOB)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *args: str) -> Output:
+    """Run a command in this process."""
+    monkeypatch.setattr(sys, "argv", ["weft", *args])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return Output(int(ended.value.code or 0), *capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("plan", "job.yaml", "model.heads=1000000000007"), "model.heads=1000000000007: must be less than or equal to"),
+        (
+            ("plan", "job.yaml", "model.layers=1000000000"),
+            "model.layers=1000000000: must be less than or equal to 10000",
+        ),
+        (("plan", "job.yaml", "model.vocab=9999999999"), "model.vocab=9999999999: must be less than or equal to"),
+        (("plan", "job.yaml", "train.steps=99999999999999"), "train.steps=99999999999999: must be less than or equal"),
+        (
+            ("plan", "job.yaml", "data.seq_len=99999999999999999999999999"),
+            "data.seq_len=99999999999999999999999999: must be less than or equal to 2147483648",
+        ),
+        (("plan", "job.yaml", "parallel.tp=99999999999"), "parallel.tp=99999999999: must be from 1 to"),
+        (
+            ("plan", "job.yaml", "cluster.devices_per_node=99999"),
+            "cluster.devices_per_node=99999: must be from 1 to 4096",
+        ),
+        (("plan", "job.yaml", 'runs_dir="a\\0b"'), "runs_dir='a\\x00b': must be text without NUL"),
+        (("plan", "job.yaml", "parallel.schedule=zvb"), "parallel.schedule='zvb': must be 1f1b, interleaved-1f1b"),
+        (("chaos", "job.yaml", "--faults", "random:99999999999"), "at most 10000 faults of a kind are possible"),
+        (("generate", "tiny", "--temperature", "1e-300"), "--temperature 1e-300 is too small; use 0 or at least 0.001"),
+        (("generate", "tiny", "--temperature", "1e9"), "'--temperature'"),
+        (("generate", "tiny", "--seed", str(2**70)), "'--seed'"),
+        (("plan", "job.yaml", "--nproc", "0"), "'--nproc'"),
+        (("plan", "nothing"), "no recipe and no file is named 'nothing'"),
+    ],
+)
+def test_a_refusal_is_one_sentence_and_json(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    args: tuple[str, ...],
+    message: str,
+) -> None:
+    output = run(monkeypatch, capfd, *args)
+    assert (output.code, output.out) == (Exit.JOB, "")
+    assert message in output.err and "Traceback" not in output.err
+    as_json = run(monkeypatch, capfd, *args, "--json")
+    found = json.loads(as_json.out)
+    assert as_json.code == found["code"] == Exit.JOB
+    assert message in found["error"]
+
+
+def test_a_plan_that_does_not_fit_is_json_with_the_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    args = ("plan", "job.yaml", "cluster.device=h100", "model={shape: llama-70b}", "data.source=synthetic", "--json")
+    output = run(monkeypatch, capfd, *args)
+    found = json.loads(output.out)
+    assert output.code == found["code"] == Exit.FIT
+    assert found["error"].startswith("no layout fits") and found["changes"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("off", "off"), ("null", "null"), ("1e3", "1e3"), ("2020-01-01", "2020-01-01"), ("'no'", "no")]
+)
+def test_text_fields_keep_what_was_written(folder: Path, text: str, name: str) -> None:
+    assert load_job("job.yaml", [f"name={text}"]).name == name
+    (folder / "written.yaml").write_text(f"name: {text}\nfp8: {{skip: [{text}]}}\n", encoding="utf-8")
+    job = load_job("written.yaml")
+    assert (job.name, job.fp8.skip) == (name, [name])
+    assert load_job("job.yaml", ["resilience.bind=null"]).resilience.bind is None
+    with pytest.raises(JobError, match=r"train\.steps=False: must be a whole number"):
+        load_job("job.yaml", ["train.steps=off"])
+
+
+def test_export_refuses_what_is_not_a_regular_file(tmp_path: Path) -> None:
+    from weft.checkpoint.format import SavedCheckpoint
+    from weft.training.export import export_safetensors
+
+    found = SavedCheckpoint.__new__(SavedCheckpoint)
+    (tmp_path / "link").symlink_to("/dev/full")
+    for target in (Path("/dev/full"), tmp_path / "link", tmp_path):
+        with pytest.raises(JobError, match="exists and is not a regular file; name a new file"):
+            export_safetensors(found, target)
+    assert Path("/dev/full").is_char_device()
+
+
+@pytest.mark.parametrize("module", ["typer", "weft.cli.common", "weft.job.errors", "yaml", "numpy"])
+def test_an_interrupt_during_the_start_ends_with_130_and_no_traceback(folder: Path, module: str) -> None:
+    """SIGINT while the command line imports its modules; Python reports each import on stderr."""
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "weft", "plan", "job.yaml"],
+        cwd=folder, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.split("|")[-1].strip() == module:
+            break
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    rest = process.stderr.read()
+    assert process.wait() == Exit.INTERRUPTED
+    assert "Traceback" not in rest
+    assert time.monotonic() - started < 60
