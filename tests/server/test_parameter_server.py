@@ -263,7 +263,7 @@ def rounds_of(folder: Path, name: str, examples: list[int], **sync: Any) -> tupl
     records = RunRecords(
         job, plan, Journal(RunDir(folder)), Progress(20, 0, 10, silent=True), logging.getLogger("weft")
     )
-    coordinator = FederatedAveraging(job, examples, shard, records)
+    coordinator = FederatedAveraging(job, examples, shard, records, b"secret")
     coordinator.begin({}, {"step": 0, "tokens": 0, "offset": 0})
     return coordinator, shard
 

@@ -30,6 +30,7 @@ from weft.server.federated_client import client_shares
 from weft.server.parameter_server import ParameterServer
 from weft.server.records import RunRecords, StateCopy
 from weft.server.rendezvous import publish_address, servers_folder
+from weft.server.secure_averaging import SecureAveraging
 from weft.server.shard import RemoteShard, Shard, assign_weights
 from weft.training.build import build_state
 from weft.training.metrics import peak_memory_gib
@@ -197,7 +198,9 @@ def run_chief(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
         coordinator: RunCoordinator = (
             ParameterServer(job, plan.dp, shard, records, lambda a: connect_shard(a, secret))
             if plan.sync == "server"
-            else FederatedAveraging(job, [len(s) for s in client_shares(job, dataset)], shard, records)
+            else (SecureAveraging if job.train.sync.secure else FederatedAveraging)(
+                job, [len(s) for s in client_shares(job, dataset)], shard, records, secret
+            )
         )
         connections = Connections(job.train.sync.host, secret, coordinator, log)
         publish_address(run, connections.address)
