@@ -106,7 +106,12 @@ def small(job: Job) -> Job:
     if m.experts is not None:
         updates["experts"] = _fewer(m.experts)
     train = job.train.model_copy(
-        update={"global_batch": min(job.train.global_batch, 16), "microbatch": "auto", "accumulation": "auto"}
+        update={
+            "global_batch": min(job.train.global_batch, 16),
+            "batch_ramp": [],
+            "microbatch": "auto",
+            "accumulation": "auto",
+        }
     )
     return job.model_copy(update={"model": m.model_copy(update=updates), "train": train})
 

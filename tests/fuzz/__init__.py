@@ -1,0 +1,1 @@
+"""Fuzzing of Weft: a minute in CI, hours by hand."""
