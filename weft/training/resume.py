@@ -160,6 +160,12 @@ def _warn_about_changes(session: Session, before: dict[str, Any]) -> None:
             session.log.warning("%s", f"{section}.{key} was {was!r} until here and is {value!r} now: {follows}")
 
 
+def _is_before(record: dict[str, Any], step: int) -> bool:
+    """Whether a record of samples is valid and of a step up to this one."""
+    found = record.get("step")
+    return isinstance(found, int) and found <= step and isinstance(record.get("ids"), list)
+
+
 def _warn_about_data(session: Session, before: object) -> None:
     """Warn that the data was replaced since the checkpoint; checkpoints of version 0.1.0 have no checksum of it."""
     now = fingerprint_of(session.dataset)
@@ -174,7 +180,6 @@ def _truncate_sample_records(session: Session) -> None:
     """Drop the recorded samples after the resumed step."""
     if session.mesh.rank == 0:
         for path in session.run.samples.glob("rank-*.jsonl"):
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= session.state.step]
+            kept = [json.dumps(line) + "\n" for line in read_jsonl(path) if _is_before(line, session.state.step)]
             path.write_text("".join(kept), encoding="utf-8")
     session.mesh.barrier()

@@ -27,6 +27,7 @@ from weft.supervisor.diagnosis import STACK_SIGNAL
 from weft.supervisor.fork_server import serve
 from weft.supervisor.heartbeat import BoardHeartbeat, Fenced
 from weft.supervisor.local_ranks import die_with_parent
+from weft.supervisor.memory_folder import write_file
 from weft.supervisor.process_name import set_process_name
 from weft.supervisor.status_board import StatusBoard
 from weft.training.rank import (
@@ -125,7 +126,7 @@ class SupervisedRank:
             position = mesh.position
             self.heartbeat.watch = watch = CollectiveCounters(mesh)
             place = {"position": position, "groups": watch.members}
-            (self.folder / f"place-{rank}.json").write_text(json.dumps(place), encoding="utf-8")
+            write_file(self.folder / f"place-{rank}.json", json.dumps(place))
             session = open_session(
                 job, plan, self.run, heartbeat=self.heartbeat, mesh=mesh, dataset=self.dataset, hook=self.hook
             )

@@ -20,7 +20,7 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.diagnosis import FaultReport
-from weft.supervisor.local_ranks import CLEAN_EXITS, STOP_SIGNALS, die_with_parent
+from weft.supervisor.local_ranks import CLEAN_EXITS, die_with_parent
 from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report
 from weft.supervisor.nodes.membership import Membership, incarnations
 from weft.supervisor.nodes.node_address import NodeAddress
@@ -28,6 +28,7 @@ from weft.supervisor.process_name import set_process_name
 from weft.supervisor.rank_inspection import POLL_S, kill
 from weft.supervisor.replan import replan
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
+from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.supervisor.store_server import StoreServer
 from weft.supervisor.supervisor import ALERT_POLL_S, Supervisor, log
 
