@@ -59,8 +59,10 @@ and training read the entry, so a module of a few lines adds one:
 # my_package/lion.py
 from weft.job.optim import OPTIMIZERS, Optimizer
 
+
 def build(optim, groups):  # the `optim` section, and parameter groups as torch takes them
     return Lion(groups, lr=optim.lr, betas=optim.betas)
+
 
 OPTIMIZERS.register(Optimizer("lion", "Lion.", "my_package.lion:build", state=lambda optim, weight: weight.held))
 ```

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.chaos.accounting import InjectedFault, ObservedStep, effective_ratio, outcomes, samples, sentence
+from weft.job.batch_ramp import BatchRamp
 
 
 def line(time: float, step: int, seconds: float = 1.0, **more: Any) -> ObservedStep:
@@ -47,7 +48,7 @@ def test_undetected_fault() -> None:
     told = [{"time": 9.0, "event": x, "fault": "supervisor", "how": "regroup"} for x in ("fault", "recovered")]
     (unfelt,) = outcomes([InjectedFault("supervisor", None, "data", 5, 5.5)], lines, told)
     assert (unfelt.detect_s, unfelt.resume_s, unfelt.steps_lost) == (3.5, 1.5, 0)
-    read = samples([[{"step": 1, "ids": [0, 1]}]], 1, 2)
+    read = samples([[{"step": 1, "ids": [0, 1]}]], 1, BatchRamp(2))
     assert sentence(True, [flip_bit], read, 1.0, False) == (
         "finished after 1 fault; 0 samples lost and 0 read twice; not noticed: bitflip; back after at most 1.5 s; "
         "100.0 % of the time useful; the weights differ from those of the undisturbed run, as batches or shares did"
@@ -75,14 +76,14 @@ def test_samples_of_runs_with_known_losses(seed: int, steps: int, world: int, sh
         tell(step, attempt, chance.choice([world, world * 2]) if attempt == 0 else world)
         step += 1
     tell(steps + 1, attempt, world)  # begun and never committed
-    clean = samples(told, steps, batch)
+    clean = samples(told, steps, BatchRamp(batch))
     assert (clean.lost, clean.repeated, clean.read) == (0, 0, steps * batch)
     # one committed step loses a sample and reads another twice
     victim = chance.randrange(1, steps + 1)
     top = max(x["attempt"] for rank in told for x in rank if x["step"] == victim)
     found = next(x for rank in told for x in reversed(rank) if x["step"] == victim and x["attempt"] == top)
     found["ids"] = [*found["ids"][1:], found["ids"][-1]]
-    spoiled = samples(told, steps, batch)
+    spoiled = samples(told, steps, BatchRamp(batch))
     if share * 2 * world // len(found["ids"]) and len(found["ids"]) > 1:
         assert (spoiled.lost, spoiled.repeated) == (1, 1)
 

@@ -9,8 +9,16 @@ import torch
 from helpers.command import until
 
 from weft.checkpoint.memory_snapshots import Snapshots
-from weft.checkpoint.snapshot_file import Places, find_sealed, read_table
-from weft.checkpoint.snapshot_replication import KEEP, Errand, Keeper, Sender, held_files, needless, newest_whole
+from weft.checkpoint.snapshot_file import SnapshotLayout, find_sealed, read_table
+from weft.checkpoint.snapshot_replication import (
+    KEEP,
+    ReplicaSender,
+    ReplicaStore,
+    ReplicationRequest,
+    held_files,
+    newest_complete,
+    survives_node_loss,
+)
 from weft.job import parse_job
 from weft.planner import make_plan
 from weft.planner.plan import Plan
@@ -26,19 +34,19 @@ AXES = {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1}
 def test_a_neighbour_keeps_the_steps_it_is_sent_and_they_are_whole(tmp_path: Path) -> None:
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     mine.mkdir()
-    keeper, notes = Keeper(theirs), []
+    keeper, notes = ReplicaStore(theirs), []
 
     def serve(channel: Channel) -> None:
         keeper.serve(channel, channel.receive(60)[0])
 
     listener = Listener(SECRET, serve, notes.append)
-    errand, kept = [Errand(3, frozenset({4}), 1, listener.address, 1)], []
+    request, kept = [ReplicationRequest(3, frozenset({4}), 1, listener.address, 1)], []
     rings = Snapshots(mine, 4)
     tensors = {"model.w": torch.arange(6.0).view(2, 3)}
-    Places(4, 3, {"a": 1}, {"axes": AXES}, {"model.w": ([4, 3], [2, 0])}).write(mine)
-    sender = Sender(mine, SECRET, lambda: errand[0], kept.append, notes.append)
+    SnapshotLayout(4, 3, {"a": 1}, {"axes": AXES}, {"model.w": ([4, 3], [2, 0])}).write(mine)
+    sender = ReplicaSender(mine, SECRET, lambda: request[0], kept.append, notes.append)
     for step in (1, 2, 3):
-        errand[0] = Errand(3, frozenset({4}), 1, listener.address, step)
+        request[0] = ReplicationRequest(3, frozenset({4}), 1, listener.address, step)
         rings.take(step, {n: t + step for n, t in tensors.items()}, {"step": step})
         rings.seal(step, {})
         until(lambda step=step: kept[-1:] == [step])
@@ -50,7 +58,7 @@ def test_a_neighbour_keeps_the_steps_it_is_sent_and_they_are_whole(tmp_path: Pat
     assert found[-1][3].read_bytes() == next(s for s in find_sealed(mine) if s.step == 3).path.read_bytes()
     entries, meta = read_table(found[-1][3])
     assert (meta["step"], entries[0][:3]) == (3, ("model.w", "float32", [2, 3]))
-    assert Places.read(theirs / "held" / "3-4.json").boxes == {"model.w": ([4, 3], [2, 0])}
+    assert SnapshotLayout.read(theirs / "held" / "3-4.json").boxes == {"model.w": ([4, 3], [2, 0])}
     keeper.forget(before=4)
     assert not held_files(theirs / "held")
     listener.close()
@@ -78,7 +86,7 @@ def test_what_others_hold_copies_of_is_not_overwritten(tmp_path: Path) -> None:
     ],
 )
 def test_replicas_stand_in_for_one_another(held: list[tuple[int, int]], newest: int | None) -> None:
-    assert newest_whole(held, AXES) == newest
+    assert newest_complete(held, AXES) == newest
 
 
 def test_replicas_on_other_nodes_need_no_copies() -> None:
@@ -86,10 +94,10 @@ def test_replicas_on_other_nodes_need_no_copies() -> None:
         return make_plan(parse_job({"parallel": spread, "cluster": {"device": "cpu"}}), 4)[1]
 
     halves = [range(0, 2), range(2, 4)]
-    assert needless(plan(dp_replicate=2, dp_shard=2), halves)
-    assert needless(plan(dp_replicate=4, dp_shard=1), [range(0, 3), range(3, 4)])
-    assert not needless(plan(dp_replicate=1, dp_shard=4), halves)
-    assert not needless(plan(dp_replicate=2, dp_shard=1, tp=2), [range(0, 3), range(3, 4)])
+    assert survives_node_loss(plan(dp_replicate=2, dp_shard=2), halves)
+    assert survives_node_loss(plan(dp_replicate=4, dp_shard=1), [range(0, 3), range(3, 4)])
+    assert not survives_node_loss(plan(dp_replicate=1, dp_shard=4), halves)
+    assert not survives_node_loss(plan(dp_replicate=2, dp_shard=1, tp=2), [range(0, 3), range(3, 4)])
 
 
 def test_nodes_keep_their_ranks_where_they_can() -> None:

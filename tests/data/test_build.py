@@ -1,4 +1,4 @@
-"""Building a store: odd files, folders, large files cut into parts, and what is refused."""
+"""`weft data build`: unusual files, folders, large files in parts, refused sources."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def files(path):
     "data",
     [b"", b"x", "日本語 🐻\n".encode(), b"one\r\ntwo\r\n", b"\xff\xfe\x00bad utf8", b"a\x00b", b"\xef\xbb\xbfbom"],
 )
-def test_an_odd_file_is_one_document_byte_for_byte(tmp_path, data):
+def test_unusual_files_are_one_document_byte_for_byte(tmp_path, data):
     (tmp_path / "a.txt").write_bytes(data)
     result = build(tmp_path / "a.txt", tmp_path / "store")
     assert contents(tmp_path / "store") == [data]
@@ -57,7 +57,7 @@ def test_json_lines(tmp_path):
     assert contents(tmp_path / "store") == [t.encode() for t in texts]
 
 
-def test_another_field_and_half_a_surrogate_pair(tmp_path):
+def test_field_option_and_lone_surrogates(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "a\\ud83d"}\n')
     build(tmp_path / "a.jsonl", tmp_path / "store", field="body")
     assert contents(tmp_path / "store") == ["a\ufffd".encode()]
@@ -76,7 +76,7 @@ def test_another_field_and_half_a_surrogate_pair(tmp_path):
     ],
 )
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
-def test_a_bad_line_is_named_by_file_and_line_and_nothing_is_left(tmp_path, line, message, tokenizer):
+def test_bad_line_is_reported_with_its_number_and_leaves_no_files(tmp_path, line, message, tokenizer):
     good = b'{"text": "good"}\n'
     (tmp_path / "bad.jsonl").write_bytes(good * 50 + b"\n" + line + b"\n" + good)
     with pytest.raises(JobError, match=rf"bad\.jsonl line 52 {message}|bad\.jsonl line 52 .*{message}"):
@@ -84,13 +84,13 @@ def test_a_bad_line_is_named_by_file_and_line_and_nothing_is_left(tmp_path, line
     assert not (tmp_path / "store").exists()
 
 
-def test_a_bad_line_in_a_worker_process_is_named(tmp_path):
+def test_bad_line_in_a_worker_process_is_reported(tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "good"}\n' * 9 + b"nonsense\n")
     with pytest.raises(JobError, match=r"bad\.jsonl line 10 is not JSON"):
         build(tmp_path / "bad.jsonl", tmp_path / "store", workers=2, part_bytes=600)
 
 
-def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
+def test_folder_is_read_in_path_order(tmp_path):
     source = tmp_path / "source"
     for name, data in {
         "b.txt": "B",
@@ -128,7 +128,7 @@ def _bpe(tmp_path):
     newline=st.sampled_from(["\n", "\r\n", ""]),
     part_bytes=st.integers(1, 700),
 )
-def test_however_a_source_is_cut_the_store_is_the_same(tmp_path_factory, lines, newline, part_bytes):
+def test_store_does_not_depend_on_part_size(tmp_path_factory, lines, newline, part_bytes):
     tmp_path = tmp_path_factory.mktemp("cut")
     text = newline.join(lines)
     (tmp_path / "a.txt").write_bytes(text.encode())
@@ -137,7 +137,7 @@ def test_however_a_source_is_cut_the_store_is_the_same(tmp_path_factory, lines, 
     assert contents(tmp_path / "store") == [text.encode(), *(line.encode() for line in lines)]
 
 
-def test_bpe_of_a_file_cut_inside_never_breaks_a_character(tmp_path):
+def test_parts_do_not_split_characters(tmp_path):
     text = "熊🐻é" * 300
     (tmp_path / "a.txt").write_text(text)
     build(tmp_path / "a.txt", tmp_path / "store", "bpe:400", workers=1, part_bytes=101)
@@ -145,7 +145,7 @@ def test_bpe_of_a_file_cut_inside_never_breaks_a_character(tmp_path):
     assert load_tokenizer(tmp_path / "store").decode(tokens) == text
 
 
-def test_a_pool_gives_the_same_bytes_as_one_process(tmp_path):
+def test_worker_pool_gives_the_same_bytes(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"line {i} " * 9}) + "\n" for i in range(300)))
     one = build(tmp_path / "a.jsonl", tmp_path / "one", "bpe:500", workers=1, part_bytes=5000)
     seen = []
@@ -167,7 +167,7 @@ def test_a_pool_gives_the_same_bytes_as_one_process(tmp_path):
     assert len(seen) > 4
 
 
-def test_tokens_are_what_the_tokenizer_says(tmp_path):
+def test_tokens_agree_with_the_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text("hello hello hello")
     mine = _bpe(tmp_path)
     build(tmp_path / "a.txt", tmp_path / "store", mine)
@@ -192,7 +192,7 @@ def test_building_again_does_nothing_and_other_settings_are_refused(tmp_path):
     assert files(tmp_path / "store") == before
 
 
-def test_what_cannot_be_built_is_refused(tmp_path):
+def test_invalid_sources_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "a.txt.gz").write_bytes(b"")
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -222,6 +222,6 @@ def test_what_cannot_be_built_is_refused(tmp_path):
         build([], tmp_path / "store")
 
 
-def test_building_needs_no_torch():
+def test_build_does_not_import_torch():
     script = "import sys, weft.data.build_store; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""A build that is killed, wherever it stands, continues and ends in the same bytes."""
+"""A killed build continues and gives the same bytes."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def files(path):
     return {p.relative_to(path).as_posix(): p.read_bytes() for p in path.rglob("*")}
 
 
-def test_killed_again_and_again_on_its_way(source, tmp_path):
+def test_resumes_after_repeated_kills(source, tmp_path):
     options = {"sources": str(source), "tokenizer": "bpe:300", "workers": 1, "part_bytes": 3000}
     build(**options, out=tmp_path / "whole")
     out = tmp_path / "killed"
@@ -75,7 +75,7 @@ def test_killed_again_and_again_on_its_way(source, tmp_path):
     assert files(out) == files(tmp_path / "whole")
 
 
-def test_killed_with_its_pool_at_work(source, tmp_path):
+def test_resumes_after_a_kill_with_a_worker_pool(source, tmp_path):
     options = {"sources": str(source), "tokenizer": "bytes", "workers": 2, "part_bytes": 1500}
     build(**{**options, "workers": 1}, out=tmp_path / "whole")
     out = tmp_path / "killed"
@@ -107,7 +107,7 @@ def test_killed_with_its_pool_at_work(source, tmp_path):
     assert files(out) == files(tmp_path / "whole")
 
 
-def test_a_part_that_the_disk_lost_is_made_again(source, tmp_path):
+def test_a_lost_part_is_rebuilt(source, tmp_path):
     options = {"sources": str(source), "tokenizer": "bytes", "workers": 1, "part_bytes": 1500}
     build(**options, out=tmp_path / "whole")
     out = tmp_path / "killed"

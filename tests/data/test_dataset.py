@@ -1,4 +1,4 @@
-"""data.source picks the dataset, and says what would work when it cannot."""
+"""Datasets by data.source, and errors for sources that do not work."""
 
 import sys
 
@@ -10,10 +10,15 @@ from weft.data.corpora import CORPORA
 from weft.data.dataset import open_dataset, open_tokenizer
 from weft.data.tokenizer import train_bpe
 from weft.job import Data, Job, JobError, parse_job
+from weft.job.shapes import resolve
 
 
 def job(model=None, train=None, **data) -> Job:
     return parse_job({"model": {"family": "llama", "vocab": 256, **(model or {})}, "data": data, "train": train or {}})
+
+
+def module_job(**data) -> Job:
+    return parse_job({"model": "my.module:Class", "data": data})
 
 
 def same(a, b):
@@ -49,7 +54,7 @@ def test_a_corpus_with_a_trained_tokenizer(tmp_path):
         open_dataset(job(source="pydoc", tokenizer=tokenizer))
 
 
-def test_a_store_brings_its_tokenizer(tmp_path):
+def test_store_includes_its_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be " * 40)
     result = build(tmp_path / "a.txt", tmp_path / "store", "bpe:280")
     source = str(tmp_path / "store")
@@ -120,7 +125,7 @@ def test_synthetic_tokens():
         assert s["positions"].tolist() == list(range(50))
 
 
-def test_synthetic_regression_can_be_learnt():
+def test_synthetic_regression_is_learnable():
     data = open_dataset(job({"family": "mlp", "dim": 6}, source="synthetic"))
     samples = [data.train(i) for i in range(600)]
     assert all(s["valid"].shape == () and s["valid"].dtype == np.bool_ and s["valid"] for s in samples)
@@ -132,7 +137,7 @@ def test_synthetic_regression_can_be_learnt():
     assert 0.001 < left < 0.5  # a straight line explains most of the teacher, and not all
 
 
-def test_synthetic_images_can_be_told_apart():
+def test_synthetic_images_are_separable():
     data = open_dataset(job({"family": "vit", "vocab": 5}, source="synthetic", seq_len=16))
     samples = [data.train(i) for i in range(300)]
     assert samples[0]["inputs"].shape == (16, 48)
@@ -175,6 +180,14 @@ class Keys(Squares):
     def train(self, index): return {"x": 1}
 class Broken(Squares):
     def train(self, index): return 1 / index
+class Tokens(Squares):
+    def train(self, index):
+        targets = np.array([1, -100, 255, 300 if index == 2 else 3])
+        return {"inputs": np.array([0, 1, -1 if index == 3 else 2, 255]), "targets": targets}
+    val = train
+class Unmasked(Tokens):
+    def train(self, index):
+        return {**super().train(index), "valid": np.array([True, True, True, index != 2])}
 def nothing(data): return None
 def fails(data): raise RuntimeError("no such bucket")
 """
@@ -190,18 +203,34 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("own_samples", None)
 
 
-def test_ones_own_dataset(own):
-    data = open_dataset(job(source="own_samples:Squares", seq_len=3))
+def test_user_dataset(own):
+    data = open_dataset(module_job(source="own_samples:Squares", seq_len=3))
     sample = data.train(3)
     assert (data.train_len, data.val_len) == (4, 2)
     assert sample["inputs"].tolist() == [3, 3, 3]
     assert sample["inputs"].dtype == sample["targets"].dtype == np.float32
     assert sample["valid"].shape == ()
     assert sample["valid"]
-    classes = open_dataset(job(source="own_samples:Classes")).train(1)
+    classes = open_dataset(module_job(source="own_samples:Classes")).train(1)
     assert classes["targets"].dtype == np.int64
     assert classes["valid"].tolist() == [True, True]
     assert classes["docs"].tolist() == [0, 1]
+
+
+def test_user_dataset_ranges(own):
+    def open_own(name):
+        return open_dataset(resolve(job(model={"shape": "tiny"}, source=f"own_samples:{name}")))
+
+    data = open_own("Tokens")
+    assert data.train(0)["valid"].tolist() == [True, False, True, True], "-100 is masked"
+    assert data.train(0)["targets"].tolist() == [1, 0, 255, 3]
+    with pytest.raises(JobError, match=r"targets 300 at \[3\] of sample train\(2\), outside of model.vocab=256; write"):
+        data.train(2)
+    with pytest.raises(JobError, match=r"inputs -1 at \[2\] of sample train\(3\), outside of model.vocab=256"):
+        data.train(3)
+    assert open_own("Unmasked").train(2)["valid"].tolist() == [True, False, True, False], "any masked target is fine"
+    with pytest.raises(JobError, match=r"gave inputs of float32 for train\(0\); the model takes integers"):
+        open_own("Squares")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +252,7 @@ def test_ones_own_dataset(own):
         ("own_broken:Squares", "importing it raised ModuleNotFoundError: No module named 'not_installed_anywhere'"),
     ],
 )
-def test_ones_own_dataset_is_checked(own, source, message):
+def test_user_dataset_is_checked(own, source, message):
     with pytest.raises(JobError, match=message) as caught:
-        open_dataset(job(source=source))
+        open_dataset(module_job(source=source))
     assert str(caught.value).startswith(f"data.source {source}: ")

@@ -1,4 +1,4 @@
-"""Every layout reads the same samples, in order, ahead of time, and says so when it cannot."""
+"""The loader: the same samples in every layout, prefetch, records, errors."""
 
 import json
 import threading
@@ -104,7 +104,7 @@ def test_types_and_shapes():
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_the_readers_exception_reaches_the_consumer_after_the_good_steps(prefetch):
+def test_reader_exceptions_are_raised_after_the_good_steps(prefetch):
     loader = Loader(Numbers(fail_at=5), seed=0, global_batch=2, microbatch=2, dp_rank=0, dp_size=1, prefetch=prefetch)
     with loader:
         assert next(loader)[0]["ids"].tolist() == [0, 1]
@@ -114,7 +114,7 @@ def test_the_readers_exception_reaches_the_consumer_after_the_good_steps(prefetc
                 next(loader)
 
 
-def test_it_reads_ahead_as_far_as_asked_and_no_further():
+def test_prefetch_depth():
     class Watched(Numbers):
         def __init__(self):
             super().__init__()
@@ -150,7 +150,7 @@ def test_closing_ends_the_thread_and_the_iteration():
     assert list(never_read) == []
 
 
-def test_the_record_says_what_was_handed_out_and_nothing_more(tmp_path):
+def test_record_lists_consumed_samples_only(tmp_path):
     record = tmp_path / "samples" / "rank-1.jsonl"
     options = {"seed": 5, "global_batch": 4, "microbatch": 1, "dp_rank": 1, "dp_size": 2, "record": record}
     loader = Loader(Numbers(7), **options)
@@ -172,7 +172,7 @@ def test_a_batch_that_does_not_divide_is_refused():
         Loader(Numbers(), seed=0, global_batch=10, microbatch=1, dp_rank=0, dp_size=4)
 
 
-def test_samples_of_different_shapes_are_named():
+def test_samples_of_different_shapes_are_reported():
     class Ragged(Numbers):
         def train(self, index):
             return {"inputs": np.zeros(index + 1), "targets": np.zeros(1), "valid": np.ones((), dtype=bool)}

@@ -1,4 +1,4 @@
-"""The k-th sample of a run is a function of the seed and k, and an epoch holds every sample once."""
+"""The k-th sample depends on seed and k alone, and an epoch holds every sample once."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_shuffle_stays_in_range_for_any_size_and_is_the_same_for_ints_and_arrays
 
 @settings(deadline=None, max_examples=60)
 @given(seed=seeds, n=st.integers(1, 40), first=st.integers(0, 10**12), count=st.integers(1, 60))
-def test_sample_index_walks_through_whole_epochs(seed, n, first, count):
+def test_sample_index_covers_whole_epochs(seed, n, first, count):
     k = np.arange(first, first + count)
     found = sample_index(seed, k, n)
     assert found.tolist() == [shuffle(seed, int(i) // n, int(i) % n, n) for i in k]
@@ -42,7 +42,7 @@ def test_every_order_of_a_tiny_epoch_occurs():
         assert len({tuple(shuffle(seed, 0, np.arange(n), n).tolist()) for seed in range(600)}) == orders
 
 
-def test_seeds_and_epochs_give_orders_that_have_nothing_in_common():
+def test_seeds_and_epochs_give_independent_orders():
     n = 1 << 14
     a, b, c = (shuffle(seed, epoch, np.arange(n), n) for seed, epoch in ((0, 0), (0, 1), (1, 0)))
     for x, y in ((a, b), (a, c), (a, np.arange(n))):
@@ -56,7 +56,7 @@ def test_the_order_never_changes():
     assert sample_index(7, 10**9, 12345) == 1252
 
 
-def test_shapes_are_kept():
+def test_output_has_the_shape_of_the_input():
     assert shuffle(0, 0, np.arange(6).reshape(2, 3), 6).shape == (2, 3)
     assert sample_index(0, np.empty(0, dtype=np.int64), 6).shape == (0,)
 

@@ -1,4 +1,4 @@
-"""A damaged store is recognised and the message says what to do."""
+"""Token stores: damage is recognised and reported."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def flip(path):
     path.write_bytes(bytes(data))
 
 
-def test_a_whole_store_opens(store):
+def test_complete_store_opens(store):
     opened = open_store(store)
     assert opened.meta.documents == 20
     assert opened.tokens.dtype == token_dtype(opened.meta.vocab) == np.uint16
@@ -70,27 +70,27 @@ def test_a_whole_store_opens(store):
         (lambda s: change_meta(s, extra=1), "meta.json lacks a field or has one of the wrong kind"),
     ],
 )
-def test_damage_is_named(store, harm, message):
+def test_damage_is_reported(store, harm, message):
     harm(store)
     with pytest.raises(JobError, match=message) as caught:
         open_store(store)
     assert "delete the folder and run `weft data build` again" in str(caught.value)
 
 
-def test_a_store_of_another_format_is_named(store):
+def test_another_format_is_reported(store):
     change_meta(store, format="weft-tokens-9")
     with pytest.raises(JobError, match="has the format 'weft-tokens-9' and this Weft reads 'weft-tokens-1'"):
         open_store(store)
 
 
-def test_checksums_can_be_left_out_and_asked_for(store):
+def test_checksum_option(store):
     flip(store / "tokens.bin")
     open_store(store, check=False)
     with pytest.raises(JobError, match="checksum"):
         open_store(store, check=True)
 
 
-def test_what_is_no_store_is_told_apart_from_one_that_is_not_finished(store, tmp_path):
+def test_missing_and_unfinished_stores_are_reported(store, tmp_path):
     with pytest.raises(JobError, match=r"no token store is at .*nowhere; make one with: weft data build"):
         open_store(tmp_path / "nowhere")
     (tmp_path / "folder").mkdir()

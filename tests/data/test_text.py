@@ -1,4 +1,4 @@
-"""Windows of text: every target once, documents apart when asked, padding that counts for nothing."""
+"""Windows of text: every target once, document masks, padding."""
 
 import numpy as np
 import pytest
@@ -95,7 +95,7 @@ def test_a_corpus_shorter_than_a_window_is_padded():
     assert sample["inputs"].dtype == sample["targets"].dtype == np.int64
 
 
-def test_nothing_to_predict_is_refused():
+def test_empty_text_is_refused():
     with pytest.raises(JobError, match="source test is empty"):
         dataset([], 4)
     with pytest.raises(JobError, match=r"no token that follows another one$"):
@@ -105,14 +105,14 @@ def test_nothing_to_predict_is_refused():
     assert dataset(["", ""], 4).train(0)["valid"].tolist() == [True, False, False, False]
 
 
-def test_there_is_no_sample_outside():
+def test_index_out_of_range():
     data = dataset(["abcdefgh"], 2, 0.25)
     for read, index in ((data.train, data.train_len), (data.val, data.val_len), (data.train, -1)):
         with pytest.raises(IndexError):
             read(index)
 
 
-def test_a_token_outside_the_vocabulary_is_named():
+def test_token_outside_the_vocabulary_is_reported():
     data = TextDataset(
         np.array([1, 2, 999], dtype=np.uint16),
         np.array([0, 3]),

@@ -1,4 +1,4 @@
-"""Text survives tokenizers: bytes and BPE."""
+"""Tokenizers: round trips, training, files of other origin, errors."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def test_bytes_are_lossless(text):
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.binary())
-def test_bytes_that_are_no_utf8_decode_with_a_mark(data):
+def test_invalid_utf8_decodes_to_replacement_characters(data):
     assert ByteTokenizer().decode(list(data)) == data.decode("utf-8", "replace")
 
 
@@ -49,12 +49,12 @@ def test_bpe_is_lossless_and_in_range(bpe, text):
     assert bpe.eos not in ids.tolist()
 
 
-def test_bpe_learns_and_stays_within_its_size(bpe):
+def test_bpe_training_respects_the_vocabulary_size(bpe):
     assert 257 < bpe.vocab <= 300
     assert len(bpe.encode("the cat sat on the mat")) < len("the cat sat on the mat") / 2
 
 
-def test_a_document_that_spells_the_eos_token_does_not_end(bpe):
+def test_eos_text_in_a_document_is_ordinary_text(bpe):
     assert bpe.eos not in bpe.encode(f"a {EOS} b").tolist()
     assert bpe.decode(bpe.encode(f"a {EOS} b")) == f"a {EOS} b"
     assert bpe.decode([*bpe.encode("a").tolist(), bpe.eos]) == "a"
@@ -65,7 +65,7 @@ def test_a_text_longer_than_a_block_is_lossless(bpe):
     assert bpe.decode(bpe.encode(text)) == text
 
 
-def test_half_a_surrogate_pair_becomes_a_mark(bpe):
+def test_lone_surrogate_becomes_a_replacement_character(bpe):
     broken = json.loads('"a\\ud83db"')
     assert utf8(broken) == "a\ufffdb".encode()
     assert bpe.decode(bpe.encode(broken)) == "a\ufffdb"
@@ -83,7 +83,7 @@ def test_training_gives_the_same_tokenizer_in_another_process(bpe, tmp_path):
     assert other.read_bytes() == here.read_bytes()
 
 
-def test_other_peoples_tokenizers_bring_their_own_eos_and_add_nothing(tmp_path):
+def test_foreign_tokenizers_keep_their_eos_and_add_no_tokens(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     inner = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 9, "hello": 5, "[UNK]": 3}, unk_token="[UNK]"))
@@ -96,7 +96,7 @@ def test_other_peoples_tokenizers_bring_their_own_eos_and_add_nothing(tmp_path):
     assert (loaded.eos, loaded.vocab) == (9, 10)
 
 
-def test_wrong_tokenizers_say_what_works(tmp_path):
+def test_invalid_tokenizers_are_reported(tmp_path):
     with pytest.raises(JobError, match="no tokenizer is at 'Byte'; did you mean bytes"):
         load_tokenizer("Byte")
     with pytest.raises(JobError, match=r"write bytes, the path of a tokenizer\.json"):
@@ -112,7 +112,7 @@ def test_wrong_tokenizers_say_what_works(tmp_path):
     assert bpe_size("bytes") is None
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+def test_tokenizer_without_eos_is_refused(tmp_path):
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))

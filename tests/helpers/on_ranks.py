@@ -88,7 +88,7 @@ def observe(
     master_params = state.model.master_params
     start = wholes(master_params)
     if scale is not None:
-        state.scale.value, state.scale.patience = scale, 2
+        state.scale.value, state.scale.growth_interval = scale, 2
     losses, norms, gradients, collectives, scales, taken = [], [], [], [], [], []
     for _, batches in zip(range(steps), loader, strict=False):
         scales.append(state.scale.value)

@@ -16,7 +16,7 @@ from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import parse_layout, ranks
-from weft.verify.compare import TOLERANCE, Trace, compare
+from weft.verify.compare import Trace, compare
 from weft.verify.prove import with_layout
 
 BASE: dict[str, Any] = {
@@ -72,7 +72,7 @@ def differences(reference: Run, other: Run, precision: str = "fp32") -> list[str
 
 def compared(reference: Trace, other: Trace, precision: str) -> list[str]:
     """What the comparison of `weft prove` finds beyond its tolerance."""
-    found = compare("", 0, reference, other, TOLERANCE[precision])
+    found = compare("", 0, reference, other, precision)
     return [f"{what}: {found}" for what in found.differs]
 
 

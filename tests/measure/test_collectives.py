@@ -14,8 +14,8 @@ from weft.job.errors import JobError
 from weft.launch.rank_pool import RankPool
 from weft.measure.collective_times import KINDS, cases
 from weft.measure.collectives import (
-    Found,
-    Row,
+    CollectiveTime,
+    CollectiveTimes,
     axes_of,
     bench,
     lines_of,
@@ -67,11 +67,11 @@ def test_every_axis_of_a_mesh(pool: RankPool, tmp_path: Path) -> None:
 
 def test_the_table_is_for_people() -> None:
     rows = [
-        Row(kind, by, "bf16", size, 1e-4, size / 1e5, size / 1e5, group=2)
+        CollectiveTime(kind, by, "bf16", size, 1e-4, size / 1e5, size / 1e5, group=2)
         for kind, by in (("all_reduce", "native"), ("all_reduce", "ring"), ("broadcast", "native"))
         for size in (1024, 4096)
     ]
-    lines = show(Found(2, "cpu", "gloo", "2.13", tuple(rows), lines_of(rows), 1.0)).splitlines()
+    lines = show(CollectiveTimes(2, "cpu", "gloo", "2.13", tuple(rows), lines_of(rows), 1.0)).splitlines()
     assert lines[0].startswith("2 ranks over gloo on cpu")
     assert lines[3].split() == ["all_reduce", "native", "bf16", "1K", "100.0", "0.01024", "0.01024"]
     assert [line.split()[:4] for line in lines[3:9]] == [
@@ -86,7 +86,7 @@ def test_the_table_is_for_people() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"nproc": 1}, "--nproc 1 has nobody to talk to; --nproc 2 would work"),
+        ({"nproc": 1}, "--nproc 1: a collective needs at least two ranks; --nproc 2 would work"),
         ({"device": "tpu"}, "--device 'tpu' is not known; use auto, cpu or cuda"),
         ({"layout": "tp 2 × pp 2"}, "--layout 'tp 2 × pp 2' is of 4 ranks, and there are 2; --nproc 4 would work"),
         ({"axes": "cp"}, "--axes 'cp' is not known; use everyone, dp_replicate"),
@@ -123,7 +123,7 @@ def test_the_line_is_found_again() -> None:
     assert fit_line([1.0, 2.0], [2.0, 1.0])[1] == 0
     assert fit_line([4096.0], [1e-3]) == (pytest.approx(1e-3), 0)
     assert fit_line([1.0, 10.0], [0.5, 10.0])[0] == 0  # never a latency below zero
-    rows = [Row("all_gather", "ring", "fp32", int(s), 1e-9 * s, 1.0, 0.75, group=4) for s in sizes]
+    rows = [CollectiveTime("all_gather", "ring", "fp32", int(s), 1e-9 * s, 1.0, 0.75, group=4) for s in sizes]
     assert lines_of(rows)[0].busbw_gb_s == pytest.approx(0.75)
 
 

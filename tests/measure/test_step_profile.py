@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.command import weft, write_job
 
 from weft.job.errors import Exit, JobError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
-from weft.measure.device_peaks import scaled_product
 from weft.measure.step_profile import bench_step, show
 from weft.watch.journal import read_metrics
 from weft.watch.kernel_classes import CLASSES
@@ -74,12 +72,3 @@ def test_a_training_of_that_name_is_left_alone(folder: Path, monkeypatch: pytest
     with pytest.raises(JobError, match=r"^parallel.tp=3 does not divide model.heads=2"):
         bench_step(load_job("job.yaml", ["name=wrong", "parallel={tp: 3}"]), 3, 1, print)
     assert not RunDir(Path("runs") / "wrong-bench").path.exists()
-
-
-def test_scaled_product() -> None:
-    """torch's private product is called with what it takes, and says so here if that changes."""
-    a, b = (torch.randint(-4, 5, (32, 32)).float() for _ in range(2))
-    eight = torch.float8_e4m3fn
-    out = scaled_product(a.to(eight), b.to(eight).t(), torch.ones(()))
-    assert out.dtype == torch.bfloat16
-    assert torch.allclose(out.float(), a @ b.t(), rtol=1e-2)

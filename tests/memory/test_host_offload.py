@@ -1,4 +1,4 @@
-"""OffloadedTensors tensors come back as they were, within the host's room, and the room is used again."""
+"""Offloaded tensors return unchanged, within the memory limit, and buffers are reused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.memory import HostOffload
 CPU = torch.device("cpu")
 
 
-def test_what_is_parked_comes_back_and_room_is_used_again() -> None:
+def test_tensors_return_unchanged_and_buffers_are_reused() -> None:
     offload = HostOffload(CPU, 3 * 1024 * 4 / 2**30)  # three tensors of 1024 floats
     for step in range(3):
         made = [torch.full((32, 32), float(10 * step + i)) for i in range(5)]

@@ -1,4 +1,4 @@
-"""What is computed again is what was before; selective recompute repeats no matrix product and no attention."""
+"""Recompute gives the same gradients; selective recompute repeats no matrix product and no attention."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def costs(made: nn.Module) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_the_same_gradients_for_less_memory(fp8: bool) -> None:
+def test_same_gradients_with_less_memory(fp8: bool) -> None:
     kept, (flops, most) = gradients(block("none", fp8)), costs(block("none", fp8))
     for option, more in (("selective", False), ("full", True)):
         found, (again, held) = gradients(block(option, fp8)), costs(block(option, fp8))
@@ -78,14 +78,14 @@ def test_the_same_gradients_for_less_memory(fp8: bool) -> None:
 
 
 @pytest.mark.parametrize(("option", "fp8"), [("selective", True), ("full", False)])
-def test_compiled_whole(option: str, fp8: bool) -> None:
+def test_compiles_without_graph_breaks(option: str, fp8: bool) -> None:
     plain, compiled = block(option, fp8), block(option, fp8)
     compiled.compile(backend="aot_eager", fullgraph=True)
     for a, b in zip(gradients(plain), gradients(compiled), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0.05 if fp8 else 1e-4)
 
 
-def test_a_number_of_blocks_is_spread_evenly() -> None:
+def test_recomputed_blocks_are_spread_evenly() -> None:
     units = [f"blocks.{i}" for i in range(8)]
     assert list(recomputed_units(units, 2)) == ["blocks.3", "blocks.7"]
     assert recomputed_units(units, 8) == recomputed_units(units, "full") == dict.fromkeys(units, "full")

@@ -1,4 +1,4 @@
-"""fp8 linears: torch's scaled product, the three products of a layer, its shapes and what torch.compile makes of it."""
+"""fp8 linear layers: scaled products, gradients, shapes, the gated part, the head, and torch.compile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def test_scaled_mm_is_torch_s_own() -> None:
+def test_scaled_mm_agrees_with_torch() -> None:
     """The private name is still there, with these arguments, and multiplies as we do on a CPU."""
     a, b = random(16, 32).to(E5M2), random(48, 32).to(E4M3).t()
     two, half = torch.tensor(2.0), torch.tensor(0.5)
@@ -46,7 +46,7 @@ def test_scaled_mm_is_torch_s_own() -> None:
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("size", [1e-20, 3e-4, 1.0, 440.0, 1e9])
-def test_a_scale_is_a_power_of_two_that_fills_the_range(dtype: torch.dtype, size: float) -> None:
+def test_scale_is_the_largest_power_of_two_in_range(dtype: torch.dtype, size: float) -> None:
     x = random(8, 8) * size
     scale = scale_for(largest(x), dtype)
     top, limit = float(largest(x) * scale), torch.finfo(dtype).max
@@ -57,7 +57,7 @@ def test_a_scale_is_a_power_of_two_that_fills_the_range(dtype: torch.dtype, size
     assert float(((back - x) / x)[big].abs().max()) <= {E4M3: 2**-4, E5M2: 2**-3}[dtype]
 
 
-def test_zeros_and_what_is_too_large() -> None:
+def test_zeros_and_overflow() -> None:
     assert torch.equal(cast(torch.zeros(4), scale_for(torch.zeros(()), E4M3), E4M3).float(), torch.zeros(4))
     assert cast(torch.tensor([1e6, -1e6]), torch.tensor(1.0), E4M3).float().tolist() == [448.0, -448.0]
 
@@ -82,7 +82,7 @@ def test_close_to_bf16(recipe: Fp8Recipe, tokens: tuple[int, ...]) -> None:
             maxima.known = True
 
 
-def test_an_outlier_costs_its_own_row_only() -> None:
+def test_rowwise_scaling_confines_an_outlier_to_its_row() -> None:
     x, w = random(32, 64) * 1e-3, random(16, 64)
     x[0, 0] = 3e4
     errors = []
@@ -93,7 +93,7 @@ def test_an_outlier_costs_its_own_row_only() -> None:
     assert errors[1] < 0.05 < 0.5 < errors[0]
 
 
-def test_an_evaluation_leaves_no_trace() -> None:
+def test_evaluation_does_not_update_the_history() -> None:
     maxima = AmaxHistory(4, torch.device("cpu"))
     with torch.no_grad():
         fp8_linear(random(16, 32).bfloat16(), random(16, 32).bfloat16(), None, RECIPES[2], maxima)
@@ -101,7 +101,7 @@ def test_an_evaluation_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.scaling} {r.amax}")
-def test_compiled_whole(recipe: Fp8Recipe) -> None:
+def test_compiles_without_graph_breaks(recipe: Fp8Recipe) -> None:
     """No break in the graph; the same numbers; the gradient's maximum is seen in the compiled backward pass, too."""
     x, w = random(16, 32).bfloat16(), random(48, 32).bfloat16().requires_grad_()
     results = []
@@ -125,7 +125,7 @@ def gated(recipe: Fp8Recipe, dim: int = 32, ffn: int = 48) -> FeedForward:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_gated_part_is_one_function(compiled: bool) -> None:
+def test_fused_gated_part_agrees_with_separate_layers(compiled: bool) -> None:
     """Its products are those of its three layers with the same delayed scales, and so are the maxima it notes."""
     apart, joined = gated(RECIPES[2]), gated(RECIPES[2])
     assert type(joined) is Fp8FeedForward
@@ -150,14 +150,14 @@ def test_a_gated_part_is_one_function(compiled: bool) -> None:
     assert joined.past.equal(torch.stack([m.past for m in joined.layers]))
 
 
-def test_a_gated_part_stays_apart_where_it_must() -> None:
+def test_unsuitable_gated_parts_are_not_fused() -> None:
     assert type(gated(RECIPES[0])) is FeedForward
     assert type(gated(Fp8Recipe(amax="delayed", skip=("*.down",)))) is FeedForward
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("tokens", [40, 33])
-def test_a_head_in_fp8(tokens: int, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_head(tokens: int, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and both gradients are near those of bf16, in one chunk and in several."""
     weight = (random(96, 32) * 0.2).bfloat16().requires_grad_()
     x = random(tokens, 32).bfloat16().requires_grad_()

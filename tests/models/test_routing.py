@@ -1,4 +1,4 @@
-"""A mixture of experts against its definition, token by token: outputs, gradients, losses, groups, capacity."""
+"""Mixture of experts against a per-token reference: outputs, gradients, losses, groups, capacity."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def by_hand(moe: MixtureOfExperts, x: Tensor, length: int = SEQ) -> tuple[Tensor
         ("swiglu", {"top_k": 1, "capacity": 0.9, "router": "sigmoid", "aux_weight": 0.2}, 5),
     ],
 )
-def test_is_its_definition(activation: str, experts: dict[str, Any], length: int) -> None:
+def test_agrees_with_a_per_token_reference(activation: str, experts: dict[str, Any], length: int) -> None:
     moe = make(activation, **experts)
     if moe.bias is not None:
         moe.bias.copy_(torch.linspace(-0.5, 0.5, 6))
@@ -114,7 +114,7 @@ def test_is_its_definition(activation: str, experts: dict[str, Any], length: int
     assert (moe.tally[-3] > 0) == (moe.options.capacity is not None)
 
 
-def test_evaluation_drops_and_counts_nothing() -> None:
+def test_evaluation_drops_and_counts_no_tokens() -> None:
     moe, free = make(capacity=0.3), make()
     x = torch.randn(BATCH, SEQ, DIM)
     with torch.no_grad():
@@ -122,14 +122,14 @@ def test_evaluation_drops_and_counts_nothing() -> None:
     assert moe.tally.sum() == 0
 
 
-def test_later_tokens_decide_nothing_for_earlier_ones() -> None:
+def test_capacity_does_not_depend_on_later_tokens() -> None:
     moe = make(capacity=0.5)
     x = torch.randn(1, SEQ, DIM)
     other = torch.cat([x[:, :4], torch.randn(1, SEQ - 4, DIM)], 1)
     assert torch.allclose(moe(x, where())[:, :4], moe(other, where())[:, :4])
 
 
-def test_the_grouped_product_of_torch_is_ours() -> None:
+def test_grouped_product_agrees_with_torch() -> None:
     """torch's has no public name in every version we support; this says what broke when it moves."""
     counts = torch.tensor([3, 0, 5])
     x, weight = torch.randn(8, 16).bfloat16(), torch.randn(3, 24, 16).bfloat16()

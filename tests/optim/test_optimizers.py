@@ -1,4 +1,4 @@
-"""Optimizers of our own take the same steps as torch's where both can run, and every schedule ends where it says."""
+"""Optimizers agree with torch's where both can run; schedules, scaled rates, moving average."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def torch_sgd(master_params: list[Tensor]) -> torch.optim.Optimizer:
     ("name", "make", "tolerance"),
     [("adafactor", torch_adafactor, 1e-5), ("muon", torch_muon, 0.03), ("sgd", torch_sgd, 1e-6)],
 )
-def test_steps_are_those_of_torch(name: str, make: Any, tolerance: float) -> None:
+def test_steps_agree_with_torch(name: str, make: Any, tolerance: float) -> None:
     """Held on the matrices, which all three treat alike; their vectors are not decayed by us."""
     ours, theirs = weights(), weights()
     matrices = [n for n in SHAPES if n.startswith("blocks") and len(SHAPES[n]) == 2]
@@ -60,7 +60,7 @@ def test_steps_are_those_of_torch(name: str, make: Any, tolerance: float) -> Non
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
-def test_vectors_are_never_decayed_and_allocating_changes_nothing(name: str) -> None:
+def test_vectors_do_not_decay_and_allocate_changes_no_weight(name: str) -> None:
     master_params = weights()
     before = {n: m.detach().clone() for n, m in master_params.items()}
     optimizer = build_optimizers(Optim(name=name, lr=0.5), master_params, lambda n: n.startswith("blocks"))
@@ -90,7 +90,7 @@ def test_schedules() -> None:
     assert cosine[4] == 0.55
 
 
-def test_rates_that_follow_the_batch_say_so() -> None:
+def test_scaled_peak_rates_are_explained() -> None:
     job = Job(train=Train(global_batch=1024), optim=Optim(lr=1e-3, scale_lr="sqrt", base_batch=256))
     assert peak_lr(job) == (2e-3, "lr 0.001 × 2 = 0.002: sqrt scaling from batch 256 to 1024")
     job = Job(train=Train(global_batch=64), optim=Optim(lr=1e-3, scale_lr="linear", base_batch=256))
@@ -98,7 +98,7 @@ def test_rates_that_follow_the_batch_say_so() -> None:
     assert peak_lr(Job())[1] is None
 
 
-def test_the_average_follows_slowly() -> None:
+def test_moving_average() -> None:
     master_params = {"w": torch.zeros(3)}
     ema = Ema(master_params, 0.75)
     master_params["w"] += 1
@@ -108,7 +108,7 @@ def test_the_average_follows_slowly() -> None:
     assert Ema(master_params, 0.0).averages == {}
 
 
-def test_gradients_in_another_dtype_reach_the_masters_and_the_copies_follow() -> None:
+def test_gradients_of_another_dtype_update_master_and_compute_params() -> None:
     master_params = {"blocks.w": torch.randn(8, 4), "norm": torch.randn(4)}
     theirs = {n: m.clone().requires_grad_() for n, m in master_params.items()}
     compute_params = {n: m.bfloat16().requires_grad_() for n, m in master_params.items()}

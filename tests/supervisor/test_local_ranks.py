@@ -11,7 +11,7 @@ from helpers.command import Started, run_of, write_job
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.supervisor.failure_report import explain_failure
-from weft.supervisor.local_ranks import KILL_AFTER_INTERRUPTS
+from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS
 
 
 def test_third_interrupt_kills_a_hung_run(tmp_path: Path) -> None:

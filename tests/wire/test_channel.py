@@ -176,6 +176,10 @@ def test_secret_is_created_once_and_private(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / ".secret").chmod(0o644)
     with pytest.raises(MachineError, match="must be a file of yours that nobody else can read"):
         run_secret(tmp_path)
+    (tmp_path / ".secret").chmod(0o600)
+    (tmp_path / ".secret").write_bytes(b"")
+    with pytest.raises(MachineError, match="holds 0 bytes, fewer than 32; delete the file"):
+        run_secret(tmp_path)
     monkeypatch.setenv("WEFT_SECRET", "short")
     with pytest.raises(MachineError, match="WEFT_SECRET has 5 characters; at least 32 are needed"):
         run_secret(tmp_path)

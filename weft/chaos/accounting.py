@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.chaos.faults import KINDS, reports_fault
+from weft.job.batch_ramp import BatchRamp
 
 Event = Mapping[str, Any]
 """A line of events.jsonl; its time is in seconds since the epoch."""
@@ -166,7 +167,7 @@ class Samples:
     read: int
 
 
-def samples(files: Iterable[Iterable[Mapping[str, Any]]], steps: int, global_batch: int) -> Samples:
+def samples(files: Iterable[Iterable[Mapping[str, Any]]], steps: int, ramp: BatchRamp) -> Samples:
     """Compare the samples that ranks recorded (one iterable of lines a rank) with those of the committed steps.
 
     Of a repeated step only the newest attempt counts, and in it each rank's last line.
@@ -180,7 +181,7 @@ def samples(files: Iterable[Iterable[Mapping[str, Any]]], steps: int, global_bat
                 newest[step] = max(attempt, newest.get(step, 0))
                 told.setdefault((step, attempt), {})[rank] = line["ids"]
     counts = Counter(i for step, attempt in newest.items() for ids in told[step, attempt].values() for i in ids)
-    wanted = range(steps * global_batch)
+    wanted = range(ramp.samples_before(steps))
     known = sum(1 for i in counts if i in wanted)
     return Samples(len(wanted) - known, sum(n - 1 for n in counts.values()), known)
 

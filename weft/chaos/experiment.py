@@ -135,7 +135,7 @@ def _account(
     lines = _dated(watched.lines)
     found = outcomes(injector.struck, lines, watched.events)
     read = samples(
-        [list(read_jsonl(p)) for p in sorted(watched.run.samples.glob("rank-*.jsonl"))], steps, job.train.global_batch
+        [list(read_jsonl(p)) for p in sorted(watched.run.samples.glob("rank-*.jsonl"))], steps, job.train.ramp
     )
     skipped = {x.step for x in lines if x.skipped} | _skipped(watched.events)
     why = None
@@ -150,7 +150,7 @@ def _account(
         bitwise_equal=same_weights(watched.run, reference) if reference and finished else None,
         final_loss=_final_loss(watched.run),
         undisturbed_loss=_final_loss(reference) if reference else None,
-        samples_skipped=len(skipped) * job.train.global_batch,
+        samples_skipped=sum(job.train.ramp.batch(step - 1) for step in skipped),
         not_struck=not_struck,
         starts=watched.starts,
         seconds=round(lines[-1].time - lines[0].time, 3) if lines else 0.0,

@@ -71,7 +71,7 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointFolder:
     """A folder that a Checkpointer made. kind: good (by name only), tmp, old, damaged or trash."""
 
     step: int
@@ -88,14 +88,14 @@ def aside_name(step: int, kind: str) -> str:
     return f"{checkpoint_name(step)}.{kind}-{uuid.uuid4().hex[:8]}"
 
 
-def entries(folder: Path) -> list[Entry]:
+def entries(folder: Path) -> list[CheckpointFolder]:
     """Every checkpoint folder in `folder`, of any kind, lowest step first."""
     if not folder.is_dir():
         return []
     found = []
     for path in sorted(folder.iterdir()):
         if (match := _NAME.fullmatch(path.name)) and path.is_dir():
-            found.append(Entry(int(match[1]), match[2] or "good", path))
+            found.append(CheckpointFolder(int(match[1]), match[2] or "good", path))
     return sorted(found, key=lambda entry: entry.step)
 
 
@@ -108,7 +108,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [entry.path for entry in sorted(listed, key=lambda entry: (entry.step, entry.kind == "good"))]
 
 
-def leftovers(folder: Path, good_step: int, damaged: Collection[Path]) -> list[Entry]:
+def leftovers(folder: Path, good_step: int, damaged: Collection[Path]) -> list[CheckpointFolder]:
     """What interrupted saves and deletions left and can be deleted, since the checkpoint of good_step is good."""
     every = entries(folder)
     intact = {
@@ -248,7 +248,7 @@ def put_in_place(written: Path, final: Path, *, damaged: bool) -> Path | None:
     return aside
 
 
-def remove(entry: Entry) -> None:
+def remove(entry: CheckpointFolder) -> None:
     """Delete a folder. It is renamed first, so that a kill half-way leaves nothing that looks like a checkpoint."""
     path = entry.path
     if entry.kind != "trash":

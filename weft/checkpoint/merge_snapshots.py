@@ -1,6 +1,6 @@
-"""Snapshots of another layout, in the memories of several nodes, made into an ordinary checkpoint.
+"""Merges the snapshots of another layout, in the memory of several nodes, into an ordinary checkpoint.
 
-A checkpoint has no layout: what the ranks of a lost world had, the ranks of a smaller one read from it as they need it.
+A checkpoint has no layout, so the ranks of a smaller world can load what the ranks of a lost world had.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.contents import CheckpointContents
-from weft.checkpoint.snapshot_file import Places, find_sealed, read_table
-from weft.checkpoint.snapshot_replication import held_files, newest_whole
+from weft.checkpoint.snapshot_file import SnapshotLayout, find_sealed, read_table
+from weft.checkpoint.snapshot_replication import held_files, newest_complete
 from weft.comm.shards import shard_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.plan import Plan
 
-Told = tuple[int, dict[str, int], int, int]
-"""Attempt, axes, step and rank of a shard."""
+Summary = tuple[int, dict[str, int], int, int]
+"""Attempt, axes, step and rank of a snapshot."""
 
 
 @dataclass(frozen=True)
@@ -33,64 +33,66 @@ class RankSnapshot:
 
     path: Path
     step: int
-    places: Places
+    layout: SnapshotLayout
 
     @property
     def axes(self) -> dict[str, int]:
-        axes: dict[str, int] = self.places.plan["axes"]
+        axes: dict[str, int] = self.layout.plan["axes"]
         return axes
 
 
-def places_of(rank: int, attempt: int, job: Job, plan: Plan, tensors: Mapping[str, Tensor]) -> Places:
-    """What this rank's shards are shards of."""
+def snapshot_layout(rank: int, attempt: int, job: Job, plan: Plan, tensors: Mapping[str, Tensor]) -> SnapshotLayout:
+    """The layout of this rank's shards."""
     boxes = {name: (list((p := shard_of(t)).shape), list(p.offset)) for name, t in tensors.items()}
-    return Places(rank, attempt, job.model_dump(mode="json"), plan.to_json(), boxes)
+    return SnapshotLayout(rank, attempt, job.model_dump(mode="json"), plan.to_json(), boxes)
 
 
-def find_shards(memory: Path) -> list[RankSnapshot]:
-    """All that this node holds: its own ranks' and its neighbour's."""
+def find_snapshots(memory: Path) -> list[RankSnapshot]:
+    """All snapshots that this node holds: of its own ranks, and replicas of another node's."""
     found = [
-        RankSnapshot(sealed.path, sealed.step, places)
+        RankSnapshot(sealed.path, sealed.step, layout)
         for sealed in find_sealed(memory)
-        if (places := Places.read(memory / f"places-{sealed.rank}.json")) is not None
+        if (layout := SnapshotLayout.read(memory / f"places-{sealed.rank}.json")) is not None
     ]
     for attempt, rank, step, path in held_files(memory / "held"):
-        if (places := Places.read(memory / "held" / f"{attempt}-{rank}.json")) is not None:
-            found.append(RankSnapshot(path, step, places))
+        if (layout := SnapshotLayout.read(memory / "held" / f"{attempt}-{rank}.json")) is not None:
+            found.append(RankSnapshot(path, step, layout))
     return found
 
 
-def save_shards(memory: Path, checkpoints: Checkpointer, mesh: Mesh, local_ranks: int, newer_than: int) -> int | None:
-    """Write the newest step that the nodes' memories hold together as a checkpoint, if the disk has none as new.
+def save_merged_snapshots(
+    memory: Path, checkpoints: Checkpointer, mesh: Mesh, local_ranks: int, newer_than: int
+) -> int | None:
+    """Write the newest step of which the nodes together have all shards as a checkpoint, if newer than `newer_than`.
 
-    Collective; every rank brings its share of what its node holds. Returns the step, or None.
+    Collective; the ranks of a node share the snapshots that it holds. Returns the step, or None.
     """
     local = int(os.environ.get("LOCAL_RANK", mesh.rank))
-    mine = sorted(find_shards(memory), key=lambda s: (s.step, s.places.rank, s.path.name))[local::local_ranks]
-    told = mesh.all_gather_json([(s.places.attempt, s.axes, s.step, s.places.rank) for s in mine])
-    everyone = [entry for entries in cast(list[list[Told]], told) for entry in entries]
+    mine = sorted(find_snapshots(memory), key=lambda s: (s.step, s.layout.rank, s.path.name))[local::local_ranks]
+    gathered = mesh.all_gather_json([(s.layout.attempt, s.axes, s.step, s.layout.rank) for s in mine])
+    everyone = [entry for entries in cast(list[list[Summary]], gathered) for entry in entries]
     if not everyone:
         return None
-    axes = max(everyone, key=lambda entry: entry[0])[1]  # of the last layout: another's shards are no part of it
+    axes = max(everyone, key=lambda entry: entry[0])[1]  # the last layout; shards of others do not belong to it
     held = [(step, rank) for _, layout, step, rank in everyone if layout == axes]
-    chosen = newest_whole(held, axes)
+    chosen = newest_complete(held, axes)
     if chosen is None or chosen <= newer_than:
         return None
     bring = [shard for shard in mine if shard.step == chosen and shard.axes == axes]
     there = {rank for step, rank in held if step == chosen}
-    contents = SnapshotContents(bring, _absent(there, axes, mine) if mesh.rank == 0 else {})
+    contents = SnapshotContents(bring, _absent_random_states(there, axes, mine) if mesh.rank == 0 else {})
     metas = mesh.all_gather_json(contents.meta)
     meta = next(m for m in cast(list[dict[str, Any] | None], metas) if m is not None)
     checkpoints.save_contents(chosen, contents, meta)
     return chosen if checkpoints.durable == chosen else None
 
 
-def _absent(there: set[int], axes: Mapping[str, int], bring: list[RankSnapshot]) -> dict[str, Tensor]:
-    """Random states of ranks that are gone, as they begin: only a person's own module may use them."""
+def _absent_random_states(there: set[int], axes: Mapping[str, int], bring: list[RankSnapshot]) -> dict[str, Tensor]:
+    """Initial random states for ranks that are gone; only a user's module may use them."""
     world = 1
     for degree in axes.values():
         world *= degree
-    seed = bring[0].places.job["train"]["seed"] if bring else 0
+    seed = bring[0].layout.job["train"]["seed"] if bring else 0
     generators = {r: torch.Generator().manual_seed(seed + r) for r in range(world) if r not in there}
     return {f"random.{r}": g.get_state() for r, g in generators.items()}
 
@@ -110,13 +112,13 @@ class SnapshotContents(CheckpointContents):
     def _add_file(self, shard: RankSnapshot) -> None:
         table = read_table(shard.path)
         if table is None:
-            raise ValueError(f"{shard.path} is no longer whole")
+            raise ValueError(f"{shard.path} is no longer complete")
         entries, counts = table
-        self.meta = {**counts, "job": shard.places.job, "plan": shard.places.plan}
+        self.meta = {**counts, "job": shard.layout.job, "plan": shard.layout.plan}
         memory = torch.from_file(str(shard.path), shared=False, size=shard.path.stat().st_size, dtype=torch.uint8)
         for name, dtype, shape, at in entries:
             kind = getattr(torch, dtype)
             count = int(torch.Size(shape).numel())
             tensor = memory[at : at + count * kind.itemsize].view(kind).view(shape)
-            full, offset = shard.places.boxes[name]
+            full, offset = shard.layout.boxes[name]
             self._add(name, tensor, tuple(full), tuple(offset))

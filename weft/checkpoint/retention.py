@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from weft.checkpoint.format import Entry, checkpoint_name, entries, leftovers, remove, surplus, verify
+from weft.checkpoint.format import CheckpointFolder, checkpoint_name, entries, leftovers, remove, surplus, verify
 
 Note = Callable[..., None]
 
@@ -38,7 +38,7 @@ def sweep(folder: Path, good_step: int, damaged: set[Path], note: Note) -> None:
         _remove(entry, "left by an interrupted save or deletion", note)
 
 
-def _remove(entry: Entry, why: str, note: Note) -> None:
+def _remove(entry: CheckpointFolder, why: str, note: Note) -> None:
     try:
         remove(entry)
     except OSError as error:

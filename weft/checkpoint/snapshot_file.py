@@ -1,4 +1,4 @@
-"""Snapshot files as anyone may read them, without torch: who wrote them, of which step, and whether they are whole."""
+"""The format of snapshot files: their header, and reading them without torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _NAME = re.compile(r"snap-(\d+)\.\d+")
 
 
 @dataclass(frozen=True)
-class Sealed:
-    """A snapshot of one rank that is whole."""
+class SealedSnapshot:
+    """A complete snapshot of one rank."""
 
     path: Path
     rank: int
     step: int
 
     def copy(self) -> bytes | None:
-        """All of it, or None where its rank has meanwhile begun to write a newer step over it."""
+        """The file's content, or None where its rank has begun to overwrite it with a newer step."""
         try:
             with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
                 content = memory[:]
@@ -38,7 +38,7 @@ class Sealed:
 
 
 def sealed_step(path: Path) -> int | None:
-    """The step that a file holds."""
+    """The step of a complete snapshot; None where it is not complete."""
     try:
         with path.open("rb") as file:
             magic, sealed, _, _, _ = HEAD.unpack(file.read(HEAD.size))
@@ -47,17 +47,17 @@ def sealed_step(path: Path) -> int | None:
     return sealed - 1 if magic == MAGIC and sealed else None
 
 
-def find_sealed(folder: Path) -> list[Sealed]:
-    """Every whole snapshot that the ranks of this machine have in a folder."""
+def find_sealed(folder: Path) -> list[SealedSnapshot]:
+    """Every complete snapshot in a folder."""
     found = []
     for path in folder.glob("snap-*"):
         if (name := _NAME.fullmatch(path.name)) and (step := sealed_step(path)) is not None:
-            found.append(Sealed(path, int(name[1]), step))
+            found.append(SealedSnapshot(path, int(name[1]), step))
     return found
 
 
 def read_table(path: Path) -> tuple[list[tuple[str, str, list[int], int]], dict[str, Any]] | None:
-    """The tensors of a file (name, dtype, shape, offset) and what was known of its step; None if it is not whole."""
+    """The tensors of a file (name, dtype, shape, offset) and the metadata of its step; None if it is not complete."""
     try:
         with path.open("rb") as file:
             magic, sealed, head, length, crc = HEAD.unpack(file.read(HEAD.size))
@@ -71,15 +71,15 @@ def read_table(path: Path) -> tuple[list[tuple[str, str, list[int], int]], dict[
 
 
 @dataclass(frozen=True)
-class Places:
-    """What the snapshots of a rank are shards of: enough to put them together under another layout."""
+class SnapshotLayout:
+    """The layout that the snapshots of a rank belong to, which is needed to merge them under another one."""
 
     rank: int
     attempt: int
     job: dict[str, Any]
     plan: dict[str, Any]
     boxes: dict[str, tuple[list[int], list[int]]]
-    """By tensor: the shape of the whole, and where the shard begins."""
+    """By tensor: the shape of the full tensor, and the offset of the shard."""
 
     def dumps(self) -> str:
         return json.dumps(vars(self))
@@ -90,7 +90,7 @@ class Places:
         draft.replace(folder / f"places-{self.rank}.json")
 
     @classmethod
-    def loads(cls, text: str) -> Places | None:
+    def loads(cls, text: str) -> SnapshotLayout | None:
         try:
             data = json.loads(text)
             boxes = {str(n): ([int(x) for x in s], [int(x) for x in o]) for n, (s, o) in data["boxes"].items()}
@@ -99,7 +99,7 @@ class Places:
             return None
 
     @classmethod
-    def read(cls, path: Path) -> Places | None:
+    def read(cls, path: Path) -> SnapshotLayout | None:
         try:
             return cls.loads(path.read_text(encoding="utf-8"))
         except OSError:

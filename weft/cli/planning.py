@@ -34,6 +34,9 @@ def plan(
         bool, typer.Option("--tune", help="Also advise batch size, learning rate, warm-up and batch ramp.")
     ] = False,
     tokens: Annotated[float | None, typer.Option("--tokens", min=1, max=1e18, help="Token budget of --tune.")] = None,
+    apply: Annotated[
+        Path | None, typer.Option("--apply", help="Write a job file with the chosen layout and the settings of --tune.")
+    ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the plan as an HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,7 +50,9 @@ def plan(
     described = load_job(job, [text for text in given if text not in offers])
     named = [name for text in [compare, *offers] if text for name in text.split(",")]
     front = pareto or as_json or html is not None
-    made = show(described, nproc, PlanOptions(top, front, gantt, why_not, named, history, tune, tokens))
+    made = show(
+        described, nproc, PlanOptions(top, front, gantt, why_not, named, history, tune, tokens, apply is not None)
+    )
     if as_json:
         failure = {"error": str(made.failed), "code": int(made.failed.exit_code)} if made.failed else {}
         print_json(made.data | failure)
@@ -59,6 +64,10 @@ def plan(
         print_stderr(f"written: {write_plan_page(html, made.data)}")
     if made.failed:
         raise made.failed
+    if apply is not None and made.job is not None:
+        from weft.planner.advice.pinned_job import write_job
+
+        print_stderr(f"written: {write_job(made.job, apply)}")
 
 
 def estimate(

@@ -38,11 +38,11 @@ def train(
 
 
 def _exit_on_signals() -> None:
-    """Exit as preempted on SIGTERM and SIGUSR1 until there are ranks with a state to save."""
-    from weft.job.errors import Exit
+    """Exit on a stop signal while there are no ranks: nothing has to be saved."""
+    from weft.supervisor.stop_signals import STOP_CODES, handled_signals
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: sys.exit(int(Exit.PREEMPTED)))
+    for number in handled_signals():
+        signal.signal(number, lambda number, frame: sys.exit(int(STOP_CODES[signal.Signals(number)])))
 
 
 def prove(

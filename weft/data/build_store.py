@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from weft.data import store as s
+from weft.data import store
 from weft.data.build_part import part_is_complete, part_path, read_part, rename_durable, write_atomic, write_part
 from weft.data.sources import PART_BYTES, Part, SourceFile, find_files, json_texts, read_range, split_into_parts
 from weft.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
+from weft.job import token_files
 from weft.job.errors import JobError, MachineError
 
 SETTINGS = "build.json"
@@ -71,7 +72,7 @@ def build(
         files = find_files(names, out)
         settings = _settings(files, str(tokenizer), field, part_bytes)
         with _locked_folder(out, settings) as folder:
-            if not (out / s.META).exists():
+            if not (out / token_files.META).exists():
                 spec = _prepare_tokenizer(folder, files, str(tokenizer), field, part_bytes)
                 parts = split_into_parts(files, part_bytes)
                 _encode_parts(parts, folder, spec, field, workers, progress)
@@ -79,7 +80,7 @@ def build(
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise MachineError(f"the store {out} could not be built: {error}; mend it and run the build again") from error
-    meta = s.open_store(out).meta
+    meta = store.open_store(out).meta
     if progress:
         progress(total := sum(f.size for f in files), total)
     return BuildResult(meta.tokens, meta.documents, meta.vocab, out, time.perf_counter() - began)
@@ -92,7 +93,7 @@ def _settings(files: Sequence[SourceFile], tokenizer: str, field: str, part_byte
         tokenizer = "sha256:" + hashlib.sha256(_tokenizer_file(tokenizer).read_bytes()).hexdigest()
     listing = json.dumps([astuple(f) for f in files]).encode()
     return {
-        "format": s.FORMAT,
+        "format": token_files.FORMAT,
         "tokenizer": tokenizer,
         "field": field,
         "part_bytes": part_bytes,
@@ -107,11 +108,11 @@ def _locked_folder(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
     """Lock `out` for this build; refuses a folder with other contents, another build, or a running one."""
     if out.exists() and not out.is_dir():
         raise JobError(f"{out} is a file; a token store is a folder, choose another --out")
-    if out.is_dir() and any(out.iterdir()) and not s.is_store(out):
+    if out.is_dir() and any(out.iterdir()) and not store.is_store(out):
         raise JobError(f"the folder {out} holds other things; choose a new or an empty one for --out")
-    if (out / s.META).exists():
+    if (out / token_files.META).exists():
         _same_settings(out, out / SETTINGS, settings)
-    folder = out / s.PARTS
+    folder = out / token_files.PARTS
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
@@ -151,14 +152,14 @@ def _same_settings(out: Path, file: Path, settings: dict[str, Any]) -> None:
 
 def _tokenizer_file(name: str) -> Path:
     path = Path(name)
-    return path / s.TOKENIZER if path.is_dir() else path
+    return path / token_files.TOKENIZER if path.is_dir() else path
 
 
 def _prepare_tokenizer(folder: Path, files: Sequence[SourceFile], name: str, field: str, part_bytes: int) -> str:
     """Train or copy the tokenizer into the parts folder once; workers load it from there."""
     if name == "bytes":
         return name
-    target = folder / s.TOKENIZER
+    target = folder / token_files.TOKENIZER
     if not target.exists():
         size = bpe_size(name)
         if size is None:
@@ -185,7 +186,7 @@ def _encode_parts(
 ) -> None:
     """Write every part that is not there yet."""
     tokenizer = load_tokenizer(spec)
-    dtype = s.token_dtype(tokenizer.vocab)
+    dtype = store.token_dtype(tokenizer.vocab)
     sizes = [sum(byte_range.stop - byte_range.start for byte_range in part) for part in parts]
     todo = [number for number in range(len(parts)) if not part_is_complete(part_path(folder, number), dtype)]
     done = sum(sizes) - sum(sizes[number] for number in todo)
@@ -259,18 +260,18 @@ def _start_worker() -> None:
 def _assemble(out: Path, folder: Path, parts: int, spec: str, names: list[str]) -> None:
     """Join the parts in order; meta.json comes last, so a folder that has it is complete."""
     tokenizer = load_tokenizer(spec)
-    dtype = s.token_dtype(tokenizer.vocab)
-    tokens_tmp, docs_tmp = folder / f"{s.TOKENS}.tmp", folder / f"{s.DOCS}.tmp"
+    dtype = store.token_dtype(tokenizer.vocab)
+    tokens_tmp, docs_tmp = folder / f"{token_files.TOKENS}.tmp", folder / f"{token_files.DOCS}.tmp"
     total = documents = 0
     with tokens_tmp.open("wb") as tokens_file, docs_tmp.open("wb") as docs_file:
         first = np.zeros(1, dtype="<i8").tobytes()
         docs_file.write(first)
-        crcs = {s.TOKENS: 0, s.DOCS: zlib.crc32(first)}
+        crcs = {token_files.TOKENS: 0, token_files.DOCS: zlib.crc32(first)}
         for number in range(parts):
             ends, tokens = read_part(part_path(folder, number), dtype)
             for file, name, data in (
-                (tokens_file, s.TOKENS, tokens.tobytes()),
-                (docs_file, s.DOCS, (ends + total).astype("<i8").tobytes()),
+                (tokens_file, token_files.TOKENS, tokens.tobytes()),
+                (docs_file, token_files.DOCS, (ends + total).astype("<i8").tobytes()),
             ):
                 file.write(data)
                 crcs[name] = zlib.crc32(data, crcs[name])
@@ -281,22 +282,22 @@ def _assemble(out: Path, folder: Path, parts: int, spec: str, names: list[str]) 
             os.fsync(file.fileno())
     if not documents:
         raise JobError(f"there is no document in {', '.join(names)}; a store needs at least one")
-    rename_durable(tokens_tmp, out / s.TOKENS)
-    rename_durable(docs_tmp, out / s.DOCS)
+    rename_durable(tokens_tmp, out / token_files.TOKENS)
+    rename_durable(docs_tmp, out / token_files.DOCS)
     if spec != "bytes":
         data = Path(spec).read_bytes()
-        crcs[s.TOKENIZER] = zlib.crc32(data)
-        write_atomic(out / s.TOKENIZER, data, folder)
+        crcs[token_files.TOKENIZER] = zlib.crc32(data)
+        write_atomic(out / token_files.TOKENIZER, data, folder)
     write_atomic(out / SETTINGS, (folder / SETTINGS).read_bytes(), folder)
-    meta = s.StoreMeta(
-        format=s.FORMAT,
+    meta = token_files.StoreMeta(
+        format=token_files.FORMAT,
         vocab=tokenizer.vocab,
         dtype=dtype.name,
         tokens=total,
         documents=documents,
-        tokenizer="bytes" if spec == "bytes" else s.TOKENIZER,
+        tokenizer="bytes" if spec == "bytes" else token_files.TOKENIZER,
         eos=tokenizer.eos,
         crc32=crcs,
         source=names,
     )
-    write_atomic(out / s.META, meta.to_json().encode(), folder)
+    write_atomic(out / token_files.META, meta.to_json().encode(), folder)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import zlib
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.data.corpora import CORPORA, encode_corpus
-from weft.data.store import is_store, open_store, read_meta, store_tokenizer
+from weft.data.file_array import FileArray
+from weft.data.store import is_store, open_store, store_tokenizer
 from weft.data.synthetic import open_synthetic
 from weft.data.text_windows import TextDataset
-from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from weft.data.user_dataset import open_user_dataset
 from weft.job.errors import JobError
 from weft.job.schema import Data, Job
+from weft.job.token_files import read_meta
 
 Sample = dict[str, np.ndarray]
 """inputs, targets and valid (and docs and positions when data.mask_documents), each without a batch dim."""
@@ -42,7 +46,7 @@ def open_dataset(job: Job) -> Dataset:
     if data.source == "synthetic":
         return open_synthetic(job)
     if _is_user_dataset(data.source):
-        return open_user_dataset(data)
+        return open_user_dataset(job)
     if data.source not in CORPORA:
         _check_store_path(data.source)
     if job.model.is_classifier or job.model.is_stack:
@@ -50,15 +54,19 @@ def open_dataset(job: Job) -> Dataset:
             f"data.source {data.source} gives tokens, and model.family {job.model.family} does not take them; "
             "write data.source=synthetic, or your own dataset as package.module:name"
         )
+    tokens: Tokens | FileArray
+    docs: NDArray[np.int64] | FileArray
     if data.source in CORPORA:
         tokenizer = load_tokenizer(data.tokenizer)
         _check_vocab(job, tokenizer.vocab)
-        tokens, docs = encode_corpus(CORPORA[data.source](), tokenizer)
-        vocab, eos = tokenizer.vocab, tokenizer.eos
+        encoded, docs = encode_corpus(CORPORA[data.source](), tokenizer)
+        tokens = encoded
+        vocab, eos, fingerprint = tokenizer.vocab, tokenizer.eos, f"{zlib.crc32(encoded.data):08x}"
     else:
         _check_vocab(job, read_meta(Path(data.source)).vocab)
         store = open_store(data.source)
         tokens, docs, vocab, eos = store.tokens, store.docs, store.meta.vocab, store.meta.eos
+        fingerprint = store.fingerprint()
     return TextDataset(
         tokens,
         docs,
@@ -68,7 +76,13 @@ def open_dataset(job: Job) -> Dataset:
         vocab=vocab,
         eos=eos,
         name=data.source,
+        fingerprint=fingerprint,
     )
+
+
+def fingerprint_of(dataset: Dataset) -> str:
+    """A checksum of a dataset's contents; empty where they are generated or a user's own."""
+    return str(getattr(dataset, "fingerprint", ""))
 
 
 def check_dataset(job: Job) -> None:

@@ -15,9 +15,10 @@ from typing import BinaryIO, NamedTuple, Self
 import numpy as np
 import torch
 
-from weft.data.batch_shares import BatchShares
+from weft.data.batch_shares import BatchShares, even_share, split_evenly
 from weft.data.dataset import Dataset, Sample
 from weft.data.sampler import Ints, sample_index
+from weft.job.batch_ramp import BatchRamp
 from weft.job.errors import JobError
 
 Batch = dict[str, torch.Tensor]
@@ -42,8 +43,9 @@ class Loader:
     """Endless steps of training data, from start_step on; each is the list of this rank's microbatches.
 
     Step s has the G samples from k = s × G on, and rank r of R the r-th of R shares of them, which are equal unless
-    `shares` is set. Nothing depends on what was read before. `start_sample` is the k of start_step if earlier steps had
-    another G. `pin` puts batches into pinned memory.
+    `shares` is set. Nothing depends on what was read before. A `ramp` gives early steps fewer samples; with
+    `fixed_parts` they have as many microbatches as the others. `start_sample` is the k of start_step if earlier steps
+    had another G. `pin` puts batches into pinned memory.
     """
 
     def __init__(
@@ -61,15 +63,20 @@ class Loader:
         record: Path | None = None,
         pin: bool = False,
         shares: BatchShares | None = None,
+        ramp: BatchRamp | None = None,
+        fixed_parts: bool = False,
     ) -> None:
-        self._dataset, self._seed, self._global_batch, self._dp_rank = dataset, seed, global_batch, dp_rank
+        self._dataset, self._seed, self._dp_rank = dataset, seed, dp_rank
+        self._ramp = ramp or BatchRamp(global_batch)
+        self._microbatch, self._dp_size = microbatch, dp_size
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"no share for {dp_rank=} {dp_size=}")
         self.shares = shares or BatchShares.even(global_batch, microbatch, dp_size)
-        """BatchShares from the next step on; all ranks change it between the same steps."""
+        """BatchShares of full batches from the next step on; all ranks change it between the same steps."""
+        self._parts = len(self.shares.parts[0]) if fixed_parts else None
         self.waited = 0.0
         """Seconds spent waiting for data."""
-        self._offset = 0 if start_sample is None else start_sample - start_step * global_batch
+        self._offset = 0 if start_sample is None else start_sample - self._ramp.samples_before(start_step)
         self._prefetch, self._pin = prefetch, pin
         self._next_read = start_step
         self._record_path = record
@@ -87,7 +94,7 @@ class Loader:
     def __next__(self) -> list[Batch]:
         began = time.perf_counter()
         step = self._take() if self._prefetch else self._read_now()
-        if step.shares != self.shares:  # it was read before the shares changed
+        if step.shares != self._shares(step.number):  # it was read before the shares changed
             step = self._read(step.number)
         self.waited += time.perf_counter() - began
         if self._record_path is not None:
@@ -155,9 +162,16 @@ class Loader:
                 self._error = error
                 self._changed.notify_all()
 
+    def _shares(self, step: int) -> BatchShares:
+        batch = self._ramp.batch(step)
+        if batch == self._ramp.global_batch:
+            return self.shares
+        share = even_share(batch, self._microbatch, self._dp_size)
+        return BatchShares((split_evenly(share, self._parts or -(-share // self._microbatch)),) * self._dp_size)
+
     def _read(self, step: int) -> _Step:
-        shares, rank = self.shares, self._dp_rank
-        first = step * self._global_batch + self._offset + shares.first(rank)
+        shares, rank = self._shares(step), self._dp_rank
+        first = self._ramp.samples_before(step) + self._offset + shares.first(rank)
         ids = np.arange(first, first + shares.counts[rank], dtype=np.int64)
         indices = sample_index(self._seed, ids, self._dataset.train_len)
         batches = read_samples(self._dataset, ids, indices, shares.slices(rank))

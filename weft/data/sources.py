@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from weft.data.store import PARTS, TOKENS
 from weft.job.errors import JobError
+from weft.job.token_files import PARTS, TOKENS
 
 PART_BYTES = 8 << 20
 _BORDER_SEARCH_BYTES = 64 << 10

@@ -1,42 +1,33 @@
-"""The token store: a folder of memory-mapped tokens and document borders that any number of ranks read at once."""
+"""The token store: a folder of tokens and document offsets that any number of ranks read at once."""
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from weft.data.tokenizer import ByteTokenizer, Tokenizer, Tokens, load_tokenizer
-from weft.job.errors import JobError
+from weft.data.file_array import FileArray
+from weft.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from weft.job.token_files import (
+    DOCS,
+    META,
+    PARTS,
+    TOKENIZER,
+    TOKENS,
+    StoreMeta,
+    damaged,
+    read_meta,
+    token_dtype_name,
+)
 
-FORMAT = "weft-tokens-1"
-META, TOKENS, DOCS, TOKENIZER, PARTS = "meta.json", "tokens.bin", "docs.bin", "tokenizer.json", ".parts"
-# up to here every opening reads the files whole; above it a start of many ranks would wait for the disk
 CHECK_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class StoreMeta:
-    """Contents of meta.json, which is written last: a folder that has it is complete."""
-
-    format: str
-    vocab: int
-    dtype: str
-    tokens: int
-    documents: int
-    tokenizer: str
-    eos: int
-    crc32: dict[str, int]
-    source: list[str]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+"""Checksums of smaller stores are verified on every opening; larger ones would delay the start of many ranks."""
+SAMPLED_BLOCKS, BLOCK_BYTES = 64, 4096
+"""Blocks of tokens.bin, evenly spaced, whose checksum is part of a store's fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +36,26 @@ class Store:
 
     path: Path
     meta: StoreMeta
-    tokens: Tokens
-    docs: NDArray[np.int64]
+    tokens: FileArray
+    docs: FileArray
     """Offsets into tokens, one more than there are documents: document d is tokens[docs[d]:docs[d + 1]]."""
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer the store was built with."""
         return store_tokenizer(self.path, self.meta)
 
+    def fingerprint(self) -> str:
+        """Identifies the contents of the store, also where a large tokens.bin was replaced and meta.json was not."""
+        whole, step = self.meta.crc32[TOKENS], max(1, self.tokens.size // SAMPLED_BLOCKS)
+        sampled = 0
+        for start in range(0, self.tokens.size, step):
+            sampled = zlib.crc32(self.tokens[start : start + BLOCK_BYTES // self.tokens.dtype.itemsize].data, sampled)
+        return f"{whole:08x}-{sampled:08x}"
+
 
 def token_dtype(vocab: int) -> np.dtype[Any]:
     """The smallest unsigned type that holds every token, little-endian on every machine."""
-    return np.dtype("u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
+    return np.dtype(token_dtype_name(vocab)).newbyteorder("<")
 
 
 def is_store(path: Path) -> bool:
@@ -65,7 +64,7 @@ def is_store(path: Path) -> bool:
 
 
 def open_store(path: str | Path, *, check: bool | None = None) -> Store:
-    """Map a store into memory; a JobError if it is damaged.
+    """Open a store; a JobError if it is damaged.
 
     Sizes are always checked; checksums when `check` is true, or, left out, when the files are small enough to read.
     """
@@ -76,47 +75,19 @@ def open_store(path: str | Path, *, check: bool | None = None) -> Store:
     for name, size in sizes.items():
         there = _size(path, name)
         if there != size:
-            raise _damaged(path, f"{name} has {there:,} bytes and should have {size:,}")
+            raise damaged(path, f"{name} has {there:,} bytes and should have {size:,}")
     if check if check is not None else sum(sizes.values()) <= CHECK_BYTES:
         for name, expected in meta.crc32.items():
             _size(path, name)
             if crc32(path / name) != expected:
-                raise _damaged(path, f"{name} does not have the checksum that {META} states")
-    tokens = np.memmap(path / TOKENS, dtype=dtype, mode="r", shape=(meta.tokens,))
-    docs = np.memmap(path / DOCS, dtype="<i8", mode="r", shape=(meta.documents + 1,))
+                raise damaged(path, f"{name} does not have the checksum that {META} states")
+    tokens, docs = (
+        FileArray(path / name, kind, size)
+        for name, kind, size in ((TOKENS, dtype, meta.tokens), (DOCS, np.dtype("<i8"), meta.documents + 1))
+    )
     if docs[0] != 0 or docs[-1] != meta.tokens:
-        raise _damaged(path, f"{DOCS} does not span the {meta.tokens:,} tokens")
-    # a plain view of the same mapping: slicing a memmap object costs ten times as much
-    return Store(path, meta, tokens.view(np.ndarray), docs.view(np.ndarray))
-
-
-def read_meta(path: Path) -> StoreMeta:
-    """The metadata of a store, without opening its tokens."""
-    if not path.is_dir():
-        raise JobError(f"no token store is at {path}; make one with: weft data build SOURCE --out {path}")
-    file = path / META
-    if not file.is_file():
-        if (path / PARTS).is_dir():
-            raise JobError(f"the store {path} is not finished; run the same `weft data build` again, it will continue")
-        raise JobError(
-            f"{path} is not a token store: it has no {META}; make one with: weft data build SOURCE --out DIR"
-        )
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        raise _damaged(path, f"{META} is not JSON") from None
-    found = raw.get("format") if isinstance(raw, dict) else None
-    if found != FORMAT:
-        raise JobError(f"the store {path} has the format {found!r} and this Weft reads {FORMAT!r}; build it again")
-    try:
-        meta = StoreMeta(**raw)
-        numbers = [meta.vocab - 1, meta.tokens - 1, meta.documents - 1, meta.eos, *map(int, meta.crc32.values())]
-        sane = all(isinstance(n, int) and n >= 0 for n in numbers) and {TOKENS, DOCS} <= set(meta.crc32)
-    except (TypeError, ValueError, AttributeError):
-        sane = False
-    if not sane or meta.dtype != token_dtype(meta.vocab).name or meta.eos >= meta.vocab:
-        raise _damaged(path, f"{META} lacks a field or has one of the wrong kind")
-    return meta
+        raise damaged(path, f"{DOCS} does not span the {meta.tokens:,} tokens")
+    return Store(path, meta, tokens, docs)
 
 
 def store_tokenizer(path: Path, meta: StoreMeta) -> Tokenizer:
@@ -140,8 +111,4 @@ def _size(path: Path, name: str) -> int:
     try:
         return os.path.getsize(path / name)
     except OSError:
-        raise _damaged(path, f"{name} is missing") from None
-
-
-def _damaged(path: Path, what: str) -> JobError:
-    return JobError(f"the token store {path} is damaged: {what}; delete the folder and run `weft data build` again")
+        raise damaged(path, f"{name} is missing") from None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.file_array import FileArray
 from weft.data.tokenizer import Tokens
 from weft.job.errors import JobError
 
@@ -17,8 +20,8 @@ class TextDataset:
 
     def __init__(
         self,
-        tokens: Tokens,
-        docs: NDArray[np.int64],
+        tokens: Tokens | FileArray,
+        docs: NDArray[np.int64] | FileArray,
         *,
         seq_len: int,
         val_fraction: float,
@@ -26,6 +29,7 @@ class TextDataset:
         vocab: int,
         eos: int,
         name: str,
+        fingerprint: str = "",
     ) -> None:
         targets = tokens.size - docs.size + 1 if mask_documents else tokens.size - 1
         if targets < 1:
@@ -33,6 +37,7 @@ class TextDataset:
             raise JobError(f"data.source {name} is empty: it has no token that follows another one{within}")
         self._tokens, self._docs, self._seq_len, self._vocab, self._eos = tokens, docs, seq_len, vocab, eos
         self._mask_documents, self._name = mask_documents, name
+        self.fingerprint = fingerprint
         windows = max(1, (tokens.size - 1) // seq_len)
         held_out = min(windows - 1, max(1, round(windows * val_fraction))) if val_fraction > 0 else 0
         self.train_len = windows - held_out
@@ -66,7 +71,7 @@ class TextDataset:
     def _begins(self, start: int, size: int) -> NDArray[np.bool_]:
         """Mask of tokens that begin a document, after the window's first token; padding counts as a document."""
         begins = np.zeros(self._seq_len + 1, dtype=np.bool_)
-        first, last = np.searchsorted(self._docs, [start, start + size - 1], side="right")
+        first, last = bisect_right(self._docs, start), bisect_right(self._docs, start + size - 1)
         begins[self._docs[first:last] - start] = True
         if size <= self._seq_len:
             begins[size] = True

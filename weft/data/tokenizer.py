@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.job.errors import JobError
+from weft.job.token_files import find_tokenizer, tokenizer_vocab
 
 EOS = "<|endoftext|>"
 # common names of the end-of-document token, the most common first
 _EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
-_SMALLEST_BPE = 257
+MIN_BPE_VOCAB, MAX_BPE_VOCAB = 257, 1 << 24
 # one call of the tokenizers library on a longer text would need gigabytes of memory
 _BLOCK_CHARS = 1 << 20
 
@@ -90,24 +90,16 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """`bytes`, a tokenizer.json, or a folder that holds one (a store, a downloaded model)."""
     if str(name) == "bytes":
         return ByteTokenizer()
-    path = Path(name)
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if not path.is_file():
-        near = difflib.get_close_matches(str(name).lower(), ["bytes"], n=1)
-        hint = (
-            "did you mean bytes?"
-            if near
-            else "write bytes, the path of a tokenizer.json, or bpe:8000 where a store is built"
-        )
-        raise JobError(f"no tokenizer is at {str(name)!r}; {hint}")
+    path, vocab = find_tokenizer(name), tokenizer_vocab(name)
     from tokenizers import Tokenizer as Inner
 
     try:
         inner = Inner.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception for whatever it cannot read
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises a bare Exception, and panics are not even that
         raise JobError(f"{path} is not a tokenizer of the tokenizers library: {error}") from None
-    return _wrap(inner, str(path))
+    return _wrap(inner, str(path), vocab)
 
 
 def bpe_size(name: str) -> int | None:
@@ -115,11 +107,13 @@ def bpe_size(name: str) -> int | None:
     if not name.startswith("bpe:"):
         return None
     text = name.removeprefix("bpe:").replace("_", "").replace(",", "")
-    if not text.isascii() or not text.isdigit() or int(text) < _SMALLEST_BPE:
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
+    if not MIN_BPE_VOCAB <= number <= MAX_BPE_VOCAB:
         raise JobError(
-            f"tokenizer {name!r}: write bpe:N with N at least {_SMALLEST_BPE} (256 bytes and {EOS}), such as bpe:8000"
+            f"tokenizer {name!r}: write bpe:N with N at least {MIN_BPE_VOCAB} (256 bytes and {EOS}) and at most "
+            f"{MAX_BPE_VOCAB}, such as bpe:8000"
         )
-    return int(text)
+    return number
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> BpeTokenizer:
@@ -149,10 +143,10 @@ def train_bpe(texts: Iterable[str], vocab: int) -> BpeTokenizer:
     inner.train_from_iterator(guarded(), trainer=trainer)
     if failure:
         raise failure[0]
-    return _wrap(inner, f"bpe:{vocab}")
+    return _wrap(inner, f"bpe:{vocab}", 0)
 
 
-def _wrap(inner: Any, name: str) -> BpeTokenizer:
+def _wrap(inner: Any, name: str, vocab: int) -> BpeTokenizer:
     inner.no_truncation()
     inner.no_padding()
     # <|endoftext|> in a document is ordinary text, not its end
@@ -161,7 +155,7 @@ def _wrap(inner: Any, name: str) -> BpeTokenizer:
     eos = next((ids[token] for token in _EOS_NAMES if token in ids), None)
     if eos is None:
         raise JobError(f"{name} has no token that ends a document; add one of {', '.join(_EOS_NAMES)} to it")
-    return BpeTokenizer(vocab=max(ids.values()) + 1, eos=eos, inner=inner)
+    return BpeTokenizer(vocab=max(vocab, *(i + 1 for i in ids.values())), eos=eos, inner=inner)
 
 
 def _blocks(text: str) -> Iterator[str]:

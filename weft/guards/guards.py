@@ -79,8 +79,7 @@ class Guards:
         self.weights = WeightChecks(state.model.master_params, mesh, self.coords, plan.alone, self.settings.check_every)
         self.faults = FaultLog(event, warn, self.coords)
         self.table = FigureLayout(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))
-        # buffers of a custom module are averaged over ranks, which assumes equal shares
-        self.stragglers = StragglerResponse(job, plan, mesh, self.faults, fixed=lambda: bool(state.model.buffers()))
+        self.stragglers = StragglerResponse(job, plan, mesh, self.faults, fixed=self._shares_are_fixed)
         self.spikes, self.contention = SpikeDetector(), CpuContention()
         self.loader: Loader | None = None
         self.bad: list[StepFigures] = []
@@ -90,6 +89,10 @@ class Guards:
         self.right: list[float] = []
         """The recomputed values of a step in which replicas had differed."""
         self.begin()
+
+    def _shares_are_fixed(self) -> bool:
+        """Shares stay equal while the batch ramps up, and for a user's module with buffers, which ranks average."""
+        return self.state.step < self.job.train.ramp.end or bool(self.state.model.buffers())
 
     def begin(self) -> None:
         """Reset before training starts or restarts from an earlier step."""
@@ -282,6 +285,6 @@ class Guards:
 
     def _samples(self, step: int) -> list[int]:
         """The first and last sample of a step."""
-        batch = self.job.train.global_batch
-        first = self.state.samples - (self.state.step - step + 1) * batch
-        return [first, first + batch - 1]
+        ramp = self.job.train.ramp
+        first = self.state.samples - ramp.samples_before(self.state.step) + ramp.samples_before(step - 1)
+        return [first, first + ramp.batch(step - 1) - 1]

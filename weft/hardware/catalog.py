@@ -79,7 +79,7 @@ def read_catalog(path: Path | str) -> Catalog:
     if not path.is_file():
         raise JobError(f"cluster.catalog={str(path)!r}: no such file")
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+        raw = _safe_load(path.read_text(encoding="utf-8")) or {}
     except UnicodeDecodeError as error:
         raise JobError(f"cluster.catalog={str(path)!r} is not UTF-8 text: {error.reason}") from None
     except yaml.YAMLError as error:
@@ -105,6 +105,15 @@ def read_catalog(path: Path | str) -> Catalog:
         },
         raw.get("own") or {},
     )
+
+
+def _safe_load(text: str) -> Any:
+    """yaml.safe_load, by libyaml where it is available: the catalog is read by every command."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def _mapping(value: Any) -> bool:

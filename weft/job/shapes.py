@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
 from weft.job.model import FAMILIES
 from weft.job.schema import Data, Experts, Job, Model
+from weft.job.token_files import META, read_meta, tokenizer_vocab
 
 # dim, layers, heads, kv_heads, ffn, vocab; as published with each model
 SHAPES: dict[str, dict[str, Any]] = {
@@ -140,14 +140,6 @@ def data_vocab(data: Data) -> int | None:
     """Vocabulary size of the data's tokenizer, or None if the model decides (synthetic data, a dataset of your own)."""
     if data.source == "synthetic" or ":" in data.source:
         return None
-    meta = Path(data.source) / "meta.json"
-    if meta.is_file():
-        return int(json.loads(meta.read_text(encoding="utf-8"))["vocab"])
-    if data.tokenizer == "bytes":
-        return 256
-    path = Path(data.tokenizer)
-    if not path.is_file():
-        raise JobError(f"data.tokenizer={data.tokenizer!r} is neither bytes nor a tokenizer.json file")
-    spec = json.loads(path.read_text(encoding="utf-8"))
-    added = [t["id"] for t in spec.get("added_tokens", [])]
-    return max([*spec["model"]["vocab"].values(), *added]) + 1
+    if (Path(data.source) / META).is_file():
+        return read_meta(Path(data.source)).vocab
+    return 256 if data.tokenizer == "bytes" else tokenizer_vocab(data.tokenizer)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from weft.job.batch_ramp import BatchRamp, ramp_problem
 from weft.job.section import Section
 from weft.job.sync import Sync
 
@@ -17,6 +18,9 @@ class Train(Section):
     """Optimizer steps of the run."""
     global_batch: int = Field(32, ge=1, le=10**9)
     """Sequences per optimizer step, over all ranks."""
+    batch_ramp: list[tuple[int, int]] = Field(default_factory=list)
+    """Smaller batches at the start, as [last step, sequences] pairs: [[500, 8], [1000, 16]] trains steps 1 to 500 with
+    8 sequences, steps 501 to 1000 with 16, and the rest with global_batch."""
     microbatch: int | Literal["auto"] = "auto"
     """Sequences that a rank processes at once. auto is the largest that fits."""
     accumulation: int | Literal["auto"] = "auto"
@@ -36,6 +40,22 @@ class Train(Section):
     sync: Sync = Sync()
     """Synchronisation of data-parallel ranks: step, local:8, diloco:50, server:async, server:sync, federated, or a
     section."""
+
+    @property
+    def ramp(self) -> BatchRamp:
+        """The global batch of each step."""
+        return BatchRamp(self.global_batch, tuple(self.batch_ramp))
+
+    @property
+    def full_steps(self) -> float:
+        """Steps of the full batch that process as many sequences as all steps of the run."""
+        return self.ramp.samples_before(self.steps) / self.global_batch
+
+    @model_validator(mode="after")
+    def _check_ramp(self) -> Train:
+        if problem := ramp_problem(self.batch_ramp, self.global_batch):
+            raise ValueError(f"{problem} (batch_ramp)")
+        return self
 
     @field_validator("microbatch", "accumulation")
     @classmethod

@@ -1,4 +1,4 @@
-"""`weft calibrate`: what this machine really does, in minutes: products, attention, memory, messages, disk."""
+"""`weft calibrate`: measures this machine's matrix products, attention, memory, collectives and disk in minutes."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ VOCAB = {"cpu": ((256, 128), (8192, 256)), "cuda": ((128256, 2048), (32000, 4096
 """vocabulary, dim"""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SIZES = {"cpu": (4096, 2**18, 2**22), "cuda": (2**16, 2**20, 2**24, 2**28)}
-"""Bytes of a message."""
+"""Bytes of a collective."""
 
 
 def timed(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Seconds of one call: the median of a few rounds, each long enough for the clock."""
+    """Seconds of one call: the median of five rounds of many calls."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -82,8 +82,8 @@ def timed(work: Callable[[], object], device: torch.device, budget_s: float) -> 
     return statistics.median(found)
 
 
-def measure(quick: bool = False, say: Callable[[str], None] = lambda text: None) -> Measured:
-    """Everything about this machine, on its first GPU if it has one."""
+def measure(quick: bool = False, report: Callable[[str], None] = lambda text: None) -> Measured:
+    """Measure this machine, on its first GPU if it has one."""
     began = time.perf_counter()
     machine = probe()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,7 +101,7 @@ def measure(quick: bool = False, say: Callable[[str], None] = lambda text: None)
     }
     found = {}
     for name, step in steps.items():
-        say(name.removesuffix("_s").removesuffix("_gb").removesuffix("_ns"))
+        report(name.removesuffix("_s").removesuffix("_gb").removesuffix("_ns"))
         found[name] = step()
     product = torch.cuda.get_device_name(device) if kind == "cuda" else machine.cpu
     known = device_by_product(product) if kind == "cuda" else None
@@ -187,7 +187,7 @@ def _blocks(kind: str, device: torch.device, budget: float, quick: bool) -> tupl
             freq = frequencies(dim // heads, 10_000.0, None, device)
             rows = torch.arange(seq, device=device)
             where = TokenInfo(rotation(rows, freq), None, None, rows, seq)
-            if kind == "cuda":  # as the plan does by default
+            if kind == "cuda":  # the default of a plan
                 compile_parts(block, ("forward",))
             ahead, both = _both(lambda b=block, x=x, w=where: b(x, w), device, budget)  # type: ignore[misc]
             out.append(MeasuredBlock(dtype, dim, heads, kv, dim // heads, ffn, batch, seq, ahead, both - ahead))
@@ -224,7 +224,7 @@ def _launch(device: torch.device, budget: float) -> float:
 
 
 def _optimizer(kind: str, device: torch.device, budget: float) -> float:
-    """In nanoseconds a parameter: AdamW as the engine steps, on a GPU with bf16 gradients and copies."""
+    """Nanoseconds per parameter of an AdamW step, on a GPU with bf16 gradients and compute weights."""
     count, size = (32, 2**22) if kind == "cuda" else (16, 2**16)
     master_params: dict[str, Tensor] = {
         str(i): torch.zeros(size, device=device, requires_grad=True) for i in range(count)
@@ -250,7 +250,7 @@ def _transfers(device: torch.device, budget: float) -> tuple[float, float]:
 
 
 def _disk(size: int) -> tuple[float, float]:
-    """GB/s of writing through to the disk of the current folder, and of reading past the system's cache."""
+    """GB/s of durable writes to the disk of the current folder, and of reads that bypass the page cache."""
     data = os.urandom(MIB) * (size // MIB)
     with tempfile.NamedTemporaryFile(dir=Path.cwd(), prefix=".weft-calibrate-") as file:
         began = time.perf_counter()
@@ -268,19 +268,19 @@ def _disk(size: int) -> tuple[float, float]:
 
 
 def _collectives(kind: str, machine: Machine, budget: float, quick: bool) -> tuple[MeasuredMessage, ...]:
-    """Over local ranks, on neighbours and on those that stand apart; one device has nobody to talk to."""
+    """Times of collectives over local ranks, adjacent and strided; none with a single device."""
     ranks = torch.cuda.device_count() if kind == "cuda" else min(4, max(2, machine.cores_physical))
     ranks = 1 << (ranks.bit_length() - 1)
     if ranks < 2:
         return ()
     sizes = SIZES[kind][:: 2 if quick else 1]
     with RankPool(timeout_s=240) as pool:
-        found: list[MeasuredMessage] = pool.run(_talk, ranks, kind, ranks, sizes, budget)[0]
+        found: list[MeasuredMessage] = pool.run(_collectives_on_rank, ranks, kind, ranks, sizes, budget)[0]
     return tuple(found)
 
 
-def _talk(kind: str, ranks: int, sizes: tuple[int, ...], budget: float) -> list[MeasuredMessage]:
-    """On one rank: every collective on every axis, the same number of times on all ranks."""
+def _collectives_on_rank(kind: str, ranks: int, sizes: tuple[int, ...], budget: float) -> list[MeasuredMessage]:
+    """On one rank: time every collective on every axis."""
     inner = 2 if ranks > 2 else ranks
     backend = "nccl" if kind == "cuda" else "gloo"
     plan = Plan(device=kind, device_name=kind, backend=backend, dp_replicate=ranks // inner, tp=inner)
@@ -296,7 +296,7 @@ def _talk(kind: str, ranks: int, sizes: tuple[int, ...], budget: float) -> list[
 
 
 def show(found: Measured, path: Path) -> str:
-    """For a terminal: the best of each kind."""
+    """The best figure of each kind, for a terminal."""
     best = {d: max((p.tflops for p in found.products if p.dtype == d), default=0.0) for d in DTYPES[found.device]}
     rows = [f"{found.product}, torch {found.torch}, {platform.system()}"]
     rows.append("products  " + ", ".join(f"{d} {t:.3g} TFLOP/s" for d, t in best.items()))
@@ -319,7 +319,7 @@ def show(found: Measured, path: Path) -> str:
 
 
 def run_and_show(quick: bool, as_json: bool) -> None:
-    """Measure, write hardware/NAME.json, and say what was found."""
+    """Measure, write hardware/NAME.json, and print the figures."""
     import sys
 
     found = measure(quick, lambda text: print(f"measuring {text} …", file=sys.stderr, flush=True))

@@ -1,4 +1,4 @@
-"""How long collectives take on an axis, by kind, algorithm, dtype and size; and the line that fits them."""
+"""Times collectives on an axis, by kind, algorithm, dtype and size."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ Maker = Callable[[Axis, Tensor], Work]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A collective: how its bus bandwidth follows from its algorithm bandwidth, and the ways to do it."""
+class CollectiveKind:
+    """A collective: its bus bandwidth factor, and its algorithms."""
 
     bus: Callable[[int], float]
-    """nccl-tests' factor for n ranks: the share of the tensor that the slowest link must carry."""
+    """nccl-tests' factor for n ranks: the fraction of the tensor that the slowest link carries."""
     by: dict[str, Maker]
-    """On a tensor of the whole size, [ranks, ...]: what one call does."""
+    """By algorithm: makes one call on a tensor of the full size, [ranks, ...]."""
 
 
 def _all_reduce(name: str) -> Maker:
-    # two neighbours stand for a node, since all ranks of a bench may share one
+    # two ranks count as a node, since all ranks of a benchmark may share one
     return lambda axis, x: lambda: algorithms.all_reduce(axis, x, name, near=2)
 
 
-def _pieces(axis: Axis, x: Tensor) -> Tensor:
+def _rows(axis: Axis, x: Tensor) -> Tensor:
     return x.view(axis.size, -1)
 
 
@@ -48,59 +48,59 @@ def _pairs(axis: Axis, x: Tensor) -> Work:
     return lambda: axis.start_exchange([((axis.rank + 1) % n, x)], [((axis.rank - 1) % n, into)]).wait()
 
 
-KINDS: dict[str, Kind] = {
-    "all_reduce": Kind(
+KINDS: dict[str, CollectiveKind] = {
+    "all_reduce": CollectiveKind(
         lambda n: 2 * (n - 1) / n,
         {
             "native": lambda axis, x: lambda: axis.all_reduce(x),
             **{name: _all_reduce(name) for name in algorithms.ALGORITHMS if name != "native"},
         },
     ),
-    "reduce_scatter": Kind(
+    "reduce_scatter": CollectiveKind(
         lambda n: (n - 1) / n,
         {
-            "native": lambda axis, x: lambda: axis.reduce_scatter(_pieces(axis, x), 0),
+            "native": lambda axis, x: lambda: axis.reduce_scatter(_rows(axis, x), 0),
             "ring": lambda axis, x: lambda: algorithms.reduce_scatter(axis, x),
         },
     ),
-    "all_gather": Kind(
+    "all_gather": CollectiveKind(
         lambda n: (n - 1) / n,
         {
-            "native": lambda axis, x: lambda: axis.all_gather(_pieces(axis, x)[axis.rank], 0),
-            "ring": lambda axis, x: lambda: algorithms.all_gather(axis, _pieces(axis, x)[axis.rank], x.numel()),
+            "native": lambda axis, x: lambda: axis.all_gather(_rows(axis, x)[axis.rank], 0),
+            "ring": lambda axis, x: lambda: algorithms.all_gather(axis, _rows(axis, x)[axis.rank], x.numel()),
         },
     ),
-    "all_to_all": Kind(
+    "all_to_all": CollectiveKind(
         lambda n: (n - 1) / n,
-        {"native": lambda axis, x: lambda: axis.all_to_all(_pieces(axis, x), range(axis.size))},
+        {"native": lambda axis, x: lambda: axis.all_to_all(_rows(axis, x), range(axis.size))},
     ),
-    "broadcast": Kind(lambda n: 1.0, {"native": lambda axis, x: lambda: axis.broadcast(x, 0)}),
-    "reduce": Kind(lambda n: 1.0, {"native": lambda axis, x: lambda: axis.reduce(x, 0)}),
-    "scatter": Kind(
+    "broadcast": CollectiveKind(lambda n: 1.0, {"native": lambda axis, x: lambda: axis.broadcast(x, 0)}),
+    "reduce": CollectiveKind(lambda n: 1.0, {"native": lambda axis, x: lambda: axis.reduce(x, 0)}),
+    "scatter": CollectiveKind(
         lambda n: (n - 1) / n,
-        {"native": lambda axis, x: lambda: axis.scatter(_pieces(axis, x), torch.empty_like(_pieces(axis, x)[0]), 0)},
+        {"native": lambda axis, x: lambda: axis.scatter(_rows(axis, x), torch.empty_like(_rows(axis, x)[0]), 0)},
     ),
-    "gather": Kind(
+    "gather": CollectiveKind(
         lambda n: (n - 1) / n,
-        {"native": lambda axis, x: lambda: axis.gather(_pieces(axis, x)[axis.rank], 0)},
+        {"native": lambda axis, x: lambda: axis.gather(_rows(axis, x)[axis.rank], 0)},
     ),
-    "send_receive": Kind(lambda n: 1.0, {"native": _pairs}),
+    "send_receive": CollectiveKind(lambda n: 1.0, {"native": _pairs}),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured."""
+    """One combination to measure."""
 
     kind: str
     algorithm: str
     dtype: str
     bytes: int
-    """Of the whole tensor, as nccl-tests count: all that a rank gathers, or gives to be scattered."""
+    """Of the full tensor, as in nccl-tests: all that a rank gathers, or gives to be scattered."""
 
 
 def cases(kinds: Iterable[str], algorithms: Iterable[str], dtypes: Iterable[str], sizes: Iterable[int]) -> list[Case]:
-    """Every combination there is."""
+    """Every supported combination."""
     wanted, dtypes, sizes = set(algorithms), list(dtypes), list(sizes)
     return [
         Case(kind, by, dtype, size)
@@ -112,10 +112,10 @@ def cases(kinds: Iterable[str], algorithms: Iterable[str], dtypes: Iterable[str]
     ]
 
 
-def measure(axis: Axis, device: torch.device, asked: Sequence[Case], budget_s: float) -> list[tuple[int, float]]:
-    """On one rank, of each case: the bytes, rounded to whole pieces, and the median seconds of a call."""
+def measure(axis: Axis, device: torch.device, wanted: Sequence[Case], budget_s: float) -> list[tuple[int, float]]:
+    """On one rank, for each case: the bytes, rounded to a multiple of the ranks, and the median seconds of a call."""
     found = []
-    for case in asked:
+    for case in wanted:
         dtype = DTYPES[case.dtype]
         count = max(1, case.bytes // dtype.itemsize // axis.size) * axis.size
         x = torch.zeros(count, dtype=dtype, device=device)
@@ -126,7 +126,7 @@ def measure(axis: Axis, device: torch.device, asked: Sequence[Case], budget_s: f
 
 
 def seconds(axis: Axis, work: Work, device: torch.device, budget_s: float) -> float:
-    """Of one call: the median of a few rounds, all of as many calls as all ranks agree on."""
+    """Seconds of one call: the median of a few rounds, each of a number of calls that all ranks agree on."""
 
     def one_round(calls: int) -> float:
         dist.barrier(group=axis.group)

@@ -1,6 +1,6 @@
-"""`weft bench collectives`: every collective, dtype, algorithm and size on the axes of a mesh; times, and their lines.
+"""`weft bench collectives`: times collectives by dtype, algorithm and size on the axes of a mesh, and fits lines.
 
-On local ranks of its own, or on those that torchrun or mpirun started, on as many nodes as there are.
+It runs on local ranks of its own, or on those that torchrun or mpirun started, on one or several nodes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from weft.planner.rules.layout_syntax import parse_layout
 from weft.planner.rules.layout_syntax import ranks as ranks_of
 from weft.watch.collectives_page import write_collectives_page
 
-SMALLEST, LARGEST, FACTOR = 1024, 4 * 2**20, 4
+SIZE_FACTOR = 4
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 CPU_RANKS = 4
 EVERYONE = "everyone"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measured case. Bandwidths are nccl-tests': bytes over seconds, and that times what a link carries of it."""
+class CollectiveTime:
+    """One measured case, with the algorithm and bus bandwidth of nccl-tests."""
 
     kind: str
     algorithm: str
@@ -47,11 +47,11 @@ class Row:
     busbw_gb_s: float
     axis: str = EVERYONE
     group: int = 0
-    """Ranks that talk together."""
+    """Ranks in a group."""
 
 
 @dataclass(frozen=True)
-class Line:
+class FittedLine:
     """seconds = alpha_s + beta_s_per_byte · bytes, over all sizes of one axis, kind, algorithm and dtype."""
 
     kind: str
@@ -60,20 +60,20 @@ class Line:
     alpha_s: float
     beta_s_per_byte: float
     busbw_gb_s: float | None
-    """What the line tends to with size; None if time does not grow with size here."""
+    """The bus bandwidth for large sizes; None if the time does not grow with size."""
     axis: str = EVERYONE
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one call of the bench saw."""
+class CollectiveTimes:
+    """The result of one call of the benchmark."""
 
     ranks: int
     device: str
     backend: str
     torch: str
-    rows: tuple[Row, ...]
-    lines: tuple[Line, ...]
+    rows: tuple[CollectiveTime, ...]
+    lines: tuple[FittedLine, ...]
     seconds: float
     nodes: int = 1
 
@@ -82,7 +82,7 @@ class Found:
 
 
 def read_size(text: str) -> int:
-    """1K, 64M or a number of bytes."""
+    """Parse 1K, 64M or a number of bytes."""
     digits, unit = text.upper().removesuffix("B").removesuffix("I"), ""
     if digits and digits[-1] in UNITS:
         digits, unit = digits[:-1], digits[-1]
@@ -92,18 +92,18 @@ def read_size(text: str) -> int:
 
 
 def sizes_between(smallest: int, largest: int) -> list[int]:
-    """Each four times the one before, and the largest."""
+    """Sizes from the smallest, each four times the one before, and the largest."""
     if smallest > largest:
         raise JobError(f"--min {smallest} bytes is more than --max {largest}; --max {smallest} or more would work")
     found = []
     while smallest < largest:
         found.append(smallest)
-        smallest *= FACTOR
+        smallest *= SIZE_FACTOR
     return [*found, largest]
 
 
 def chosen(given: str | None, known: Sequence[str], option: str) -> list[str]:
-    """The names of a comma-separated option; all, if it is left out."""
+    """The names in a comma-separated option; all, if it is left out."""
     names = given.replace("-", "_").split(",") if given else list(known)
     for name in names:
         if name not in known:
@@ -112,7 +112,7 @@ def chosen(given: str | None, known: Sequence[str], option: str) -> list[str]:
 
 
 def where(nproc: int | None, device: str, here: RankInfo | None = None) -> tuple[int, str, str]:
-    """Ranks, device and backend: those that were started, else GPUs where there are several, else CPU ranks."""
+    """Ranks, device and backend: of the ranks that were started, else several GPUs, else CPU ranks."""
     gpus = torch.cuda.device_count()
     if device not in ("auto", "cpu", "cuda"):
         raise JobError(f"--device {device!r} is not known; use auto, cpu or cuda")
@@ -124,12 +124,12 @@ def where(nproc: int | None, device: str, here: RankInfo | None = None) -> tuple
         return here.world, kind, "nccl" if own else "mpi" if kind == "cpu" and under_mpi() else "gloo"
     ranks = nproc or (max(2, gpus) if kind == "cuda" else CPU_RANKS)
     if ranks < 2:
-        raise JobError("--nproc 1 has nobody to talk to; --nproc 2 would work")
+        raise JobError("--nproc 1: a collective needs at least two ranks; --nproc 2 would work")
     return ranks, kind, "nccl" if kind == "cuda" and ranks <= gpus else "gloo"
 
 
 def plan_of(ranks: int, kind: str, backend: str, nodes: int, layout: str | None) -> Plan:
-    """The mesh that is measured: as it was said, else all ranks in one row."""
+    """The plan of the mesh: of the given layout, else all ranks on one axis."""
     section = parse_layout(layout) if layout else {"dp_replicate": ranks}
     degrees: dict[str, Any] = {axis: section.get(axis, 1) for axis in AXES}
     plan = Plan(kind, kind, backend, nodes=nodes, **degrees)
@@ -141,61 +141,62 @@ def plan_of(ranks: int, kind: str, backend: str, nodes: int, layout: str | None)
 
 
 def axes_of(plan: Plan, given: str | None) -> list[str]:
-    """The groups of the mesh that are measured: those that were named, else each axis of several, and everyone."""
+    """The axes to measure: those that were named, else every axis of several ranks, and all ranks."""
     wide = [axis for axis, degree in plan.axes.items() if degree > 1]
     known = [*wide, EVERYONE] if len(wide) > 1 else [EVERYONE, *wide]
     return chosen(given, known, "--axes") if given else known[: len(known) if len(wide) > 1 else 1]
 
 
-Told = dict[str, list[tuple[int, float]]]
+Times = dict[str, list[tuple[int, float]]]
 
 
-def on_rank(plan: Plan, asked: list[Case], axes: list[str], budget_s: float) -> list[Told]:
-    """What each rank does, all groups of an axis at once, as they would in training. Returns what every rank saw."""
+def on_rank(plan: Plan, wanted: list[Case], axes: list[str], budget_s: float) -> list[Times]:
+    """Measure on one rank; all groups of an axis at once, as in training. Returns the times of every rank."""
     mesh = connect(plan, 120.0)
     assert mesh.everyone is not None
-    found: Told = {}
+    found: Times = {}
     for name in axes:
         axis = mesh.everyone if name == EVERYONE else mesh.axes[name]
         axis.open()
-        found[name] = measure(axis, mesh.device, asked, budget_s)
-    told = mesh.all_gather_json(found)
+        found[name] = measure(axis, mesh.device, wanted, budget_s)
+    times = mesh.all_gather_json(found)
     mesh.close()
-    return cast(list[Told], told)
+    return cast(list[Times], times)
 
 
 def bench(
-    pool: RankPool | None, asked: list[Case], plan: Plan, seconds: float, axes: Sequence[str] = (EVERYONE,)
-) -> Found:
-    """Measure the cases in about so many seconds, on a pool's ranks or, without one, as the rank that this process is.
+    pool: RankPool | None, wanted: list[Case], plan: Plan, seconds: float, axes: Sequence[str] = (EVERYONE,)
+) -> CollectiveTimes:
+    """Measure the cases in about `seconds`, on the ranks of a pool or, without one, as this process's own rank.
 
-    The slowest rank's time counts.
+    The time of a case is that of the slowest rank.
     """
     began, names = time.perf_counter(), list(axes)
-    budget = seconds / max(1, len(asked) * len(names))
-    told = pool.run(on_rank, plan.world, plan, asked, names, budget)[0] if pool else on_rank(plan, asked, names, budget)
+    budget = seconds / max(1, len(wanted) * len(names))
+    work = (plan, wanted, names, budget)
+    times = pool.run(on_rank, plan.world, *work)[0] if pool else on_rank(*work)
     rows = []
     for name in names:
         size = plan.world if name == EVERYONE else plan.axes[name]
-        for i, case in enumerate(asked):
-            bytes_, took = told[0][name][i][0], max(rank[name][i][1] for rank in told)
+        for i, case in enumerate(wanted):
+            bytes_, took = times[0][name][i][0], max(rank[name][i][1] for rank in times)
             speed = bytes_ / took / 1e9
             bus = speed * KINDS[case.kind].bus(size)
-            rows.append(Row(case.kind, case.algorithm, case.dtype, bytes_, took, speed, bus, name, size))
+            rows.append(CollectiveTime(case.kind, case.algorithm, case.dtype, bytes_, took, speed, bus, name, size))
     took = time.perf_counter() - began
-    return Found(
+    return CollectiveTimes(
         plan.world, plan.device, plan.backend, torch.__version__, tuple(rows), lines_of(rows), took, plan.nodes
     )
 
 
-def lines_of(rows: Sequence[Row]) -> tuple[Line, ...]:
-    """The fitted line of each axis, kind, algorithm and dtype."""
+def lines_of(rows: Sequence[CollectiveTime]) -> tuple[FittedLine, ...]:
+    """Fit a line for each axis, kind, algorithm and dtype."""
     found = []
     for (axis, kind, by, dtype), group in groupby(rows, lambda r: (r.axis, r.kind, r.algorithm, r.dtype)):
         some = list(group)
         alpha, beta = fit_line([r.bytes for r in some], [r.seconds for r in some])
         speed = KINDS[kind].bus(some[0].group) / beta / 1e9 if beta > 0 else None
-        found.append(Line(kind, by, dtype, alpha, beta, speed, axis))
+        found.append(FittedLine(kind, by, dtype, alpha, beta, speed, axis))
     return tuple(found)
 
 
@@ -206,8 +207,8 @@ def human(size: int) -> str:
     return str(size)
 
 
-def show(found: Found) -> str:
-    """For a terminal: a row for each line, with its latency, its speed, and the time at each size."""
+def show(found: CollectiveTimes) -> str:
+    """The tables for a terminal: the time at each size, and the fitted lines."""
     several = len({r.axis for r in found.rows}) > 1
 
     def head(axis: str) -> str:
@@ -242,28 +243,28 @@ def run_and_show(
     nproc: int | None, kinds: str | None, algorithms: str | None, dtypes: str, smallest: str, largest: str,
     device: str, seconds: float, html: Path | None, as_json: bool, layout: str | None = None, axes: str | None = None,
 ) -> None:  # fmt: skip
-    """Measure what was asked for and print it; under torchrun or mpirun the first rank prints."""
+    """Measure and print; under torchrun or mpirun rank 0 prints."""
     here = rank_info() if export_torchrun_variables() else None
     ranks, kind, backend = where(nproc if nproc or not layout else ranks_of(parse_layout(layout)), device, here)
     plan = plan_of(ranks, kind, backend, here.world // here.local_world if here else 1, layout)
     names = axes_of(plan, axes)
-    asked = cases(
+    wanted = cases(
         chosen(kinds, list(KINDS), "--kinds"),
         chosen(algorithms, ALGORITHMS, "--algorithms"),
         chosen(dtypes, list(DTYPES), "--dtypes"),
         sizes_between(read_size(smallest), read_size(largest)),
     )
-    if not asked:
+    if not wanted:
         raise JobError(f"--kinds {kinds} is not done by --algorithms {algorithms}; native does every kind")
     if here is not None:
-        found = bench(None, asked, plan, seconds, names)
+        found = bench(None, wanted, plan, seconds, names)
         if here.rank > 0:
             return
     else:
-        count = len(asked) * len(names)
+        count = len(wanted) * len(names)
         print(f"measuring {count} cases on {ranks} ranks …", file=sys.stderr, flush=True)
         with RankPool(timeout_s=600) as pool:
-            found = bench(pool, asked, plan, seconds, names)
+            found = bench(pool, wanted, plan, seconds, names)
     print(json.dumps(found.to_json(), indent=2) if as_json else show(found))
     if html is not None:
         print(f"written: {write_collectives_page(html, found.to_json())}", file=sys.stderr)

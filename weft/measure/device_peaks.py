@@ -1,4 +1,4 @@
-"""What this device really does: the rate of its matrix products and of its memory, on random data."""
+"""Measures a device's peak rates: matrix products and memory, on random data."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from torch import Tensor
 
 from weft.hardware.catalog import find_device
 from weft.job.errors import JobError
+from weft.measure.torch_internals import scaled_product
 from weft.planner.plan import Plan
 from weft.watch.kernel_profile import Rooflines
 
-SIDE = {"cuda": 8192, "cpu": 1024}
-"""Of the square matrices: large enough to fill the device, small enough to take no time."""
-COPIED = {"cuda": 1 << 30, "cpu": 1 << 26}
-"""Bytes of the tensor that is copied: far more than any cache."""
-TRIES = 5
+MATRIX_ROWS = {"cuda": 8192, "cpu": 1024}
+"""Rows of the square matrices: large enough to fill the device."""
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+"""Bytes of the tensor that is copied: far more than a cache."""
+ROUNDS = 5
 
 
 def measure_roofs(plan: Plan, device: torch.device, dtype: torch.dtype) -> Rooflines:
-    """Products in the compute dtype (and in fp8 where the plan is), a copy in memory; the link by its data sheet."""
-    side = SIDE[device.type]
+    """Rates of products in the compute dtype (and in fp8 for an fp8 plan) and of copies; the catalog's link."""
+    side = MATRIX_ROWS[device.type]
     low = plan.precision == "fp8"
     return Rooflines(
         tflops=_rate(lambda: _product(side, device, dtype), 2.0 * side**3, 1e12, device),
         low_tflops=_rate(lambda: _low_product(side, device), 2.0 * side**3, 1e12, device) if low else None,
-        memory_gb_s=_rate(lambda: _copy(device), 2.0 * COPIED[device.type], 1e9, device),
+        memory_gb_s=_rate(lambda: _copy(device), 2.0 * COPY_BYTES[device.type], 1e9, device),
         link_gb_s=_link(plan),
     )
 
@@ -37,7 +38,7 @@ def _link(plan: Plan) -> float | None:
     """Between two devices of this machine, one way."""
     try:
         return find_device(plan.device_name).link_gb_s if plan.world > 1 else None
-    except JobError:  # a card that the catalog lacks
+    except JobError:  # a device that is not in the catalog
         return None
 
 
@@ -53,25 +54,19 @@ def _low_product(side: int, device: torch.device) -> Callable[[], Tensor]:
     return lambda: scaled_product(a, b.t(), one)
 
 
-def scaled_product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """torch's scaled fp8 product with a bf16 result; a is row-major and b column-major."""
-    out: Tensor = torch._scaled_mm(a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
-    return out
-
-
 def _copy(device: torch.device) -> Callable[[], Tensor]:
-    source = torch.ones(COPIED[device.type], dtype=torch.uint8, device=device)
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def _rate(make: Callable[[], Callable[[], Tensor]], work: float, unit: float, device: torch.device) -> float | None:
-    """Work a second, in units: the median of a few tries. None where the device has no room or no such operation."""
+    """Work per second, in units: the median of a few tries. None where memory or the operation is missing."""
     try:
         once = make()
         once()
         repeats, tries = 30 if device.type == "cuda" else 1, []
-        for _ in range(TRIES):
+        for _ in range(ROUNDS):
             _wait(device)
             began = time.perf_counter()
             for _ in range(repeats):

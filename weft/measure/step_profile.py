@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -19,15 +18,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from weft.comm.shards import local_of
 from weft.data.loader import to_device
 from weft.job.errors import Exit, JobError
+from weft.job.optim import OPTIMIZERS
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.train import prepare, write_job_and_plan
+from weft.launch.run_files import RunFiles
+from weft.launch.train import prepare
 from weft.measure.device_peaks import measure_roofs
+from weft.measure.torch_internals import is_compiled
 from weft.parallel.pipeline.executor import Pipelined
-from weft.planner.memory.approximate import optimizer_bytes
-from weft.planner.memory.prediction import communication_bytes
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.planner.model.reference_rate import peak_flops
+from weft.planner.time.traffic import communication_bytes
 from weft.precision import COMPUTE_DTYPES
 from weft.supervisor.local_ranks import launch
 from weft.supervisor.run_lock import run_lock
@@ -38,30 +39,31 @@ from weft.watch.kernel_profile import StepFacts, from_json, summarise, table, to
 from weft.watch.profiler_trace import ProfilerTrace, read_trace
 from weft.watch.report import write_report
 
-WARM, TIMED = 4, {"cpu": 4, "cuda": 12}
-"""Steps before anything is measured, and steps timed without the profiler: on a GPU the first waits for the host."""
+WARMUP_STEPS, TIMED_STEPS = 4, {"cpu": 4, "cuda": 12}
+"""Steps before the measurement, and steps timed without the profiler."""
 SUFFIX = "-bench"
 
 
 def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], None]) -> tuple[int, RunDir]:
     """Profile a job in a run of its own, runs/NAME-bench. Returns the exit code and the run."""
-    train = {"steps": max(job.train.steps, WARM + max(TIMED.values()) + steps + 2), "eval_every": 0}
+    train = {"steps": max(job.train.steps, WARMUP_STEPS + max(TIMED_STEPS.values()) + steps + 2), "eval_every": 0}
     job = job.model_copy(update={"name": job.name + SUFFIX, "train": job.train.model_copy(update=train)})
     job, plan = prepare(job, nproc)
     run = RunDir(Path(job.runs_dir) / job.name)
     with run_lock(run) as lock:
         _clear(run)
-        write_job_and_plan(run, job, plan)
+        files = RunFiles(run, lock.created)
+        files.write(job, plan)
         code = launch(run, plan.world, lock, say, worker=("weft.measure.step_profile", str(steps)))
         if code == Exit.DONE:
             write_report(run)
         elif code == Exit.JOB:
-            shutil.rmtree(run.path)
+            files.undo()
         return abs(code), run
 
 
 def _clear(run: RunDir) -> None:
-    """Forget the last measurement; a training that happens to have this name is left alone."""
+    """Delete the files of the last measurement; a run with checkpoints is refused."""
     if run.checkpoints.exists():
         raise JobError(f"{run.path} holds a training with checkpoints, not a measurement; give the job another name=")
     for path in (run.metrics, run.events, run.profile, run.slices, run.report):
@@ -69,7 +71,7 @@ def _clear(run: RunDir) -> None:
 
 
 def show(run: RunDir) -> str:
-    """What profile.json says, for a terminal."""
+    """The content of profile.json, for a terminal."""
     found = json.loads(run.profile.read_text(encoding="utf-8"))
     roofs = found["roofs"]
     head = f"{found['layout']} on {found['device']}, {found['precision']}: {found['step_ms']:.2f} ms a step"
@@ -94,15 +96,15 @@ def show(run: RunDir) -> str:
 
 
 def measure(session: Session, signals: Signals, steps: int) -> Exit:
-    """Warm up, time some steps, profile some more, and leave profile.json."""
+    """Warm up, time some steps, profile some more, and write profile.json."""
     job, plan, mesh = session.job, session.plan, session.mesh
     write = session.journal.metrics if session.journal else (lambda record: None)
     metrics = StepMetrics(job, plan, mesh, session.state, write, signals, session.guards)
     session.event("start", step=0, layout=plan.layout(), world=plan.world)
     with closing(session.loader()) as loader:
 
-        def some(count: int) -> float:
-            """Steps as the loop takes them, from idle device to idle device. Returns seconds a step."""
+        def take_steps(count: int) -> float:
+            """Take steps as the loop does, from idle device to idle device. Returns seconds per step."""
             mesh.barrier()
             began = time.perf_counter()
             with record_function("weft.window"):
@@ -114,13 +116,13 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
             return (time.perf_counter() - began) / count
 
         metrics.start_clock()
-        some(WARM)
-        seconds = some(TIMED.get(mesh.device.type, TIMED["cuda"]))
+        take_steps(WARMUP_STEPS)
+        seconds = take_steps(TIMED_STEPS.get(mesh.device.type, TIMED_STEPS["cuda"]))
         if mesh.device.type == "cuda":
-            with _profiling(mesh.device):  # the first one starts the tracer, which takes its time
-                some(1)
+            with _profiling(mesh.device):  # the first one starts the tracer, which is slow
+                take_steps(1)
         with _marked_loss(session), _profiling(mesh.device) as profiler:
-            some(steps)
+            take_steps(steps)
     roofs = measure_roofs(plan, mesh.device, COMPUTE_DTYPES[plan.precision])
     rows = summarise(_read(profiler), steps, seconds * 1e3, facts_of(session), roofs)
     mine = {
@@ -146,7 +148,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
 
 
 def _step(session: Session, loader: Iterator[Any], metrics: StepMetrics) -> None:
-    """One step of the loop, its parts marked for the trace."""
+    """One step of the loop, with its parts marked in the trace."""
     stepper, device = session.stepper, session.mesh.device
     lr = stepper.learning_rate()
     with record_function("weft.data"):
@@ -173,7 +175,7 @@ def _read(profiler: profile) -> ProfilerTrace:
 
 @contextmanager
 def _marked_loss(session: Session) -> Iterator[None]:
-    """Mark what the heads compute, so that the trace can tell the loss from the rest of the forward pass."""
+    """Mark the heads in the trace, so that the loss is told apart from the rest of the forward pass."""
     spread_model = session.state.model
     modules = (
         [s.module for s in spread_model.stages.values()]
@@ -190,7 +192,7 @@ def _marked_loss(session: Session) -> Iterator[None]:
         open_ranges.pop().__exit__(None, None, None)
 
     heads = [h for m in modules if isinstance(h := getattr(m, "head", None), nn.Module)]
-    heads = [h for h in heads if getattr(h, "_compiled_call_impl", None) is None]  # a hook would compile it anew
+    heads = [h for h in heads if not is_compiled(h)]  # a hook would recompile it
     handles = [h.register_forward_pre_hook(begin) for h in heads]
     handles += [h.register_forward_hook(end) for h in heads]
     try:
@@ -205,13 +207,13 @@ def _tokens(job: Job) -> int:
 
 
 def facts_of(session: Session) -> StepFacts:
-    """What the job and the plan say of one step of this rank."""
+    """Bytes and FLOPs of one step of this rank, from the job and the plan."""
     job, plan = session.job, session.plan
     model, width = job.model, COMPUTE_DTYPES[plan.precision].itemsize
     master_params = session.state.model.master_params.values()
     held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0
-    update = held * (width + 2 * optimizer_bytes(job.optim) + 8 + copies)
+    update = held * (width + 2 * 4 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim) + 8 + copies)
     tokens = _tokens(job) / plan.dp / plan.cp
     targets = tokens / job.data.seq_len if model.is_classifier else tokens
     ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or _has_head(session)
@@ -223,7 +225,7 @@ def facts_of(session: Session) -> StepFacts:
     share = tokens / plan.tp / plan.pp
     return StepFacts(
         bool(model.causal), (total - attention) * share if total else None,
-        attention * share * 7 / 6 or None,  # backward computes the scores again: seven products where six are counted
+        attention * share * 7 / 6 or None,  # backward recomputes the scores: seven products where six are counted
         update, loss, sum(communication_bytes(job, plan).values()),
     )  # fmt: skip
 

@@ -87,13 +87,17 @@ def _user_module_loss(
     inputs, targets, valid = batch["inputs"], batch["targets"], batch["valid"]
     mixed = dtype != torch.float32  # a user's module may mix dtypes
     with torch.autocast(inputs.device.type, dtype=dtype if mixed else torch.bfloat16, enabled=mixed):
-        outputs = module(inputs)
+        try:
+            outputs = module(inputs)
+        except IndexError as error:
+            raise JobError(f"{model.module} raised {error} for the inputs of samples {_samples(batch)}") from error
     outputs = outputs.float()
     if model.loss != "auto":
         losses = find_object(model.loss, "model.loss")(outputs, targets)
     elif targets.is_floating_point():
         losses = (outputs - targets).square().flatten(valid.dim()).mean(-1)
     elif outputs.shape[:-1] == targets.shape:
+        targets = _in_range(targets, outputs.shape[-1], batch, model)
         losses = F.cross_entropy(
             outputs.flatten(0, -2), targets.flatten(), reduction="none", label_smoothing=smoothing
         ).view(targets.shape)
@@ -103,3 +107,21 @@ def _user_module_loss(
             "cross-entropy needs [..., classes] for [...]"
         )
     return (losses * valid).sum()
+
+
+def _in_range(targets: Tensor, classes: int, batch: dict[str, Tensor], model: Model) -> Tensor:
+    """Targets with those of masked tokens set to 0. Valid ones outside of the classes are an error; GPUs leave that to
+    cross_entropy, which checks on the device."""
+    if not targets.is_cuda:
+        wrong = ((targets < 0) | (targets >= classes)) & batch["valid"]
+        if bool(wrong.any()):
+            where = f"samples {_samples(batch, wrong)}"
+            raise JobError(f"targets of {where} lie outside of the {classes} classes that {model.module} gives")
+    return torch.where(batch["valid"], targets, 0)
+
+
+def _samples(batch: dict[str, Tensor], wrong: Tensor | None = None) -> str:
+    """The numbers of a batch's samples, or of those with something wrong, at most eight of them."""
+    ids = batch["ids"] if wrong is None else batch["ids"][wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong]
+    numbers = [str(i) for i in ids.tolist()]
+    return ", ".join(numbers[:8]) + (" and more" if len(numbers) > 8 else "")

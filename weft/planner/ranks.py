@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from math import gcd
 
 from weft.hardware.catalog import Device, device_by_product, find_device
 from weft.hardware.probe import Machine, probe
@@ -93,7 +94,7 @@ def world_of(job: Job, machine: Machine, device: Device, given: int | None) -> t
     if not open_axis:
         return pinned, []
     ranks = max(pinned, min(machine.cores_physical, MAX_CPU_RANKS) // pinned * pinned)
-    while ranks > pinned and job.train.global_batch % (ranks // pinned):
+    while ranks > pinned and gcd(*job.train.ramp.sizes) % (ranks // pinned):
         ranks -= pinned
     return ranks, [f"{ranks} ranks on this machine's {machine.cores_physical} cores (--nproc sets another number)"]
 

@@ -21,6 +21,7 @@ from weft.mesh import Mesh
 from weft.planner.model.counts import flops_per_sample
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
+from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.training.comm_metrics import CommMetrics
 from weft.training.signals import Signals
 from weft.training.state import State
@@ -103,8 +104,7 @@ class StepMetrics:
         self.guards = guards
         guards.begin()
         self.stop: Exit | None = None
-        sample = flops_per_sample(job.model, job.data.seq_len)
-        self.flops = sample * job.train.global_batch if sample else None
+        self.sample_flops = flops_per_sample(job.model, job.data.seq_len)
         self.peak = peak_flops(plan, job)
         self.comm = CommMetrics(mesh, job.watch.comm_every)
         self.pending: _PendingStep | None = None
@@ -151,13 +151,14 @@ class StepMetrics:
         if entry is None:
             return
         norm, count, loss_sum, reported, more = entry.sums.read()
-        flags = len(Signals.CODES)
+        flags = len(STOP_SIGNALS)
         self.stop = Signals.decide(reported[:flags])
         loss = loss_sum / max(1, count)
         taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps
         self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), reported[flags:])
         self.state.tokens += count
         seconds = entry.start.seconds_until(entry.end)
+        flops = self.sample_flops and self.sample_flops * self.job.train.ramp.batch(entry.step - 1)
         record = {
             "step": entry.step,
             "loss": loss,
@@ -166,7 +167,7 @@ class StepMetrics:
             "tokens": self.state.tokens,
             "step_time_s": seconds,
             "tokens_per_s": count / seconds if seconds > 0 else None,
-            "mfu": utilization(self.flops, seconds, self.peak, self.plan.world),
+            "mfu": utilization(flops, seconds, self.peak, self.plan.world),
             "peak_memory_gib": peak_memory_gib(self.mesh.device),
             **({"loss_scale": entry.loss_scale} if self.state.scale.dynamic else {}),
             **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),

@@ -9,8 +9,9 @@ import torch
 
 from weft.checkpoint.format import entries
 from weft.checkpoint.memory_snapshots import newest_common
-from weft.checkpoint.merge_snapshots import save_shards
-from weft.checkpoint.snapshot_file import Places
+from weft.checkpoint.merge_snapshots import save_merged_snapshots
+from weft.checkpoint.snapshot_file import SnapshotLayout
+from weft.data.dataset import fingerprint_of
 from weft.job.schema import Model
 from weft.parallel.data.local_sgd import Rounds
 from weft.planner.plan import Plan
@@ -74,8 +75,8 @@ def _same_layout(session: Session) -> bool:
     snapshots = session.snapshots
     if snapshots.folder is None:
         return True
-    places = Places.read(snapshots.folder / f"places-{session.mesh.rank}.json")
-    return places is not None and Plan.from_json(places.plan).axes == session.plan.axes
+    layout = SnapshotLayout.read(snapshots.folder / f"places-{session.mesh.rank}.json")
+    return layout is not None and Plan.from_json(layout.plan).axes == session.plan.axes
 
 
 def merge_old_snapshots(session: Session) -> None:
@@ -84,7 +85,7 @@ def merge_old_snapshots(session: Session) -> None:
     if snapshots.folder is None or isinstance(session.state.rounds, Rounds):  # between rounds replicas differ
         return
     disk = newest_on_disk(session)
-    step = save_shards(snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, disk)
+    step = save_merged_snapshots(snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, disk)
     if step is not None and session.mesh.rank == 0:
         session.log.info("%s", f"step {step} was merged from the snapshots of the nodes")
 
@@ -119,6 +120,7 @@ def resume_from_disk(session: Session, at_most: int | None = None) -> None:
         session.log.info("%s", note)
     load_amax_history(checkpoints, found, state)
     _warn_about_changes(session, found.meta["job"])
+    _warn_about_data(session, found.meta.get("data"))
     _truncate_sample_records(session)
     before = Plan.from_json(found.meta["plan"])
     if checkpoints.damaged:
@@ -158,11 +160,26 @@ def _warn_about_changes(session: Session, before: dict[str, Any]) -> None:
             session.log.warning("%s", f"{section}.{key} was {was!r} until here and is {value!r} now: {follows}")
 
 
+def _is_before(record: dict[str, Any], step: int) -> bool:
+    """Whether a record of samples is valid and of a step up to this one."""
+    found = record.get("step")
+    return isinstance(found, int) and found <= step and isinstance(record.get("ids"), list)
+
+
+def _warn_about_data(session: Session, before: object) -> None:
+    """Warn that the data was replaced since the checkpoint; checkpoints of version 0.1.0 have no checksum of it."""
+    now = fingerprint_of(session.dataset)
+    if session.mesh.rank == 0 and before and now and before != now:
+        source = session.job.data.source
+        why = f"data.source {source} was replaced since step {session.state.step}: checksum {before}, now {now}"
+        session.event("data_changed", step=session.state.step, why=why)
+        session.log.warning("%s", f"{why}: other samples follow")
+
+
 def _truncate_sample_records(session: Session) -> None:
     """Drop the recorded samples after the resumed step."""
     if session.mesh.rank == 0:
         for path in session.run.samples.glob("rank-*.jsonl"):
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= session.state.step]
+            kept = [json.dumps(line) + "\n" for line in read_jsonl(path) if _is_before(line, session.state.step)]
             path.write_text("".join(kept), encoding="utf-8")
     session.mesh.barrier()

@@ -14,8 +14,8 @@ import torch
 
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.memory_snapshots import Snapshots
-from weft.checkpoint.merge_snapshots import places_of
-from weft.data.dataset import Dataset, open_dataset
+from weft.checkpoint.merge_snapshots import snapshot_layout
+from weft.data.dataset import Dataset, fingerprint_of, open_dataset
 from weft.data.loader import Batch, Loader, to_device, val_batches
 from weft.guards.guards import Guards
 from weft.job.run_folder import RunDir
@@ -90,7 +90,7 @@ class Session:
             self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
             dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
             start_step=self.state.step, start_sample=self.state.samples, record=record,
-            pin=mesh.device.type == "cuda",
+            pin=mesh.device.type == "cuda", ramp=job.train.ramp, fixed_parts=self.plan.pp > 1,
         )  # fmt: skip
         return self.guards.attach(loader)
 
@@ -112,7 +112,7 @@ class Session:
         if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan)):
             self.event("rebalance", step=self.state.step, **moved)
             self.guards.weights.begin(self.state.model.master_params)  # they have changed, and not by corruption
-        state, meta = self.state, self.state.meta(self.job, self.plan)
+        state, meta = self.state, self.state.meta(self.job, self.plan) | {"data": fingerprint_of(self.dataset)}
         self.checkpoints.save(state.step, state.saved(), meta, required=required)
 
     def take_snapshot(self) -> None:
@@ -127,8 +127,8 @@ class Session:
                 self.log.warning("%s", snapshots.refused)
             elif snapshots.folder is not None and self.placed != len(shards):
                 self.placed = len(shards)  # the optimizer's tensors appear with its first step
-                places = places_of(self.mesh.rank, self.heartbeat.attempt, self.job, self.plan, state.tensors())
-                places.write(snapshots.folder)
+                layout = snapshot_layout(self.mesh.rank, self.heartbeat.attempt, self.job, self.plan, state.tensors())
+                layout.write(snapshots.folder)
         if snapshots.tick(state.step):
             snapshots.every = max(cast(list[int], self.mesh.all_gather_json(snapshots.wish())))
             self.guards.weights.spacing = snapshots.every

@@ -58,7 +58,7 @@ class Stepper:
         state, spread_model, job = self.state, self.state.model, self.job
         spread_model.zero_grad()
         count, counting = self._global_count(batches)
-        nominal = job.train.global_batch * batches[0]["valid"][0].numel() / self.apart
+        nominal = job.train.ramp.batch(state.step) * batches[0]["valid"][0].numel() / self.apart
         total = spread_model.backward(
             self.local(batches), self.loss_of(job.train.label_smoothing), state.scale.value / nominal,
             self.meanwhile,
@@ -87,8 +87,8 @@ class Stepper:
             state.ema.update(flag)
         state.model.follow(finite if taken and unseen else taken)
         state.scale.update(taken or not wanted)
+        state.samples += self.job.train.ramp.batch(state.step)
         state.step += 1
-        state.samples += self.job.train.global_batch
         state.rounds.after(state.step, grads.count, state.model.refresh)
         return norm, taken
 

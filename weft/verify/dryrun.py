@@ -1,6 +1,6 @@
-"""A dry run: one rank's real model, mesh and step on tensors without data, beside ranks that do not exist.
+"""A dry run: one rank's model, mesh and step on tensors without data, with peers that do not exist.
 
-What it counts is what the engine does: live bytes, FLOPs and collectives, next to what the formulas say.
+It counts live bytes, FLOPs and collectives of the real code, and compares them with the planner's estimates.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 
 from weft.comm.fake_internals import real_meshes
 from weft.comm.shards import local_of
@@ -28,21 +27,23 @@ from weft.mesh import Mesh, connect, pretend
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import Batch
 from weft.planner import RUNNABLE, check, make_plan
-from weft.planner.memory.expert_bytes import EXPERT_AXES
-from weft.planner.memory.peak import peak_of
-from weft.planner.memory.rank_bytes import flops_of, states_of, traffic_of
+from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.plan import Plan
+from weft.planner.search.candidates import Layouts
+from weft.planner.time.expert_traffic import EXPERT_AXES
+from weft.planner.time.traffic import flops_of, traffic_of
 from weft.training.build import build_state
 from weft.training.step import Stepper
+from weft.verify.dryrun_internals import fake_tensors, fused_norms, storage_bytes
 
 GIB = 2**30
-COPIED = {"gloo": frozenset({"reduce_scatter"})}
-"""Collectives before which a backend copies what it is given."""
+COPIED_BY_BACKEND = {"gloo": frozenset({"reduce_scatter"})}
+"""Collectives whose input a backend copies."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of message along one axis, over a whole step. Bytes are those of the whole tensors."""
+    """One kind of collective on one axis, over a whole step. Bytes are those of the full tensors."""
 
     axis: str
     kind: str
@@ -53,7 +54,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank's step did, and what was estimated for it. All bytes; keys of both dicts are the same."""
+    """What was traced of one rank's step and what was estimated, in bytes; both dicts have the same keys."""
 
     layout: str
     rank: int
@@ -69,7 +70,7 @@ class DryRun:
 
 
 def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
-    """Trace one step of one rank of a plan. The job is resolved, and the plan is its own."""
+    """Trace one step of one rank. The job is resolved, and the plan was made for it."""
     began = time.perf_counter()
     check(job, plan, RUNNABLE)
     if not 0 <= rank < plan.world:
@@ -83,27 +84,27 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
         )
     mesh = pretend(plan, rank)
     try:
-        norms = _fused_norms() if plan.device == "cuda" else nullcontext()
-        with warnings.catch_warnings(), real_meshes(), norms, FakeTensorMode(allow_non_fake_inputs=True):
+        norms = fused_norms() if plan.device == "cuda" else nullcontext()
+        with warnings.catch_warnings(), real_meshes(), norms, fake_tensors():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # stages copy the model
-            meter, parts = trace(job, plan, mesh, copied=COPIED.get(plan.backend, frozenset()))
+            meter, parts = trace(job, plan, mesh, copied=COPIED_BY_BACKEND.get(plan.backend, frozenset()))
         return _compare(job, plan, mesh, meter, parts, began)
     finally:
         mesh.close()
 
 
 def measured_peak(job: Job) -> int:
-    """On a real rank: the most bytes of tensors that a real step had at once. Its ranks call this together."""
+    """The peak bytes of live tensors in a real step. Called by every rank."""
     job, plan = make_plan(job)
     meter, _ = trace(job, plan, connect(plan, job.comm.timeout_s))
     return meter.peak
 
 
 def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()) -> tuple[Tracer, dict[str, int]]:
-    """Build this rank and take a step under a meter; also the bytes of what it keeps. `copied` as the meter's."""
+    """Build this rank and trace one step. Returns the tracer and the bytes of each kind of state."""
     with Tracer(_names(mesh), copied) as meter:
         state = build_state(job, plan, mesh)
-        state.scale.dynamic = False  # whether a step overflowed is a value, and there are none
+        state.scale.dynamic = False  # tensors have no values, so no step can overflow
         if isinstance(state.model, Pipelined):
             state.model.links.keep_sent = plan.backend != "nccl"
         state.optimizers.allocate()
@@ -130,7 +131,7 @@ def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()
 
 
 def _names(mesh: Mesh) -> dict[str, str]:
-    """The axis of every process group; where the experts' is another's too, the other's."""
+    """The axis of every process group; a group that an expert axis shares is named after the other axis."""
     axes = sorted(mesh.axes.items(), key=lambda axis: axis[0] not in EXPERT_AXES)
     groups = {str(axis.group.group_name): name for name, axis in axes}
     if mesh.everyone is not None:
@@ -143,13 +144,11 @@ def _stages(spread_model: Any) -> list[Any]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of some tensors, each counted once."""
-    storages = {s._cdata: s.nbytes() for t in tensors for s in [local_of(t.detach()).untyped_storage()]}
-    return sum(storages.values())
+    return storage_bytes(local_of(t.detach()) for t in tensors)
 
 
 def make_batch(job: Job, plan: Plan) -> Batch:
-    """A microbatch of the shapes that the job's data would have."""
+    """A microbatch with the shapes of the job's data."""
     size, seq, model = plan.microbatch, job.data.seq_len, job.model
     tokens = torch.zeros(size, seq, dtype=torch.int64)
     batch = {"ids": torch.zeros(size, dtype=torch.int64)}
@@ -166,8 +165,10 @@ def make_batch(job: Job, plan: Plan) -> Batch:
 
 
 def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Tracer, parts: dict[str, int], began: float) -> DryRun:
-    states, traffic = states_of(job, plan, mesh.rank), traffic_of(job, plan, mesh.rank)
-    assert states is not None
+    memory, layouts, place = EngineMemory(job, plan, traced=True), Layouts.one(plan), Place.of(plan, mesh.rank)
+    states = {name: float(held[0]) for name, held in memory.states(layouts, place).items()}
+    peak = sum(float(held[0]) for part, held in memory.rank(layouts, place).items() if part != "runtime")
+    traffic = traffic_of(job, plan, mesh.rank)
     groups, expected = _names(mesh), Counter[tuple[str, str]]()
     for axis, kinds in traffic.items():
         found = mesh.everyone if axis == "everyone" else mesh.axes.get(axis)
@@ -179,8 +180,8 @@ def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Tracer, parts: dict[str, i
     )
     traced = {**parts, "peak_memory": meter.peak, "flops": meter.flops, "communication": sum(meter.bytes.values())}
     estimated = {
-        **states.__dict__,
-        "peak_memory": peak_of(job, plan, mesh.rank),
+        **states,
+        "peak_memory": peak,
         "flops": flops_of(job, plan, mesh.rank),
         "communication": sum(expected.values()),
     }
@@ -188,32 +189,8 @@ def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Tracer, parts: dict[str, i
     return DryRun(plan.layout(), mesh.rank, plan.world, mesh.position, traced, estimated, collectives, took)
 
 
-class _FusedNorm(torch.autograd.Function):
-    """What a GPU's one kernel takes and keeps for an RMS norm; a CPU would make it of several operators."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
-@contextmanager
-def _fused_norms() -> Iterator[None]:
-    before = nn.RMSNorm.forward
-    nn.RMSNorm.forward = lambda self, x: _FusedNorm.apply(x, self.weight)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.RMSNorm.forward = before  # type: ignore[method-assign]
-
-
 def show(found: DryRun) -> str:
-    """For a terminal: traced beside estimated."""
+    """The tables for a terminal: traced and estimated figures."""
     rows = [f"rank {found.rank} of {found.world} ({found.position}), {found.layout}: {found.seconds:.0f} s", ""]
     rows.append(f"{'':24}{'traced':>14}{'estimated':>14}{'off by':>9}")
     for key, value in found.traced.items():

@@ -30,7 +30,7 @@ from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.planner.rules.layout_syntax import parse_layouts, ranks
 from weft.training.build import build_state
 from weft.training.step import Stepper
-from weft.verify.compare import TOLERANCE, Tolerance, Trace, Verdict, compare, moments_of
+from weft.verify.compare import Trace, Verdict, compare, moments_of
 from weft.verify.routing import Guided
 
 DEFAULT_LAYOUTS = (
@@ -65,7 +65,12 @@ def small(job: Job) -> Job:
     if m.experts is not None:
         updates["experts"] = _fewer(m.experts)
     train = job.train.model_copy(
-        update={"global_batch": min(job.train.global_batch, 16), "microbatch": "auto", "accumulation": "auto"}
+        update={
+            "global_batch": min(job.train.global_batch, 16),
+            "batch_ramp": [],
+            "microbatch": "auto",
+            "accumulation": "auto",
+        }
     )
     return job.model_copy(update={"model": m.model_copy(update=updates), "train": train})
 
@@ -188,7 +193,7 @@ def prove(
     ):
         reference = _run(pool, reference_job, 1, steps, folder)
         for words, section in named:
-            verdict = _judge(pool, job, words, section, reference, steps, TOLERANCE[plan.precision], folder)
+            verdict = _judge(pool, job, words, section, reference, steps, plan.precision, folder)
             if verdict.verdict == "refused" and not layouts:
                 continue
             verdicts.append(verdict)
@@ -218,7 +223,7 @@ def describe_ranks(job: Job, world: int) -> str:
 
 
 def _judge(
-    pool: RankPool, job: Job, words: str, section: dict[str, Any], reference: Trace, steps: int, tolerance: Tolerance,
+    pool: RankPool, job: Job, words: str, section: dict[str, Any], reference: Trace, steps: int, precision: str,
     held_to: str,
 ) -> Verdict:  # fmt: skip
     world = ranks(section)
@@ -227,7 +232,7 @@ def _judge(
         check(spread, plan, RUNNABLE)
         words = plan.layout() + (f" split {section['split']}" if "split" in section else "")
         with tempfile.TemporaryDirectory(prefix="weft-prove-") as folder:
-            return compare(words, world, reference, _run(pool, spread, world, steps, folder, held_to), tolerance)
+            return compare(words, world, reference, _run(pool, spread, world, steps, folder, held_to), precision)
     except WeftError as error:
         return Verdict(words, world, "refused", why=str(error))
 

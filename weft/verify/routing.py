@@ -42,7 +42,7 @@ class Guided:
     def __init__(self, load: ExpertLoad | None, folder: str, reference: str | None):
         self.file = Path(folder if reference is None else reference) / FILE
         self.blocks = [] if load is None else load.blocks
-        self.routes: Routes = torch.load(self.file) if reference is not None and self.blocks else {}
+        self.routes: Routes = torch.load(self.file, weights_only=True) if reference is not None and self.blocks else {}
         self.leads = reference is None
         self.seen = torch.zeros(len(self.blocks), 6, dtype=torch.float64)
         """By block: other choices, squares of the scores' differences, scores, their squares; how many of each."""

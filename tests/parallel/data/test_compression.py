@@ -119,7 +119,8 @@ def test_adaptive_looks_at_the_link_and_all_ranks_choose_alike(pool: RankPool) -
 
 def test_mistakes_are_told() -> None:
     for value, said in {
-        "int9": "must be none, fp16, bf16, int8, int4, topk:0.01, threshold:3, powersgd:4, onebit or adaptive",
+        "int9": "must be none, fp16, bf16, int8, int4, topk:0.01, threshold:3, powersgd:4, onebit or adaptive; "
+        "did you mean int8?",
         "topk:2": "must be topk:0.01 or the like, with a share of the elements above 0 and up to 1 after the colon",
         "powersgd:1.5": "must be powersgd:4 or the like, with a whole number from 1 up after the colon",
         "threshold:-1": "must be threshold:3 or the like, with a number above 0 after the colon",

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from weft.cli.views.plan import PlanOptions, show
 from weft.cli.views.plan_tables import history_table
-from weft.job import parse_job
+from weft.job import load_job, parse_job
 from weft.job.errors import JobError
 from weft.job.load import dump_yaml
 from weft.job.schema import Failures
@@ -19,6 +20,7 @@ from weft.planner.advice.compare import compare_offers
 from weft.planner.advice.goodput import best_interval, expected, goodput
 from weft.planner.advice.history import read_history
 from weft.planner.advice.mixed_devices import mixed
+from weft.planner.advice.pinned_job import tuned_job, write_job
 from weft.planner.advice.tune import tune
 from weft.planner.calibration import load_calibration
 from weft.planner.make_plan import make_plan, start_plan
@@ -138,5 +140,27 @@ def test_hyper_parameters_have_reasons() -> None:
     assert large["train.global_batch"].value > small["train.global_batch"].value
     assert large["train.global_batch"].value % 64 == 0
     assert large["optim.lr"].value < small["optim.lr"].value
-    assert large["train.steps"].value * large["train.global_batch"].value * 4096 == pytest.approx(1e12, rel=0.01)
-    assert large["ramp"].value["from"] < large["ramp"].value["to"]
+    batch, ramp = large["train.global_batch"].value, large["train.batch_ramp"].value
+    assert [batch / size for _, size in ramp] == pytest.approx([4, 2], rel=0.1), "a quarter, then half of the batch"
+    trained = tuned_job(job, list(large.values())).train
+    assert trained.ramp.samples_before(trained.steps) * 4096 == pytest.approx(1e12, rel=0.001), (
+        "the steps fit the budget"
+    )
+    assert trained.ramp.samples_before(trained.ramp.end) * 4096 == pytest.approx(0.05e12, rel=0.01)
+
+
+def test_an_applied_plan_is_planned_the_same_way_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`weft plan --tune --apply FILE`: the file has the layout and the tuned settings, and its own plan is the same."""
+    raw = {"model": "llama-8b", "data": {"source": "synthetic", "seq_len": 4096}, "train": {"steps": 5000}}
+    raw["cluster"] = {"device": "h100", "nodes": 2, "devices_per_node": 8}
+    made = show(parse_job(raw), None, PlanOptions(tune=True, apply=True))
+    assert made.job is not None
+    path = write_job(made.job, tmp_path / "planned.yaml")
+    again = load_job(str(path))
+    assert again == made.job.model_copy(update={"name": again.name})
+    assert again.train.batch_ramp and again.train.global_batch != 32 and again.parallel != "auto"
+    _, plan = make_plan(again)
+    for key in ("axes", "microbatch", "accumulation", "recompute", "precision"):
+        assert plan.to_json()[key] == made.data[key]
+    with pytest.raises(JobError, match="exists and is not a regular file"):
+        write_job(made.job, tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ from weft.planner.advice.compare import compare_offers
 from weft.planner.advice.fitting_changes import changes
 from weft.planner.advice.history import read_history
 from weft.planner.advice.mixed_devices import mixed
-from weft.planner.advice.tune import tune
+from weft.planner.advice.pinned_job import pinned_job, tuned_job
+from weft.planner.advice.tune import token_budget, tune
 from weft.planner.advice.why import gib
 from weft.planner.advice.why_not import why_not
 from weft.planner.calibration import Calibration
 from weft.planner.describe import describe_plan, draw_schedule
 from weft.planner.make_plan import PlanStart, check_fits, complete_plan, pick_layout, runs_here, start_plan
 from weft.planner.own_calibration import own_calibration
+from weft.planner.plan import Plan
 from weft.planner.search.survey import Survey, survey
 
 
@@ -36,6 +38,7 @@ class PlanOptions:
     history: Path | None = None
     tune: bool = False
     tokens: float | None = None
+    apply: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,18 @@ class PlanOutput:
     text: str
     data: dict[str, Any]
     failed: FitError | None = None
+    job: Job | None = None
+    """With --apply: the job with the chosen layout and the tuned settings."""
 
 
 def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
     """Plan a job and collect the requested output."""
     start = start_plan(job, nproc)
+    if asked.apply and asked.tune:
+        settings = tune(start.job, start.world, asked.tokens)
+        asked = replace(asked, tokens=asked.tokens or token_budget(start.job))
+        job = tuned_job(job, settings)
+        start = start_plan(job, nproc)
     if start.job.model.module:
         return _own_model(start, asked)
     calibration = own_calibration(start.device)
@@ -75,7 +85,9 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
         }
         blocks.append(tables.changes_that_fit(found))
     _add_tables(start, made, asked, calibration, data, blocks)
-    return PlanOutput("\n\n".join(block for block in [*text, *blocks] if block), data, failed)
+    shown = "\n\n".join(block for block in [*text, *blocks] if block)
+    pinned = pinned_job(job, _trainable_plan(made, start, calibration)) if asked.apply and made.fits else None
+    return PlanOutput(shown, data, failed, pinned)
 
 
 def _add_tables(
@@ -114,6 +126,13 @@ def _trainable_instead(made: Survey, start: PlanStart, calibration: Calibration)
     return f"{plan.layout()}, {100 * share:.1f} % slower"
 
 
+def _trainable_plan(made: Survey, start: PlanStart, calibration: Calibration) -> Plan:
+    """The best plan that weft train supports."""
+    if not made.untrainable:
+        return made.plan
+    return complete_plan(start, *pick_layout(start, trainable=True, calibration=calibration)[:2])[1]
+
+
 def _fit_error(made: Survey) -> FitError:
     found = made.found
     limit, need = found.estimator.limit_gib, found.smallest_gib
@@ -125,8 +144,7 @@ def _fit_error(made: Survey) -> FitError:
     return FitError(
         f"no layout fits: the smallest, {made.plan.layout()}, needs {gib(need)} GiB a rank, but "
         f"{made.plan.device_name} has {gib(float(found.estimator.cluster.memory_gib))} ({gib(limit)} of them usable), "
-        f"so "
-        f"{gib(need - limit)} are missing"
+        f"so {gib(need - limit)} are missing"
     )
 
 
@@ -134,4 +152,5 @@ def _own_model(start: PlanStart, asked: PlanOptions) -> PlanOutput:
     """Output for a model of your own, whose memory and time are not known before it is built."""
     job, plan = complete_plan(start, *pick_layout(start, trainable=True)[:2])
     text = describe_plan(job, plan) + ("\n\n" + draw_schedule(job, plan) if asked.gantt else "")
-    return PlanOutput(text, {"job": job.model_dump(mode="json"), **plan.to_json()})
+    data = {"job": job.model_dump(mode="json"), **plan.to_json()}
+    return PlanOutput(text, data, None, pinned_job(start.job, plan) if asked.apply else None)

@@ -8,7 +8,7 @@ from weft.planner.advice.compare import Offer
 from weft.planner.advice.fitting_changes import Change
 from weft.planner.advice.history import History
 from weft.planner.advice.mixed_devices import Mixed
-from weft.planner.advice.tune import Tuned
+from weft.planner.advice.tune import TunedSetting
 from weft.planner.advice.why import TIME_WORDS, gib, seconds
 from weft.planner.describe import human_count
 from weft.planner.search.survey import Point, Survey
@@ -153,7 +153,7 @@ def history_table(told: History) -> str:
     return "\n".join(lines)
 
 
-def tuned_settings(settings: Sequence[Tuned]) -> str:
+def tuned_settings(settings: Sequence[TunedSetting]) -> str:
     """Hyperparameters and the reasons."""
     rows = [(t.key, f"{t.value:,.6g}" if isinstance(t.value, float | int) else str(t.value), t.why) for t in settings]
     return table(("setting", "value", "reason"), rows)

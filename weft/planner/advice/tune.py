@@ -1,4 +1,4 @@
-"""Hyper-parameters a plan may set when asked: batch, learning rate, warm-up and ramp, each with its reason."""
+"""Advice on hyperparameters: batch, batch ramp, steps, learning rate and warm-up, each with its reason."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from typing import Any
 from weft.job.schema import Job
 from weft.planner.describe import human_count
 from weft.planner.model.counts import count_parameters
+from weft.planner.rules.arithmetic import divisors
 
-CRITICAL = (22.91, 0.47, 512)
-"""Critical batch, a · D^b sequences of 512 tokens for D million tokens trained on (Zhang et al. 2024, "How does
-critical batch size scale in pre-training?", fitted on runs of 85M to 1.2B parameters, so an
-extrapolation beyond them)."""
-RATE = (0.3118, -0.125)
-"""Peak learning rate of AdamW by compute in FLOP, a · C^b (DeepSeek LLM 2024, section 3.1)."""
-PER_PARAMETER = 20
-"""Tokens a parameter where loss for the compute is lowest (Hoffmann et al. 2022)."""
+CRITICAL_BATCH = (22.91, 0.47, 512)
+"""Critical batch size: a · D^b sequences of 512 tokens, for D million training tokens (Zhang et al. 2024, "How does
+critical batch size scale in pre-training?", fitted on 85M to 1.2B parameters; an extrapolation beyond them)."""
+LEARNING_RATE = (0.3118, -0.125)
+"""Peak learning rate of AdamW for a compute of C FLOP: a · C^b (DeepSeek LLM 2024, section 3.1)."""
+MAX_LEARNING_RATE = 6e-3
+TOKENS_PER_PARAMETER = 20
+"""Compute-optimal training tokens per parameter (Hoffmann et al. 2022)."""
+RAMP_DIVISORS = (4, 2)
+"""A ramp trains with a quarter and then with half of the batch."""
+RAMP_TOKENS = 0.025
+"""Share of the tokens in each stage of the ramp."""
+MIN_STEPS_FOR_RAMP = 2000
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """One setting, its value, and why."""
+class TunedSetting:
+    """A setting, its advised value, and the reason."""
 
     key: str
     value: Any
@@ -32,56 +38,84 @@ class Tuned:
         return {"key": self.key, "value": self.value, "why": self.why}
 
 
-def tune(job: Job, world: int, tokens: float | None = None) -> list[Tuned]:
-    """Settings for a token budget; left out, the one the job's steps and batch make."""
+def token_budget(job: Job) -> float:
+    """Training tokens of a job: those of all its steps."""
+    return float(job.train.ramp.samples_before(job.train.steps) * _tokens_per_sequence(job))
+
+
+def tune(job: Job, world: int, tokens: float | None = None) -> list[TunedSetting]:
+    """Advised settings for a token budget; by default that of the job's steps and batch."""
     counts = count_parameters(job.model)
     if counts is None:
         return []
-    seq = 1 if job.model.is_stack else job.data.seq_len
-    budget = tokens or float(job.train.steps * job.train.global_batch * seq)
-    out = []
-    critical = CRITICAL[0] * (budget / 1e6) ** CRITICAL[1] * CRITICAL[2]
-    batch = _batch(critical / seq, world)
-    steps = max(1, round(budget / (batch * seq)))
-    why = f"{human_count(budget)} tokens allow about {human_count(critical)} tokens a step before more samples stop "
-    why += "saving steps"
-    out.append(Tuned("train.global_batch", batch, f"{why}; the nearest number of sequences that {world} ranks share"))
-    out.append(Tuned("train.steps", steps, f"{human_count(budget)} tokens in steps of {human_count(batch * seq)}"))
+    seq = _tokens_per_sequence(job)
+    budget = tokens or token_budget(job)
+    a, b, length = CRITICAL_BATCH
+    critical = a * (budget / 1e6) ** b * length
+    batch = _divisible_batch(critical / seq, world)
+    ramp = _ramp(batch, world, budget / seq)
+    steps, left, begin = 0, budget / seq, 0
+    for end, size in ramp:
+        steps, left, begin = end, left - (end - begin) * size, end
+    steps += max(1, round(left / batch))
     compute = 6.0 * counts.active * budget
-    rate = RATE[0] * compute ** RATE[1]
-    rate = float(f"{min(rate, 6e-3):.2g}")
-    out.append(Tuned("optim.lr", rate, f"0.3118 × C^−0.125 for C = {compute:.1e} FLOP; it falls as runs grow"))
-    out.append(Tuned("optim.betas", [0.9, 0.95], "a shorter memory of squares follows loss spikes of large batches"))
-    warm = int(min(2000, max(10, round(0.01 * steps))))
-    out.append(Tuned("optim.warmup", warm, "1 % of the steps, at most 2,000: moments are noise before that"))
-    if batch >= 4 * world and budget / (batch * seq) > 2000:
-        first = _batch(batch / 4, world)
-        until = human_count(0.05 * budget)
-        why = f"start with {first} sequences and double twice until {until} tokens: early gradients agree, so small "
-        why += "batches learn as much from each token"
-        out.append(Tuned("ramp", {"from": first, "to": batch, "tokens": 0.05 * budget}, why))
+    rate = float(f"{min(LEARNING_RATE[0] * compute ** LEARNING_RATE[1], MAX_LEARNING_RATE):.2g}")
+    warmup = int(min(2000, max(10, round(0.01 * steps))))
+    out = [
+        TunedSetting(
+            "train.global_batch", batch,
+            f"{human_count(budget)} tokens allow about {human_count(critical)} tokens per step before larger batches "
+            f"stop saving steps; the nearest number of sequences for {world} ranks",
+        ),
+        TunedSetting("train.batch_ramp", [list(stage) for stage in ramp], _ramp_reason(ramp, batch, budget)),
+        TunedSetting(
+            "train.steps", steps, f"{human_count(budget)} tokens in steps of {human_count(batch * seq)}"
+            + (f", {ramp[-1][0]} of them with smaller batches" if ramp else ""),
+        ),
+        TunedSetting("optim.lr", rate, f"0.3118 × C^−0.125 for C = {compute:.1e} FLOP; it falls with the compute"),
+        TunedSetting("optim.betas", [0.9, 0.95], "a shorter average of squares adapts faster to loss spikes"),
+        TunedSetting("optim.warmup", warmup, "1 % of the steps, at most 2,000, until the moments are reliable"),
+    ]  # fmt: skip
     if job.optim.scale_lr == "none" and batch != job.train.global_batch:
-        ratio = batch / job.train.global_batch
-        scaled = float(f"{job.optim.lr * math.sqrt(ratio):.2g}")
-        why = f"your {job.optim.lr:g} was for {job.train.global_batch} sequences; AdamW's rate goes with the square "
-        why += f"root of the batch, × {math.sqrt(ratio):.2f}"
-        out.append(Tuned("optim.lr (yours, scaled)", scaled, why))
-    best = PER_PARAMETER * counts.active
+        factor = math.sqrt(batch / job.train.global_batch)
+        scaled = float(f"{job.optim.lr * factor:.2g}")
+        why = f"{job.optim.lr:g} was set for {job.train.global_batch} sequences; the rate scales with the square root "
+        out.append(TunedSetting("optim.lr (yours, scaled)", scaled, f"{why}of the batch, × {factor:.2f}"))
+    best = TOKENS_PER_PARAMETER * counts.active
     if not 0.5 < budget / best < 2:
-        word = "fewer" if budget < best else "more"
-        then = (
-            "a smaller model would learn more"
-            if budget < best
-            else ("right where the model is used much, as training costs once")
-        )
-        why = f"{word} than the {human_count(best)} (20 a parameter) at which loss for the compute is lowest; {then}"
-        out.append(Tuned("tokens", f"{budget:.3g}", why))
+        few = budget < best
+        why = f"{'fewer' if few else 'more'} than the compute-optimal {human_count(best)} (20 per parameter); "
+        why += "a smaller model would learn more" if few else "right for a model that is used much"
+        out.append(TunedSetting("tokens", f"{budget:.3g}", why))
     return out
 
 
-def _batch(wanted: float, world: int) -> int:
-    """The multiple of the ranks, or the divisor of them, that is nearest in ratio."""
+def _tokens_per_sequence(job: Job) -> int:
+    return 1 if job.model.is_stack else job.data.seq_len
+
+
+def _ramp(batch: int, world: int, sequences: float) -> tuple[tuple[int, int], ...]:
+    """Stages of train.batch_ramp, each with the same share of the tokens; none for a short run or a small batch."""
+    sizes = [_divisible_batch(batch / divisor, world) for divisor in RAMP_DIVISORS]
+    if sequences / batch <= MIN_STEPS_FOR_RAMP or sorted({*sizes, batch}) != [*sizes, batch]:
+        return ()
+    stages, end = [], 0
+    for size in sizes:
+        end += max(1, round(RAMP_TOKENS * sequences / size))
+        stages.append((end, size))
+    return tuple(stages)
+
+
+def _ramp_reason(ramp: tuple[tuple[int, int], ...], batch: int, budget: float) -> str:
+    if not ramp:
+        return f"none: the run is shorter than {MIN_STEPS_FOR_RAMP:,} steps, or the batch is too small to divide"
+    sizes = ", ".join(str(size) for _, size in ramp)
+    tokens = human_count(RAMP_TOKENS * len(ramp) * budget)
+    return f"{sizes}, then {batch} sequences after {tokens} tokens: early gradients agree, so small batches suffice"
+
+
+def _divisible_batch(wanted: float, world: int) -> int:
+    """The multiple or divisor of the number of ranks that is nearest in ratio."""
     if wanted >= world:
         return max(1, round(wanted / world)) * world
-    divisors = [d for d in range(1, world + 1) if world % d == 0]
-    return min(divisors, key=lambda d: abs(math.log(d / max(wanted, 1e-9))))
+    return min(divisors(world), key=lambda d: abs(math.log(d / max(wanted, 1e-9))))

@@ -17,6 +17,27 @@ def batch_rule(job: Job, plan: Plan) -> str | None:
     return f"train.global_batch={batch} is not a multiple of the {plan.dp} data-parallel ranks; {fit} would work"
 
 
+def ramp_rule(job: Job, plan: Plan) -> str | None:
+    """Every batch of train.batch_ramp is divided among the data-parallel ranks, and fills a pipeline's microbatches."""
+    if not job.train.batch_ramp:
+        return None
+    if job.train.sync.mode in ("server", "federated"):
+        return f"train.batch_ramp does not support train.sync={job.train.sync.mode}; leave batch_ramp out"
+    for size in job.train.ramp.sizes[:-1]:
+        if size % plan.dp:
+            near = -(-size // plan.dp) * plan.dp
+            return (
+                f"train.batch_ramp has batches of {size} sequences, which {plan.dp} data-parallel ranks do not divide; "
+                f"{near} would work"
+            )
+        if plan.pp > 1 and size // plan.dp < plan.accumulation:
+            return (
+                f"train.batch_ramp has batches of {size} sequences, {size // plan.dp} for each data-parallel rank, but "
+                f"the pipeline has {plan.accumulation} microbatches; {plan.accumulation * plan.dp} would work"
+            )
+    return None
+
+
 def microbatch_rule(job: Job, plan: Plan) -> str | None:
     """microbatch × accumulation is a rank's share of the global batch."""
     if batch_rule(job, plan):

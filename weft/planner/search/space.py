@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,8 @@ class Space:
     experts: int = 0
     blocks: int | None = None
     """How many of all blocks are recomputed, where the job sets a number."""
+    smallest_batch: int | None = None
+    """The smallest batch of train.batch_ramp: a pipeline needs one of its sequences for each microbatch."""
     by_block: bool = True
     """Whether only some of a stage's blocks may be recomputed."""
 
@@ -111,6 +114,8 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
         "blocks": job.memory.recompute if isinstance(job.memory.recompute, int) else None,
         "dp_shard": None if job.comm.allreduce in ("auto", "native") else (1,),
     }  # fmt: skip
+    if job.train.batch_ramp:
+        fixed |= {"dp": tuple(divisors(gcd(*job.train.ramp.sizes))), "smallest_batch": job.train.ramp.sizes[0]}
     if model.module:  # nothing of it can be cut but its states
         return Space(**share, parts=1, **fixed)
     options = divisors(world)
@@ -252,7 +257,10 @@ def _microbatches(space: Space, rows: Columns) -> Columns:
     chosen = np.concatenate([sizes[i] for i in index]) if len(index) else np.array([], np.int64)
     rows["microbatch"] = chosen
     rows["accumulation"] = np.repeat(share, counts) // np.maximum(chosen, 1)
-    return rows
+    if space.smallest_batch is None:
+        return rows
+    least = space.smallest_batch // (rows["dp_shard"] * rows["dp_replicate"])
+    return _keep(rows, (rows["pp"] == 1) | (rows["accumulation"] <= least))
 
 
 def _schedules(space: Space, rows: Columns) -> Columns:

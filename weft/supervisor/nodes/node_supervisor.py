@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from weft.checkpoint.snapshot_replication import Errand, Keeper, Sender, needless
+from weft.checkpoint.snapshot_replication import ReplicaSender, ReplicaStore, ReplicationRequest, survives_node_loss
 from weft.hardware.network import GLOO, NCCL, interfaces
 from weft.job.errors import Exit, WeftError
 from weft.job.load import load_job
@@ -20,7 +20,7 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.diagnosis import FaultReport
-from weft.supervisor.local_ranks import CLEAN_EXITS, STOP_SIGNALS, die_with_parent
+from weft.supervisor.local_ranks import CLEAN_EXITS, die_with_parent
 from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report
 from weft.supervisor.nodes.membership import Membership, incarnations
 from weft.supervisor.nodes.node_address import NodeAddress
@@ -28,6 +28,7 @@ from weft.supervisor.process_name import set_process_name
 from weft.supervisor.rank_inspection import POLL_S, kill
 from weft.supervisor.replan import replan
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
+from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.supervisor.store_server import StoreServer
 from weft.supervisor.supervisor import ALERT_POLL_S, Supervisor, log
 
@@ -58,12 +59,12 @@ class NodeSupervisor(Supervisor):
         self.joining_since: float | None = None
         self.blameless: float | None = None
         self.left_out, self.attempt_first, self.closed, self.ending = 0.0, 0, False, False
-        self.keeper, self.store_server = Keeper(folder), StoreServer()
+        self.keeper, self.store_server = ReplicaStore(folder), StoreServer()
         self.nodes = Membership(
             run, place, slots, self.decide, lambda: None, self.note, lost_s=job.resilience.node_lost_s
         )
         self.nodes.services |= {"store": self.store_server.serve, "copy": self.keeper.serve}
-        self.sender = Sender(folder, self.nodes.secret, self.copy_request, self.nodes.set_copied, self.note)
+        self.sender = ReplicaSender(folder, self.nodes.secret, self.copy_request, self.nodes.set_copied, self.note)
         threading.Thread(target=self._renew, daemon=True, name="lease").start()
 
     def _renew(self) -> None:
@@ -234,7 +235,9 @@ class NodeSupervisor(Supervisor):
         if (ranks := self.slots_for(range(assignment.first, assignment.first + assignment.ranks))) is None:
             return
         self.plan = Plan.from_json(decision.given["plan"])
-        self.copying = not needless(self.plan, [range(s.first, s.first + s.ranks) for s in decision.assignments])
+        self.copying = not survives_node_loss(
+            self.plan, [range(s.first, s.first + s.ranks) for s in decision.assignments]
+        )
         if leads:
             self.store_server.open(decision.number)
             _write_plan(self.run, self.plan)
@@ -293,12 +296,12 @@ class NodeSupervisor(Supervisor):
                 path.unlink(missing_ok=True)
         self.keeper.forget(before=self.attempt.number)
 
-    def copy_request(self) -> Errand | None:
+    def copy_request(self) -> ReplicationRequest | None:
         """The snapshots to send to the neighbour now."""
         found, target = self.nodes.neighbour(), self.nodes.copies()[1]
         if self.free is not None or not self.attempt.ranks or not target or found is None:
             return None
-        return Errand(self.attempt.number, frozenset(self.attempt.ranks), *found, target)
+        return ReplicationRequest(self.attempt.number, frozenset(self.attempt.ranks), *found, target)
 
     def end(self, code: int, lines: list[str]) -> int:
         """Report the end to the other nodes and wait briefly for their acknowledgement."""
