@@ -73,7 +73,7 @@ def start_processes(
 ) -> int:
     """Start the ranks of a mesh, supervised or not, or the servers and workers of a parameter server run."""
     if plan.sync in ("server", "federated"):
-        prepare_rendezvous(run)
+        prepare_rendezvous(run, job)
         return launch_server_run(run, job.train.sync.servers, plan.world, lock, log)
     if plan.world > 1 if resilient is None else resilient:
         return run_supervised(run, plan.world, job.resilience.spares, lock, log)

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from weft.comm.shards import local_of
 from weft.data.loader import to_device
 from weft.job.errors import Exit, JobError
+from weft.job.optim import OPTIMIZERS
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.run_files import RunFiles
@@ -25,10 +26,9 @@ from weft.launch.train import prepare
 from weft.measure.device_peaks import measure_roofs
 from weft.measure.torch_internals import is_compiled
 from weft.parallel.pipeline.executor import Pipelined
-from weft.planner.memory.approximate import optimizer_bytes
-from weft.planner.memory.prediction import communication_bytes
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.planner.model.reference_rate import peak_flops
+from weft.planner.time.traffic import communication_bytes
 from weft.precision import COMPUTE_DTYPES
 from weft.supervisor.local_ranks import launch
 from weft.supervisor.run_lock import run_lock
@@ -213,7 +213,7 @@ def facts_of(session: Session) -> StepFacts:
     master_params = session.state.model.master_params.values()
     held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0
-    update = held * (width + 2 * optimizer_bytes(job.optim) + 8 + copies)
+    update = held * (width + 2 * 4 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim) + 8 + copies)
     tokens = _tokens(job) / plan.dp / plan.cp
     targets = tokens / job.data.seq_len if model.is_classifier else tokens
     ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or _has_head(session)

@@ -91,7 +91,10 @@ class Channel:
         message = _parse(body)
         blob = bytearray()
         if (described := message.pop("blob", None)) is not None:
-            size, digest = int(described["bytes"]), str(described["sha256"])
+            try:
+                size, digest = int(described["bytes"]), str(described["sha256"])
+            except (KeyError, TypeError, ValueError, OverflowError):
+                raise ProtocolError("a message with an invalid description of its bytes") from None
             if not 0 <= size <= blob_limit:
                 raise ProtocolError(f"{size} bytes that nobody asked for")
             blob = self._read(size, timeout_s)

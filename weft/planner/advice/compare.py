@@ -13,10 +13,11 @@ from weft.job.schema import Job
 from weft.planner.advice.goodput import goodput
 from weft.planner.calibration import Calibration
 from weft.planner.estimate import POWER_OVERHEAD, POWER_SHARE
+from weft.planner.estimator import make_estimator
 from weft.planner.make_plan import PlanStart, start_plan
 from weft.planner.model.counts import count_parameters
 from weft.planner.own_calibration import own_calibration
-from weft.planner.search.choose import estimator_for, plan_space
+from weft.planner.search.choose import plan_space
 from weft.planner.search.search import LayoutSearch
 
 SPOT_PREEMPTIONS_PER_DAY = 0.2
@@ -71,7 +72,7 @@ def _plan_offer(start: PlanStart, said: str, calibration: Calibration) -> Offer:
     tried = start_plan(job)
     if tried.device != start.device:
         calibration = own_calibration(tried.device)
-    estimator = estimator_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
+    estimator = make_estimator(tried.job, tried.plan, tried.world, tried.device, tried.memory_gib, calibration)
     found = LayoutSearch(plan_space(tried.job, tried.plan, tried.world, False), estimator).find()
     shown = Offer(said, device.name, price, spot, "", False, note=note)
     if len(found) == 0:

@@ -62,16 +62,19 @@ def per_number(setting: Compression) -> float:
 
 
 def is_compressed(plan: Plan, weight: Weight) -> bool:
-    """Whether a weight's gradient is compressed."""
-    setting = parse_compression(plan.compression)
+    """Whether a weight's gradient is compressed under a plan."""
+    return compresses(plan.compression, weight) and (plan.tp == 1 or weight.cut is not None or weight.partial)
+
+
+def compresses(compression: str, weight: Weight) -> bool:
+    """Whether a setting compresses the gradients of a weight that tp does not exclude."""
+    setting = parse_compression(compression)
     if setting.kind == "none" or setting.entry.adaptive:
         return False
     if len(weight.shape) < 2 or math.prod(weight.shape) < MIN_COMPRESSED_ELEMENTS:
         return False
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
-    if setting.entry.low_rank and not pays_low_rank(rows, columns, int(setting.number)):
-        return False
-    return plan.tp == 1 or weight.cut is not None or weight.partial
+    return not setting.entry.low_rank or pays_low_rank(rows, columns, int(setting.number))
 
 
 def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, at: float) -> Counter[str]:
