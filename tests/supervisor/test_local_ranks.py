@@ -20,7 +20,7 @@ def test_third_interrupt_kills_a_hung_run(tmp_path: Path) -> None:
         tmp_path, model="helpers.own_models:Stuck", data={"seq_len": 8}, train={"global_batch": 2, "eval_every": 0},
         parallel={"dp_shard": 1}, cluster={"device": "cpu"},
     )  # fmt: skip
-    started = Started(tmp_path, "train", "job.yaml")
+    started = Started(tmp_path, "train", "job.yaml", "--no-resilient")
     started.wait_for((tmp_path / "stuck").exists)
     ranks = started.ranks()
     started.wait_for_end(lambda: started.process.send_signal(signal.SIGINT))

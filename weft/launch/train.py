@@ -46,7 +46,7 @@ def start(
 ) -> int:
     """Train a prepared job on local ranks. Returns the exit code; the run is in runs/NAME.
 
-    `resilient` starts a supervisor that replaces lost ranks; by default with several ranks.
+    `resilient` (the default) starts a supervisor that replaces lost ranks.
     """
     run = RunDir(Path(job.runs_dir) / job.name)
     ensure_open_files(plan.world)
@@ -75,7 +75,7 @@ def start_processes(
     if plan.sync in ("server", "federated"):
         prepare_rendezvous(run, job)
         return launch_server_run(run, job.train.sync.servers, plan.world, lock, log)
-    if plan.world > 1 if resilient is None else resilient:
+    if resilient is not False:
         return run_supervised(run, plan.world, job.resilience.spares, lock, log)
     return launch(run, plan.world, lock, log)
 
