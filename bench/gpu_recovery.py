@@ -43,8 +43,6 @@ JOB: dict[str, Any] = {
     "resilience": {"rebalance": False},
 }
 """Without rebalancing, which changes the order of sums and so the last digit."""
-STEPS_AFTER = 25
-"""Steps that follow each fault."""
 TIMEOUT_S = 60.0
 """Without a committed step for so long, a group is given up."""
 
@@ -72,7 +70,7 @@ def group(
     name: str, ranks: int, faults: str, asked: argparse.Namespace, folder: Path, *overrides: str
 ) -> dict[str, Any]:
     count = sum(int(word.partition(":")[2] or 1) for word in faults.split(","))
-    job = job_for(name, 10 + STEPS_AFTER * (count + 1), folder, asked, *overrides)
+    job = job_for(name, 10 + asked.steps_after * (count + 1), folder, asked, *overrides)
     began = time.monotonic()
     row: dict[str, Any] = {"name": name, "ranks": ranks, "faults": faults, "steps": job.train.steps}
     try:
@@ -148,6 +146,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--others", type=int, default=3, help="faults of each other kind")
+    parser.add_argument("--steps-after", type=int, default=25, help="steps that follow each fault")
     parser.add_argument("--only", default="", help="names of groups, separated by commas")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no group is started")
