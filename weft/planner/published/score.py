@@ -135,7 +135,7 @@ def rank_correlation(a: Floats, b: Floats) -> float:
 def sweeps(predicted: Predictions, index: Sequence[int]) -> list[dict[str, Any]]:
     """For every sweep with two measured layouts: the layout that the planner would choose, and its regret.
 
-    It chooses the fastest layout among those predicted to fit, out-of-memory rows included. If its choice really ran out
+    It chooses the fastest layout among those predicted to fit, out-of-memory rows included. If its choice ran out
     of memory it takes the next; `failed` counts these.
     """
     by: dict[tuple[Any, ...], list[int]] = {}
