@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.checkpoint import memory_snapshots as snapshots
+from weft.checkpoint import snapshot_storage
 from weft.checkpoint.memory_snapshots import AGREE_AFTER, FEWEST, Snapshots, newest_common
 
 
@@ -115,3 +116,27 @@ def test_weights_are_copied_before_the_next_update(tmp_path: Path) -> None:
     ring.drop()
     ring.seal(4, {})
     assert ring.held() == [2, 3]
+
+
+def test_memory_is_unregistered_before_it_is_unmapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would copy from the old pages whatever is mapped at the same address afterwards."""
+    registered: set[int] = set()
+
+    def register(memory: torch.Tensor) -> bool:
+        assert memory.data_ptr() not in registered, "mapped where other memory is still registered"
+        registered.add(memory.data_ptr())
+        return True
+
+    monkeypatch.setattr(snapshot_storage, "_register", register)
+    monkeypatch.setattr(snapshot_storage, "_unregister", lambda memory: registered.remove(memory.data_ptr()))
+    monkeypatch.setattr(snapshot_storage.Slot, "_write_beside", lambda slot, shards: slot._copy(shards))
+    for attempt in range(3):  # of one process
+        ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+        for step in range(10 * attempt, 10 * attempt + 4):
+            ring.take(step, state(step), {})
+            ring.seal(step, {})
+        assert len(registered) == FEWEST
+        ring.take(99, {"w": torch.zeros(5000)}, {})  # another layout: new files
+        assert len(registered) == FEWEST
+        del ring
+        assert not registered

@@ -16,7 +16,7 @@ from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import parse_layout, ranks
-from weft.verify.prove import TOLERANCE, compare, with_layout
+from weft.verify.prove import compare, with_layout
 
 UPDATE_TOLERANCE: dict[str, float] = {"fp32": 2e-4, "bf16": 0.5, "fp16": 0.1, "fp8": 0.6}
 """Largest difference of a weight after the steps, as a share of the way it went. Adam divides small gradients by their
@@ -68,12 +68,12 @@ def run(pool: RankPool, job: Job, layout: str, steps: int = 2, *args: Any) -> Ru
 def differences(reference: Run, other: Run, precision: str = "fp32") -> list[str]:
     """In words, everything in which a run is not the reference run; empty if it is the same."""
     ours, theirs = reference.result, other.result
-    verdict = compare("", 0, ours.trace, theirs.trace, TOLERANCE[precision])
+    verdict = compare("", 0, ours.trace, theirs.trace, precision)
     found = []
     if verdict.verdict != "same":
         found.append(
             f"loss {verdict.max_loss_diff:.1e}, gradient {verdict.max_grad_diff:.1e} of {verdict.worst_parameter}, "
-            f"norm {verdict.grad_norm_diff:.1e}, parameters {verdict.param_diff:.1e}"
+            f"norm {verdict.grad_norm_diff:.1e}, size {verdict.size_diff:.1e}, parameters {verdict.param_diff:.1e}"
         )
     if ours.trace.gradients[0].keys() != theirs.trace.gradients[0].keys():
         found.append(f"gradients of {ours.trace.gradients[0].keys() ^ theirs.trace.gradients[0].keys()}")

@@ -72,8 +72,8 @@ def test_near_ties_are_led_and_told_and_a_wrong_router_is_seen(tmp_path: Path) -
 
 def test_scores_that_differ_are_another_run() -> None:
     same = a_trace()
-    assert compare("x", 2, same, replace(same, routing=Routing(0.01, 1e-6)), 1e-5).verdict == "same"
-    verdict = compare("x", 2, same, replace(same, routing=Routing(0.0, 1e-3)), 1e-5)
+    assert compare("x", 2, same, replace(same, routing=Routing(0.01, 1e-6)), "fp32").verdict == "same"
+    verdict = compare("x", 2, same, replace(same, routing=Routing(0.0, 1e-3)), "fp32")
     assert (verdict.verdict, verdict.router_diff) == ("differs", 1e-3)
 
 

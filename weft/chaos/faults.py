@@ -82,6 +82,12 @@ KINDS: dict[str, FaultKind] = {
     "oom": FaultKind(
         "a rank runs out of memory", "inside", ("oom",), exact=False, phases=("forward", "backward", "update")
     ),
+    "illegal": FaultKind(
+        "a rank accesses memory that is not its own: on a GPU its CUDA context is lost",
+        "inside",
+        ("exit",),
+        phases=("forward", "backward", "update"),
+    ),
     "partition": FaultKind("a node's link is cut, and mended later", "nodes", ("partition", "node_lost"), False, False),
     "node": FaultKind(
         "a node is lost with all its processes", "nodes", ("node_lost", "partition", "exit"), False, False

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from weft.comm.mpi_group import NAME, MpiGroup
 from weft.comm.mpi_work import engine, mpi
+from weft.comm.tcp_store import tcp_store
 from weft.hardware.network import own_address
 from weft.hardware.rank_environment import rank_info
 from weft.job.errors import MachineError
@@ -44,8 +45,8 @@ def meet(timeout: datetime.timedelta) -> dist.Store:
     everyone, here = mpi().COMM_WORLD, rank_info()
     if here.rank > 0:
         address, port = everyone.bcast(None)
-        return dist.TCPStore(address, port, here.world, is_master=False, timeout=timeout)
+        return tcp_store(address, port, is_master=False, timeout=timeout)
     address = "127.0.0.1" if here.local_world == here.world else own_address()
-    store = dist.TCPStore(address, 0, here.world, is_master=True, timeout=timeout, wait_for_workers=False)
+    store = tcp_store(address, 0, is_master=True, timeout=timeout)
     everyone.bcast((address, store.port))
     return store
