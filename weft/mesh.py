@@ -20,6 +20,7 @@ from weft.comm.dtensor_internals import flatten_mesh, join_meshes
 from weft.comm.fake_internals import join_fake_group
 from weft.comm.meter import Meter
 from weft.comm.shards import sharded_axes
+from weft.comm.tcp_store import tcp_store
 from weft.hardware.network import export_interface
 from weft.hardware.rank_environment import rank_info, under_mpi
 from weft.hardware.shared_devices import act_as_own_host, memory_fraction, ranks_per_device, use_many_queues
@@ -219,11 +220,20 @@ BACKENDS: dict[str, tuple[str, str]] = {
 
 
 def _meeting(timeout: datetime.timedelta) -> dist.Store | None:
-    """Where the ranks meet; None leaves it to torch, which reads MASTER_ADDR and MASTER_PORT."""
+    """The rendezvous store; None uses the store of torchrun's agent."""
     file = os.environ.get("WEFT_STORE")
     if file:
         return dist.FileStore(file, rank_info().world)
-    return mpi.meet(timeout) if under_mpi() and "MASTER_ADDR" not in os.environ else None
+    if under_mpi() and "MASTER_ADDR" not in os.environ:
+        return mpi.meet(timeout)
+    if (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    ):
+        return None
+    here = rank_info()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return tcp_store(host, port, is_master=here.rank == 0, timeout=timeout)
 
 
 def _await_all(store: dist.Store, world: int, limit: datetime.timedelta) -> None:

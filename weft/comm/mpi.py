@@ -15,6 +15,7 @@ import torch.distributed as dist
 from weft.comm.agreement import encode_json
 from weft.comm.mpi_group import NAME, MpiGroup
 from weft.comm.mpi_work import engine, mpi
+from weft.comm.tcp_store import tcp_store
 from weft.hardware.network import own_address
 from weft.hardware.rank_environment import rank_info
 from weft.job.errors import MachineError
@@ -51,9 +52,9 @@ def meet(timeout: datetime.timedelta) -> dist.Store:
     if here.rank > 0:
         everyone.Bcast(message)
         address, port = json.loads(message.rstrip(b"\0"))
-        return dist.TCPStore(address, port, here.world, is_master=False, timeout=timeout)
+        return tcp_store(address, port, is_master=False, timeout=timeout)
     address = "127.0.0.1" if here.local_world == here.world else own_address()
-    store = dist.TCPStore(address, 0, here.world, is_master=True, timeout=timeout, wait_for_workers=False)
+    store = tcp_store(address, 0, is_master=True, timeout=timeout)
     text = encode_json((address, store.port))
     message[: len(text)] = text
     everyone.Bcast(message)

@@ -123,6 +123,9 @@ class Session:
         if snapshots.due(state.step):
             shards = state.shards()
             snapshots.take(state.step, shards, state.counts() | {"agreed": self.guards.agreed})
+            if snapshots.summary:
+                self.log.info("%s", snapshots.summary)
+                snapshots.summary = ""
             if snapshots.refused:
                 self.log.warning("%s", snapshots.refused)
             elif snapshots.folder is not None and self.placed != len(shards):
@@ -198,7 +201,9 @@ def open_session(
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder that the launcher made, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
-    snapshots = snapshots or Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device)
+    snapshots = snapshots or Snapshots(
+        Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device, world=mesh.world
+    )
     stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
 
     def warn(text: str) -> None:
