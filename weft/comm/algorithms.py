@@ -23,10 +23,10 @@ from weft.comm.axis import Axis, Exchange, Pending
 Rounds = Iterator[Exchange]
 Op = dist.ReduceOp.RedOpType
 
-CHUNK_BYTES, MOST_CHUNKS = 2**20, 8
+CHUNK_BYTES, MAX_CHUNKS = 2**20, 8
 """A tensor travels in as many chunks of this size as it has, but not in more than so many."""
 
-JOIN: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
+COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.PRODUCT: torch.mul,
     dist.ReduceOp.MIN: torch.minimum,
@@ -34,23 +34,23 @@ JOIN: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class ByHand:
+class RunningRounds:
     """Generators under way; wait() drives them to their end."""
 
     def __init__(self, chunks: list[Rounds], after: Callable[[], object] | None = None):
-        self.under_way = [(rounds, next(rounds)) for rounds in chunks]
+        self.running = [(rounds, next(rounds)) for rounds in chunks]
         self.after = after
 
     def wait(self) -> None:
         """Every chunk a round further, in turn, until all are done."""
-        while self.under_way:
+        while self.running:
             going = []
-            for rounds, exchange in self.under_way:
+            for rounds, exchange in self.running:
                 exchange.wait()
                 following = next(rounds, None)
                 if following is not None:
                     going.append((rounds, following))
-            self.under_way = going
+            self.running = going
         if self.after is not None:
             self.after()
 
@@ -61,7 +61,7 @@ def cut(flat: Tensor, parts: int) -> list[Tensor]:
     return [flat[i * count // parts : (i + 1) * count // parts] for i in range(parts)]
 
 
-def _pass(axis: Axis, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
+def _exchange(axis: Axis, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
     """One round; what is empty is not sent."""
     return axis.start_exchange([(to, t) for to, t in sends if t.numel()], [(of, t) for of, t in receives if t.numel()])
 
@@ -71,9 +71,9 @@ def ring_reduce_scatter(axis: Axis, shards: list[Tensor], op: Op, members: Seque
     n, me = len(members), members.index(axis.rank)
     for step in range(n - 1):
         mine, theirs = ring_places(me, step, n)
-        came = torch.empty_like(shards[theirs])
-        yield _pass(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], came)])
-        shards[theirs].copy_(JOIN[op](shards[theirs], came))
+        received = torch.empty_like(shards[theirs])
+        yield _exchange(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], received)])
+        shards[theirs].copy_(COMBINE[op](shards[theirs], received))
 
 
 def ring_all_gather(axis: Axis, shards: list[Tensor], members: Sequence[int]) -> Rounds:
@@ -81,7 +81,7 @@ def ring_all_gather(axis: Axis, shards: list[Tensor], members: Sequence[int]) ->
     n, me = len(members), members.index(axis.rank)
     for step in range(n - 1):
         mine, theirs = ring_places(me + 1, step, n)
-        yield _pass(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], shards[theirs])])
+        yield _exchange(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], shards[theirs])])
 
 
 def ring_places(me: int, step: int, n: int) -> tuple[int, int]:
@@ -98,7 +98,7 @@ def ring(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
 
 def halving(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
     """Recursive halving, then doubling (Rabenseifner): the bytes of a ring in 2 log n rounds."""
-    yield from _folded(axis, flat, op, members, 1 << (len(members).bit_length() - 1), _halving)
+    yield from _with_extra_ranks(axis, flat, op, members, 1 << (len(members).bit_length() - 1), _halving)
 
 
 def _halving(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
@@ -114,27 +114,27 @@ def _halving(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds
         upper = me >= middle
         kept, given = halves[upper], halves[not upper]
         other = members[me ^ (high - middle)]
-        came = torch.empty_like(kept)
-        yield _pass(axis, [(other, given)], [(other, came)])
-        kept.copy_(JOIN[op](kept, came))
+        received = torch.empty_like(kept)
+        yield _exchange(axis, [(other, given)], [(other, received)])
+        kept.copy_(COMBINE[op](kept, received))
         passed.append((other, kept, given))
         low, high = (middle, high) if upper else (low, middle)
     for other, kept, given in reversed(passed):
-        yield _pass(axis, [(other, kept)], [(other, given)])
+        yield _exchange(axis, [(other, kept)], [(other, given)])
 
 
 def doubling(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
     """Recursive doubling: everything to a partner twice as far each round; the fewest rounds, for small tensors."""
-    yield from _folded(axis, flat, op, members, 1 << (len(members).bit_length() - 1), _doubling)
+    yield from _with_extra_ranks(axis, flat, op, members, 1 << (len(members).bit_length() - 1), _doubling)
 
 
 def _doubling(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
     me, distance = members.index(axis.rank), 1
     while distance < len(members):
         other = members[me ^ distance]
-        came = torch.empty_like(flat)
-        yield _pass(axis, [(other, flat)], [(other, came)])
-        flat.copy_(JOIN[op](flat, came))
+        received = torch.empty_like(flat)
+        yield _exchange(axis, [(other, flat)], [(other, received)])
+        flat.copy_(COMBINE[op](flat, received))
         distance *= 2
 
 
@@ -149,13 +149,13 @@ def tree_reduce(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rou
     n, me, distance = len(members), members.index(axis.rank), 1
     while distance < n:
         if me % (2 * distance) == distance:
-            yield _pass(axis, [(members[me - distance], flat)], [])
+            yield _exchange(axis, [(members[me - distance], flat)], [])
         elif me % (2 * distance) == 0 and me + distance < n:
-            came = torch.empty_like(flat)
-            yield _pass(axis, [], [(members[me + distance], came)])
-            flat.copy_(JOIN[op](flat, came))
+            received = torch.empty_like(flat)
+            yield _exchange(axis, [], [(members[me + distance], received)])
+            flat.copy_(COMBINE[op](flat, received))
         else:
-            yield _pass(axis, [], [])
+            yield _exchange(axis, [], [])
         distance *= 2
 
 
@@ -164,9 +164,9 @@ def tree_broadcast(axis: Axis, flat: Tensor, members: Sequence[int]) -> Rounds:
     n, me = len(members), members.index(axis.rank)
     for distance in (1 << i for i in reversed(range((n - 1).bit_length()))):
         if me % (2 * distance) == distance:
-            yield _pass(axis, [], [(members[me - distance], flat)])
+            yield _exchange(axis, [], [(members[me - distance], flat)])
         elif me % (2 * distance) == 0 and me + distance < n:
-            yield _pass(axis, [(members[me + distance], flat)], [])
+            yield _exchange(axis, [(members[me + distance], flat)], [])
 
 
 def hierarchical(axis: Axis, flat: Tensor, op: Op, members: Sequence[int], near: int) -> Rounds:
@@ -182,10 +182,10 @@ def hierarchical(axis: Axis, flat: Tensor, op: Op, members: Sequence[int], near:
         yield from ring(axis, shards[me % near], op, members[me % near :: near])
         yield from ring_all_gather(axis, shards, inside)
 
-    yield from _folded(axis, flat, op, members, core, levels)
+    yield from _with_extra_ranks(axis, flat, op, members, core, levels)
 
 
-def _folded(
+def _with_extra_ranks(
     axis: Axis, flat: Tensor, op: Op, members: Sequence[int], core: int,
     algorithm: Callable[[Axis, Tensor, Op, Sequence[int]], Rounds],
 ) -> Rounds:  # fmt: skip
@@ -193,19 +193,19 @@ def _folded(
     me = members.index(axis.rank)
     if me >= core:
         other = members[me - core]
-        yield _pass(axis, [(other, flat)], [])
-        yield _pass(axis, [], [(other, flat)])
+        yield _exchange(axis, [(other, flat)], [])
+        yield _exchange(axis, [], [(other, flat)])
         return
     served = me + core < len(members)
     if served:
-        came = torch.empty_like(flat)
-        yield _pass(axis, [], [(members[me + core], came)])
-        flat.copy_(JOIN[op](flat, came))
+        received = torch.empty_like(flat)
+        yield _exchange(axis, [], [(members[me + core], received)])
+        flat.copy_(COMBINE[op](flat, received))
     elif core < len(members):
-        yield _pass(axis, [], [])
+        yield _exchange(axis, [], [])
     yield from algorithm(axis, flat, op, members[:core])
     if served:
-        yield _pass(axis, [(members[me + core], flat)], [])
+        yield _exchange(axis, [(members[me + core], flat)], [])
 
 
 ALGORITHMS = ("native", "ring", "halving", "doubling", "tree", "hierarchical")
@@ -225,13 +225,13 @@ def start_all_reduce(
     held = tensor.detach().contiguous()
     flat, members = held.view(-1), range(axis.size)
     if chunks is None:
-        chunks = min(MOST_CHUNKS, max(1, flat.numel() * flat.element_size() // CHUNK_BYTES))
+        chunks = min(MAX_CHUNKS, max(1, flat.numel() * flat.element_size() // CHUNK_BYTES))
     parts = [part for part in cut(flat, chunks) if part.numel()] if axis.size > 1 else []
     if algorithm == "hierarchical":
         rounds = [hierarchical(axis, part, op, members, near) for part in parts]
     else:
         rounds = [_FLAT[algorithm](axis, part, op, members) for part in parts]
-    return ByHand(rounds, None if tensor.is_contiguous() else lambda: tensor.detach().copy_(held))
+    return RunningRounds(rounds, None if tensor.is_contiguous() else lambda: tensor.detach().copy_(held))
 
 
 def all_reduce(
@@ -246,7 +246,7 @@ def reduce_scatter(axis: Axis, tensor: Tensor, op: Op = dist.ReduceOp.SUM) -> Te
     """By a ring: this rank's shard, of cut(), of the flat sum. The tensor stays as it was."""
     shards = cut(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1), axis.size)
     if axis.size > 1:
-        ByHand([ring_reduce_scatter(axis, shards, op, range(axis.size))]).wait()
+        RunningRounds([ring_reduce_scatter(axis, shards, op, range(axis.size))]).wait()
     return shards[axis.rank]
 
 
@@ -256,11 +256,11 @@ def all_gather(axis: Axis, shard: Tensor, count: int) -> Tensor:
     shards = cut(whole, axis.size)
     shards[axis.rank].copy_(shard.reshape(-1))
     if axis.size > 1:
-        ByHand([ring_all_gather(axis, shards, range(axis.size))]).wait()
+        RunningRounds([ring_all_gather(axis, shards, range(axis.size))]).wait()
     return whole
 
 
-def ranks_near(axis: Axis, per_node: int) -> int:
+def ranks_on_node(axis: Axis, per_node: int) -> int:
     """How many ranks of an axis share this rank's node, where nodes hold `per_node` ranks in order."""
     ranks = dist.get_process_group_ranks(axis.group)
     return max(sum(1 for r in ranks if r // per_node == node) for node in {r // per_node for r in ranks})
@@ -274,6 +274,6 @@ def summing(axis: Axis, algorithm: str, per_node: int) -> Start:
     """How the tensors of an axis are summed, as `comm.allreduce` says; nodes hold `per_node` ranks in order."""
     if algorithm in ("auto", "native"):
         return axis.start_all_reduce
-    near = ranks_near(axis, per_node)
+    near = ranks_on_node(axis, per_node)
     axis.open()
     return lambda tensor: start_all_reduce(axis, tensor, algorithm, near=near)

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from weft.job.errors import MachineError
 
-SPINS = 20
+POLLS_BEFORE_SLEEP = 20
 """Polls before a waiter begins to sleep: a small message is there by then, if the others run at all."""
-FIRST_NAP_S, LAST_NAP_S = 2e-5, 5e-4
-BESIDE_S = 1e-3
+MIN_SLEEP_S, MAX_SLEEP_S = 2e-5, 5e-4
+BACKGROUND_POLL_S = 1e-3
 """How often the thread beside looks."""
 
 
@@ -74,7 +74,7 @@ class MpiWork(Base):
         with self.engine.lock:
             if self.future is None:
                 self.future = torch.futures.Future()
-                self._tell()
+                self._complete_future()
             return self.future
 
     def settle(self, error: BaseException | None = None) -> None:
@@ -86,9 +86,9 @@ class MpiWork(Base):
             error = failed
         self.error, self.done = error, True
         self.held = self.after = None
-        self._tell()
+        self._complete_future()
 
-    def _tell(self) -> None:
+    def _complete_future(self) -> None:
         if self.future is None or not self.done or self.future.done():
             return
         if self.error is not None:
@@ -97,7 +97,7 @@ class MpiWork(Base):
             self.future.set_result(self.results)
 
 
-class Together(Base):
+class CombinedWork(Base):
     """Several works as one."""
 
     def __init__(self, works: list[MpiWork]):
@@ -136,7 +136,7 @@ class Engine:
             if not self.poll(work):
                 self.under_way.append(work)
                 if self.thread is None:
-                    self.thread = threading.Thread(target=self._beside, name="weft-mpi", daemon=True)
+                    self.thread = threading.Thread(target=self._poll_in_background, name="weft-mpi", daemon=True)
                     self.thread.start()
                 self.something.notify()
             return work
@@ -159,16 +159,16 @@ class Engine:
 
     def drive(self, work: MpiWork, limit_s: float) -> None:
         """Poll until a work has ended."""
-        deadline, polls, nap = time.monotonic() + limit_s, 0, FIRST_NAP_S
+        deadline, polls, sleep_s = time.monotonic() + limit_s, 0, MIN_SLEEP_S
         while not self.poll(work):
             polls += 1
-            if polls > SPINS:
+            if polls > POLLS_BEFORE_SLEEP:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"MPI {work.what} timed out after {limit_s:.0f} s: not every rank has joined it")
-                time.sleep(nap)
-                nap = min(LAST_NAP_S, nap * 1.5)
+                time.sleep(sleep_s)
+                sleep_s = min(MAX_SLEEP_S, sleep_s * 1.5)
 
-    def _beside(self) -> None:
+    def _poll_in_background(self) -> None:
         while True:
             with self.something:
                 self.under_way = [work for work in self.under_way if not self.poll(work)]
@@ -176,7 +176,7 @@ class Engine:
                     self.something.wait()
                 if self.ending:
                     return
-                self.something.wait(BESIDE_S)
+                self.something.wait(BACKGROUND_POLL_S)
 
     def stop(self) -> None:
         """End the thread; nothing may be under way."""

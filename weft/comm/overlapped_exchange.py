@@ -12,7 +12,7 @@ from weft.comm.axis import Axis, Pending
 
 
 @dataclass
-class Trip:
+class RowExchange:
     """One exchange of rows: how many go to each rank and come from it, and what is under way."""
 
     axis: Axis
@@ -38,30 +38,30 @@ class Trip:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, trip: Trip) -> Tensor:
-        ctx.trip = trip
-        out, trip.work = trip.axis.start_all_to_all(x, trip.send, trip.receive)
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        out, exchange.work = exchange.axis.start_all_to_all(x, exchange.send, exchange.receive)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        trip = ctx.trip
-        trip.work.wait()
-        back, trip.work, trip.back = trip.back, None, None
+        exchange = ctx.exchange
+        exchange.work.wait()
+        back, exchange.work, exchange.back = exchange.back, None, None
         return back, None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, trip: Trip) -> Tensor:
-        ctx.trip = trip
-        assert trip.work is not None
-        trip.work.wait()
-        trip.work = None  # it holds what was sent, and the trip lives until the backward pass
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        assert exchange.work is not None
+        exchange.work.wait()
+        exchange.work = None  # it holds what was sent, and the trip lives until the backward pass
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        trip = ctx.trip  # autograd goes through what was computed meanwhile before it comes to the start
-        trip.back, trip.work = trip.axis.start_all_to_all(grads[0], trip.receive, trip.send)
+        exchange = ctx.exchange  # autograd goes through what was computed meanwhile before it comes to the start
+        exchange.back, exchange.work = exchange.axis.start_all_to_all(grads[0], exchange.receive, exchange.send)
         return grads[0], None

@@ -21,7 +21,7 @@ from weft.parallel.tensor import ColumnLinear, RowLinear, local
 from weft.planner.model.fp8 import stays_bf16
 from weft.planner.plan import Plan
 
-FP8 = "fp8."
+FP8_PREFIX = "fp8."
 """What begins the names of maxima in a checkpoint."""
 
 
@@ -33,7 +33,7 @@ class Fp8Row(Fp8Layer, RowLinear):
     """Each rank multiplies its inputs in fp8; the partial sums are added up in bf16."""
 
 
-BECOMES: dict[type[nn.Module], type[nn.Linear]] = {
+FP8_CLASSES: dict[type[nn.Module], type[nn.Linear]] = {
     nn.Linear: Fp8Linear,
     ColumnLinear: Fp8Column,
     RowLinear: Fp8Row,
@@ -52,7 +52,7 @@ def recipe_of(plan: Plan) -> Fp8Recipe | None:
 def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Fp8Recipe) -> None:
     """Let the linear layers among a block's modules multiply in fp8, but for those that are left out."""
     for name, module in modules:
-        new = BECOMES.get(type(module))
+        new = FP8_CLASSES.get(type(module))
         if new is None or not isinstance(module, nn.Linear):
             continue
         weight: Tensor = local(module.weight)
@@ -144,7 +144,7 @@ class DelayedScales:
 
     def held(self) -> dict[str, Tensor]:
         """The maxima of the steps remembered, by layer, in place."""
-        return {f"{FP8}{name}": self.steps[i] for i, name in enumerate(self.names)}
+        return {f"{FP8_PREFIX}{name}": self.steps[i] for i, name in enumerate(self.names)}
 
     @torch.no_grad()
     def recall(self) -> None:

@@ -174,7 +174,7 @@ class PartModule:
     def in_region(self) -> bool:
         return any(self.name.startswith(r + ".") for r in self.regions)
 
-    def become(self, expected: type, new: type, role: str, split: TensorSplit, **attributes: Any) -> None:
+    def change_class(self, expected: type, new: type, role: str, split: TensorSplit, **attributes: Any) -> None:
         """Give the module another class of the same parameters: names, and so checkpoints, stay as they are."""
         if not isinstance(self.module, expected):
             kind = type(self.module).__name__
@@ -190,64 +190,64 @@ class PartModule:
 Role = Callable[[TensorSplit, PartModule], None]
 
 
-def _column(split: TensorSplit, place: PartModule) -> None:
-    place.become(nn.Linear, ColumnLinear, "column", split, in_region=place.in_region)
-    split.cut(place.model, place.module, "weight", 0)
-    split.cut(place.model, place.module, "bias", 0)
+def _column(split: TensorSplit, module_role: PartModule) -> None:
+    module_role.change_class(nn.Linear, ColumnLinear, "column", split, in_region=module_role.in_region)
+    split.cut(module_role.model, module_role.module, "weight", 0)
+    split.cut(module_role.model, module_role.module, "bias", 0)
 
 
-def _row(split: TensorSplit, place: PartModule) -> None:
-    place.become(nn.Linear, RowLinear, "row", split, in_region=place.in_region)
-    split.cut(place.model, place.module, "weight", 1)
-    if place.module.bias is not None and place.in_region and split.sequence:
-        split.partial.add(f"{place.name}.bias")
+def _row(split: TensorSplit, module_role: PartModule) -> None:
+    module_role.change_class(nn.Linear, RowLinear, "row", split, in_region=module_role.in_region)
+    split.cut(module_role.model, module_role.module, "weight", 1)
+    if module_role.module.bias is not None and module_role.in_region and split.sequence:
+        split.partial.add(f"{module_role.name}.bias")
 
 
-def _vocab(split: TensorSplit, place: PartModule) -> None:
-    if isinstance(place.module, nn.Linear):  # patches have no vocabulary: every rank embeds them all
-        return _scatter(split, place)
-    place.become(nn.Embedding, VocabEmbedding, "vocab", split)
-    split.cut(place.model, place.module, "weight", 0)
+def _vocab(split: TensorSplit, module_role: PartModule) -> None:
+    if isinstance(module_role.module, nn.Linear):  # patches have no vocabulary: every rank embeds them all
+        return _scatter(split, module_role)
+    module_role.change_class(nn.Embedding, VocabEmbedding, "vocab", split)
+    split.cut(module_role.model, module_role.module, "weight", 0)
 
 
-def _vocab_head(split: TensorSplit, place: PartModule) -> None:
-    place.become(Head, VocabHead, "vocab_head", split)
-    split.cut(place.model, place.module, "weight", 0)
+def _vocab_head(split: TensorSplit, module_role: PartModule) -> None:
+    module_role.change_class(Head, VocabHead, "vocab_head", split)
+    split.cut(module_role.model, module_role.module, "weight", 0)
 
 
-def _region(split: TensorSplit, place: PartModule) -> None:
-    if isinstance(place.module, MixtureOfExperts):
+def _region(split: TensorSplit, module_role: PartModule) -> None:
+    if isinstance(module_role.module, MixtureOfExperts):
         return  # each rank routes its own tokens (parallel/expert/expert_parallel.py)
-    if isinstance(place.module, Attention):
-        place.module.enter = split.enter
+    if isinstance(module_role.module, Attention):
+        module_role.module.enter = split.enter
     else:
-        place.module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
+        module_role.module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
 
 
-def _sequence(split: TensorSplit, place: PartModule) -> None:
+def _sequence(split: TensorSplit, module_role: PartModule) -> None:
     if split.sequence:
-        if isinstance(place.module, Dropout):
-            place.become(Dropout, SequenceDropout, "sequence", split)
-        place.mark_partial(split)
+        if isinstance(module_role.module, Dropout):
+            module_role.change_class(Dropout, SequenceDropout, "sequence", split)
+        module_role.mark_partial(split)
 
 
-def _heads(split: TensorSplit, place: PartModule) -> None:
-    place.mark_partial(split)
+def _heads(split: TensorSplit, module_role: PartModule) -> None:
+    module_role.mark_partial(split)
 
 
-def _routed(split: TensorSplit, place: PartModule) -> None:
-    if not any(isinstance(p, DTensor) for p in place.module.parameters()):  # else cut over ep, which knows better
-        place.mark_partial(split)
+def _routed(split: TensorSplit, module_role: PartModule) -> None:
+    if not any(isinstance(p, DTensor) for p in module_role.module.parameters()):  # else cut over ep, which knows better
+        module_role.mark_partial(split)
 
 
-def _inside(split: TensorSplit, place: PartModule) -> None:
+def _inside(split: TensorSplit, module_role: PartModule) -> None:
     """What is above has a part already."""
 
 
-def _scatter(split: TensorSplit, place: PartModule) -> None:
+def _scatter(split: TensorSplit, module_role: PartModule) -> None:
     if split.sequence:
-        place.module.register_forward_hook(lambda _, __, y: split.axis.narrow(y, -2))
-        place.mark_partial(split)
+        module_role.module.register_forward_hook(lambda _, __, y: split.axis.narrow(y, -2))
+        module_role.mark_partial(split)
 
 
 ROLES: dict[str, Role] = {
@@ -264,7 +264,7 @@ ROLES: dict[str, Role] = {
 }
 
 
-CUTTING = ("column", "row", "vocab", "vocab_head")
+SHARDING_ROLES = ("column", "row", "vocab", "vocab_head")
 """Parts whose weights are cut; a table without one of them would do nothing."""
 
 
@@ -278,7 +278,7 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
         )
     regions = {name for name, _ in model.named_modules() if _role(table, name) == "region"}
     stage = hasattr(model, "keep")  # then it has a table for all stages, and this one may hold what tp leaves whole
-    if not stage and not any(_role(table, name) in CUTTING for name, _ in model.named_modules()):
+    if not stage and not any(_role(table, name) in SHARDING_ROLES for name, _ in model.named_modules()):
         example = next((n for n, m in model.named_modules() if isinstance(m, nn.Linear)), "layers.0.up")
         raise JobError(
             f"the table of parts of {type(model).__name__} cuts none of its modules ({', '.join(table)}); write "

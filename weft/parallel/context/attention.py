@@ -20,13 +20,13 @@ from weft.comm.autograd import sum_up
 from weft.comm.axis import Axis, Exchange
 from weft.models.attention import Grads, TokenInfo, attend, attend_backward, merge
 from weft.models.transformer import Attention, Head
-from weft.parallel.context.sequence_split import Blocks, Cut
+from weft.parallel.context.sequence_split import Blocks, SequenceSplit
 
 
 class Context:
     """Attention over the ranks of cp. Called as any core is; its halves serve those who differentiate by hand."""
 
-    def __init__(self, axis: Axis, cut: Cut):
+    def __init__(self, axis: Axis, cut: SequenceSplit):
         self.axis, self.cut = axis, cut
         self.last: Blocks | None = None
         axis.open()

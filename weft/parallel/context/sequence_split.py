@@ -20,7 +20,7 @@ Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Cut:
+class SequenceSplit:
     """Which tokens a rank of cp holds: those of its group's chunks, cut once more among the group's ranks."""
 
     ring: int
@@ -32,7 +32,7 @@ class Cut:
     rank: int
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> Cut:
+    def of(cls, plan: Plan, rank: int) -> SequenceSplit:
         ring, ulysses = plan.rings
         return cls(ring, ulysses, 2 if plan.zigzag else 1, plan.tp if plan.sequence else 1, rank)
 
@@ -77,7 +77,7 @@ class Cut:
 class Blocks:
     """The chunks of one sequence, and which of them see which."""
 
-    cut: Cut
+    cut: SequenceSplit
     length: int
     causal: bool
     docs: Tensor | None

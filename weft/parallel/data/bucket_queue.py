@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 
-LEARN_AT = 3
+PROFILED_STEP = 3
 """The step whose times decide; those before it compile and warm up."""
 
 
@@ -36,7 +36,7 @@ def send_order(ready: Sequence[float], seconds: Sequence[float]) -> list[int]:
     return order
 
 
-class Queue:
+class BucketQueue:
     """One order for all ranks, in which buckets leave: at first from the model's end, then as one step showed.
 
     Ranks must begin their sums in the same order, so the order is the first rank's, and then stays.
@@ -49,12 +49,12 @@ class Queue:
 
     def ready(self, number: int) -> None:
         """A bucket's last gradient has come."""
-        if self.steps == LEARN_AT:
+        if self.steps == PROFILED_STEP:
             self.times[number] = time.perf_counter()
 
     def step_over(self, axis: Axis, buckets: Sequence[Tensor]) -> None:
         """All sums are there; learn from the step that is to be learned from."""
-        if self.steps == LEARN_AT and len(buckets) > 1:
+        if self.steps == PROFILED_STEP and len(buckets) > 1:
             told = torch.tensor(self._order(buckets), device=buckets[0].device)
             self.order = axis.broadcast(told, 0).tolist()
         self.steps += 1

@@ -23,7 +23,7 @@ from weft.comm.algorithms import Start
 from weft.comm.axis import Axis, Pending
 from weft.comm.shards import local_of
 from weft.parallel.data.bucket import Bucket
-from weft.parallel.data.bucket_queue import Queue
+from weft.parallel.data.bucket_queue import BucketQueue
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.fsdp_compression import CompressedGather, CompressedScatter
 from weft.parallel.data.fsdp_internals import accumulate_gradients, reduce_now, sharded_params
@@ -85,10 +85,10 @@ class Replicas:
         self.works: list[Pending] = []
         self.sent = 0
         """Buckets on their way, or with no way to go."""
-        self.queue = Queue()
+        self.queue = BucketQueue()
         if self.start or self.start_apart or (self.mixed and summed):
             self._fill_buckets(int(bucket_mb * 2**20 / 4))
-            self.queue = Queue(len(self.buckets))
+            self.queue = BucketQueue(len(self.buckets))
         elif self.mixed:
             self.grad_params = self.compute_params
 

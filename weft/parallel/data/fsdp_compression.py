@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.axis import native_all_gather, native_reduce_scatter
-from weft.comm.compressed_sum import hand_out
+from weft.comm.compressed_sum import gather_encoded
 from weft.parallel.data.compression import Compressor, Segment
 from weft.parallel.data.fsdp_collectives import Allocates
 
@@ -111,7 +111,7 @@ class CompressedGather(Allocates):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         columns, axis, channel = self.columns, self.compressor.axis, self.scatter.channel
-        codec = channel.way.weights if channel is not None else None
+        codec = channel.codecs.weights if channel is not None else None
         n = input_tensor.numel()
         worth = codec is not None and codec.bytes_of(n) < n * input_tensor.element_size()
         if codec is None or not worth or n != columns.width or not input_tensor.is_floating_point():
@@ -120,7 +120,7 @@ class CompressedGather(Allocates):
             return
         row = input_tensor.view(1, -1)
         plain = columns.pick(row, columns.plain) if columns.plain else None  # the row is a part of the output
-        everyone, _ = hand_out(axis, codec, columns.pick(row, columns.packed)[0].float(), None)
+        everyone, _ = gather_encoded(axis, codec, columns.pick(row, columns.packed)[0].float(), None)
         out = output_tensor.view(axis.size, -1)
         columns.put(out, columns.packed, everyone)
         if plain is not None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.comm.algorithms import Start
 from weft.comm.autograd import join_along, split_along
 from weft.comm.axis import Axis
-from weft.comm.overlapped_exchange import Trip
+from weft.comm.overlapped_exchange import RowExchange
 from weft.mesh import Mesh
 from weft.models.grouped import dispatch, known
 from weft.models.mixture_of_experts import (
@@ -37,14 +37,14 @@ from weft.models.mixture_of_experts import (
 from weft.parallel.data.data_parallel import shard
 from weft.parallel.expert.overlap import Halves
 from weft.parallel.expert.permutation import by_expert, sorted_by, swapped
-from weft.parallel.expert.replication import Copies
+from weft.parallel.expert.replication import ExpertCopies
 from weft.planner.plan import Plan
 
 SEQ = 1  # activations are [batch, seq, dim]
-NOWHERE = 2**62  # the place of a token that only fills up
+PADDING_ROW = 2**62  # the place of a token that only fills up
 
 
-class Spreading(ExpertLayout):
+class ExpertDispatch(ExpertLayout):
     """Tokens cut over tp and cp, experts over ep; each of the axes may be missing."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Spreading(ExpertLayout):
         self.tp, self.sequence, self.cp, self.ep, self.hops = tp, sequence, cp, ep, hops
         self.halves = False
         """Whether rows travel in two halves."""
-        self.copies: Copies | None = None
+        self.copies: ExpertCopies | None = None
         """Experts that more than one rank of ep computes."""
 
     def enter(self, x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Spreading(ExpertLayout):
     def rows(self, rows: Tensor) -> Tensor:
         if self.tp is None:
             return rows
-        return self.tp.narrow(F.pad(rows, (0, -len(rows) % self.tp.size), value=NOWHERE), 0)
+        return self.tp.narrow(F.pad(rows, (0, -len(rows) % self.tp.size), value=PADDING_ROW), 0)
 
     def total(self, counts: Tensor) -> Tensor:
         for axis in (self.tp, self.cp):
@@ -96,28 +96,28 @@ class Spreading(ExpertLayout):
             under_way = halves.start(x[: halves.routed])
             always = meanwhile()
             return _filled(experts(under_way, counts, halves.compute), len(x)), always
-        way = self._way(self.ep, counts, len(x))
-        on_the_way = way.start(x[: way.routed])
+        route = self._route(self.ep, counts, len(x))
+        on_the_way = route.start(x[: route.routed])
         always = meanwhile()
-        order, inverse = by_expert(way.coming, way.total)
-        rows = dispatch(way.arrive(on_the_way), order, inverse)
-        y = way.back(dispatch(experts(rows, way.coming.sum(0), way.compute), inverse, order))
+        order, inverse = by_expert(route.coming, route.total)
+        rows = dispatch(route.arrive(on_the_way), order, inverse)
+        y = route.back(dispatch(experts(rows, route.coming.sum(0), route.compute), inverse, order))
         return _filled(y, len(x)), always
 
-    def _way(self, ep: Axis, counts: Tensor, most: int) -> _Direct | _TwoHops | _Dealt:
+    def _route(self, ep: Axis, counts: Tensor, most: int) -> _Direct | _TwoHops | _Divided:
         """How rows sorted by expert, so many of each and not more than `most`, reach those who compute them."""
 
         def make(leaving: Tensor, own: int | None = None) -> _Direct | _TwoHops:
             return _Direct(ep, leaving, most, own) if self.hops is None else _TwoHops(*self.hops, leaving, most, own)
 
-        return make(counts.view(ep.size, -1)) if self.copies is None else _Dealt(self.copies, ep, counts, make)
+        return make(counts.view(ep.size, -1)) if self.copies is None else _Divided(self.copies, ep, counts, make)
 
 
 def _filled(y: Tensor, length: int) -> Tensor:
     return y if len(y) == length else F.pad(y, (0, 0, 0, length - len(y)))
 
 
-def _of_guests(coming: Tensor, own: int | None) -> list[Tensor]:
+def _borrowed_rows(coming: Tensor, own: int | None) -> list[Tensor]:
     """Rows that come for experts of other ranks, to be counted with the others."""
     return [] if own is None else [coming[:, own:].sum().view(1)]
 
@@ -129,11 +129,11 @@ class _Direct:
 
     def __init__(self, ep: Axis, leaving: Tensor, most: int, own: int | None = None):
         self.coming = ep.swap(leaving)  # [ranks, experts of this one]
-        sums = [leaving.sum(1), self.coming.sum(1), *_of_guests(self.coming, own)]
+        sums = [leaving.sum(1), self.coming.sum(1), *_borrowed_rows(self.coming, own)]
         found = known(torch.cat(sums), 2 * most)
-        send, receive, self.guests = found[: ep.size], found[ep.size : 2 * ep.size], sum(found[2 * ep.size :])
+        send, receive, self.borrowed = found[: ep.size], found[ep.size : 2 * ep.size], sum(found[2 * ep.size :])
         self.routed, self.total = sum(send), sum(receive)
-        self.there, self.home = Trip(ep, send, receive), Trip(ep, receive, send)
+        self.there, self.home = RowExchange(ep, send, receive), RowExchange(ep, receive, send)
 
     def start(self, x: Tensor) -> Tensor:
         return self.there.start(x)
@@ -159,9 +159,9 @@ class _TwoHops:
         last = far.swap(middle.transpose(0, 1))  # [from node, from place, expert]
         self.coming = last.flatten(0, 1)
         sums = [asked.sum((0, 2)), middle.sum((1, 2)), middle.sum((0, 2)), last.sum((1, 2))]
-        found = known(torch.cat([*sums, *_of_guests(self.coming, own)]), 4 * most)
+        found = known(torch.cat([*sums, *_borrowed_rows(self.coming, own)]), 4 * most)
         a, b, c, d = near.size, 2 * near.size, 2 * near.size + far.size, 2 * (near.size + far.size)
-        send, receive, send_far, receive_far, self.guests = (
+        send, receive, send_far, receive_far, self.borrowed = (
             found[:a],
             found[a:b],
             found[b:c],
@@ -170,8 +170,8 @@ class _TwoHops:
         )
         self.routed, self.total = sum(send), sum(receive_far)
         self.orders = swapped(asked.sum(2), self.routed), swapped(middle.sum(2), sum(receive))
-        self.there = Trip(near, send, receive), Trip(far, send_far, receive_far)
-        self.home = Trip(far, receive_far, send_far), Trip(near, receive, send)
+        self.there = RowExchange(near, send, receive), RowExchange(far, send_far, receive_far)
+        self.home = RowExchange(far, receive_far, send_far), RowExchange(near, receive, send)
 
     def start(self, x: Tensor) -> Tensor:
         return self.there[0].start(dispatch(x, *self.orders[0]))
@@ -185,26 +185,26 @@ class _TwoHops:
         return dispatch(self.home[1].go(middle), inverse, order)
 
 
-class _Dealt:
+class _Divided:
     """Another way, on which the rows of one expert go to all ranks that hold it."""
 
     def __init__(
-        self, copies: Copies, ep: Axis, counts: Tensor, make: Callable[[Tensor, int | None], _Direct | _TwoHops]
+        self, copies: ExpertCopies, ep: Axis, counts: Tensor, make: Callable[[Tensor, int | None], _Direct | _TwoHops]
     ):
-        leaving, places, shares = copies.deal(counts, ep.rank)
-        self.way = make(leaving, copies.own)
-        self.coming, self.routed, self.total = self.way.coming, self.way.routed, self.way.total
+        leaving, places, shares = copies.divide(counts, ep.rank)
+        self.route = make(leaving, copies.own)
+        self.coming, self.routed, self.total = self.route.coming, self.route.routed, self.route.total
         self.order, self.inverse = sorted_by(places, shares, self.routed)
-        self.compute: ExpertCompute | None = partial(copies.beside, ep, self.way.guests)
+        self.compute: ExpertCompute | None = partial(copies.compute_with_borrowed, ep, self.route.borrowed)
 
     def start(self, x: Tensor) -> Tensor:
-        return self.way.start(dispatch(x, self.order, self.inverse))
+        return self.route.start(dispatch(x, self.order, self.inverse))
 
     def arrive(self, x: Tensor) -> Tensor:
-        return self.way.arrive(x)
+        return self.route.arrive(x)
 
     def back(self, x: Tensor) -> Tensor:
-        return dispatch(self.way.back(x), self.inverse, self.order)
+        return dispatch(self.route.back(x), self.inverse, self.order)
 
 
 def stacks(modules: list[tuple[str, nn.Module]]) -> list[ExpertMatrices]:
@@ -212,7 +212,7 @@ def stacks(modules: list[tuple[str, nn.Module]]) -> list[ExpertMatrices]:
     return [m for _, m in modules if isinstance(m, ExpertMatrices)]
 
 
-def keep_own(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
+def keep_local_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
     """Of experts that have no values yet, keep those of this rank: no rank ever holds the others."""
     if (ep := mesh.axis("ep")) is None:
         return
@@ -223,7 +223,7 @@ def keep_own(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
         stack.weight = nn.Parameter(own, requires_grad=stack.weight.requires_grad)
 
 
-def dress(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
+def mark_as_sharded(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
     """Let the weights know which experts they are of how many."""
     if mesh.axis("ep") is None:
         return
@@ -242,7 +242,7 @@ def spread_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, sequence: b
     hops = (near, far) if near is not None and far is not None else None
     for _, module in modules:
         if isinstance(module, MixtureOfExperts):
-            spread = Spreading(axes["tp"], sequence, axes["cp"], axes["ep"], hops)
+            spread = ExpertDispatch(axes["tp"], sequence, axes["cp"], axes["ep"], hops)
             spread.halves, module.layout = halves, spread
 
 
@@ -261,7 +261,7 @@ def shard_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, plan: Plan, 
             )
 
 
-def experts_apart(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], Start | None]:
+def expert_gradient_sum(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], Start | None]:
     """Without shards: the weights whose copies are on other ranks than the rest's, and how those are summed."""
     if mesh.axis("ep") is None:
         return frozenset(), None

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from weft.comm.axis import Axis, Pending
 from weft.models.mixture_of_experts import MixtureOfExperts
-from weft.parallel.expert.expert_parallel import Spreading
-from weft.parallel.expert.replication import Copies
+from weft.parallel.expert.expert_parallel import ExpertDispatch
+from weft.parallel.expert.replication import ExpertCopies
 
-MOST = 4096
+MAX_LOGGED_COUNTS = 4096
 """Numbers of tokens by block and expert that a step's record holds; of larger models, only their sums over blocks."""
 
 
@@ -55,9 +55,11 @@ class ExpertLoad:
         """From now on these are the copies of experts, and no others."""
         self.copies = {block: tuple(sorted(pairs)) for block, pairs in copies.items() if pairs}
         for index, part in self.parts.items():
-            if isinstance(part.layout, Spreading):
+            if isinstance(part.layout, ExpertDispatch):
                 pairs = self.copies.get(index)
-                part.layout.copies = None if pairs is None else Copies(part.options.count // self.ep, self.ep, pairs)
+                part.layout.copies = (
+                    None if pairs is None else ExpertCopies(part.options.count // self.ep, self.ep, pairs)
+                )
 
     def told(self) -> dict[str, Any]:
         """Where copies are, as a snapshot or a checkpoint keeps it."""
@@ -119,7 +121,7 @@ class ExpertLoad:
         share = counts / routed
         entropy = -torch.xlogy(share, share).sum(1) / torch.tensor(float(counts.shape[1])).log().clamp(min=1e-9)
         uneven = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
-        few = counts if counts.numel() <= MOST else counts.sum(0, keepdim=True)
+        few = counts if counts.numel() <= MAX_LOGGED_COUNTS else counts.sum(0, keepdim=True)
         return {
             "experts": {
                 "max_over_mean": float(uneven.max()),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.axis import Axis
-from weft.comm.overlapped_exchange import Trip
+from weft.comm.overlapped_exchange import RowExchange
 from weft.models.grouped import dispatch, known
 from weft.parallel.expert.permutation import by_expert, sorted_by
 
@@ -32,8 +32,8 @@ class Halves:
         found = known(sums.permute(0, 2, 1).flatten(), 2 * most)
         cut = [found[i : i + ep.size] for i in range(0, len(found), ep.size)]
         self.coming, self.send, self.receive = coming.unbind(1), cut[:2], cut[2:]
-        self.there = [Trip(ep, s, r) for s, r in zip(self.send, self.receive, strict=True)]
-        self.home = [Trip(ep, r, s) for s, r in zip(self.send, self.receive, strict=True)]
+        self.there = [RowExchange(ep, s, r) for s, r in zip(self.send, self.receive, strict=True)]
+        self.home = [RowExchange(ep, r, s) for s, r in zip(self.send, self.receive, strict=True)]
         self.routed = sum(map(sum, self.send))
         places = torch.arange(2 * len(counts), device=counts.device).view(2, -1).t()  # first all of the first half
         self.order, self.inverse = sorted_by(places, shares, self.routed)
@@ -41,7 +41,7 @@ class Halves:
     def start(self, x: Tensor) -> list[Tensor]:
         """Send off both halves."""
         parts = dispatch(x, self.order, self.inverse).split([sum(s) for s in self.send])
-        return [trip.start(part) for trip, part in zip(self.there, parts, strict=True)]
+        return [exchange.start(part) for exchange, part in zip(self.there, parts, strict=True)]
 
     def compute(self, through: Callable[..., Tensor], matrices: Any, under_way: list[Tensor], counts: Tensor) -> Tensor:
         """Each half through the experts and on its way home, as it comes; all rows when both are back."""

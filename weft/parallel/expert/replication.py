@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.axis import Axis
-from weft.comm.overlapped_exchange import Trip
+from weft.comm.overlapped_exchange import RowExchange
 
 Matrices = tuple[Tensor | None, ...]
 Through = Callable[[Matrices, Tensor, Tensor], Tensor]
@@ -28,7 +28,7 @@ Through = Callable[[Matrices, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Copies:
+class ExpertCopies:
     """Who holds what: `pairs` are (expert, rank) beside the homes, of which each of `ranks` is that of `own` experts.
 
     A rank's places are its own experts, then the guests in the order of their numbers; ranks with fewer guests than
@@ -42,14 +42,14 @@ class Copies:
     """`parts`, on the devices that have asked for it."""
 
     @cached_property
-    def guests(self) -> list[list[int]]:
+    def borrowed(self) -> list[list[int]]:
         """Of each rank, the experts that it borrows."""
         return [sorted(e for e, r in self.pairs if r == rank) for rank in range(self.ranks)]
 
     @cached_property
     def width(self) -> int:
         """Places of each rank."""
-        return self.own + max(len(g) for g in self.guests)
+        return self.own + max(len(g) for g in self.borrowed)
 
     @cached_property
     def parts(self) -> list[tuple[int, int, int, int]]:
@@ -61,11 +61,11 @@ class Copies:
         for expert in range(self.own * self.ranks):
             home, index = divmod(expert, self.own)
             places = [home * self.width + index]
-            places += [r * self.width + self.own + g.index(expert) for r, g in enumerate(self.guests) if expert in g]
+            places += [r * self.width + self.own + g.index(expert) for r, g in enumerate(self.borrowed) if expert in g]
             out += [(expert, turn, len(places), place) for turn, place in enumerate(places)]
         return out
 
-    def deal(self, counts: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    def divide(self, counts: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """Share out this rank's rows of each expert [experts] evenly among its holders.
 
         Returns the rows for each place [ranks, places], and in the order of the rows the places they go to and how many
@@ -79,18 +79,22 @@ class Copies:
         leaving = counts.new_zeros(self.ranks * self.width).index_copy_(0, places, shares)
         return leaving.view(self.ranks, self.width), places, shares
 
-    def beside(self, ep: Axis, guests: int, through: Through, own: Matrices, x: Tensor, counts: Tensor) -> Tensor:
-        """Rows through this rank's experts while the weights of its guests come, and the last `guests` rows through
+    def compute_with_borrowed(
+        self, ep: Axis, borrowed: int, through: Through, own: Matrices, x: Tensor, counts: Tensor
+    ) -> Tensor:
+        """Rows through this rank's experts while the weights of its guests come, and the last `borrowed` rows through
         these."""
-        mine = self.guests[ep.rank]
-        lent = [[e % self.own for e in g if e // self.own == ep.rank] for g in self.guests]
-        trip = Trip(ep, [len(g) for g in lent], [sum(e // self.own == r for e in mine) for r in range(ep.size)])
+        mine = self.borrowed[ep.rank]
+        copied = [[e % self.own for e in g if e // self.own == ep.rank] for g in self.borrowed]
+        exchange = RowExchange(
+            ep, [len(g) for g in copied], [sum(e // self.own == r for e in mine) for r in range(ep.size)]
+        )
         kept = [w for w in own if w is not None]
-        *here, rows = _Lend.apply([e for g in lent for e in g], *kept)
-        under_way = trip.start(rows)
-        first, last = x.split([len(x) - guests, guests])
+        *here, rows = _CopyExperts.apply([e for g in copied for e in g], *kept)
+        under_way = exchange.start(rows)
+        first, last = x.split([len(x) - borrowed, borrowed])
         y = through(_in_place_of(own, here), first, counts[: self.own])
-        flat = trip.wait(under_way).split([w[0].numel() for w in kept], 1)
+        flat = exchange.wait(under_way).split([w[0].numel() for w in kept], 1)
         borrowed = [part.reshape(len(mine), *w.shape[1:]) for part, w in zip(flat, kept, strict=True)]
         return torch.cat([y, through(_in_place_of(own, borrowed), last, counts[self.own : self.own + len(mine)])])
 
@@ -100,16 +104,16 @@ def _in_place_of(some: Matrices, others: list[Tensor]) -> Matrices:
     return tuple(None if w is None else next(rest) for w in some)
 
 
-class _Lend(torch.autograd.Function):
+class _CopyExperts(torch.autograd.Function):
     """Matrices as they are, and those of a few experts once more: [experts lent, elements of all matrices].
 
     Their gradients are added in place, one expert after the other: no second tensor as large as all experts is made.
     """
 
     @staticmethod
-    def forward(ctx: Any, lent: list[int], *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.lent, ctx.sizes = lent, [w[0].numel() for w in weights]
-        index = torch.tensor(lent, dtype=torch.long, device=weights[0].device)
+    def forward(ctx: Any, copied: list[int], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.copied, ctx.sizes = copied, [w[0].numel() for w in weights]
+        index = torch.tensor(copied, dtype=torch.long, device=weights[0].device)
         rows = torch.cat([w.index_select(0, index).flatten(1) for w in weights], 1)
         return *(w.view_as(w) for w in weights), rows
 
@@ -117,6 +121,6 @@ class _Lend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *own, rows = grads
         for grad, parts in zip(own, rows.split(ctx.sizes, 1), strict=True):
-            for expert, part in zip(ctx.lent, parts, strict=True):
+            for expert, part in zip(ctx.copied, parts, strict=True):
                 grad[expert] += part.view_as(grad[expert])
         return None, *own
