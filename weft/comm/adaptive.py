@@ -38,12 +38,12 @@ LOOKS_BEFORE_LOWERING = 3
 MAX_TIME_SHARE = 0.9
 """A level that takes more than this share of the time of the one below is not used."""
 MAX_SLOWDOWN, WARY_LOOKS = 1.05, 10
-"""If a step takes more than this multiple of its time with less compression, the choice is reverted, and no higher level
-is tried for so many measurements."""
+"""If a step takes more than this multiple of its time with less compression, the choice is reverted, and no higher
+level is tried for so many measurements."""
 
 SMALL_PROBE_BYTES, MIN_PROBE_BYTES, MAX_PROBE_BYTES = 2**16, 2**18, 2**21
-"""Bytes of the messages that measure a link: a small one, within the burst of a traffic shaper, and a larger one between
-the other two."""
+"""Bytes of the messages that measure a link: a small one, within the burst of a traffic shaper, and a larger one
+between the other two."""
 PROBE_S = 0.05
 """Time that the larger message should take, estimated from the small one."""
 SAMPLE_ELEMENTS = 2**19

@@ -1,14 +1,13 @@
-"""Collectives by hand, of messages alone: ring, recursive halving and doubling, tree, and two levels; in chunks.
+"""Collectives composed of messages: ring, recursive halving and doubling, tree, and two levels, in pipelined chunks.
 
-Each is a generator that begins the messages of one round and yields them; who drives it waits and goes on. A tensor
-is cut into chunks, each with a generator of its own, and all go on in turn: while one waits for a round, the next is
-on its way. Messages between two ranks go by round, then by chunk, on both sides, so none needs a name; a rank that has
-nothing to say in a round yields an empty one, so that several sums may be under way at once.
+Each is a generator that starts the messages of a round and yields them; the caller waits and continues. A tensor is
+split into chunks with a generator each, which take turns: while one waits for a round, the next is sent. Messages
+between two ranks are ordered by round, then by chunk, on both sides, so they need no tags; a rank without messages in a
+round yields an empty one, so that several sums can run at once.
 
-A sum is added up in one order and handed out, or in a way that is the same on both sides, so all ranks end with the
-same bits. Ring and halving send 2 (n - 1) / n of the tensor from each rank, which is the least there is; tree and
-doubling send more in fewer rounds, log n of them; two levels send little between nodes.
-"""
+A sum is computed in one order and sent to all, or symmetrically, so all ranks end with the same bits. Ring and halving
+send 2 (n - 1) / n of the tensor from each rank, which is optimal; tree and doubling send more in log n rounds; two
+levels send little between nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ Rounds = Iterator[Exchange]
 Op = dist.ReduceOp.RedOpType
 
 CHUNK_BYTES, MAX_CHUNKS = 2**20, 8
-"""A tensor travels in as many chunks of this size as it has, but not in more than so many."""
+"""A tensor is sent in chunks of this size, but not in more than so many."""
 
 COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
@@ -35,14 +34,14 @@ COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class RunningRounds:
-    """Generators under way; wait() drives them to their end."""
+    """Running generators; wait() runs them to their end."""
 
     def __init__(self, chunks: list[Rounds], after: Callable[[], object] | None = None):
         self.running = [(rounds, next(rounds)) for rounds in chunks]
         self.after = after
 
     def wait(self) -> None:
-        """Every chunk a round further, in turn, until all are done."""
+        """Advance the chunks in turn, round by round, until all are done."""
         while self.running:
             going = []
             for rounds, exchange in self.running:
@@ -56,13 +55,13 @@ class RunningRounds:
 
 
 def cut(flat: Tensor, parts: int) -> list[Tensor]:
-    """Parts of nearly the same size, as views; some are empty where there are fewer elements than parts."""
+    """Views of nearly equal size; some are empty if there are fewer elements than parts."""
     count = flat.numel()
     return [flat[i * count // parts : (i + 1) * count // parts] for i in range(parts)]
 
 
 def _exchange(axis: Axis, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
-    """One round; what is empty is not sent."""
+    """One round; empty tensors are not sent."""
     return axis.start_exchange([(to, t) for to, t in sends if t.numel()], [(of, t) for of, t in receives if t.numel()])
 
 
@@ -85,12 +84,12 @@ def ring_all_gather(axis: Axis, shards: list[Tensor], members: Sequence[int]) ->
 
 
 def ring_places(me: int, step: int, n: int) -> tuple[int, int]:
-    """Which shard a member of the ring hands on at a step of a reduce-scatter, and which it gets."""
+    """Which shard a member of the ring sends at a step of a reduce-scatter, and which it receives."""
     return (me - 1 - step) % n, (me - 2 - step) % n
 
 
 def ring(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
-    """All-reduce as it is taught: a reduce-scatter, then an all-gather."""
+    """All-reduce as a reduce-scatter and an all-gather."""
     shards = cut(flat, len(members))
     yield from ring_reduce_scatter(axis, shards, op, members)
     yield from ring_all_gather(axis, shards, members)
@@ -124,7 +123,8 @@ def _halving(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds
 
 
 def doubling(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
-    """Recursive doubling: everything to a partner twice as far each round; the fewest rounds, for small tensors."""
+    """Recursive doubling: the whole tensor to a partner twice as far each round; the fewest rounds, for small
+    tensors."""
     yield from _with_extra_ranks(axis, flat, op, members, 1 << (len(members).bit_length() - 1), _doubling)
 
 
@@ -189,7 +189,7 @@ def _with_extra_ranks(
     axis: Axis, flat: Tensor, op: Op, members: Sequence[int], core: int,
     algorithm: Callable[[Axis, Tensor, Op, Sequence[int]], Rounds],
 ) -> Rounds:  # fmt: skip
-    """An algorithm that wants another number of members: those beyond `core` go through another's."""
+    """Run an algorithm on the first `core` members; each of the others sends its tensor to one of them first."""
     me = members.index(axis.rank)
     if me >= core:
         other = members[me - core]
@@ -215,9 +215,9 @@ _FLAT = {"ring": ring, "halving": halving, "doubling": doubling, "tree": tree}
 def start_all_reduce(
     axis: Axis, tensor: Tensor, algorithm: str, op: Op = dist.ReduceOp.SUM, near: int = 1, chunks: int | None = None
 ) -> Pending:
-    """Begin to reduce in place; wait() on what is returned. Those begun on an axis are waited for in the same order.
+    """Start to reduce in place; call wait() on the results of an axis in the order in which they were started.
 
-    `near` is how many ranks of the axis share a node (hierarchical); `chunks` are pipelined, left out as the size asks.
+    `near` is the number of ranks of the axis on a node (hierarchical); `chunks` defaults to a number by size.
     """
     if algorithm == "native":
         assert op == dist.ReduceOp.SUM
@@ -243,7 +243,7 @@ def all_reduce(
 
 
 def reduce_scatter(axis: Axis, tensor: Tensor, op: Op = dist.ReduceOp.SUM) -> Tensor:
-    """By a ring: this rank's shard, of cut(), of the flat sum. The tensor stays as it was."""
+    """By a ring: this rank's shard, of cut(), of the flat sum. The input is not changed."""
     shards = cut(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1), axis.size)
     if axis.size > 1:
         RunningRounds([ring_reduce_scatter(axis, shards, op, range(axis.size))]).wait()
@@ -251,7 +251,7 @@ def reduce_scatter(axis: Axis, tensor: Tensor, op: Op = dist.ReduceOp.SUM) -> Te
 
 
 def all_gather(axis: Axis, shard: Tensor, count: int) -> Tensor:
-    """By a ring: the whole flat tensor of `count` elements of which each rank has its shard, of cut()."""
+    """By a ring: the flat tensor of `count` elements of which each rank has its shard, of cut()."""
     whole = shard.new_empty(count)
     shards = cut(whole, axis.size)
     shards[axis.rank].copy_(shard.reshape(-1))
@@ -261,17 +261,17 @@ def all_gather(axis: Axis, shard: Tensor, count: int) -> Tensor:
 
 
 def ranks_on_node(axis: Axis, per_node: int) -> int:
-    """How many ranks of an axis share this rank's node, where nodes hold `per_node` ranks in order."""
+    """The largest number of ranks of an axis on one node, if nodes have `per_node` ranks in order."""
     ranks = dist.get_process_group_ranks(axis.group)
     return max(sum(1 for r in ranks if r // per_node == node) for node in {r // per_node for r in ranks})
 
 
 Start = Callable[[Tensor], Pending]
-"""Begins to sum a tensor over the ranks, in place."""
+"""Starts to sum a tensor over the ranks, in place."""
 
 
 def summing(axis: Axis, algorithm: str, per_node: int) -> Start:
-    """How the tensors of an axis are summed, as `comm.allreduce` says; nodes hold `per_node` ranks in order."""
+    """The function that sums tensors over an axis, by `comm.allreduce`; nodes have `per_node` ranks in order."""
     if algorithm in ("auto", "native"):
         return axis.start_all_reduce
     near = ranks_on_node(axis, per_node)

@@ -1,6 +1,6 @@
-"""A communicator of MPI as a process group of torch: CPU tensors of every dtype, every collective and message.
+"""An MPI communicator as a torch process group: CPU tensors of every dtype, all collectives and messages.
 
-Halves are added up in fp32, since MPI knows neither fp16 nor bf16; what only moves is moved as it is.
+fp16 and bf16 are reduced in fp32, since MPI has neither; data that is only moved is sent as it is.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ REDUCTION_TYPES: dict[torch.dtype, str] = {
     torch.complex128: "C_DOUBLE_COMPLEX",
 }  # fmt: skip
 NAME = "mpi4py"
-"""By which torch knows the backend."""
+"""The name of the backend in torch."""
 
 MOVE_TYPES: dict[int, str] = {1: "BYTE", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
-"""What only moves, by the bytes of an element: MPI counts elements in 31 bits."""
+"""Types of data that is only moved, by element size: MPI counts elements in 31 bits."""
 
 R: Any = dist.ReduceOp.RedOpType
 OPS: dict[Any, str] = {
@@ -36,10 +36,10 @@ OPS: dict[Any, str] = {
     R.BXOR: "BXOR",
 }  # fmt: skip
 BOOL_OPS = {"SUM": "MAX", "PROD": "MIN"}
-"""Of bools a sum is whether any is true, and a product whether all are."""
+"""Of bools a sum is any(), a product all()."""
 
 Group: Any = dist.ProcessGroup
-"""Its stubs know the overloads of C++, of which a Python group is only ever called by the first."""
+"""torch's stubs list C++ overloads, of which a Python group is called by the first only."""
 
 
 def _buffer(tensor: Tensor) -> Any:
@@ -47,17 +47,17 @@ def _buffer(tensor: Tensor) -> Any:
 
 
 def _move_buffer(tensor: Tensor) -> list[Any]:
-    """A contiguous tensor as MPI takes it where nothing is computed."""
+    """A contiguous tensor as MPI takes it to move."""
     return [_buffer(tensor), tensor.numel(), getattr(mpi(), MOVE_TYPES[tensor.element_size()])]
 
 
 def _reduce_buffer(tensor: Tensor) -> list[Any]:
-    """A contiguous tensor as MPI takes it where it is added up."""
+    """A contiguous tensor as MPI takes it to reduce."""
     return [_buffer(tensor), tensor.numel(), getattr(mpi(), REDUCTION_TYPES[tensor.dtype])]
 
 
 def _split_buffer(flat: Tensor, counts: Sequence[int]) -> list[Any]:
-    """A flat tensor whose shards of these sizes belong to the ranks in turn."""
+    """A flat tensor of which the ranks get parts of these sizes, in order."""
     places = list(accumulate(counts, initial=0))[:-1]
     return [_buffer(flat), (list(counts), places), getattr(mpi(), MOVE_TYPES[flat.element_size()])]
 
@@ -187,7 +187,7 @@ class MpiGroup(Group):
         return CombinedWork([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     def _write_result(self, held: Tensor, tensor: Tensor, op: Any) -> None:
-        """The sum, or the mean, where it is wanted."""
+        """Write the sum or mean to the output."""
         if self._reduction(tensor.dtype, op)[1]:
             held.copy_(held / self.size())
         if held is not tensor:
@@ -319,7 +319,7 @@ class MpiGroup(Group):
 
 
 def _working(tensor: Tensor) -> Tensor:
-    """What MPI adds up in place: the tensor itself where it can, else a copy of another kind."""
+    """The tensor that MPI reduces in place: the tensor itself, or a copy in another dtype."""
     return tensor.to(REDUCED_AS.get(tensor.dtype, tensor.dtype)).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Rows that travel between the ranks of an axis while something else is computed, in both directions of autograd."""
+"""All-to-all of rows that overlaps with computation, in the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.comm.axis import Axis, Pending
 
 @dataclass
 class RowExchange:
-    """One exchange of rows: how many go to each rank and come from it, and what is under way."""
+    """One exchange of rows: how many are sent to and received from each rank, and the pending work."""
 
     axis: Axis
     send: list[int]
@@ -22,17 +22,17 @@ class RowExchange:
     back: Tensor | None = None
 
     def start(self, x: Tensor) -> Tensor:
-        """Send off; the rows are there after wait()."""
+        """Start the exchange; the rows are valid after wait()."""
         out: Tensor = _Start.apply(x, self)
         return out
 
     def wait(self, x: Tensor) -> Tensor:
-        """What start() returned, arrived."""
+        """The rows that start() returned, received."""
         out: Tensor = _Wait.apply(x, self)
         return out
 
     def go(self, x: Tensor) -> Tensor:
-        """There at once."""
+        """Exchange and wait."""
         return self.wait(self.start(x))
 
 
@@ -57,11 +57,11 @@ class _Wait(torch.autograd.Function):
         ctx.exchange = exchange
         assert exchange.work is not None
         exchange.work.wait()
-        exchange.work = None  # it holds what was sent, and the trip lives until the backward pass
+        exchange.work = None  # it keeps what was sent, and this object lives until the backward pass
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        exchange = ctx.exchange  # autograd goes through what was computed meanwhile before it comes to the start
+        exchange = ctx.exchange  # autograd runs the overlapped computation before it reaches the start
         exchange.back, exchange.work = exchange.axis.start_all_to_all(grads[0], exchange.receive, exchange.send)
         return grads[0], None

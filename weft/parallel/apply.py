@@ -1,4 +1,4 @@
-"""How a model is spread: one function, one fixed order, the same for every model."""
+"""Spreads a model over the mesh: one function, one fixed order, the same for every model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from weft.precision import COMPUTE_DTYPES
 def parallelize(
     model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0, bare_gradients: bool = False
 ) -> SpreadModel | Pipelined:
-    """Spread a model over a mesh as a plan says: first into stages, then each stage over the other axes.
+    """Spread a model over a mesh by a plan: first into stages, then each stage over the other axes.
 
     A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's. Set
     `bare_gradients` if the optimizer reads `grad_params`: gradients that are not summed then stay where they are.
@@ -52,7 +52,7 @@ def parallelize(
     pp = mesh.axis("pp")
     worker = None
     if (axis := mesh.axis(plan.joint_axis)) is not None and plan.compression != "none":
-        # cp's own messages go through its group meanwhile; peers that do not exist have nothing to do meanwhile
+        # attention uses the group of cp at the same time, and fake peers need no worker
         worker = BackgroundWorker(mesh.device, at_once=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
     again = recomputed_units(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
@@ -80,8 +80,8 @@ def spread_stage(
 ) -> SpreadModel:  # fmt: skip
     """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole.
 
-    `again` says which units are recomputed, and how; `summed` that a step adds up the gradients of several passes;
-    `worker` what compresses gradients while the backward pass goes on.
+    `again` are the recomputed units and how; `summed`: a step sums gradients of several passes; `worker` compresses
+    gradients during the backward pass.
     """
     dtype, fp8 = COMPUTE_DTYPES[plan.precision], recipe_of(plan)
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
@@ -115,7 +115,7 @@ def spread_stage(
         if sharded:
             _refuse_scalars(unit)
             shard_experts(modules, mesh, plan, dtype)
-            # compressed, shards are summed over their replicas by hand
+            # with compression, shards are summed over their replicas by the compressor
             copied = between if worker is None else ()
             shard(unit, mesh.submesh(*copied, plan.joint_axis), plan.zero, dtype)
     axis, compressor = mesh.axis(plan.joint_axis), None
@@ -146,7 +146,7 @@ def compressor_of(
     params: dict[str, nn.Parameter],
     split: TensorSplit | None,
 ) -> Compressor:
-    """What compresses the gradients of a stage over its data-parallel axes."""
+    """The compressor of a stage's gradients over its data-parallel axes."""
     axis, across = (
         mesh.axis(plan.joint_axis),
         mesh.axis("dp_replicate") if plan.dp_shard > 1 and not plan.alone else None,
@@ -156,7 +156,7 @@ def compressor_of(
     setting = parse_compression(plan.compression)
 
     def apart(name: str, param: Tensor) -> bool:
-        """Whether the ranks of a tp group make different gradients of it, or add them up later."""
+        """Whether the ranks of a tp group have different gradients of a weight, or sum them later."""
         return split is None or name in split.partial or "tp" in sharded_axes(param)
 
     names = frozenset(n for n, p in params.items() if is_compressed(setting, p.shape) and apart(n, p))
@@ -166,7 +166,7 @@ def compressor_of(
 
 
 def compile_parts(unit: nn.Module, parts: tuple[str, ...], backend: str = "inductor") -> None:
-    """Compile these methods of a unit; its hooks stay outside. Units of one class share what was compiled."""
+    """Compile these methods of a unit, without its hooks. Units of one class share the compiled code."""
     for part in parts:
         setattr(unit, part, torch.compile(getattr(unit, part), dynamic=False, backend=backend))
 
@@ -178,7 +178,7 @@ def _refuse_scalars(unit: nn.Module) -> None:
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
-    """The parts that are spread one after the other: those the model names, else the members of its lists of layers."""
+    """The modules that are spread one by one: those the model names, else the members of its lists of layers."""
     pattern = getattr(model, "units", None)
     if isinstance(pattern, str):
         return {
@@ -216,7 +216,7 @@ def members(model: nn.Module, prefix: str, skip: tuple[str, ...]) -> list[tuple[
 
 @torch.no_grad()
 def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Mesh, seed: int) -> None:
-    """Give the modules' parameters their values on this rank's device; ties between modules stay tied."""
+    """Give the modules' parameters values on this rank's device; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     described = any(p.is_meta for _, m in modules for p in m.parameters(recurse=False))  # one of Weft's own
     for path, module in modules:

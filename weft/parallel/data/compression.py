@@ -1,9 +1,8 @@
-"""Compressed gradients: what each bucket of replicas or unit of shards sends, and what it owes.
+"""Compressed gradients of the buckets of replicas and of the units of shards, with error feedback.
 
-A CompressedUnit stands for one bucket (replicas) or one unit (shards). What a codec did not send is kept in the
-units of the summed loss, so that a loss scale may change, and added to what is sent next. A step that is skipped leaves
-everything as it was. Vectors, small weights, and weights of which every rank of a tp group must make the same, travel
-uncompressed.
+A Channel is one bucket (replicas) or one unit (shards). What a codec did not send is its residual: it is kept in units
+of the summed loss, since the loss scale may change, and added to the next message. A skipped step changes nothing.
+Vectors, small weights, and weights with equal gradients on all ranks of tp are not compressed.
 """
 
 from __future__ import annotations
@@ -162,8 +161,8 @@ class Compressor:
         self, setting: Compression, axis: Axis, across: Axis | None, worker: BackgroundWorker, device: torch.device, *,
         seed: int, names: frozenset[str], warmup: int = 0,
     ):  # fmt: skip
-        """`axis` is the axis over which gradients are summed or sharded, `across` that of the replicas of shards, `names`
-        the compressed weights. They are sent as int8 for `warmup` steps, then compression is ramped up
+        """`axis` is the axis over which gradients are summed or sharded, `across` that of the replicas of shards, and
+        `names` the compressed weights. They are sent as int8 for `warmup` steps, then compression is ramped up
         (comm/compression_warmup.py)."""
         self.setting, self.axis, self.across, self.worker, self.device = setting, axis, across, worker, device
         self.axes = [a for a in (axis, across) if a is not None]

@@ -1,14 +1,13 @@
-"""Expert parallelism: each rank of ep holds some of the experts, and only routed tokens travel.
+"""Expert parallelism: each rank of ep holds some experts, and tokens are sent to them.
 
-ep is laid over dp_shard × cp × tp (mesh.FOLDED), so attention and experts are cut in different ways on the same ranks:
+ep is laid over dp_shard × cp × tp (mesh.FOLDED), so attention and experts are sharded differently on the same ranks:
 
     tokens of this rank ─ sorted by expert ─▶ all-to-all ─▶ its experts ─▶ all-to-all ─▶ weighted and summed
                                               └ meanwhile, the shared experts
 
-Each rank routes its own tokens: those that dp and cp give it, and of those that the ranks of tp share a part. Counts go
-ahead of the tokens. The host must know them before it can ask for the all-to-all, so on a GPU it waits once a layer and
-pass for them; without ep it never does.
-"""
+Each rank routes its own tokens: those of its dp and cp rank, shared out among the ranks of tp. Counts are exchanged
+before the tokens. The host needs them for the all-to-all, so a GPU is synchronised once per layer and pass; without ep
+never."""
 
 from __future__ import annotations
 
@@ -41,11 +40,11 @@ from weft.parallel.expert.replication import ExpertCopies
 from weft.planner.plan import Plan
 
 SEQ = 1  # activations are [batch, seq, dim]
-PADDING_ROW = 2**62  # the place of a token that only fills up
+PADDING_ROW = 2**62  # the position of padding
 
 
 class ExpertDispatch(ExpertLayout):
-    """Tokens cut over tp and cp, experts over ep; each of the axes may be missing."""
+    """Tokens sharded over tp and cp, experts over ep; each axis may be missing."""
 
     def __init__(
         self, tp: Axis | None, sequence: bool, cp: Axis | None, ep: Axis | None, hops: tuple[Axis, Axis] | None = None
@@ -53,9 +52,9 @@ class ExpertDispatch(ExpertLayout):
         """`hops` are the ranks of ep on this node, and those at the same place on other nodes."""
         self.tp, self.sequence, self.cp, self.ep, self.hops = tp, sequence, cp, ep, hops
         self.halves = False
-        """Whether rows travel in two halves."""
+        """Whether rows are sent in two halves."""
         self.copies: ExpertCopies | None = None
-        """Experts that more than one rank of ep computes."""
+        """Experts with copies on other ranks of ep."""
 
     def enter(self, x: Tensor) -> Tensor:
         if self.tp is None or self.sequence:
@@ -105,7 +104,7 @@ class ExpertDispatch(ExpertLayout):
         return _filled(y, len(x)), always
 
     def _route(self, ep: Axis, counts: Tensor, most: int) -> _Direct | _TwoHops | _Divided:
-        """How rows sorted by expert, so many of each and not more than `most`, reach those who compute them."""
+        """How rows sorted by expert, `counts` of each and at most `most`, are sent to the ranks that compute them."""
 
         def make(leaving: Tensor, own: int | None = None) -> _Direct | _TwoHops:
             return _Direct(ep, leaving, most, own) if self.hops is None else _TwoHops(*self.hops, leaving, most, own)
@@ -118,12 +117,12 @@ def _filled(y: Tensor, length: int) -> Tensor:
 
 
 def _borrowed_rows(coming: Tensor, own: int | None) -> list[Tensor]:
-    """Rows that come for experts of other ranks, to be counted with the others."""
+    """The number of rows received for copies of other ranks' experts."""
     return [] if own is None else [coming[:, own:].sum().view(1)]
 
 
 class _Direct:
-    """Every rank of ep to every other."""
+    """An all-to-all over ep."""
 
     compute: ExpertCompute | None = None
 
@@ -146,9 +145,9 @@ class _Direct:
 
 
 class _TwoHops:
-    """Inside the node to the rank that stands where the expert's rank stands in its own, and from there to its node.
+    """First inside the node, to the rank with the same place as the expert's rank on its node, then between nodes.
 
-    Each rank talks to one rank of each other node, with all that its node has for it: few large messages cross.
+    Each rank exchanges with one rank of each other node, so few large messages cross between nodes.
     """
 
     compute: ExpertCompute | None = None
@@ -186,7 +185,7 @@ class _TwoHops:
 
 
 class _Divided:
-    """Another way, on which the rows of one expert go to all ranks that hold it."""
+    """Another route in which the rows of an expert are divided among all ranks that have it."""
 
     def __init__(
         self, copies: ExpertCopies, ep: Axis, counts: Tensor, make: Callable[[Tensor, int | None], _Direct | _TwoHops]
@@ -208,12 +207,12 @@ class _Divided:
 
 
 def stacks(modules: list[tuple[str, nn.Module]]) -> list[ExpertMatrices]:
-    """The experts' weights among some modules."""
+    """The stacks of expert weights among some modules."""
     return [m for _, m in modules if isinstance(m, ExpertMatrices)]
 
 
 def keep_local_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
-    """Of experts that have no values yet, keep those of this rank: no rank ever holds the others."""
+    """Keep only this rank's experts, before they have values."""
     if (ep := mesh.axis("ep")) is None:
         return
     for stack in stacks(modules):
@@ -224,7 +223,7 @@ def keep_local_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None
 
 
 def mark_as_sharded(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
-    """Let the weights know which experts they are of how many."""
+    """Make the experts' weights DTensors sharded over ep."""
     if mesh.axis("ep") is None:
         return
     assert mesh.folded is not None
@@ -236,7 +235,7 @@ def mark_as_sharded(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
 
 
 def spread_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, sequence: bool, halves: bool) -> None:
-    """Let mixtures of experts reach over the ranks of tp, cp and ep."""
+    """Make mixtures of experts dispatch over the ranks of tp, cp and ep."""
     axes = {name: mesh.axis(name) for name in ("tp", "cp", "ep")}
     near, far = mesh.axis("ep_near"), mesh.axis("ep_far")
     hops = (near, far) if near is not None and far is not None else None
@@ -247,7 +246,7 @@ def spread_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, sequence: b
 
 
 def shard_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None:
-    """Cut the experts of a rank further, over the ranks that hold the same ones."""
+    """Shard the experts of a rank over the ranks that hold the same ones."""
     if mesh.axis("ep") is None:
         return
     assert mesh.folded is not None
@@ -255,14 +254,15 @@ def shard_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, plan: Plan, 
     parts = mesh.folded["ep_shard"].size()
     for _, module in modules:
         if isinstance(module, ExpertFeedForward):
-            # FSDP2 wants equal parts, but along the first dim
+            # FSDP2 needs equal parts except along the first dim
             shard(
                 module, rest, plan.zero, dtype, lambda p: Shard(next((d for d in (1, 2) if p.shape[d] % parts == 0), 0))
             )
 
 
 def expert_gradient_sum(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], Start | None]:
-    """Without shards: the weights whose copies are on other ranks than the rest's, and how those are summed."""
+    """Without dp_shard: the experts' weights, which are replicated on other ranks than the rest, and how they are
+    summed."""
     if mesh.axis("ep") is None:
         return frozenset(), None
     names = frozenset(f"{n}.weight" for n, m in model.named_modules() if isinstance(m, ExpertMatrices))
@@ -271,7 +271,7 @@ def expert_gradient_sum(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], S
 
 
 def compile_around(modules: list[tuple[str, nn.Module]], backend: str = "inductor") -> None:
-    """What is compiled stops where tokens are sorted: how many go where is another number in every step."""
+    """Exclude dispatch from compilation: the number of rows changes in every step."""
     for _, module in modules:
         if isinstance(module, MixtureOfExperts):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]

@@ -1,11 +1,11 @@
-"""Copies of hot experts on other ranks of ep: tokens are dealt out, weights are lent, gradients come home.
+"""Copies of frequently used experts on other ranks of ep: weights are sent to the copies, gradients are summed at home.
 
-Each expert has one home, where its weights, its gradients and its optimizer's state are; a checkpoint knows of no other
-place. In each pass a rank that holds a copy borrows the weights, and going back it returns what its tokens made of
-their gradients, which the home adds to its own. So the sums are those of one expert, taken in two parts.
+Each expert has one home rank with its weights, gradients and optimizer state; checkpoints know no other place. In each
+forward pass a rank with a copy receives the weights, and in the backward pass it returns the gradients of its tokens,
+which the home adds to its own. So the sums are those of one expert, computed in two parts.
 
-    home       weights ──────▶ own tokens ──▶ gradients + what comes home
-                  └▶ lent ▶─┐                    ▲
+    home       weights ──────▶ own tokens ──▶ gradients + gradients of copies
+                  └▶ sent ▶─┐                    ▲
     a copy                  └─▶ other tokens ──▶ gradients
 """
 
@@ -24,15 +24,15 @@ from weft.comm.overlapped_exchange import RowExchange
 
 Matrices = tuple[Tensor | None, ...]
 Through = Callable[[Matrices, Tensor, Tensor], Tensor]
-"""Rows, sorted by expert and counted, through the experts of these matrices."""
+"""Computes rows, sorted by expert and counted, with these matrices."""
 
 
 @dataclass(frozen=True)
 class ExpertCopies:
-    """Who holds what: `pairs` are (expert, rank) beside the homes, of which each of `ranks` is that of `own` experts.
+    """The placement of copies: `pairs` are (expert, rank); each of `ranks` is the home of `own` experts.
 
-    A rank's places are its own experts, then the guests in the order of their numbers; ranks with fewer guests than
-    others have places that nobody uses.
+    The slots of a rank are its own experts, then borrowed ones by number; ranks with fewer borrowed experts have unused
+    slots.
     """
 
     own: int
@@ -43,20 +43,18 @@ class ExpertCopies:
 
     @cached_property
     def borrowed(self) -> list[list[int]]:
-        """Of each rank, the experts that it borrows."""
+        """By rank, the experts it has copies of."""
         return [sorted(e for e, r in self.pairs if r == rank) for rank in range(self.ranks)]
 
     @cached_property
     def width(self) -> int:
-        """Places of each rank."""
+        """Slots of each rank."""
         return self.own + max(len(g) for g in self.borrowed)
 
     @cached_property
     def parts(self) -> list[tuple[int, int, int, int]]:
-        """By expert and holder: the expert, which of its holders this is, how many there are, and the holder's place.
-
-        Places are counted over all ranks.
-        """
+        """By expert and holder: the expert, the index of the holder, the number of holders, and the holder's slot,
+        counted over all ranks."""
         out = []
         for expert in range(self.own * self.ranks):
             home, index = divmod(expert, self.own)
@@ -66,15 +64,14 @@ class ExpertCopies:
         return out
 
     def divide(self, counts: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Share out this rank's rows of each expert [experts] evenly among its holders.
+        """Divide this rank's rows of each expert, [experts], evenly among its holders.
 
-        Returns the rows for each place [ranks, places], and in the order of the rows the places they go to and how many
-        go there.
+        Returns the rows for each slot, [ranks, slots], and in row order the slots and their counts.
         """
         if counts.device not in self.tables:
             self.tables[counts.device] = torch.tensor(self.parts, device=counts.device)
         experts, turns, holders, places = self.tables[counts.device].unbind(1)
-        turns = (turns + rank) % holders  # what is left over goes to another holder on each rank
+        turns = (turns + rank) % holders  # remainders go to different holders on different ranks
         shares = (counts[experts] + holders - 1 - turns) // holders
         leaving = counts.new_zeros(self.ranks * self.width).index_copy_(0, places, shares)
         return leaving.view(self.ranks, self.width), places, shares
@@ -82,8 +79,7 @@ class ExpertCopies:
     def compute_with_borrowed(
         self, ep: Axis, borrowed: int, through: Through, own: Matrices, x: Tensor, counts: Tensor
     ) -> Tensor:
-        """Rows through this rank's experts while the weights of its guests come, and the last `borrowed` rows through
-        these."""
+        """Compute rows with this rank's experts while borrowed weights are received, then the last `borrowed` rows."""
         mine = self.borrowed[ep.rank]
         copied = [[e % self.own for e in g if e // self.own == ep.rank] for g in self.borrowed]
         exchange = RowExchange(
@@ -105,9 +101,9 @@ def _in_place_of(some: Matrices, others: list[Tensor]) -> Matrices:
 
 
 class _CopyExperts(torch.autograd.Function):
-    """Matrices as they are, and those of a few experts once more: [experts lent, elements of all matrices].
+    """The matrices, and copies of those of a few experts: [copied experts, elements of all matrices].
 
-    Their gradients are added in place, one expert after the other: no second tensor as large as all experts is made.
+    Gradients of copies are added in place, expert by expert, without another tensor as large as all experts.
     """
 
     @staticmethod
