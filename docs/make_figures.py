@@ -65,7 +65,8 @@ def plan_seven() -> str:
 
 LAYOUTS_8B = (
     {"dp_replicate": 8, "dp_shard": 1}, {"dp_shard": 8, "zero": 1}, {"dp_shard": 8, "zero": 2},
-    {"dp_shard": 8, "zero": 3}, {"dp_replicate": 2, "dp_shard": 4, "zero": 3}, {"dp_shard": 1, "tp": 8}, {"dp_shard": 4, "zero": 3, "tp": 2},
+    {"dp_shard": 8, "zero": 3}, {"dp_replicate": 2, "dp_shard": 4, "zero": 3}, {"dp_shard": 1, "tp": 8},
+    {"dp_shard": 4, "zero": 3, "tp": 2},
 )  # fmt: skip
 
 
@@ -141,8 +142,8 @@ def beside(predicted: float, measured: float, digits: int) -> str:
 def own_runs() -> str:
     """Predicted and measured memory and step time on one H200, and the errors."""
     rows = [
-        "| shape | tokens | microbatch × microbatches | recompute | predicted GiB | measured | | predicted s | measured "
-        "| |",
+        "| shape | tokens | microbatch × microbatches | recompute | predicted GiB | measured | | predicted s | "
+        "measured | |",
         "|---|---:|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     errors: list[tuple[float, float]] = []
