@@ -14,7 +14,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(interrupted))
     if "train" in sys.argv[1:2]:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda number, frame: os._exit(preempted))
     from weft.cli import main as run_command
 

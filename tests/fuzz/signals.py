@@ -67,7 +67,8 @@ def send_one(folder: Path, ranks: int, number: signal.Signals, after_s: float) -
 
 
 def main(count: int = 200, seed: int = 0) -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in background jobs
+    for number in STOP_CODES:  # a shell ignores some of them in background jobs
+        signal.signal(number, signal.SIG_DFL)
     chance, failures = random.Random(seed), 0
     with tempfile.TemporaryDirectory(prefix="weft-signals-") as base:
         for i in range(count):

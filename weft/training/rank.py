@@ -159,6 +159,13 @@ def is_machine_failure(error: BaseException) -> bool:
     return isinstance(error, OSError) or is_oom(error) or any(s in text for s in ("cuda error", "nccl"))
 
 
+def is_device_lost(error: BaseException) -> bool:
+    """Whether a kernel of this process failed, such as by an illegal access: its CUDA context can do nothing more."""
+    import torch
+
+    return isinstance(error, torch.AcceleratorError)
+
+
 def is_peer_failure(error: BaseException) -> bool:
     """Whether the error only says that another rank has exited."""
     text = str(error).lower()

@@ -34,6 +34,7 @@ from weft.training.rank import (
     exit_code,
     exit_process,
     import_training,
+    is_device_lost,
     is_peer_failure,
     is_timeout,
     record_failure,
@@ -106,6 +107,7 @@ class SupervisedRank:
         from weft.mesh import connect
         from weft.supervisor.collective_counters import CollectiveCounters
         from weft.supervisor.mesh_sockets import MeshSockets
+        from weft.supervisor.process_group_internals import NCCL_ENVIRONMENT
         from weft.training.loop import fit_or_explain
         from weft.training.session import open_session
 
@@ -115,6 +117,8 @@ class SupervisedRank:
             "LOCAL_WORLD_SIZE": str(len(attempt.ranks)),
         }  # fmt: skip
         os.environ.update(environment | attempt.environment)
+        for name, value in NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         self.heartbeat.on_fence = sockets.shut_down
         self.heartbeat.join(attempt.number, rank)
         set_process_name(f"weft-rank-{rank}")
@@ -183,7 +187,7 @@ class SupervisedRank:
 
     def _is_attempt_over(self, error: BaseException) -> bool:
         """Whether an error only means that another rank is lost, so that this rank joins the next attempt."""
-        if isinstance(error, WeftError | KeyboardInterrupt):
+        if isinstance(error, WeftError | KeyboardInterrupt) or is_device_lost(error):
             return False
         if isinstance(error, Fenced) or is_peer_failure(error) or is_timeout(error):
             return True

@@ -118,7 +118,7 @@ def _weight_sizes(
     chunk = np.ceil(here / ways)
     held = np.where(ways > 1, np.clip(here - place * chunk, 0, chunk), here) * row
     whole, padded, gathered = here * row, chunk * row, np.where(ways > 1, chunk * ways, here) * row
-    partial = held * is_partial
+    partial = held * float(w.cut is None)
     if w.experts:
         own = prod(w.shape) / layouts.ep
         on_ep = layouts.ep > 1
