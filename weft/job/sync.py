@@ -133,9 +133,7 @@ class Sync(Section):
         if self.sampled is not None and self.sampled > self.clients:
             raise ValueError(f"must not draw sampled={self.sampled} of clients={self.clients}")
         if self.noise and not self.clip:
-            raise ValueError(
-                f"must have clip beside noise={self.noise:g}, whose size is a multiple of it; clip=1 works"
-            )
+            raise ValueError(f"must set clip with noise={self.noise:g}, which is a multiple of it; clip=1 works")
         if self.min_clients is not None and not self.secure:
             raise ValueError(f"must not have min_clients={self.min_clients} without secure: true")
         if self.secure and self.drawn < 3:
