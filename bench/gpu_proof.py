@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from weft.launch.rank_pool import RankFailed, RankPool
 from weft.mesh import connect
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.planner.rules.layout_syntax import parse_layout, ranks
-from weft.verify.prove import SIZE_TOLERANCE, TOLERANCE, Trace, compare, trace_on, with_layout
+from weft.verify.compare import TOLERANCE, Trace, compare
+from weft.verify.prove import trace_on, with_layout
 
 PRECISIONS = ("fp32", "bf16", "fp8")
 MODEL: dict[str, Any] = {
@@ -190,7 +192,7 @@ class Proof:
 
 def first_step(one: Trace, other: Trace) -> float:
     """The largest difference of a parameter's gradient in the first step, before any update."""
-    single = [Trace(t.losses[:1], t.norms[:1], t.gradients[:1], t.parameters, 0.0) for t in (one, other)]
+    single = [replace(t, losses=t.losses[:1], norms=t.norms[:1], gradients=t.gradients[:1]) for t in (one, other)]
     return compare("", 1, single[0], single[1], "fp32").max_grad_diff or 0.0
 
 
@@ -225,7 +227,7 @@ def page(about: dict[str, str], rows: list[dict[str, Any]], precisions: list[str
         "steps; each gradient is compared to its own norm. `g₁` is that of the first step.", "",
         *(f"- {key}: {value}" for key, value in about.items()),
         "- tolerance of gradients, and of losses, norms and sizes: "
-        + ", ".join(f"{p} {TOLERANCE[p]:g} and {SIZE_TOLERANCE[p]:g}" for p in precisions), "",
+        + ", ".join(f"{p} {TOLERANCE[p].gradient:g} and {TOLERANCE[p].size:g}" for p in precisions), "",
         "| layout | ranks | " + " | ".join(f"{p}: Δloss · Δgradient · g₁ · Δnorm | verdict" for p in precisions) + " |",
         "|---|---:|" + "---|---|" * len(precisions),
     ]  # fmt: skip

@@ -140,3 +140,21 @@ def test_memory_is_unregistered_before_it_is_unmapped(tmp_path: Path, monkeypatc
         assert len(registered) == FEWEST
         del ring
         assert not registered
+
+
+def test_budget_of_a_large_state_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most a quarter of the free memory: two copies, one if two do not fit, none if one does not."""
+    monkeypatch.setattr(snapshots, "AT_ONCE", 1000)
+    size = snapshots.Table.of(state(0)).size
+    for free, kept in ((100 * size, 2), (9 * size, 2), (5 * size, 1), (3 * size, 0)):
+        monkeypatch.setattr(
+            snapshots.psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free})
+        )
+        ring = Snapshots(tmp_path / str(free), rank=0, world=1)
+        ring.folder.mkdir()  # type: ignore[union-attr]
+        for step in range(1, 5):
+            ring.take(step, state(step), {})
+            ring.seal(step, {})
+        assert len(ring.held()) == kept
+        assert bool(ring.refused) == (kept == 0)
+        assert kept == 0 or ring.summary.startswith(f"snapshots: {kept} of ")

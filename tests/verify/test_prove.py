@@ -10,7 +10,8 @@ from helpers.parity import make_job
 
 from weft.job import JobError
 from weft.launch.rank_pool import RankPool
-from weft.verify.prove import Trace, compare, prove, small
+from weft.verify.compare import Trace, compare
+from weft.verify.prove import prove, small
 
 
 def test_layouts_are_proven_and_refused(pool: RankPool) -> None:
@@ -45,7 +46,9 @@ def test_a_run_that_depends_on_the_layout_is_told(pool: RankPool) -> None:
 def a_trace() -> Trace:
     random = torch.Generator().manual_seed(0)
     weights = {n: torch.randn(4, 3, generator=random) for n in ("first", "second")}
-    return Trace([2.0, 1.0], [0.5, 0.25], [{n: w / 7 for n, w in weights.items()}] * 2, weights, 0.0)
+    gradients = {n: w / 7 for n, w in weights.items()}
+    end = {n: w - 0.1 * gradients[n] for n, w in weights.items()}
+    return Trace([2.0, 1.0], [0.5, 0.25], [gradients] * 2, weights, end, gradients, 0.0)
 
 
 def test_another_run_is_told_by_each_of_its_figures() -> None:
@@ -65,6 +68,8 @@ def test_another_run_is_told_by_each_of_its_figures() -> None:
         replace(same, losses=[2.0, float("nan")]),
         replace(same, norms=[0.5, 0.2501]),
         replace(same, parameters={**same.parameters, "first": same.parameters["first"] + 1e-3}),
+        replace(same, parameters={n: (same.start[n] + w) / 2 for n, w in same.parameters.items()}),
+        replace(same, moments={**same.moments, "second": same.moments["second"] / 2}),
     ):
         assert compare("x", 2, same, other, "fp32").verdict == "differs"
 
@@ -73,7 +78,7 @@ def test_another_run_is_told_by_each_of_its_figures() -> None:
 def test_rounding_is_accepted_and_a_wrong_size_is_not(precision: str, noise: float, clip: float) -> None:
     random = torch.Generator().manual_seed(0)
     weights = {n: torch.randn(64, 64, generator=random) for n in ("first", "second")}
-    same = Trace([2.0], [0.5], [weights], weights, 0.0)
+    same = Trace([2.0], [0.5], [weights], weights, weights, {}, 0.0)
     rounded = {n: w + noise * torch.randn(w.shape, generator=random) for n, w in weights.items()}
     assert compare("x", 2, same, replace(same, gradients=[rounded]), precision).verdict == "same"
     for factors in ((clip, clip), (1.0, 0.5), (1.0, 0.0)):  # clipped by another norm, half an update, a missing layer

@@ -18,7 +18,8 @@ from weft.models.attention import TokenInfo
 from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.parallel.expert.load import ExpertLoad
 from weft.planner import make_plan
-from weft.verify.prove import compare, prove, small
+from weft.verify.compare import compare
+from weft.verify.prove import prove, small
 from weft.verify.routing import Guided, Routing
 
 EXPERTS = {"count": 4, "top_k": 2, "ffn": 32, "shared": 1, "balance": "bias"}

@@ -46,7 +46,7 @@ def start_node(job: Job, place: NodeAddress, nproc: int | None, log: Callable[[s
         supervisor = ("weft.supervisor.nodes.node_supervisor", where)
         code = run_supervised(run, slots, job.resilience.spares, lock, log, supervisor, str(place.node))
     if code == KILLED_BY_USER:
-        log("ended at once, without saving; start the same command again to resume from the last checkpoint")
+        log("stopped without saving; start the same command again to resume from the last checkpoint")
         return int(Exit.INTERRUPTED)
     if code in CLEAN_EXITS and place.node == 0:
         finish(run, log)

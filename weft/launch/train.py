@@ -46,12 +46,12 @@ def start(
 ) -> int:
     """Train a prepared job on local ranks. Returns the exit code; the run is in runs/NAME.
 
-    `resilient` starts a supervisor that replaces lost ranks; by default with several ranks.
+    `resilient` (the default) starts a supervisor that replaces lost ranks.
     """
     run = RunDir(Path(job.runs_dir) / job.name)
     ensure_open_files(plan.world)
     if plan.device == "cuda" and shares_devices(job, probe(), plan.world):
-        log(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for rehearsal, not for speed")
+        log(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for testing, not for speed")
     with run_lock(run) as lock:
         if fresh:
             keep_earlier_run(run, log)
@@ -61,7 +61,7 @@ def start(
         if code == Exit.JOB:  # only the ranks could find the mistake
             files.undo()
         if code == KILLED_BY_USER:
-            log("ended at once, without saving; start the same command again to resume from the last checkpoint")
+            log("stopped without saving; start the same command again to resume from the last checkpoint")
             return int(Exit.INTERRUPTED)
         if code in CLEAN_EXITS:
             finish(run, log)
@@ -75,7 +75,7 @@ def start_processes(
     if plan.sync in ("server", "federated"):
         prepare_rendezvous(run, job)
         return launch_server_run(run, job.train.sync.servers, plan.world, lock, log)
-    if plan.world > 1 if resilient is None else resilient:
+    if resilient is not False:
         return run_supervised(run, plan.world, job.resilience.spares, lock, log)
     return launch(run, plan.world, lock, log)
 
@@ -89,7 +89,7 @@ def join(job: Job, log: Callable[[str], None] = print) -> int:
     job, plan = prepare(job, world)
     if plan.sync in ("server", "federated"):
         raise JobError(
-            f"train.sync={plan.sync} starts its own processes, which come and go, and not the ranks of torchrun; "
+            f"train.sync={plan.sync} starts its own processes and cannot use those of torchrun; "
             "start it with `weft train` alone"
         )
     run = RunDir(Path(job.runs_dir) / job.name)

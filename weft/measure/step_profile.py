@@ -129,7 +129,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
         "rank": mesh.rank, "position": mesh.position, "peak_memory_gib": peak_memory_gib(mesh.device),
         "classes": to_json(rows),
     }  # fmt: skip
-    everyone = mesh.all_gather_object(mine)
+    everyone = mesh.all_gather_json(mine)
     if mesh.rank == 0:
         sample = flops_per_sample(job.model, job.data.seq_len)
         peak = peak_flops(plan, job)

@@ -134,7 +134,7 @@ def _several(worker: Worker, task: dict[str, Any], told: dict[str, list[float]])
     spread_model, optim = stepper.state.model, job.optim
     worker.version = None  # the weights are about to change
     before = {n: local_of(m.detach()).clone() for n, m in spread_model.master_params.items()}
-    optimizers = stepper.state.optimizers = make_optimizers(job, spread_model)
+    optimizers = stepper.state.optimizers = make_optimizers(job, spread_model, stepper.mesh)
     if carries:
         _begin_from(optimizers, worker.server("").request({"do": "read", "what": "all"})[1])
     # the clipping threshold is set for the mean over all clients, whose noise is smaller by sqrt(parts)

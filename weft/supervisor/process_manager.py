@@ -133,7 +133,9 @@ class ProcessManager:
             lived = time.monotonic() - self.supervised_since
             self.short_lives = self.short_lives + 1 if lived < MIN_SUPERVISOR_LIFE_S else 0
             if self.short_lives == MAX_SHORT_LIVES:
-                raise MachineError(f"the supervisor of {self.run.path} ends as soon as it is started; see above why")
+                raise MachineError(
+                    f"the supervisor of {self.run.path} exits as soon as it is started; its error is above"
+                )
             self._start_supervisor()
         for slot, pid in self.fork_server.new_processes() if self.fork_server is not None else ():
             self.board.put(slot, "pid", pid)

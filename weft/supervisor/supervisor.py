@@ -107,7 +107,9 @@ class Supervisor:
         self.lost_since = (self.lost_since or time.monotonic()) if lost else None
         if self.lost_since is not None and time.monotonic() - self.lost_since > LOST_S:
             step = min(record.step for record in ranks.values())
-            return FaultReport("hang", None, "ranks lost their connections, though nobody is gone", step, "", LOST_S)
+            return FaultReport(
+                "hang", None, "ranks lost their connections, though no rank has exited", step, "", LOST_S
+            )
         seconds = self.hangs.check(ranks)
         return self.hang_fault(ranks, seconds) if seconds is not None else None
 
@@ -233,13 +235,13 @@ class Supervisor:
         records = self.board.records()
         self.journal.event(
             "fault", fault="supervisor", rank=None, position="", attempt=number, detected_after_s=None,
-            step=max(r.step for r in records), why="the supervisor was killed; another one has taken over",
+            step=max(r.step for r in records), why="the supervisor was killed and replaced",
         )  # fmt: skip
         self.journal.event(
             "recovered", fault="supervisor", how="regroup", step=max(r.step for r in records) + 1, steps_lost=0,
             attempt=number, seconds=0.0,
         )  # fmt: skip
-        log("the supervisor was killed; another one has taken over, and no step is lost")
+        log("the supervisor was killed and replaced; no step is lost")
 
     def settle(self, records: list[Record]) -> None:
         """In normal operation: report that training has resumed, and request missing spares."""

@@ -46,21 +46,21 @@ def recorded_losses(session: Session) -> list[tuple[float, float]]:
                 recorded[step] = (loss, norm)
                 if record.get("skipped"):
                     del recorded[step]
-    everyone = session.mesh.all_gather_object([recorded[step] for step in sorted(recorded)][-HISTORY:])
+    everyone = session.mesh.all_gather_json([recorded[step] for step in sorted(recorded)][-HISTORY:])
     return cast(list[tuple[float, float]], everyone[0])
 
 
 def resume_from_memory(session: Session, at_most: int | None = None) -> bool:
     """Continue from the newest step of which every rank has a snapshot, if there is one."""
     state, snapshots = session.state, session.snapshots
-    held = cast(list[list[int]], session.mesh.all_gather_object(snapshots.held()))
+    held = cast(list[list[int]], session.mesh.all_gather_json(snapshots.held()))
     step = newest_common(held, at_most)
     if step is None or (at_most is None and step < newest_on_disk(session)):
         return False
     if not state.optimizers.shards():
         state.optimizers.allocate()
     shards = state.shards()
-    if not all(session.mesh.all_gather_object(_same_layout(session) and snapshots.holds(shards))):
+    if not all(session.mesh.all_gather_json(_same_layout(session) and snapshots.holds(shards))):
         return False
     counts = snapshots.load(step, shards)
     state.restore_snapshot(shards, counts)
@@ -94,7 +94,7 @@ def newest_on_disk(session: Session) -> int:
     """The step of the newest checkpoint that rank 0 sees, by name; -1 where there is none."""
     found = entries(session.run.checkpoints) if session.mesh.rank == 0 else []
     steps = [entry.step for entry in found if entry.kind == "good"]
-    return cast(int, session.mesh.all_gather_object(max(steps, default=-1))[0])
+    return cast(int, session.mesh.all_gather_json(max(steps, default=-1))[0])
 
 
 def resume_from_disk(session: Session, at_most: int | None = None) -> None:
@@ -109,7 +109,7 @@ def resume_from_disk(session: Session, at_most: int | None = None) -> None:
     tensors = state.loadable_tensors(saved_world=0)
     found = checkpoints.load_newest(tensors, at_most)
     if found is None:
-        state.optimizers = make_optimizers(session.job, state.model)
+        state.optimizers = make_optimizers(session.job, state.model, session.mesh)
         _report_restart(session)
         return
     own = state.own(found.meta)

@@ -34,7 +34,7 @@ def run_secret(folder: Path) -> bytes:
             draft.unlink()
     mode = path.lstat()
     if not stat.S_ISREG(mode.st_mode) or mode.st_mode & 0o077 or mode.st_uid != os.geteuid():
-        raise MachineError(f"{path} must be a file of yours that nobody else can read: chmod 600 it, or delete it")
+        raise MachineError(f"{path} must be a regular file that only you can read: chmod 600 it, or delete it")
     secret = path.read_bytes()
     if len(secret) < MIN_BYTES:
         raise MachineError(f"{path} holds {len(secret)} bytes, fewer than {MIN_BYTES}; delete the file")

@@ -88,6 +88,7 @@ def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, at: floa
             out["all_reduce"] += 4 * (-(-shard.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT)
         elif thin := _thin(plan, wanted, shard, at):
             out["all_reduce"] += thin
+            out["broadcast"] += _columns(plan, wanted, shard, at)
         else:
             _halves(out, _coded(setting), shard.whole, ranks)
     return out
@@ -100,6 +101,12 @@ def _thin(plan: Plan, wanted: Compression, shard: ParamShard, at: float) -> int:
     shape = shard.weight.on_tp(plan.tp, 0)
     rows, columns, rank = shape[0], math.prod(shape[1:]), int(wanted.number)
     return 4 * rank_at(rank, rows, columns, at) * (rows + columns) if thin_pays(rank, [(rows, columns)], at) else 0
+
+
+def _columns(plan: Plan, wanted: Compression, shard: ParamShard, at: float) -> int:
+    """Bytes of the orthogonal matrix that the first rank sends to the others."""
+    shape = shard.weight.on_tp(plan.tp, 0)
+    return 4 * shape[0] * rank_at(int(wanted.number), shape[0], math.prod(shape[1:]), at)
 
 
 def _coded(setting: Compression) -> Compression:
@@ -134,8 +141,9 @@ def shard_bytes(
             continue
         cut["all_gather"] += round(gathers * whole * min(width, wanted.entry.weight))
         if thin := _thin(plan, wanted, shard, at):
-            cut["all_reduce"] += scatters * thin
-            across["all_reduce"] += scatters * thin
+            for axis in (cut, across):
+                axis["all_reduce"] += scatters * thin
+                axis["broadcast"] += scatters * _columns(plan, wanted, shard, at)
         else:
             cut["all_to_all"] += round(scatters * whole * per_number(_coded(here)))
             _halves(across, _coded(there), shard.padded, plan.dp_replicate)

@@ -23,6 +23,7 @@ from weft.planner.model.parameters import (
     stage_range,
     stages_of,
 )
+from weft.planner.model.weight_table import Weight
 from weft.planner.plan import Plan
 from weft.planner.schedules.actions import Schedule
 from weft.planner.schedules.registry import make_schedule
@@ -50,14 +51,6 @@ def gradients_stay_low_precision(plan: Plan) -> bool:
     return plan.precision != "fp32" and plan.dp == plan.cp == plan.pp == plan.accumulation == 1
 
 
-def joint_axis(plan: Plan) -> str:
-    """The axis over which gradients are summed, as mesh.py names it: cp's ranks see other tokens, like the data's."""
-    data = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
-    if plan.cp == 1:
-        return data
-    return "cp" if plan.dp == 1 else f"{data}_cp"
-
-
 def rank_shards(job: Job, plan: Plan, rank: int) -> list[list[ParamShard]]:
     """What a rank holds of every weight, stage by stage."""
     coords = coords_of(plan, rank)
@@ -74,7 +67,7 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
     stages = stages_of(plan, coords["pp"])
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages) if plan.pp > 1 else None
     held = schedule is not None and any(a.kind in "IW" for a in schedule.actions[coords["pp"]])
-    joint = joint_axis(plan)
+    joint = plan.joint_axis or "dp_replicate"
     axes = (*plan.axes, joint, *EXPERT_AXES, "everyone")
     out: dict[str, Counter[str]] = {axis: Counter() for axis in axes}
     for stage in stages:
@@ -98,14 +91,13 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
             add = _mlp_tp if job.model.is_stack else _transformer_tp
             add(job, plan, stage, out["tp"])
             out["tp"]["all_reduce"] += FP32_BYTES * sum(
-                p.held for p in shards if p.weight.partial and not _on_ep(p, plan)
+                p.held for p in shards if p.weight.cut is None and not _on_ep(p, plan)
             )
         expert_bytes(job, plan, stage, out)
         if schedule is not None:
             _messages(job, plan, schedule, stage, coords["pp"], out["pp"])
     if schedule is not None:
         _tied(job, plan, schedule, coords, out["pp"])
-    _norms(job, plan, coords, out)
     _optimizer_traffic(job, plan, coords, out)
     if plan.cp > 1:
         seen = plan.microbatch * plan.accumulation * job.data.seq_len
@@ -117,6 +109,8 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
         degrees = {**plan.axes, joint: (plan.dp_shard if plan.dp_shard > 1 else plan.dp_replicate) * plan.cp}
         everyone = next((axis for axis, degree in degrees.items() if degree == plan.world), "everyone")
         out[everyone]["all_reduce"] += COUNT_BYTES + load_bytes(job)
+        for axis in [a for a in ("dp_shard", "cp", "tp", "pp") if plan.axes[a] > 1] if plan.alone else [everyone]:
+            out[axis]["all_reduce"] += COUNT_BYTES  # the norm of all gradients
     return {axis: dict(kinds) for axis, kinds in out.items() if kinds.total()}
 
 
@@ -192,34 +186,33 @@ def _tied(job: Job, plan: Plan, schedule: Schedule, coords: dict[str, int], pp: 
             pp["recv"] += FP32_BYTES * held
 
 
-def _norms(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[str]]) -> None:
-    """The gradients' norm: one number for each way in which weights are cut, over the axes that cut them."""
-    shards = [p for s in stages_of(plan, coords["pp"]) for p in param_shards(job.model, plan, s, coords)]
-    cuts = {p.weight.cut is not None and plan.tp > 1 for p in shards}
-    for cut in cuts:
-        if plan.dp_shard > 1:
-            out[joint_axis(plan)]["all_reduce"] += COUNT_BYTES
-        if cut:
-            out["tp"]["all_reduce"] += COUNT_BYTES
-    if any(_on_ep(p, plan) for p in shards):
-        out["ep"]["all_reduce"] += COUNT_BYTES
-        if plan.dp_shard > 1 and plan.dp_shard * plan.cp * plan.tp > plan.ep:
-            out["ep_shard"]["all_reduce"] += COUNT_BYTES
-    if plan.pp > 1:
-        out["pp"]["all_reduce"] += COUNT_BYTES
+def replica_axes(plan: Plan, weight: Weight) -> dict[str, int]:
+    """The axes along which other ranks hold the same shard of a weight, and their sizes."""
+    if weight.experts and plan.ep > 1:
+        rest = plan.dp_shard * plan.cp * plan.tp // plan.ep
+        sizes = {"dp_replicate": plan.dp_replicate, "ep_shard": rest if plan.dp_shard == 1 else 1}
+    else:
+        sizes = {
+            "dp_replicate": plan.dp_replicate,
+            "cp": plan.cp if plan.dp_shard == 1 else 1,
+            "tp": plan.tp if weight.cut is None else 1,
+        }
+    return {axis: size for axis, size in sizes.items() if size > 1 and not (plan.alone and axis == "dp_replicate")}
 
 
 def _optimizer_traffic(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[str]]) -> None:
-    """What the optimizer sums over the axes that shard a weight (Optimizer.traffic)."""
+    """What the optimizer sums over the axes that shard a weight, and sends along those that do not."""
     for stage in stages_of(plan, coords["pp"]):
         for shard in param_shards(job.model, plan, stage, coords):
             entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
-            if not (numbers := int(entry.traffic(shard.for_optimizer))):
-                continue
+            copies = replica_axes(plan, shard.weight)
+            for axis in copies:
+                out[axis]["broadcast"] += FP32_BYTES * int(entry.sent(shard.for_optimizer))
+            numbers = entry.traffic(shard.for_optimizer) / (prod(copies.values()) if entry.takes_turns else 1)
             over_tp = plan.tp > 1 and shard.weight.cut is not None
             for axis, cuts in (("dp_shard", plan.dp_shard > 1), ("tp", over_tp)):
-                if cuts:
-                    out[axis]["all_reduce"] += FP32_BYTES * numbers
+                if cuts and numbers:
+                    out[axis]["all_reduce"] += FP32_BYTES * round(numbers)
 
 
 def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
@@ -259,8 +252,10 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
             scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
             passes = 4.0 if plan.recompute == "full" else 3.0
             total += passes * (end - first) * scores / (2.0 if model.causal else 1.0)
-        weights = [p.for_optimizer for p in param_shards(model, plan, stage, coords)]
-        total += sum(OPTIMIZERS[job.optim.name].of(weight).flops(weight) for weight in weights)
+        for shard in param_shards(model, plan, stage, coords):
+            entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
+            turns = prod(replica_axes(plan, shard.weight).values()) if entry.takes_turns else 1
+            total += entry.flops(shard.for_optimizer) / turns
     return total
 
 
