@@ -21,7 +21,7 @@ from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
 from weft.planner.memory.stage_blocks import V_SHAPED, StageBlocks
 from weft.planner.memory.states import UnitSizes, unit_sizes
 from weft.planner.memory.step_trace import PARTS, Regime, Stage, StepTrace, Unit, Walk
-from weft.planner.memory.unit_passes import Passes, unit_passes
+from weft.planner.memory.unit_passes import Passes, PassTables
 from weft.planner.model.facts import Size
 from weft.planner.model.parameters import coords_of
 from weft.planner.plan import Plan
@@ -68,6 +68,7 @@ class EngineMemory:
         self.device = "cpu" if traced else plan.device
         """Where the loss is computed; a dry run traces on the CPU, without compiling."""
         self.compile = False if traced else job.train.compile
+        self.tables = PassTables(job, plan, self.device)
 
     def compiled(self, layouts: Layouts) -> Size:
         """Which layouts compile their blocks: by default on GPUs where no collective is inside a block."""
@@ -234,7 +235,7 @@ class _Group:
             compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
         )  # fmt: skip
         held = self.held(blocks, dense)
-        passes = unit_passes(self.memory, layouts, flags, self.ends)
+        passes = self.memory.tables.passes(layouts, flags)
         in_flight = _by_schedule("in_flight", layouts, self.at)
         pending = _by_schedule("pending", layouts, self.at)
         if flags["splits"] and not flags["split_passes"]:
@@ -326,7 +327,7 @@ class _Group:
         kinds = [(unit, count) for unit, count in parts if np.any(count > 0)]
         if np.any(layouts.offload == OFFLOADS.index("activations")):
             kinds = self._offloaded(kinds, in_flight)
-        root = self._unit(UnitSizes() if mlp else self._ends(), PassBytes(0.0, 0.0, 0.0))
+        root = self._unit(UnitSizes.none(len(layouts)) if mlp else self._ends(), PassBytes(0.0, 0.0, 0.0))
         stages = np.where(layouts.pp > 1, layouts.virtual_stages, 1)
         head_grad = passes.head_grad * self.ends
         return Stage(
