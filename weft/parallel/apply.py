@@ -53,7 +53,7 @@ def parallelize(
     worker = None
     if (axis := mesh.axis(plan.joint_axis)) is not None and plan.compression != "none":
         # attention uses the group of cp at the same time, and fake peers need no worker
-        worker = BackgroundWorker(mesh.device, at_once=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
+        worker = BackgroundWorker(mesh.device, synchronous=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
     again = recomputed_units(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
     load = ExpertLoad(model, mesh.device, mesh.everyone, plan.ep)

@@ -77,9 +77,10 @@ class ExpertCopies:
         return leaving.view(self.ranks, self.width), places, shares
 
     def compute_with_borrowed(
-        self, ep: Axis, borrowed: int, through: Through, own: Matrices, x: Tensor, counts: Tensor
+        self, ep: Axis, rows_of_copies: int, through: Through, own: Matrices, x: Tensor, counts: Tensor
     ) -> Tensor:
-        """Compute rows with this rank's experts while borrowed weights are received, then the last `borrowed` rows."""
+        """Compute rows with this rank's experts while borrowed weights are received, then the last `rows_of_copies`
+        rows."""
         mine = self.borrowed[ep.rank]
         copied = [[e % self.own for e in g if e // self.own == ep.rank] for g in self.borrowed]
         exchange = RowExchange(
@@ -88,7 +89,7 @@ class ExpertCopies:
         kept = [w for w in own if w is not None]
         *here, rows = _CopyExperts.apply([e for g in copied for e in g], *kept)
         under_way = exchange.start(rows)
-        first, last = x.split([len(x) - borrowed, borrowed])
+        first, last = x.split([len(x) - rows_of_copies, rows_of_copies])
         y = through(_in_place_of(own, here), first, counts[: self.own])
         flat = exchange.wait(under_way).split([w[0].numel() for w in kept], 1)
         borrowed = [part.reshape(len(mine), *w.shape[1:]) for part, w in zip(flat, kept, strict=True)]
