@@ -97,7 +97,7 @@ def test_fused_gated_part(dim: int, ffn: int, tokens: int, compiled: bool) -> No
                 m.seen.zero_()
                 m.known = True
         for one, other in zip(*found, strict=True):
-            assert error(one, other) < 0.05
+            assert error(one, other) < 0.08
 
 
 def test_delayed_scales_clamp_a_sudden_outlier() -> None:
