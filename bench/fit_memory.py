@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.planner.calibration import CALIBRATION_FOLDER, Calibration
-from weft.planner.memory.layouts_memory import GIB, memory_by_part
+from weft.planner.memory.framework_memory import GIB, framework_memory
 from weft.planner.published.framework import PURE_BF16, Framework, framework_of, load_framework
 from weft.planner.published.row_arrays import gather_rows
 from weft.planner.published.rows import PublishedRun, read_table
@@ -59,7 +59,7 @@ def loss(stack: Framework, rows: Sequence[PublishedRun]) -> tuple[float, int, in
         if own[0].row_id not in CACHE:
             CACHE[own[0].row_id] = gather_rows(own)
         model, cluster, layouts, _ = CACHE[own[0].row_id]
-        peak = sum(memory_by_part(model, layouts, cal).values()) / GIB
+        peak = sum(framework_memory(model, layouts, cal).values()) / GIB
         over = np.log(peak / (cluster.memory_gib * cal.usable))
         known = np.array([row.memory_gib or 0.0 for row in own])
         ran = np.array([bool(row.fitted) for row in own])

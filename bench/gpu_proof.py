@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from weft.launch.rank_pool import RankFailed, RankPool
 from weft.mesh import connect
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.planner.rules.layout_syntax import parse_layout, ranks
-from weft.verify.prove import TOLERANCE, Trace, compare, trace_on, with_layout
+from weft.verify.compare import TOLERANCE, Trace, compare
+from weft.verify.prove import trace_on, with_layout
 
 PRECISIONS = ("fp32", "bf16", "fp8")
 MODEL: dict[str, Any] = {
@@ -158,10 +160,11 @@ class Proof:
             elif one is None or other is None:
                 row["by"][precision] = {"verdict": "failed", "why": row.get("why", "the reference failed")}
             else:
-                v = compare(words, row["ranks"], one, other, TOLERANCE[precision])
+                v = compare(words, row["ranks"], one, other, precision)
                 row["by"][precision] = {
                     "verdict": v.verdict, "loss": v.max_loss_diff, "grad": v.max_grad_diff, "norm": v.grad_norm_diff,
-                    "worst": v.worst_parameter, "param": v.param_diff, "first_grad": first_step(one, other),
+                    "worst": v.worst_parameter, "param": v.param_diff, "size": v.size_diff,
+                    "first_grad": first_step(one, other),
                 }  # fmt: skip
         row["seconds"] = time.monotonic() - began
         self.note(f"{words:42} {row['seconds']:5.1f} s (connect {row['connect_s']:.1f}) " + "  ".join(
@@ -189,8 +192,8 @@ class Proof:
 
 def first_step(one: Trace, other: Trace) -> float:
     """The largest difference of a parameter's gradient in the first step, before any update."""
-    single = [Trace(t.losses[:1], t.norms[:1], t.gradients[:1], t.parameters, 0.0) for t in (one, other)]
-    return compare("", 1, single[0], single[1], 1.0).max_grad_diff or 0.0
+    single = [replace(t, losses=t.losses[:1], norms=t.norms[:1], gradients=t.gradients[:1]) for t in (one, other)]
+    return compare("", 1, single[0], single[1], "fp32").max_grad_diff or 0.0
 
 
 def load(folder: Path) -> Trace | None:
@@ -223,7 +226,8 @@ def page(about: dict[str, str], rows: list[dict[str, Any]], precisions: list[str
         f"Made by `python bench/gpu_proof.py`: {shared}, against one rank. Largest relative differences over the "
         "steps; each gradient is compared to its own norm. `g₁` is that of the first step.", "",
         *(f"- {key}: {value}" for key, value in about.items()),
-        "- tolerance: " + ", ".join(f"{p} {TOLERANCE[p]:g}" for p in precisions), "",
+        "- tolerance of gradients, and of losses, norms and sizes: "
+        + ", ".join(f"{p} {TOLERANCE[p].gradient:g} and {TOLERANCE[p].size:g}" for p in precisions), "",
         "| layout | ranks | " + " | ".join(f"{p}: Δloss · Δgradient · g₁ · Δnorm | verdict" for p in precisions) + " |",
         "|---|---:|" + "---|---|" * len(precisions),
     ]  # fmt: skip

@@ -22,7 +22,6 @@ sys.path.insert(0, str(ROOT))
 from weft.job import parse_job  # noqa: E402
 from weft.launch.rank_pool import RankPool  # noqa: E402
 from weft.planner import make_plan  # noqa: E402
-from weft.planner.memory.prediction import predict_memory  # noqa: E402
 from weft.planner.rules.layout_syntax import parse_layout, ranks  # noqa: E402
 from weft.verify.dryrun import measured_peak  # noqa: E402
 
@@ -77,8 +76,8 @@ def make(model: str, layout: str, precision: str, recompute: str) -> Any:
 
 def measure(pool: RankPool, model: str, layout: str, precision: str, recompute: str) -> Row:
     job = make(model, layout, precision, recompute)
-    resolved, plan = make_plan(job)
-    predicted = predict_memory(resolved, plan)
+    _, plan = make_plan(job)
+    predicted = plan.predicted
     promised = (predicted["memory_gib"] - predicted["runtime_gib"]) * 1024
     seen = max(pool.run(measured_peak, plan.world, job)) / 2**20
     return Row(model, precision, recompute, layout, promised, seen, promised / seen - 1)

@@ -1,18 +1,24 @@
-"""`weft` and `python -m weft`: the command line, ended by Ctrl-C with code 130 from the first moment."""
+"""The entry point of `weft` and `python -m weft`: handles signals before anything slow is imported."""
+
+from __future__ import annotations
 
 import os
 import signal
-
-INTERRUPTED = 130
+import sys
 
 
 def main() -> None:
-    """Import and run the command line. Until a command has something to clean up, Ctrl-C ends the process at once."""
+    """Run the command line. A stop signal during the imports exits at once with its code: nothing is to be saved."""
+    interrupted, preempted = 130, 75  # weft.job.errors.Exit, which would import pydantic
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
-    from weft.cli import main as run
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(interrupted))
+    if "train" in sys.argv[1:2]:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, lambda number, frame: os._exit(preempted))
+    from weft.cli import main as run_command
 
-    run()
+    run_command()
 
 
 if __name__ == "__main__":

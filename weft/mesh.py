@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import datetime
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.comm import mpi
+from weft.comm.agreement import all_gather_json
 from weft.comm.axis import Axis
 from weft.comm.dtensor_internals import flatten_mesh, join_meshes
 from weft.comm.fake_internals import join_fake_group
 from weft.comm.meter import Meter
+from weft.comm.shards import sharded_axes
+from weft.comm.tcp_store import tcp_store
 from weft.hardware.network import export_interface
 from weft.hardware.rank_environment import rank_info, under_mpi
 from weft.hardware.shared_devices import act_as_own_host, memory_fraction, ranks_per_device, use_many_queues
@@ -32,6 +38,11 @@ MEET = datetime.timedelta(seconds=300)
 """Ranks wait at least so long for one another to start, however little patience a collective has: a busy machine may
 take a minute to import torch."""
 
+REPLICATED = ("dp_replicate", "dp_shard", "cp", "tp")
+"""Axes over which a weight may be replicated: those that do not shard it."""
+REPLICATED_EXPERTS = ("dp_replicate", "ep_shard", "ep")
+"""The same for experts that are sharded over ep."""
+
 FOLDED = ("pp", "dp_replicate", "ep_shard", "ep")
 """dp_shard × cp × tp as experts see it: neighbours hold different ones (ep), and ranks that are ep apart the same ones
 (ep_shard). With dp_replicate, those that hold the same are expert_replicate."""
@@ -40,13 +51,6 @@ UNDER: dict[str, tuple[str, ...]] = {
     "expert_replicate": ("dp_replicate", "dp_shard", "cp", "tp"),
 }  # fmt: skip
 """For an axis made of others, the ones its ranks may differ on."""
-
-
-def joint_axis(plan: Plan) -> str:
-    """The axis over which gradients are summed; under shards the one over which weights are cut. Replicas that train
-    alone sum none between them."""
-    data = "dp_shard" if plan.dp_shard > 1 else "" if plan.alone or plan.dp == 1 else "dp_replicate"
-    return data if plan.cp == 1 else f"{data}_cp" if data else "cp"
 
 
 @dataclass
@@ -76,6 +80,8 @@ class Mesh:
 
     folded: DeviceMesh | None = None
     """The same ranks as the experts see them (FOLDED), where ep cuts these."""
+    alone: bool = False
+    """Whether replicas train on their own between exchanges (train.sync)."""
     store: dist.Store | None = None
     """Where the ranks met."""
 
@@ -104,14 +110,31 @@ class Mesh:
         """This rank's place in words, such as `dp_shard1 tp0`."""
         return " ".join(f"{name}{i}" for name, i in self.coords.items()) or "alone"
 
-    def all_gather_object(self, value: object) -> list[object]:
-        """A small Python value from every rank, in rank order."""
-        if self.everyone is None:
-            return [value]
-        out: list[object] = [None] * self.world
-        with self.meter.inside("everyone", "all_gather_object"):
-            dist.all_gather_object(out, value, group=self.host_group)
-        return out
+    def all_gather_json(self, value: object) -> list[Any]:
+        """A small JSON value from every rank, in rank order."""
+        with self.meter.inside("everyone", "all_gather_json") if self.everyone is not None else nullcontext():
+            return all_gather_json(value, self.host_group)
+
+    def replica_axes(self, tensor: Tensor) -> list[Axis]:
+        """The axes along which other ranks hold the same shard of a tensor."""
+        sharded = sharded_axes(tensor)
+        names = REPLICATED_EXPERTS if {"ep", "ep_shard"}.intersection(sharded) else REPLICATED
+        others = {axis for name in sharded for axis in JOINT.get(name, (name,))}
+        others |= {"dp_replicate"} if self.alone else set()
+        return [self.axes[name] for name in names if name in self.axes and name not in others]
+
+    def holds_first(self, tensor: Tensor) -> bool:
+        """Whether this rank is the first of those that hold the same shard of a tensor."""
+        return all(axis.rank == 0 for axis in self.replica_axes(tensor))
+
+    def sum_over_model(self, value: Tensor) -> Tensor:
+        """Sum in place over all ranks that train the same weights: all, or those of one replica that trains alone."""
+        if self.everyone is not None and not self.alone:
+            return self.everyone.all_reduce(value)
+        for name in (*REPLICATED, "pp"):
+            if name in self.axes and name != "dp_replicate":
+                self.axes[name].all_reduce(value)
+        return value
 
     def barrier(self) -> None:
         if self.everyone is not None:
@@ -197,11 +220,20 @@ BACKENDS: dict[str, tuple[str, str]] = {
 
 
 def _meeting(timeout: datetime.timedelta) -> dist.Store | None:
-    """Where the ranks meet; None leaves it to torch, which reads MASTER_ADDR and MASTER_PORT."""
+    """The rendezvous store; None uses the store of torchrun's agent."""
     file = os.environ.get("WEFT_STORE")
     if file:
         return dist.FileStore(file, rank_info().world)
-    return mpi.meet(timeout) if under_mpi() and "MASTER_ADDR" not in os.environ else None
+    if under_mpi() and "MASTER_ADDR" not in os.environ:
+        return mpi.meet(timeout)
+    if (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    ):
+        return None
+    here = rank_info()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return tcp_store(host, port, is_master=here.rank == 0, timeout=timeout)
 
 
 def _await_all(store: dist.Store, world: int, limit: datetime.timedelta) -> None:
@@ -244,7 +276,7 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     axes = {n: axis_of(n, device_mesh.get_group(n), per_node, meter) for n in wide}
     everyone = axis_of("everyone", dist.group.WORLD, per_node, meter)
     joined = None
-    if (joint := joint_axis(plan)) in JOINT:
+    if (joint := plan.joint_axis) in JOINT:
         joined = flatten_mesh(device_mesh[JOINT[joint]], joint)
         axes[joint] = axis_of(joint, joined.get_group(), per_node, meter)
     folded = None
@@ -263,4 +295,7 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
         host_group = everyone.group
     else:
         host_group = dist.new_group(backend=host_backend, timeout=timeout)
-    return Mesh(rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, meter, folded)
+    return Mesh(
+        rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, meter, folded,
+        plan.alone,
+    )  # fmt: skip

@@ -50,8 +50,8 @@ def test_undetected_fault() -> None:
     assert (unfelt.detect_s, unfelt.resume_s, unfelt.steps_lost) == (3.5, 1.5, 0)
     read = samples([[{"step": 1, "ids": [0, 1]}]], 1, BatchRamp(2))
     assert sentence(True, [flip_bit], read, 1.0, False) == (
-        "finished after 1 fault; 0 samples lost and 0 read twice; not noticed: bitflip; back after at most 1.5 s; "
-        "100.0 % of the time useful; the weights differ from those of the undisturbed run, as batches or shares did"
+        "finished after 1 fault; 0 samples lost and 0 read twice; not noticed: bitflip; recovered after at most 1.5 s; "
+        "100.0 % effective time; the weights differ from those of the undisturbed run, since batches or shares differed"
     )
     assert sentence(False, [], read, None, None).startswith("did not finish after 0 faults")
     assert effective_ratio([], [], []) is None

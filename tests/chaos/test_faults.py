@@ -28,13 +28,13 @@ def test_parse_fault_requests() -> None:
         ("kil", "'kil' is not known; did you mean kill?"),
         ("zzz", "'zzz' is not known; there are kill, stop"),
         ("kill@4", "kill@4 names rank 4, but the run has ranks 0 to 3"),
-        ("kill:0", "'kill:0' is no fault; write kill, kill:3 for three, or kill@1 for rank 1"),
-        ("kill:-1", "'kill:-1' is no fault"),
-        ("", "'' is no fault"),
-        ("kill,,stop", "'' is no fault"),
+        ("kill:0", "'kill:0' is not a fault; write kill, kill:3 for three, or kill@1 for rank 1"),
+        ("kill:-1", "'kill:-1' is not a fault"),
+        ("", "'' is not a fault"),
+        ("kill,,stop", "'' is not a fault"),
         ("node", "node needs a run of at least 2 nodes, and this one has 1; give --nodes 2"),
         ("partition:2", "partition needs a run of at least 2 nodes"),
-        ("spike@1", "spike does not strike one rank; write spike"),
+        ("spike@1", "spike does not affect a single rank; write spike"),
     ],
 )
 def test_invalid_fault_requests(text: str, words: str) -> None:

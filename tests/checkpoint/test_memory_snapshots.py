@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.checkpoint import memory_snapshots as snapshots
+from weft.checkpoint import snapshot_storage
 from weft.checkpoint.memory_snapshots import AGREE_AFTER, FEWEST, Snapshots, newest_common
 
 
@@ -115,3 +116,45 @@ def test_weights_are_copied_before_the_next_update(tmp_path: Path) -> None:
     ring.drop()
     ring.seal(4, {})
     assert ring.held() == [2, 3]
+
+
+def test_memory_is_unregistered_before_it_is_unmapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would copy from the old pages whatever is mapped at the same address afterwards."""
+    registered: set[int] = set()
+
+    def register(memory: torch.Tensor) -> bool:
+        assert memory.data_ptr() not in registered, "mapped where other memory is still registered"
+        registered.add(memory.data_ptr())
+        return True
+
+    monkeypatch.setattr(snapshot_storage, "_register", register)
+    monkeypatch.setattr(snapshot_storage, "_unregister", lambda memory: registered.remove(memory.data_ptr()))
+    monkeypatch.setattr(snapshot_storage.Slot, "_write_beside", lambda slot, shards: slot._copy(shards))
+    for attempt in range(3):  # of one process
+        ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+        for step in range(10 * attempt, 10 * attempt + 4):
+            ring.take(step, state(step), {})
+            ring.seal(step, {})
+        assert len(registered) == FEWEST
+        ring.take(99, {"w": torch.zeros(5000)}, {})  # another layout: new files
+        assert len(registered) == FEWEST
+        del ring
+        assert not registered
+
+
+def test_budget_of_a_large_state_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most a quarter of the free memory: two copies, one if two do not fit, none if one does not."""
+    monkeypatch.setattr(snapshots, "AT_ONCE", 1000)
+    size = snapshots.Table.of(state(0)).size
+    for free, kept in ((100 * size, 2), (9 * size, 2), (5 * size, 1), (3 * size, 0)):
+        monkeypatch.setattr(
+            snapshots.psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free})
+        )
+        ring = Snapshots(tmp_path / str(free), rank=0, world=1)
+        ring.folder.mkdir()  # type: ignore[union-attr]
+        for step in range(1, 5):
+            ring.take(step, state(step), {})
+            ring.seal(step, {})
+        assert len(ring.held()) == kept
+        assert bool(ring.refused) == (kept == 0)
+        assert kept == 0 or ring.summary.startswith(f"snapshots: {kept} of ")

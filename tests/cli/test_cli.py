@@ -1,4 +1,4 @@
-"""The command line as a contract: what each verb prints, what --json keeps off stdout, and how wrong use ends."""
+"""The command line: output, --json, files and exit codes of each command."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_doctor(command: Command) -> None:
     assert command("doctor").out.strip()
 
 
-def test_what_is_exported_is_what_was_trained(command: Command, run: RunDir, folder: Path) -> None:
+def test_export_has_the_trained_weights(command: Command, run: RunDir, folder: Path) -> None:
     path = newest(run).path
     assert command("export", "tiny").out.startswith("runs/tiny/model.safetensors: step 6, ")
     for option, prefix, dtype in (
@@ -152,7 +152,7 @@ def test_what_is_exported_is_what_was_trained(command: Command, run: RunDir, fol
     assert not list(run.path.glob("*.tmp"))
 
 
-def test_text_is_the_seed_s_and_greed_is_deterministic(command: Command, run: RunDir) -> None:
+def test_generated_text_depends_on_the_seed(command: Command, run: RunDir) -> None:
     first, second = (command("generate", "tiny", "--tokens", "20", "--seed", s).out for s in ("1", "2"))
     assert first == command("generate", "tiny", "--tokens", "20", "--seed", "1").out != second
     assert first.startswith("The ")
@@ -161,7 +161,7 @@ def test_text_is_the_seed_s_and_greed_is_deterministic(command: Command, run: Ru
     assert command("generate", "tiny", "--prompt", "", "--top-k", "1", "--ema", "--tokens", "40").code == 0
 
 
-def test_the_run_s_folder(run: RunDir) -> None:
+def test_files_of_a_run(run: RunDir) -> None:
     for path in (run.job, run.plan, run.metrics, run.events, run.slices, run.report, run.logs / "rank-0.log"):
         assert path.is_file(), path
     assert load_job(str(run.path)).train.steps == 6
@@ -222,7 +222,7 @@ def test_wrong_use(command: Command, run: RunDir, args: tuple[str, ...], says: s
         ),
     ],
 )
-def test_what_the_machine_refuses(
+def test_errors_of_the_machine(
     command: Command, run: RunDir, folder: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], says: str
 ) -> None:
     """A file where a folder should be, a place where nothing can be written, no GPU: one sentence and code 4."""
@@ -244,7 +244,7 @@ def test_prove(folder: Path) -> None:
     assert found["layouts"][1]["why"].startswith("parallel.tp=3 does not divide model.heads=2")
 
 
-def test_a_reader_that_goes_away_is_no_error(folder: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(folder: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     code = (

@@ -1,4 +1,4 @@
-"""`weft plan` as a person meets it: JSON, reasons, what will not fit, why not, offers, an own catalog, the page."""
+"""`weft plan`: JSON, reasons, jobs that do not fit, --why-not, offers, own catalogs, the HTML page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weft(folder: Path, *words: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_json_holds_the_winner_the_others_and_the_front(job: Path) -> None:
+def test_json_has_the_best_layout_the_runners_up_and_the_front(job: Path) -> None:
     code, out, _ = weft(job, "--json", "--top", "3")
     told: dict[str, Any] = json.loads(out)
     assert code == 0 and told["fits"] and told["world"] == 16
@@ -52,7 +52,7 @@ def test_json_holds_the_winner_the_others_and_the_front(job: Path) -> None:
         assert not any(all(o[k] < one[k] * (1 - 1e-9) for k in keys) for o in front)
 
 
-def test_text_gives_reasons_runner_ups_and_answers(job: Path) -> None:
+def test_text_has_reasons_and_runners_up(job: Path) -> None:
     code, out, _ = weft(job, "--why-not", "tp=8", "--compare", "aws", "nebius:spot", "own", "--tune", "--pareto")
     assert code == 0
     assert "because    dp_shard" in out and "left out: " in out
@@ -77,7 +77,7 @@ def test_why_not(job: Path, asked: str, says: str) -> None:
     assert f"why not {asked}: {says}" in out
 
 
-def test_what_will_not_fit_says_by_how_much_and_what_would(job: Path) -> None:
+def test_a_plan_that_does_not_fit(job: Path) -> None:
     code, out, said = weft(job, "model=llama-70b", "cluster.nodes=1", "--json")
     told = json.loads(out)
     assert code == 3 and not told["fits"]
@@ -92,7 +92,7 @@ def test_what_will_not_fit_says_by_how_much_and_what_would(job: Path) -> None:
     assert "would fit with" in out and told["changes"][0]["change"] in out
 
 
-def test_a_catalog_and_a_topology_of_one_s_own(job: Path) -> None:
+def test_own_catalog_and_topology(job: Path) -> None:
     (job / "mine.yaml").write_text(
         "devices: {x1: {memory_gib: 200, tflops: {bf16: 3000}, memory_tb_s: 10, link_gb_s: 1000, watts: 900}}\n"
         "networks: {fast: {gb_s: 200, latency_us: 1}}\n"
@@ -110,7 +110,7 @@ def test_a_catalog_and_a_topology_of_one_s_own(job: Path) -> None:
     assert code == 2 and "mine.yaml: x1 has memory_gb; it takes kind, link_gb_s, memory_gib" in said
 
 
-def test_the_page_is_drawn_in_a_browser(job: Path) -> None:
+def test_page_in_a_browser(job: Path) -> None:
     code, _, said = weft(job, "model=llama-70b", "cluster.nodes=16", "--html", "plan.html")
     assert code == 0 and "written: plan.html" in said
     page = (job / "plan.html").read_text()

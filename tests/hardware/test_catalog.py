@@ -1,4 +1,4 @@
-"""The catalog: names people write, names drivers give, and figures that can be true."""
+"""The catalog: names, product names and plausible figures."""
 
 import pytest
 
@@ -42,17 +42,17 @@ def test_a_product_name_finds_its_entry(product: str, name: str) -> None:
     "product",
     ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 NVL", "NVIDIA L40", "NVIDIA A10", "Tesla T4", "llvmpipe", ""],
 )
-def test_a_card_with_other_figures_is_not_mistaken_for_a_known_one(product: str) -> None:
+def test_similar_product_names_do_not_match(product: str) -> None:
     assert device_by_product(product) is None
 
 
 @pytest.mark.parametrize("name", ["h100-sxm", "H100-SXM", "h100", "H100 SXM 80GB", "h100_sxm"])
-def test_a_device_is_found_however_it_is_written(name: str) -> None:
+def test_device_names_are_normalized(name: str) -> None:
     assert find_device(name).name == "h100-sxm"
 
 
 @pytest.mark.parametrize("name", ["V100-SXM2-32GB", "GH200-144GB", "H800-SXM-80GB", "B300-SXM-288GB", "RTX-A6000"])
-def test_published_tables_names_are_found(name: str) -> None:
+def test_names_of_published_tables(name: str) -> None:
     assert find_device(name).name.split("-")[0] == name.lower().split("-")[0]
 
 
@@ -69,7 +69,7 @@ def test_an_unknown_network_is_refused_with_the_nearest() -> None:
         find_network("ib-nrd")
 
 
-def test_every_device_has_figures_that_can_be_true() -> None:
+def test_device_figures_are_plausible() -> None:
     for name, device in DEVICES.items():
         assert device.name == name
         assert set(device.peak_tflops) == {"fp32", "bf16", "fp16", "fp8"}

@@ -1,4 +1,4 @@
-"""The doctor: what it finds on a sound machine, and what it advises on an unsound one."""
+"""The checks of weft doctor and their remedies."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def diagnose_elsewhere(code: str, *python_flags: str, **env: str) -> dict[str, d
     return {c["name"]: c for c in json.loads(out.stdout)["checks"]}
 
 
-def test_a_sound_machine_does_not_fail(tmp_path: Path) -> None:
+def test_this_machine_does_not_fail(tmp_path: Path) -> None:
     checks = diagnose(tmp_path)
     assert [c for c in checks if c.status == "fail"] == []
     assert {"python", "torch", "pydantic", "cores", "memory", "gpu", "disk", "runs/", "loopback"} <= set(
@@ -41,11 +41,11 @@ def test_a_sound_machine_does_not_fail(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whatever_is_not_ok_has_a_remedy(tmp_path: Path) -> None:
+def test_every_problem_has_a_remedy(tmp_path: Path) -> None:
     assert all(c.remedy for c in diagnose(tmp_path) if c.status != "ok")
 
 
-def test_json_says_the_worst() -> None:
+def test_json_has_the_overall_status() -> None:
     ok, warn, fail = Check("a", "ok", "x"), Check("b", "warn", "y", "do"), Check("c", "fail", "z", "do")
     assert (worst([ok]), worst([ok, warn]), worst([warn, fail, ok])) == ("ok", "warn", "fail")
     said = json.loads(to_json([ok, fail]))
@@ -72,7 +72,7 @@ def test_an_old_or_missing_library_fails_with_the_command_to_run() -> None:
     )
 
 
-def test_an_environment_without_torch_and_psutil_is_told_so(tmp_path: Path) -> None:
+def test_an_environment_without_torch_and_psutil(tmp_path: Path) -> None:
     import pydantic
 
     site = Path(pydantic.__file__).parents[1]
@@ -103,7 +103,7 @@ def test_runs_that_cannot_be_written_fail(tmp_path: Path) -> None:
     assert "set runs_dir" in check.remedy
 
 
-def test_little_room_is_said() -> None:
+def test_low_disk_and_shared_memory() -> None:
     assert doctor.check_disk(0.05).status == "fail"
     assert doctor.check_disk(1.0).status == "warn"
     assert "--shm-size" in doctor.check_shm(0.0625).remedy

@@ -1,4 +1,4 @@
-"""The probe: real figures of the machine the tests run on."""
+"""The probe, on the machine that runs the tests."""
 
 import os
 import subprocess

@@ -20,7 +20,7 @@ from weft.data.loader import Loader, to_device
 from weft.job.compression import parse_compression
 from weft.job.schema import Job
 from weft.training.optional_state import load_amax_history, load_residuals
-from weft.verify.prove import join_stages
+from weft.verify.prove import join_stages, join_tensors
 
 
 def numbers(rank: int, rows: int, n: int) -> Tensor:
@@ -97,10 +97,8 @@ def journey(
 def _owed(stepper: Any) -> dict[str, Tensor]:
     """What all ranks together owe of each weight, in the units of the summed loss."""
     mesh, residuals = stepper.mesh, stepper.state.model.owed()
-    mine = wholes({n: t for n, t in residuals.items() if n.startswith("residual.")})
-    found: dict[str, Tensor] = {}
-    for each in mesh.all_gather_object(mine):
-        found |= each
+    found = wholes({n: t for n, t in residuals.items() if n.startswith("residual.")})
+    join_tensors(found, mesh.everyone, mesh)
     total: dict[str, Tensor] = {}
     for name, value in found.items():
         weight = name.split(".", 2)[2]

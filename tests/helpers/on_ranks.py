@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft.checkpoint.checkpointer import Checkpointer
-from weft.comm.shards import local_of, shard_of
+from weft.comm.shards import local_of, shard_of, sharded_axes
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
 from weft.guards.work_shares import limits, shares_of
@@ -26,11 +26,11 @@ from weft.job.errors import WeftError
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
 from weft.optim.adafactor import add_up
-from weft.optim.clip import sharded_axes
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.training.build import build_state
 from weft.training.step import Stepper
-from weft.verify.prove import Trace, join_stages
+from weft.verify.compare import Trace, moments_of
+from weft.verify.prove import join_stages
 
 
 def ready() -> str:
@@ -54,7 +54,6 @@ class Result:
     """A run of a few steps, whole tensors, from rank 0."""
 
     trace: Trace
-    start: dict[str, Tensor]
     ema: dict[str, Tensor]
 
 
@@ -77,10 +76,11 @@ def begin(job: Job | Planned) -> tuple[Job, Plan, Mesh, Stepper, Loader]:
 
 def observe(
     job: Job | Planned, steps: int, file: str, scale: float | None = None, count: bool = False,
-    counts: tuple[int, ...] | None = None,
+    counts: tuple[int, ...] | None = None, dropped: str | None = None,
 ) -> Seen:  # fmt: skip
     """Train a few steps and leave the Result in a file; `count` the collectives on the way, which is slow. `counts` are
-    the samples that each data-parallel rank reads of a step, where they are not the same."""
+    the samples that each data-parallel rank reads of a step, where they are not the same; gradients of the weights
+    whose names begin with `dropped` are lost."""
     job, plan, mesh, stepper, loader = begin(job)
     if counts is not None:
         loader.shares = shares_of(counts, limits(plan, job.train.global_batch))
@@ -96,6 +96,9 @@ def observe(
         with counted if count else nullcontext():
             grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
         collectives.append(counted.seen)
+        for name, param in state.model.grad_params.items():
+            if dropped is not None and name.startswith(dropped) and param.grad is not None:
+                local_of(param.grad).zero_()
         found = wholes({n: x.grad for n, x in state.model.grad_params.items() if x.grad is not None})
         gradients.append({n: g * grads.factor for n, g in found.items()})
         norm, was_taken = stepper.update(grads, stepper.learning_rate())
@@ -106,11 +109,11 @@ def observe(
         losses.append(float(total / grads.count))
         norms.append(float(norm))
     end, ema = wholes(master_params), wholes(state.ema.averages)
-    for held in (start, end, ema, *gradients):
+    moments = moments_of(wholes(state.optimizers.state()))
+    for held in (start, end, ema, moments, *gradients):
         join_stages(held, mesh)
-    trace = Trace(losses, norms, gradients, end, 0.0)
     if mesh.rank == 0:
-        torch.save(Result(trace, start, ema), Path(file))
+        torch.save(Result(Trace(losses, norms, gradients, start, end, moments, 0.0), ema), Path(file))
     mesh.barrier()
     return Seen({n: _shard(m, mesh) for n, m in master_params.items()}, collectives, scales, taken)
 
@@ -200,6 +203,46 @@ class Collectives(TorchDispatchMode):
         if "c10d" in namespace:
             self.seen[name.partition(".")[0].strip("_")] += 1
         return func(*args, **(kwargs or {}))
+
+
+class LastBitNoise(TorchDispatchMode):
+    """Changes the last bits of every sum and product, on each rank in another way: as if the ranks' libraries chose
+    different kernels. Element-wise operations are exact."""
+
+    KINDS = (
+        "mm", "addmm", "bmm", "baddbmm", "dot", "mv", "sum", "mean", "norm", "linalg_vector_norm", "_foreach_norm",
+        "native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "logsumexp",
+        "_softmax", "_softmax_backward_data", "linalg_qr", "embedding_dense_backward",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    )  # fmt: skip
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.factor = 1 + rank * 2.0**-21
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it comes again as operations on local tensors
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in self.KINDS:
+            for each in out if isinstance(out, list | tuple) else [out]:
+                if isinstance(each, Tensor) and each.dtype == torch.float32:
+                    each.mul_(self.factor)
+        return out
+
+
+def replicas_with_noise(job: Job | Planned, steps: int) -> Seen:
+    """Train with another LastBitNoise on every rank."""
+    job, _, mesh, stepper, loader = begin(job)
+    master_params, norms = stepper.state.model.master_params, []
+    with LastBitNoise(mesh.rank):
+        for _, batches in zip(range(steps), loader, strict=False):
+            norm, _ = stepper.update(stepper.gradients(batches), stepper.learning_rate())
+            norms.append(float(norm))
+    mesh.barrier()
+    return Seen({n: _shard(m, mesh) for n, m in master_params.items()}, [], norms, [])
 
 
 def _shard(master: Tensor, mesh: Mesh) -> tuple[tuple[tuple[str, int], ...], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,8 @@ from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import parse_layout, ranks
-from weft.verify.prove import TOLERANCE, compare, with_layout
-
-UPDATE_TOLERANCE: dict[str, float] = {"fp32": 2e-4, "bf16": 0.5, "fp16": 0.1, "fp8": 0.6}
-"""Largest difference of a weight after the steps, as a share of the way it went. Adam divides small gradients by their
-own size, so this is looser than what gradients are held to; a step of half the size would still be 0.5."""
-
-NOISE = 1e-8
-"""What a weight may differ by in any case: a key's bias has no gradient but rounding, and goes anywhere."""
+from weft.verify.compare import Trace, compare
+from weft.verify.prove import with_layout
 
 BASE: dict[str, Any] = {
     "model": {"family": "llama", "dim": 16, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 32, "vocab": 48},
@@ -66,30 +60,20 @@ def run(pool: RankPool, job: Job, layout: str, steps: int = 2, *args: Any) -> Ru
 
 
 def differences(reference: Run, other: Run, precision: str = "fp32") -> list[str]:
-    """In words, everything in which a run is not the reference run; empty if it is the same."""
+    """Everything in which a run differs from the reference; empty if it is the same run."""
     ours, theirs = reference.result, other.result
-    verdict = compare("", 0, ours.trace, theirs.trace, TOLERANCE[precision])
-    found = []
-    if verdict.verdict != "same":
-        found.append(
-            f"loss {verdict.max_loss_diff:.1e}, gradient {verdict.max_grad_diff:.1e} of {verdict.worst_parameter}, "
-            f"norm {verdict.grad_norm_diff:.1e}, parameters {verdict.param_diff:.1e}"
-        )
-    if ours.trace.gradients[0].keys() != theirs.trace.gradients[0].keys():
-        found.append(f"gradients of {ours.trace.gradients[0].keys() ^ theirs.trace.gradients[0].keys()}")
-    found += [
-        f"{name} began elsewhere" for name, first in ours.start.items() if not torch.equal(first, theirs.start[name])
-    ]
-    for what, before, mine, its in (
-        ("weight", ours.start, ours.trace.parameters, theirs.trace.parameters),
-        ("average", ours.start, ours.ema, theirs.ema),
-    ):
-        for name, value in mine.items():
-            way = (value - before[name]).double().norm()
-            off = (its[name] - value).double().norm()
-            if not off <= UPDATE_TOLERANCE[precision] * way + NOISE * value.numel() ** 0.5:
-                found.append(f"{what} {name} is off by {off:.1e} after a way of {way:.1e}")
-    return found + disagreements(other)
+    found = compared(ours.trace, theirs.trace, precision)
+    started = [n for n, value in ours.trace.start.items() if not torch.equal(value, theirs.trace.start[n])]
+    found += [f"{name} starts with other values" for name in started]
+    averages = (replace(each.trace, parameters=each.ema) for each in (ours, theirs) if each.ema)
+    found += [f"averages: {what}" for what in compared(*averages, precision)] if ours.ema else []
+    return found + disagreements(other.seen)
+
+
+def compared(reference: Trace, other: Trace, precision: str) -> list[str]:
+    """What the comparison of `weft prove` finds beyond its tolerance."""
+    found = compare("", 0, reference, other, precision)
+    return [f"{what}: {found}" for what in found.differs]
 
 
 def check(pool: RankPool, job: Job, layouts: Iterable[str]) -> None:
@@ -102,11 +86,11 @@ def check(pool: RankPool, job: Job, layouts: Iterable[str]) -> None:
     assert not wrong
 
 
-def disagreements(run: Run) -> list[str]:
+def disagreements(everyone: list[on_ranks.Seen]) -> list[str]:
     """Weights of which two ranks hold the same shard with different bits."""
     held: dict[tuple[str, Any], str] = {}
     found = []
-    for rank, seen in enumerate(run.seen):
+    for rank, seen in enumerate(everyone):
         for name, (where, digest) in seen.shards.items():
             if held.setdefault((name, where), digest) != digest:
                 found.append(f"rank {rank} holds another {name} than the ranks before it")

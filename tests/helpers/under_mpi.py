@@ -129,7 +129,7 @@ def collectives() -> None:
     assert one.tolist() == [world] * 2
     for axis in (mesh.everyone, mesh.axes["tp"], mesh.axes["dp_replicate"]):
         messages(axis)
-    assert mesh.all_gather_object({"rank": rank}) == [{"rank": r} for r in range(world)]
+    assert mesh.all_gather_json({"rank": rank}) == [{"rank": r} for r in range(world)]
     sharded = DTensor.from_local(
         numbers(rank, torch.float32, 2, 4), init_device_mesh("cpu", (world,)), [Shard(0)], run_check=False
     )

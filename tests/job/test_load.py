@@ -1,4 +1,4 @@
-"""Jobs as people write them: what is read, what is refused, and what the refusal says to write instead."""
+"""Reading and validating jobs, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refused(raw: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_the_design_s_job(tmp_path: Path) -> None:
+def test_example_job(tmp_path: Path) -> None:
     """Every line of the contract is read, and its numbers are numbers."""
     job = load_job(written(tmp_path, WHOLE))
     assert (job.name, job.optim.lr, job.optim.betas, job.train.microbatch) == ("my-run", 3e-4, (0.9, 0.99), "auto")
@@ -74,7 +74,7 @@ def test_python_and_yaml_are_the_same_job(tmp_path: Path) -> None:
     ("text", "number"),
     [("3e-4", 3e-4), ("3E-4", 3e-4), ("1e3", 1000.0), (".5e-1", 0.05), ("1_000e-6", 1e-3), ("0.01", 0.01), ("2", 2.0)],
 )
-def test_numbers_as_people_write_them(tmp_path: Path, text: str, number: float) -> None:
+def test_number_formats(tmp_path: Path, text: str, number: float) -> None:
     assert load_job(written(tmp_path, f"optim: {{lr: {text}}}")).optim.lr == number
     assert load_job(written(tmp_path, ""), [f"optim.lr={text}"]).optim.lr == number
 
@@ -125,7 +125,7 @@ def test_mistakes(raw: dict[str, Any], says: str) -> None:
     assert refused(raw).startswith(says)
 
 
-def test_mistakes_made_in_python_are_told_alike() -> None:
+def test_errors_of_sections_made_in_python() -> None:
     """A section alone says where it belongs; none shows pydantic's own words."""
     for make, says in (
         (lambda: Job(train={"stps": 3}), "train.stps: unknown key; did you mean train.steps?"),  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_mistakes_made_in_python_are_told_alike() -> None:
         assert str(caught.value) == says
 
 
-def test_every_mistake_is_named() -> None:
+def test_all_errors_are_listed() -> None:
     assert len(refused({"modle": {}, "train": {"stepz": 1, "seed": -1}, "precision": "fp4"}).splitlines()) == 4
 
 
@@ -155,7 +155,7 @@ def test_every_mistake_is_named() -> None:
         ("train:\n\tsteps: 1", "line 2 is not YAML"),
     ],
 )
-def test_files_that_are_no_jobs(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_files(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(JobError) as caught:
         load_job(written(tmp_path, text))
     assert says in str(caught.value)
@@ -177,7 +177,7 @@ def test_anchors_and_merge_keys(tmp_path: Path) -> None:
         load_job(written(tmp_path, "train: &t {steps: 5}\nmodel: {args: {<<: *t, seed: 4, seed: 5}}\n"))
 
 
-def test_files_with_little_or_nothing(tmp_path: Path) -> None:
+def test_empty_files_and_sections(tmp_path: Path) -> None:
     assert load_job(written(tmp_path, "", "my first run.yaml")) == Job(name="my-first-run")
     assert load_job(written(tmp_path, "# only a thought\n")) == Job(name="job")
     assert load_job(written(tmp_path, "train:\nmodel: tiny\nparallel:\n")).train == Train()
@@ -230,7 +230,7 @@ def test_recipes_and_files_are_found(tmp_path: Path) -> None:
         find_job("no/such.yaml")
 
 
-def test_the_schema_tells_every_field() -> None:
+def test_every_field_has_a_description() -> None:
     schema = Job.model_json_schema()
     fields = {
         f"{name}.{key}": field

@@ -1,4 +1,4 @@
-"""What a job says of the experts wins over its shape's, field by field, and stays so when the job is read again."""
+"""Expert settings of a job override those of its shape, field by field."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from weft.job import JobError, parse_job
 from weft.job.shapes import resolve
 
 
-def test_fields_of_a_shape_stay() -> None:
+def test_fields_of_a_shape_are_kept() -> None:
     job = resolve(parse_job({"model": {"shape": "moe-tiny", "experts": {"balance": "none", "top_k": 3}}}))
     experts = job.model.experts
     assert experts is not None
@@ -21,7 +21,7 @@ def test_experts_without_a_shape_have_the_models_width() -> None:
     assert job.model.experts is not None and job.model.experts.ffn == 48
 
 
-def test_what_a_shape_says_is_known_before_anything_is_refused() -> None:
+def test_checks_run_after_the_shape_is_resolved() -> None:
     job = resolve(parse_job({"model": {"shape": "qwen3-30b-a3b", "experts": {"top_k": 16, "groups": 16}}}))
     assert job.model.experts is not None and job.model.experts.count == 128
     for experts, words in (({"top_k": 9}, "top_k=9 of count=8"), ({"groups": 3}, "count=8 experts evenly")):

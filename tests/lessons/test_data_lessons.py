@@ -26,7 +26,8 @@ from weft.launch.rank_pool import RankPool
 from weft.models.build_model import build_model
 from weft.models.init import initialise
 from weft.planner import make_plan
-from weft.verify.prove import Trace, trace
+from weft.verify.compare import Trace
+from weft.verify.prove import trace
 
 RANKS, LAYERS, DIM, BATCH = 4, 4, 12, 24
 

@@ -22,7 +22,8 @@ from weft.launch.rank_pool import RankPool
 from weft.models.build_model import build_model
 from weft.models.init import initialise
 from weft.planner import make_plan
-from weft.verify.prove import Trace, trace
+from weft.verify.compare import Trace
+from weft.verify.prove import trace
 
 RANKS, LAYERS, DIM, BATCH = 4, 8, 12, 24
 SCHEDULES = ("naive", "gpipe", "1f1b")

@@ -29,7 +29,7 @@ def test_clipping(pool: RankPool) -> None:
     job = make_job(*plain)
     for layout in ("1", "dp_replicate 2", "dp_shard 2 zero=3 × tp 2", "tp 2 no-sequence"):
         result = run(pool, job, layout, 1).result
-        way = torch.stack([(w - result.start[n]).norm() for n, w in result.trace.parameters.items()]).norm()
+        way = torch.stack([(w - result.trace.start[n]).norm() for n, w in result.trace.parameters.items()]).norm()
         assert result.trace.norms[0] > 0.1, layout
         assert float(way) == pytest.approx(0.01, rel=1e-4), layout
 
@@ -43,10 +43,10 @@ def test_a_loss_scale_that_is_too_large_skips_and_recovers(pool: RankPool) -> No
     for layout in ("dp_replicate 2", "tp 2", "dp_shard 2 zero=3 × tp 2"):
         spread = run(pool, job, layout, 8, 2.0**24)
         assert all((s.taken, s.scales) == (reference.taken, reference.scales) for s in spread.seen), layout
-        assert not disagreements(spread)
+        assert not disagreements(spread.seen)
     still = run(pool, job, "dp_shard 2 zero=3 × tp 2", 5, 2.0**24).result
-    assert all(torch.equal(w, still.start[n]) for n, w in still.trace.parameters.items())
-    assert all(torch.equal(w, still.start[n]) for n, w in still.ema.items())
+    assert all(torch.equal(w, still.trace.start[n]) for n, w in still.trace.parameters.items())
+    assert all(torch.equal(w, still.trace.start[n]) for n, w in still.ema.items())
 
 
 UNITS = 3  # two blocks and the rest of the model

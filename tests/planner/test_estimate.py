@@ -17,7 +17,7 @@ from weft.job.shapes import SHAPES, resolve
 from weft.planner.calibration import Calibration, calibration_names, load_calibration
 from weft.planner.estimate import estimate_job
 from weft.planner.make_plan import make_plan
-from weft.planner.memory.layouts_memory import GIB, memory_by_part
+from weft.planner.memory.framework_memory import GIB, framework_memory
 from weft.planner.model.counts import count_parameters, flops_per_sample
 from weft.planner.model.facts import ClusterFacts, Level, ModelFacts, cluster_facts, model_facts
 from weft.planner.model.parameters import stage_weights
@@ -93,12 +93,12 @@ def test_seven_billion_by_hand() -> None:
         norm_rows=0,
     )
     cal = Calibration(parameter_bytes=2, gradient_bytes=2, master_bytes=0, moment_bytes=8)
-    held = memory_by_part(seven, Layouts.of(), cal)
+    held = framework_memory(seven, Layouts.of(), cal)
     gb = {part: float(np.ravel(value)[0]) / 1e9 for part, value in held.items()}
     assert gb["parameters"] == pytest.approx(14)
     assert gb["gradients"] == pytest.approx(14)
     assert gb["optimizer"] == pytest.approx(56)
-    cut = memory_by_part(seven, Layouts.of(dp_shard=8, zero=1), cal)
+    cut = framework_memory(seven, Layouts.of(dp_shard=8, zero=1), cal)
     assert float(cut["optimizer"][0]) / 1e9 == pytest.approx(7)
 
 

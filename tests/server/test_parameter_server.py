@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from helpers.command import DEADLINE_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,14 +22,15 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job, Optim
 from weft.optim.build_optimizers import build_optimizers
 from weft.planner import make_plan
-from weft.server.chief import connect_shard
+from weft.server.chief import Chief, _serve, connect_shard
 from weft.server.client_samples import sample_clients, sample_labels, split_by_label
 from weft.server.connections import Connections, Peer
 from weft.server.federated_averaging import FederatedAveraging
 from weft.server.parameter_server import ParameterServer
-from weft.server.records import RunRecords
+from weft.server.records import RunRecords, StateCopy
 from weft.server.shard import Shard, ShardCoordinator, ShardHandle, assign_weights
 from weft.server.update_checks import find_defect, norm, outliers
+from weft.training.signals import Signals
 from weft.watch.journal import Journal, read_jsonl
 from weft.watch.progress import Progress
 from weft.wire.tensors import TensorChannel, open_tensor_channel
@@ -259,7 +263,7 @@ def rounds_of(folder: Path, name: str, examples: list[int], **sync: Any) -> tupl
     records = RunRecords(
         job, plan, Journal(RunDir(folder)), Progress(20, 0, 10, silent=True), logging.getLogger("weft")
     )
-    coordinator = FederatedAveraging(job, examples, shard, records)
+    coordinator = FederatedAveraging(job, examples, shard, records, b"secret")
     coordinator.begin({}, {"step": 0, "tokens": 0, "offset": 0})
     return coordinator, shard
 
@@ -313,3 +317,29 @@ def test_with_a_clip_optimizer_state_stays_on_the_clients(tmp_path: Path) -> Non
     task = play(coordinator, lambda client: {"w": torch.full((2, 2), 50.0)})
     assert not task["carries"] and not any(t.any() for t in shard.optimizers.shards().values())
     assert float((shard.master_params["w"].detach() - 1).norm()) == pytest.approx(1.0)
+
+
+def test_the_last_step_is_saved(tmp_path: Path) -> None:
+    """The chief does not leave its loop between the last update and the copy of its state."""
+    coordinator, shard = server_of(tmp_path, 1, 1)
+    reading, whole_read = threading.Event(), shard.read
+
+    def slow_read(what: str) -> dict[str, Tensor]:
+        reading.set()
+        threading.Event().wait(0.3)
+        return whole_read(what)
+
+    shard.read = slow_read  # type: ignore[method-assign]
+    one = peer(0)
+    coordinator.joined(one)
+    task = coordinator.handle(one, {"do": "next"}, {})[0]
+    coordinator.handle(one, {"do": "stage", "key": task["key"]}, {"w": torch.ones(2)})
+    done = {"do": "done", "key": task["key"], "loss": 1.0, "count": 1}
+    last = threading.Thread(target=coordinator.handle, args=(one, done, {}))
+    last.start()
+    assert reading.wait(DEADLINE_S)
+    processed: list[StateCopy] = []
+    chief = SimpleNamespace(records=coordinator.records, process=processed.append)
+    assert _serve(coordinator, cast(Chief, chief), Signals()) is None
+    last.join()
+    assert [copy.step for copy in processed] == [1] and processed[0].saves

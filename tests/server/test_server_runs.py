@@ -169,3 +169,41 @@ def test_torchrun_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(JobError, match="start it with `weft train` alone"):
         join(Job.model_validate({**SMALL, "runs_dir": str(tmp_path), "train": {"global_batch": 8, "sync": sync}}))
+
+
+def test_secure_aggregation_survives_a_killed_client(tmp_path: Path, start: Start) -> None:
+    """Three workers compute for six clients; one is killed in a round: its clients drop out and the sum is that of the
+    others. With noise, epsilon is printed and grows."""
+    sync = {"mode": "federated", "clients": 6, "secure": True, "min_clients": 4, "clip": 1.0, "noise": 0.5}
+    write_job(tmp_path, **{**SMALL, "name": "secure", "train": {**SMALL["train"], "global_batch": 6, "sync": sync}})
+    started, run = start(tmp_path, "3"), run_of(tmp_path, "secure")
+    started.wait_for(lambda: max(losses(run), default=0) > 2)
+    kill(started, "worker", 2)
+    started.wait_for(lambda: bool(events_of(run, "client_dropped")) or bool(events_of(run, "worker_lost")))
+    seen = max(losses(run))
+    started.wait_for(lambda: max(losses(run)) > seen + 3)
+    started.process.send_signal(signal.SIGINT)
+    ended = started.end()
+    assert ended.code == 130, ended.err
+    records = read_jsonl(run.metrics)
+    assert all(len(r["clients"]) >= 4 for r in records) and len(records[-1]["clients"]) == 6
+    assert [r["epsilon"] for r in records] == sorted(r["epsilon"] for r in records) and records[-1]["delta"] == 1e-5
+    assert f"round 1: epsilon {records[0]['epsilon']:.3f} at delta 1e-05" in ended.err
+    found = newest_good(run.checkpoints)
+    assert found is not None
+    assert all(t.isfinite().all() and t.abs().max() < 100 for t in load_full(found.path, "model.").values())
+
+
+def test_secure_aggregation_gives_the_mean_of_the_clients(tmp_path: Path, start: Start) -> None:
+    """Without noise, a secure run has the losses of a plain one, up to the fixed-point precision."""
+    seen = {}
+    for name, secure in (("plain", False), ("masked", True)):
+        sync = {"mode": "federated", "clients": 4, "secure": secure, "clip": 1.0}
+        write_job(
+            tmp_path,
+            **{**SMALL, "name": name, "train": {"global_batch": 8, "steps": 4, "eval_every": 0, "sync": sync}},
+        )
+        ended = start(tmp_path, "2").end()
+        assert ended.code == 0, ended.err
+        seen[name] = [r["loss"] for r in read_jsonl(run_of(tmp_path, name).metrics)]
+    assert len(seen["plain"]) == 4 and seen["masked"] == pytest.approx(seen["plain"], rel=1e-4)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
+import pytest
+from fuzz.signals import send_one
 from helpers.command import Started, run_of, until, write_job
 
 from weft.supervisor.run_lock import run_lock
+from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS, SignalForwarder
 
 
 def listens(pid: int) -> bool:
@@ -26,3 +30,38 @@ def test_sigterm_before_ranks_start_exits_with_preempted(tmp_path: Path) -> None
         started.process.send_signal(signal.SIGTERM)
         assert started.process.wait(120) == 75
     assert not run.metrics.exists()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "after_s"),
+    [
+        (2, signal.SIGTERM, 0.4),
+        (2, signal.SIGINT, 1.3),
+        (2, signal.SIGUSR1, 2.1),
+        (2, signal.SIGHUP, 3.0),
+        (1, signal.SIGQUIT, 4.2),
+    ],
+)
+def test_signal_at_any_moment_ends_the_run(tmp_path: Path, ranks: int, number: signal.Signals, after_s: float) -> None:
+    """tests/fuzz/signals.py sends many more."""
+    assert send_one(tmp_path, ranks, number, after_s) == ""
+
+
+def test_ranks_that_start_later_get_earlier_signals() -> None:
+    class Rank:
+        def __init__(self) -> None:
+            self.got: list[int] = []
+
+        def send_signal(self, number: int, /) -> None:
+            self.got.append(number)
+
+    with SignalForwarder() as signals:
+        early, late = Rank(), Rank()
+        signals.add(early)
+        signals.unblock()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        signals.add(late)
+        assert early.got == late.got == [signal.SIGUSR1]
+        for _ in range(KILL_AFTER_INTERRUPTS):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert late.got[-1] == signal.SIGKILL

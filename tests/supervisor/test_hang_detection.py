@@ -24,7 +24,7 @@ def test_rank_that_waits_for_a_waiting_rank_is_not_blamed() -> None:
     """Rank 3 hangs: 2 waits for it on tp, 1 on dp, and 0 waits for both of these."""
     counts = {0: {"dp": 6, "tp": 9}, 1: {"dp": 6, "tp": 8}, 2: {"dp": 5, "tp": 9}, 3: {"dp": 5, "tp": 8}}
     assert list(ranks_behind(counts, GRID)) == [3]
-    assert blame(counts, GRID, {0: "dp", 1: "dp", 2: "tp", 3: ""})[3].startswith("it did not begin collective ")
+    assert blame(counts, GRID, {0: "dp", 1: "dp", 2: "tp", 3: ""})[3].startswith("it did not start collective ")
 
 
 def test_pipeline_hang_blames_the_rank_outside_communication() -> None:

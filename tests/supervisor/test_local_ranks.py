@@ -11,7 +11,7 @@ from helpers.command import Started, run_of, write_job
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.supervisor.failure_report import explain_failure
-from weft.supervisor.local_ranks import KILL_AFTER_INTERRUPTS
+from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS
 
 
 def test_third_interrupt_kills_a_hung_run(tmp_path: Path) -> None:
@@ -20,13 +20,13 @@ def test_third_interrupt_kills_a_hung_run(tmp_path: Path) -> None:
         tmp_path, model="helpers.own_models:Stuck", data={"seq_len": 8}, train={"global_batch": 2, "eval_every": 0},
         parallel={"dp_shard": 1}, cluster={"device": "cpu"},
     )  # fmt: skip
-    started = Started(tmp_path, "train", "job.yaml")
+    started = Started(tmp_path, "train", "job.yaml", "--no-resilient")
     started.wait_for((tmp_path / "stuck").exists)
     ranks = started.ranks()
     started.wait_for_end(lambda: started.process.send_signal(signal.SIGINT))
     said = started.end()
     assert said.code == Exit.INTERRUPTED
-    assert said.last == "ended at once, without saving; start the same command again to resume from the last checkpoint"
+    assert said.last == "stopped without saving; start the same command again to resume from the last checkpoint"
     assert "SIGKILL" not in said.err
     assert "Traceback" not in said.err
     assert not any(rank.is_running() for rank in ranks)
@@ -46,7 +46,7 @@ def test_unreadable_failure_record_is_ignored(tmp_path: Path, left: str | None) 
         path.write_text(left, encoding="utf-8")
     said: list[str] = []
     assert explain_failure(run, [3], 0, [], said.append) == Exit.DIFFERS
-    assert said == [f"rank 0 ended with code 3 and left no reason; log: {run.logs / 'rank-0.log'}"]
+    assert said == [f"rank 0 ended with code 3 without a failure record; log: {run.logs / 'rank-0.log'}"]
     said.clear()
     assert explain_failure(run, [-signal.SIGKILL], 0, [], said.append) == Exit.DIFFERS
     assert said[0].startswith("rank 0 was killed by SIGKILL; if nobody sent it, memory may have run out")

@@ -93,3 +93,18 @@ def _assert_same(folder: Path, name: str, other: str) -> None:
     final = [load_full(list_checkpoints(run.checkpoints)[-1]) for run in (one, two)]
     assert final[0].keys() == final[1].keys()
     assert all(torch.equal(final[0][n], final[1][n]) for n in final[0])
+
+
+def test_single_rank_survives_a_kill(tmp_path: Path) -> None:
+    write_job(tmp_path, **{**JOB, "parallel": {"dp_shard": 1}, "train": {**JOB["train"], "steps": 60}})
+    assert weft(tmp_path, "train", "job.yaml", "name=calm", "--no-resilient").code == 0
+    run = run_of(tmp_path, "hit")
+    started = Started(tmp_path, "train", "job.yaml", "name=hit")
+    started.wait_for(lambda: step_of(run) >= 20)
+    board = board_of(run)
+    os.kill(ranks_of(board)[0].pid, signal.SIGKILL)
+    said = started.end()
+    assert said.code == 0, said.err
+    recovered = [e for e in read_jsonl(run.events) if e["event"] == "recovered"]
+    assert len(recovered) == 1 and recovered[0]["steps_lost"] <= 1
+    _assert_same(tmp_path, "hit", "calm")

@@ -15,7 +15,6 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
-from weft.planner.memory.prediction import predict_memory
 from weft.planner.rules.layout_syntax import parse_layout, ranks
 from weft.verify.dryrun import DryRun, dryrun, measured_peak
 
@@ -132,7 +131,7 @@ DENSE = ["1", "ddp2", "zero1", "zero2", "zero3", "hsdp", "tp2", "dp_shard=2 tp=2
 def test_real_ranks_hold_what_was_predicted(pool: RankPool, layout: str, experts: dict[str, Any] | None) -> None:
     model = {**(experts or LLAMA), "dim": 128, "ffn": 352, "layers": 4}
     job = make(model, layout, train={"global_batch": 16, "microbatch": 2})
-    resolved, plan = make_plan(job)
-    predicted = predict_memory(resolved, plan)
+    _, plan = make_plan(job)
+    predicted = plan.predicted
     seen = max(pool.run(measured_peak, plan.world, job))
     assert (predicted["memory_gib"] - predicted["runtime_gib"]) * 2**30 == pytest.approx(seen, rel=0.06)

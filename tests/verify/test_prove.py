@@ -10,7 +10,8 @@ from helpers.parity import make_job
 
 from weft.job import JobError
 from weft.launch.rank_pool import RankPool
-from weft.verify.prove import Trace, compare, prove, small
+from weft.verify.compare import Trace, compare
+from weft.verify.prove import prove, small
 
 
 def test_layouts_are_proven_and_refused(pool: RankPool) -> None:
@@ -45,28 +46,44 @@ def test_a_run_that_depends_on_the_layout_is_told(pool: RankPool) -> None:
 def a_trace() -> Trace:
     random = torch.Generator().manual_seed(0)
     weights = {n: torch.randn(4, 3, generator=random) for n in ("first", "second")}
-    return Trace([2.0, 1.0], [0.5, 0.25], [{n: w / 7 for n, w in weights.items()}] * 2, weights, 0.0)
+    gradients = {n: w / 7 for n, w in weights.items()}
+    end = {n: w - 0.1 * gradients[n] for n, w in weights.items()}
+    return Trace([2.0, 1.0], [0.5, 0.25], [gradients] * 2, weights, end, gradients, 0.0)
 
 
 def test_another_run_is_told_by_each_of_its_figures() -> None:
     """A scale that Adam would hide, one wrong weight, one wrong norm, one wrong loss, and a NaN."""
     same = a_trace()
-    assert compare("x", 2, same, a_trace(), 1e-5).verdict == "same"
+    assert compare("x", 2, same, a_trace(), "fp32").verdict == "same"
     doubled = replace(same, gradients=[{n: 2 * g for n, g in step.items()} for step in same.gradients])
-    verdict = compare("x", 2, same, doubled, 1e-5)
+    verdict = compare("x", 2, same, doubled, "fp32")
     assert (verdict.verdict, verdict.max_grad_diff) == ("differs", pytest.approx(1.0))
     one = replace(
         same, gradients=[same.gradients[0], {**same.gradients[1], "second": torch.full((4, 3), float("nan"))}]
     )
-    verdict = compare("x", 2, same, one, 1e-5)
+    verdict = compare("x", 2, same, one, "fp32")
     assert (verdict.verdict, verdict.worst_parameter) == ("differs", "second")
     for other in (
         replace(same, losses=[2.0, 1.0001]),
         replace(same, losses=[2.0, float("nan")]),
         replace(same, norms=[0.5, 0.2501]),
         replace(same, parameters={**same.parameters, "first": same.parameters["first"] + 1e-3}),
+        replace(same, parameters={n: (same.start[n] + w) / 2 for n, w in same.parameters.items()}),
+        replace(same, moments={**same.moments, "second": same.moments["second"] / 2}),
     ):
-        assert compare("x", 2, same, other, 1e-5).verdict == "differs"
+        assert compare("x", 2, same, other, "fp32").verdict == "differs"
+
+
+@pytest.mark.parametrize(("precision", "noise", "clip"), [("fp8", 0.3, 0.85), ("bf16", 0.05, 0.97)])
+def test_rounding_is_accepted_and_a_wrong_size_is_not(precision: str, noise: float, clip: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    weights = {n: torch.randn(64, 64, generator=random) for n in ("first", "second")}
+    same = Trace([2.0], [0.5], [weights], weights, weights, {}, 0.0)
+    rounded = {n: w + noise * torch.randn(w.shape, generator=random) for n, w in weights.items()}
+    assert compare("x", 2, same, replace(same, gradients=[rounded]), precision).verdict == "same"
+    for factors in ((clip, clip), (1.0, 0.5), (1.0, 0.0)):  # clipped by another norm, half an update, a missing layer
+        wrong = {n: f * w for f, (n, w) in zip(factors, rounded.items(), strict=True)}
+        assert compare("x", 2, same, replace(same, gradients=[wrong]), precision).verdict == "differs"
 
 
 def test_a_shrunk_job_is_small_and_of_the_same_kind() -> None:

@@ -18,7 +18,8 @@ from weft.models.attention import TokenInfo
 from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.parallel.expert.load import ExpertLoad
 from weft.planner import make_plan
-from weft.verify.prove import compare, prove, small
+from weft.verify.compare import compare
+from weft.verify.prove import prove, small
 from weft.verify.routing import Guided, Routing
 
 EXPERTS = {"count": 4, "top_k": 2, "ffn": 32, "shared": 1, "balance": "bias"}
@@ -72,8 +73,8 @@ def test_near_ties_are_led_and_told_and_a_wrong_router_is_seen(tmp_path: Path) -
 
 def test_scores_that_differ_are_another_run() -> None:
     same = a_trace()
-    assert compare("x", 2, same, replace(same, routing=Routing(0.01, 1e-6)), 1e-5).verdict == "same"
-    verdict = compare("x", 2, same, replace(same, routing=Routing(0.0, 1e-3)), 1e-5)
+    assert compare("x", 2, same, replace(same, routing=Routing(0.01, 1e-6)), "fp32").verdict == "same"
+    verdict = compare("x", 2, same, replace(same, routing=Routing(0.0, 1e-3)), "fp32")
     assert (verdict.verdict, verdict.router_diff) == ("differs", 1e-3)
 
 

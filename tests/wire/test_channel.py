@@ -68,7 +68,7 @@ def test_messages_and_blobs_round_trip(echo: Echo) -> None:
     for number in range(3):
         channel.send({"n": number, "text": "ü"}, blob if number == 1 else b"")
         assert channel.receive(DEADLINE_S, 1 << 22) == ({"n": number, "text": "ü"}, blob if number == 1 else b"")
-    with pytest.raises(ValueError, match="longer than the"):
+    with pytest.raises(ValueError, match="exceeds the limit"):
         channel.send({"text": "x" * MAX_MESSAGE_BYTES})
     channel.close()
 
@@ -99,7 +99,7 @@ def test_listener_without_secret_is_refused() -> None:
             sock.sendall(os.urandom(32))
 
         threading.Thread(target=pretend, daemon=True).start()
-        with pytest.raises(ProtocolError, match="does not hold the secret"):
+        with pytest.raises(ProtocolError, match="does not have the secret"):
             open_channel(fake.getsockname(), SECRET)
 
 
@@ -174,7 +174,11 @@ def test_secret_is_created_once_and_private(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / ".secret").stat().st_mode & 0o777 == 0o600
     assert [p.name for p in tmp_path.iterdir()] == [".secret"]
     (tmp_path / ".secret").chmod(0o644)
-    with pytest.raises(MachineError, match="must be a file of yours that nobody else can read"):
+    with pytest.raises(MachineError, match="must be a regular file that only you can read"):
+        run_secret(tmp_path)
+    (tmp_path / ".secret").chmod(0o600)
+    (tmp_path / ".secret").write_bytes(b"")
+    with pytest.raises(MachineError, match="holds 0 bytes, fewer than 32; delete the file"):
         run_secret(tmp_path)
     monkeypatch.setenv("WEFT_SECRET", "short")
     with pytest.raises(MachineError, match="WEFT_SECRET has 5 characters; at least 32 are needed"):

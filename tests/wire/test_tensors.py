@@ -94,8 +94,8 @@ def test_changed_message_is_refused(what: str) -> None:
     """The peer has the right secret, and is overheard."""
     sent, other = torch.tensor([1.5, 2.5]), torch.tensor([1.5, 99.0])
     before, after, why = {
-        "message": (b"push", b"pull", "a message whose signature is wrong"),
-        "tensor": (sent.numpy().tobytes(), other.numpy().tobytes(), "bytes that are not those that were signed"),
+        "message": (b"push", b"pull", "a message with a wrong signature"),
+        "tensor": (sent.numpy().tobytes(), other.numpy().tobytes(), "bytes with a wrong checksum"),
     }[what]
     with listening(echo) as (address, said), socket.create_server(("127.0.0.1", 0)) as between:
         to = ("127.0.0.1", int(address.rpartition(":")[2]))
@@ -108,10 +108,10 @@ def test_changed_message_is_refused(what: str) -> None:
 
 
 LIES = {
-    "a list": (b'{"w": 1}', "a list of tensors that is none"),
-    "a word": (b'["w"]   ', "a list of tensors that is none"),
-    "a kind": (b'[["w", "object", [1]]]', "w is said to be object"),
-    "a shape": (b'[["w", "float32", [-1]]]', "w is said to be float32"),
+    "a list": (b'{"w": 1}', "an invalid list of tensors"),
+    "a word": (b'["w"]   ', "an invalid list of tensors"),
+    "a kind": (b'[["w", "object", [1]]]', "w has the invalid type object"),
+    "a shape": (b'[["w", "float32", [-1]]]', "w has the invalid type float32"),
     "a size": (b'[["w", "float32", [99999999]]]', "the message ends before"),
 }
 
@@ -131,5 +131,5 @@ def test_blob_limit() -> None:
     with listening(echo) as (address, said):
         link = open_tensor_channel(address, SECRET)
         link.channel.send({"blob": {"bytes": 1 << 50, "sha256": ""}})
-        assert "bytes that nobody asked for" in said.get(timeout=DEADLINE_S)
+        assert "bytes that were not requested" in said.get(timeout=DEADLINE_S)
         link.close()

@@ -197,14 +197,14 @@ def sentence(finished: bool, found: Sequence[Outcome], read: Samples, ratio: flo
     if unseen:
         parts.append(f"not noticed: {', '.join(unseen)}")
     if slowest is not None:
-        parts.append(f"back after at most {slowest:.1f} s")
+        parts.append(f"recovered after at most {slowest:.1f} s")
     if ratio is not None:
-        parts.append(f"{100 * ratio:.1f} % of the time useful")
+        parts.append(f"{100 * ratio:.1f} % effective time")
     if equal is not None:
         expected = all(KINDS[o.kind].exact for o in found)
         differs = "the weights differ from those of the undisturbed run"
         parts.append(
-            "every weight bit for bit that of the undisturbed run" if equal
-            else differs if expected else f"{differs}, as batches or shares did"
+            "every weight bit-identical to the undisturbed run" if equal
+            else differs if expected else f"{differs}, since batches or shares differed"
         )  # fmt: skip
     return "; ".join(parts)

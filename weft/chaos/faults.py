@@ -44,15 +44,13 @@ class FaultKind:
 
 KINDS: dict[str, FaultKind] = {
     "kill": FaultKind("a rank is killed (kill -9)", "signal", ("exit",)),
-    "stop": FaultKind("a rank is stopped (SIGSTOP), and woken after the run went on", "signal", ("stopped", "hang")),
-    "sleep": FaultKind("a rank falls asleep in the middle of a step", "inside", ("hang",), phases=STEP_POINTS),
-    "gil": FaultKind("a rank holds Python's lock and does nothing more", "inside", ("gil", "hang"), phases=STEP_POINTS),
-    "term": FaultKind(
-        "the scheduler wants the machine back (SIGTERM), and starts the run again", "restart", ("preempted",)
-    ),
+    "stop": FaultKind("a rank is stopped (SIGSTOP), and resumed after recovery", "signal", ("stopped", "hang")),
+    "sleep": FaultKind("a rank sleeps in the middle of a step", "inside", ("hang",), phases=STEP_POINTS),
+    "gil": FaultKind("a rank holds the GIL forever", "inside", ("gil", "hang"), phases=STEP_POINTS),
+    "term": FaultKind("the scheduler preempts the run (SIGTERM) and restarts it", "restart", ("preempted",)),
     "nan": FaultKind("a rank's gradients become NaN", "inside", ("nan",), exact=False, phases=("backward",)),
     "spike": FaultKind(
-        "a batch is poisoned: targets that nothing could foresee",
+        "a batch is poisoned with unpredictable targets",
         "inside",
         ("spike",),
         exact=False,
@@ -82,13 +80,19 @@ KINDS: dict[str, FaultKind] = {
     "oom": FaultKind(
         "a rank runs out of memory", "inside", ("oom",), exact=False, phases=("forward", "backward", "update")
     ),
-    "partition": FaultKind("a node's link is cut, and mended later", "nodes", ("partition", "node_lost"), False, False),
+    "illegal": FaultKind(
+        "a rank accesses memory that is not its own: on a GPU its CUDA context is lost",
+        "inside",
+        ("exit",),
+        phases=("forward", "backward", "update"),
+    ),
+    "partition": FaultKind(
+        "a node's link is cut, and restored later", "nodes", ("partition", "node_lost"), False, False
+    ),
     "node": FaultKind(
         "a node is lost with all its processes", "nodes", ("node_lost", "partition", "exit"), False, False
     ),
-    "supervisor": FaultKind(
-        "the process that watches the ranks is killed", "signal", ("supervisor",), in_one_rank=False
-    ),
+    "supervisor": FaultKind("the supervisor is killed", "signal", ("supervisor",), in_one_rank=False),
 }
 
 RANDOM_KINDS = ("kill", "stop", "sleep", "gil", "term")
@@ -133,7 +137,7 @@ def parse(text: str, seed: int, world: int, nodes: int) -> list[FaultRequest]:
     for word in (w.strip() for w in text.split(",")):
         match = re.fullmatch(r"([a-z_]+)(?::(\d+))?(?:@(\d+))?", word)
         if match is None or match[2] == "0":
-            raise JobError(f"--faults: {word!r} is no fault; write kill, kill:3 for three, or kill@1 for rank 1")
+            raise JobError(f"--faults: {word!r} is not a fault; write kill, kill:3 for three, or kill@1 for rank 1")
         if max(len(match[2] or ""), len(match[3] or "")) > 9 or int(match[2] or 1) > MAX_FAULTS:
             raise JobError(f"--faults: {word!r} asks for too many; at most {MAX_FAULTS} faults of a kind are possible")
         name, count, rank = match[1], int(match[2] or 1), None if match[3] is None else int(match[3])
@@ -162,7 +166,7 @@ def _check(name: str, rank: int | None, nodes: int) -> None:
     if KINDS[name].way == "nodes" and nodes < 2:
         raise JobError(f"--faults: {name} needs a run of at least 2 nodes, and this one has {nodes}; give --nodes 2")
     if rank is not None and not KINDS[name].in_one_rank:
-        raise JobError(f"--faults: {name}@{rank}: {name} does not strike one rank; write {name}")
+        raise JobError(f"--faults: {name}@{rank}: {name} does not affect a single rank; write {name}")
 
 
 def schedule(requests: Iterable[FaultRequest], *, seed: int, world: int, steps: int) -> list[Fault]:
@@ -178,7 +182,7 @@ def schedule(requests: Iterable[FaultRequest], *, seed: int, world: int, steps: 
     if steps < needed:
         what = f"{len(wanted)} faults need" if len(wanted) != 1 else f"the fault {wanted[0].kind} needs"
         raise JobError(
-            f"train.steps is {steps}, and {what} at least {needed} steps to strike and be mended in; "
+            f"train.steps is {steps}, and {what} at least {needed} steps for the faults and recovery; "
             "raise train.steps or ask for fewer"
         )
     found, free = [], FIRST_FAULT_STEP

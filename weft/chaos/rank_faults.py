@@ -145,10 +145,19 @@ def run_out_of_memory(device: torch.device) -> None:
     torch.empty(1 << 48, dtype=torch.uint8, device=device)
 
 
+def access_illegal_memory(device: torch.device) -> None:
+    """A kernel reads far out of bounds, after which every CUDA call of the process fails; on a CPU, SIGSEGV."""
+    if device.type == "cuda":
+        torch.zeros(1, device=device)[torch.full((1,), 1 << 40, device=device)]
+        torch.cuda.synchronize(device)
+    ctypes.string_at(0)
+
+
 ACTIONS: dict[str, Callable[[torch.device], None]] = {
     "sleep": sleep_forever,
     "gil": hold_gil,
     "oom": run_out_of_memory,
+    "illegal": access_illegal_memory,
 }
 
 

@@ -27,7 +27,7 @@ from weft.checkpoint.format import (
 from weft.checkpoint.reader import Index
 from weft.checkpoint.retention import retain, sweep
 from weft.checkpoint.writer import SaveFailed, write_checkpoint
-from weft.comm.agreement import Everyone, T, in_words
+from weft.comm.agreement import Agreement, T, in_words
 from weft.job.errors import JobError
 
 DISK_TIMEOUT_S = 600.0
@@ -68,7 +68,7 @@ class Checkpointer:
             raise JobError(f"checkpoint.keep is {keep}; at least 1 must be kept")
         self.folder, self.group, self.background = Path(folder), group, background
         self.keep, self.keep_every = keep, keep_every
-        self.everyone = Everyone(group)
+        self.everyone = Agreement(group)
         self.durable: int | None = None
         """The step of the last checkpoint that was saved here and verified on disk."""
         self._on_event, self._any_rank, self._meta_problem, self._fence = on_event, any_rank, meta_problem, fence

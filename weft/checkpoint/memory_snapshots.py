@@ -28,8 +28,11 @@ is for going back before a bad batch, and to the last step that is known to be g
 FEWEST = 3
 """With less than this no step is sure to be whole on every rank."""
 
-SHARE = 0.5
-"""Of the memory that is free, what the snapshots of all ranks of a machine may take."""
+SHARE = 0.25
+"""Share of the free host memory that the snapshots of all ranks of a machine may take."""
+
+KEEP_ALONE = 2
+"""Copies of a large state of a single rank: a complete one, and one being written; only one if two do not fit."""
 
 COST = 0.0075
 """Of the time of a step, what copying may take on average: a larger state is copied every few steps."""
@@ -67,8 +70,9 @@ class Snapshots:
 
     def __init__(
         self, folder: Path | None, rank: int, local_ranks: int = 1, keep: int = KEEP,
-        device: torch.device = torch.device("cpu"),
+        device: torch.device = torch.device("cpu"), world: int = 2,
     ):  # fmt: skip
+        self.fewest, self.summary = FEWEST if world > 1 else 1, ""
         self.folder, self.rank, self.local_ranks, self.keep, self.device = folder, rank, local_ranks, keep, device
         self.refused = ""
         self.background = device.type == "cuda"
@@ -190,13 +194,20 @@ class Snapshots:
             table = Table.of(shards)
             room = psutil.virtual_memory().available * SHARE / self.local_ranks + len(self._slots) * table.size
             keep = min(self.keep, int(room // table.size))
-            if keep < FEWEST:
+            if self.fewest == 1 and self.keep * table.size > AT_ONCE:
+                keep = min(keep, KEEP_ALONE)
+            if keep < self.fewest:
                 self._slots = []
                 self.refused = (
-                    f"{FEWEST} copies of this rank's state need {FEWEST * table.size / 2**30:.2f} GiB of host memory "
-                    f"and {room / 2**30:.2f} GiB may be used: faults are recovered from checkpoints on disk"
+                    f"{self.fewest} copies of this rank need {self.fewest * table.size / 2**30:.2f} GiB of host "
+                    f"memory and {room / 2**30:.2f} GiB may be used: faults are recovered from checkpoints on disk"
                 )
                 return
+            if self.keep * table.size > AT_ONCE:
+                self.summary = (
+                    f"snapshots: {keep} of {table.size / 2**30:.2f} GiB in host memory for each rank, at most "
+                    f"{room / 2**30:.2f} GiB ({SHARE:.0%} of what is free)"
+                )
             taken = {slot.path for slot in self._slots if slot.path is not None}
             free = [path for i in range(self.keep) if (path := self._path(i)) not in taken]
             self._size, large = table.size, keep * table.size > AT_ONCE

@@ -69,7 +69,7 @@ def save_merged_snapshots(
     """
     local = int(os.environ.get("LOCAL_RANK", mesh.rank))
     mine = sorted(find_snapshots(memory), key=lambda s: (s.step, s.layout.rank, s.path.name))[local::local_ranks]
-    gathered = mesh.all_gather_object([(s.layout.attempt, s.axes, s.step, s.layout.rank) for s in mine])
+    gathered = mesh.all_gather_json([(s.layout.attempt, s.axes, s.step, s.layout.rank) for s in mine])
     everyone = [entry for entries in cast(list[list[Summary]], gathered) for entry in entries]
     if not everyone:
         return None
@@ -81,7 +81,7 @@ def save_merged_snapshots(
     bring = [shard for shard in mine if shard.step == chosen and shard.axes == axes]
     there = {rank for step, rank in held if step == chosen}
     contents = SnapshotContents(bring, _absent_random_states(there, axes, mine) if mesh.rank == 0 else {})
-    metas = mesh.all_gather_object(contents.meta)
+    metas = mesh.all_gather_json(contents.meta)
     meta = next(m for m in cast(list[dict[str, Any] | None], metas) if m is not None)
     checkpoints.save_contents(chosen, contents, meta)
     return chosen if checkpoints.durable == chosen else None

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Mapping
 from functools import cache
@@ -60,8 +61,13 @@ class Slot:
         self.table, self.memory, self.sealed, self.meta, self.path = table, memory, sealed, meta or {}, path
         self.bytes = memoryview(memory.numpy().data)
         self.views = {name: _view(memory, dtype, shape, at) for name, dtype, shape, at in table.entries}
-        self.pinned = _pin(memory)
+        self.pinned = _register(memory)
         """Whether a GPU copies into it by itself, behind the step's own kernels and beside those of the next."""
+        if self.pinned:
+            # CUDA goes by addresses: memory that is unmapped while registered stays registered, and what is mapped at
+            # the same address next, such as a batch, is then copied from the old pages. The slots of an attempt end
+            # with it, and the process lives on.
+            weakref.finalize(self, _unregister, memory).atexit = False
         self.copied: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.copy_s = 0.0
         self._uncopied: dict[str, Tensor] = {}
@@ -104,16 +110,21 @@ class Slot:
             self.copy_s += time.thread_time() - began
 
     def _write_beside(self, shards: Mapping[str, Tensor]) -> None:
+        """Copy behind the step's own kernels: STEADY in a stream beside those of the next step, until settle(). The
+        rest changes before settle() is called (buffers and fp8 maxima in the forward pass, residuals in the
+        backward pass) or is gone by then (temporaries), so it is copied in the step's own stream."""
+        steady = {n: t for n, t in shards.items() if n.startswith(STEADY)}
+        rest = [n for n in shards if n not in steady]
+        torch._foreach_copy_([self.views[n] for n in rest], [shards[n] for n in rest], non_blocking=True)
         stream = _beside()
         stream.wait_stream(torch.cuda.current_stream())
         self.copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
             self.copied[0].record()
-            torch._foreach_copy_(list(self.views.values()), list(shards.values()), non_blocking=True)
+            torch._foreach_copy_([self.views[n] for n in steady], list(steady.values()), non_blocking=True)
             self.copied[1].record()
-        for shard in shards.values():
-            if shard.is_cuda:
-                shard.record_stream(stream)
+        for shard in steady.values():
+            shard.record_stream(stream)
 
     def settle(self) -> None:
         """The next update is near: copy what waited for it. Let what a GPU does from here on wait until all is copied:
@@ -218,13 +229,20 @@ def _map(path: Path, size: int) -> Tensor:
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def _pin(memory: Tensor) -> bool:
+def _register(memory: Tensor) -> bool:
     """Let a GPU copy into this memory by itself, where there is one in use."""
     if not torch.cuda.is_initialized():
         return False
     with contextlib.suppress(RuntimeError):
         return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
     return False
+
+
+def _unregister(memory: Tensor) -> None:
+    """Undo _register() before the memory is unmapped, and after the copies that are under way."""
+    with contextlib.suppress(RuntimeError):  # the context is lost, and its registrations with it
+        _beside().synchronize()
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _view(memory: Tensor, dtype: str, shape: list[int], at: int) -> Tensor:

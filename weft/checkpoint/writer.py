@@ -35,7 +35,7 @@ from weft.checkpoint.format import (
     sync_folder,
     write_manifest,
 )
-from weft.comm.agreement import Everyone, T, in_words
+from weft.comm.agreement import Agreement, T, in_words
 
 MAX_FAILURES_NAMED = 3
 
@@ -63,7 +63,7 @@ def write_checkpoint(
     contents: CheckpointContents,
     folder: Path,
     manifest: Manifest,
-    ranks: Everyone,
+    ranks: Agreement,
     *,
     replaces_damaged: bool = False,
     fence: Callable[[], None] = lambda: None,
@@ -113,7 +113,7 @@ def write_checkpoint(
     return Saved(size, folder / replaced if replaced else None)
 
 
-def on_every_rank(ranks: Everyone, work: Callable[[], T]) -> list[T]:
+def on_every_rank(ranks: Agreement, work: Callable[[], T]) -> list[T]:
     """Do some work on every rank and return all results, by rank; SaveFailed on every rank if it fails on one."""
     result, why = None, None
     try:

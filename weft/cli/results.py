@@ -23,18 +23,24 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, max=2**31, help="Sample from the K most likely tokens; 0 uses all.")] = 0,
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Random seed of the sampling.")] = 0,
     ema: Annotated[bool, typer.Option(help="Use the moving average of the weights.")] = False,
+    trust_module: Annotated[
+        bool, typer.Option(help="Import a module that the checkpoint names and the run's job.yaml does not.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Generate text with a trained run."""
     from weft.job.errors import JobError
+    from weft.job.load import load_job
     from weft.job.run_folder import find_run
-    from weft.training.export import newest
+    from weft.training.export import newest, saved_job
     from weft.training.generate import generate as generate_text
 
     if temperature != 0 and not temperature >= MIN_TEMPERATURE:
         raise JobError(f"--temperature {temperature:g} is too small; use 0 or at least {MIN_TEMPERATURE}")
-    found = newest(find_run(run))
-    made = generate_text(found, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, ema=ema)
+    folder = find_run(run)
+    own, found = load_job(str(folder.job)), newest(folder)
+    job = saved_job(found, own, trust_module)
+    made = generate_text(found, job, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, ema=ema)
     if as_json:
         print_json({"step": found.step, "prompt": prompt, "text": "".join(made)})
         return

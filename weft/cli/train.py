@@ -18,7 +18,7 @@ def train(
     fresh: Annotated[bool, typer.Option(help="Rename an earlier run of this name and start from step 0.")] = False,
     resilient: Annotated[
         bool | None,
-        typer.Option(help="Replace lost ranks and continue. Default: with more than one rank.", show_default=False),
+        typer.Option(help="Replace lost ranks and continue. On by default.", show_default=False),
     ] = None,
 ) -> None:
     """Train a job. A run that is started again resumes; ranks started by torchrun or mpirun join."""
@@ -38,11 +38,11 @@ def train(
 
 
 def _exit_on_signals() -> None:
-    """Exit as preempted on SIGTERM and SIGUSR1 until there are ranks with a state to save."""
-    from weft.job.errors import Exit
+    """Exit on a stop signal while there are no ranks: nothing has to be saved."""
+    from weft.supervisor.stop_signals import STOP_CODES, handled_signals
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: sys.exit(int(Exit.PREEMPTED)))
+    for number in handled_signals():
+        signal.signal(number, lambda number, frame: sys.exit(int(STOP_CODES[signal.Signals(number)])))
 
 
 def prove(

@@ -121,12 +121,31 @@ def sum_low_rank(
     """PowerSGD (Vogels et al. 2019): the sums of [m, n] matrices as products of [m, r] and [r, n], of which the bases,
     [n, r], are last time's. Returns the sums, the errors and the bases for the next time."""
     columns = _summed(axes, [m @ q for m, q in zip(matrices, bases, strict=True)])
-    columns = [torch.linalg.qr(p).Q for p in columns]
+    columns = _from_first(axes, [torch.linalg.qr(p).Q for p in columns])
     own = [m.t() @ p for m, p in zip(matrices, columns, strict=True)]
     rows = _summed(axes, own)
-    sums = [p @ q.t() for p, q in zip(columns, rows, strict=True)]
+    sums = [_product(p, q) for p, q in zip(columns, rows, strict=True)]
     errors = [m - p @ q.t() for m, p, q in zip(matrices, columns, own, strict=True)]
     return sums, errors, rows
+
+
+def _product(columns: Tensor, rows: Tensor) -> Tensor:
+    """columns @ rowsᵀ, equal on all ranks. cuBLAS gives the same bits for the same input; libraries for CPUs may not:
+    there it is a sum of outer products, element by element."""
+    if columns.is_cuda:
+        return columns @ rows.t()
+    total = torch.zeros(len(columns), len(rows))
+    for column, row in zip(columns.t(), rows.t(), strict=True):
+        total.addcmul_(column[:, None], row[None])
+    return total
+
+
+def _from_first(axes: Sequence[Axis], parts: list[Tensor]) -> list[Tensor]:
+    """The tensors of the first rank: each rank's own may differ in the last bit."""
+    flat = torch.cat([p.reshape(-1) for p in parts])
+    for axis in axes:
+        axis.broadcast(flat, 0)
+    return [s.view_as(p) for s, p in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
 
 
 def _summed(axes: Sequence[Axis], parts: list[Tensor]) -> list[Tensor]:

@@ -6,16 +6,22 @@ torch's own MPI backend needs a source build and keeps the name mpi for it.
 from __future__ import annotations
 
 import datetime
+import json
 import zlib
 from typing import Any
 
 import torch.distributed as dist
 
+from weft.comm.agreement import encode_json
 from weft.comm.mpi_group import NAME, MpiGroup
 from weft.comm.mpi_work import engine, mpi
+from weft.comm.tcp_store import tcp_store
 from weft.hardware.network import own_address
 from weft.hardware.rank_environment import rank_info
 from weft.job.errors import MachineError
+
+ADDRESS_BYTES = 512
+"""The store's address and port as JSON, padded."""
 
 
 def register() -> None:
@@ -42,10 +48,14 @@ def _create(options: Any, _: Any) -> MpiGroup:
 def meet(timeout: datetime.timedelta) -> dist.Store:
     """A store that all ranks of an MPI world share: rank 0 opens it on a free port, and tells the others over MPI."""
     everyone, here = mpi().COMM_WORLD, rank_info()
+    message = bytearray(ADDRESS_BYTES)  # mpi4py would pickle anything but a buffer
     if here.rank > 0:
-        address, port = everyone.bcast(None)
-        return dist.TCPStore(address, port, here.world, is_master=False, timeout=timeout)
+        everyone.Bcast(message)
+        address, port = json.loads(message.rstrip(b"\0"))
+        return tcp_store(address, port, is_master=False, timeout=timeout)
     address = "127.0.0.1" if here.local_world == here.world else own_address()
-    store = dist.TCPStore(address, 0, here.world, is_master=True, timeout=timeout, wait_for_workers=False)
-    everyone.bcast((address, store.port))
+    store = tcp_store(address, 0, is_master=True, timeout=timeout)
+    text = encode_json((address, store.port))
+    message[: len(text)] = text
+    everyone.Bcast(message)
     return store

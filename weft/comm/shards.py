@@ -51,6 +51,14 @@ def shard_of(tensor: Tensor) -> LocalShard:
     return LocalShard(tensor.shape, offset, size, groups)
 
 
+def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
+    """The mesh axes over which a tensor is sharded; it is replicated over the others."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return tuple(n for n, p in zip(names, tensor.placements, strict=True) if not p.is_replicate())
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -75,7 +75,7 @@ class Guards:
     ) -> None:
         self.job, self.plan, self.mesh, self.state = job, plan, mesh, state
         self.settings = job.resilience
-        self.coords = cast(list[dict[str, int]], mesh.all_gather_object(mesh.coords))
+        self.coords = cast(list[dict[str, int]], mesh.all_gather_json(mesh.coords))
         self.weights = WeightChecks(state.model.master_params, mesh, self.coords, plan.alone, self.settings.check_every)
         self.faults = FaultLog(event, warn, self.coords)
         self.table = FigureLayout(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))
@@ -193,7 +193,7 @@ class Guards:
         spike = self.spikes.judge(step.number, step.loss, step.norm)
         if spike is None:
             return
-        why = f"{spike.why}: the batch of step {spike.step} is undone and passed over"
+        why = f"{spike.why}: the batch of step {spike.step} is undone and skipped"
         self.faults.fault("spike", spike.step, why, samples=self._samples(spike.step))
         raise RollBack(spike.step - 1, (spike.step,), why, "spike")
 
@@ -204,7 +204,7 @@ class Guards:
             return
         why = (
             f"the summed gradients of rank {broken[0]} are not finite at step {step.number}, and those of others are: "
-            "all ranks do that step again"
+            "all ranks repeat the step"
         )
         self.faults.fault("divergence", step.number, why, broken[0])
         raise RollBack(step.number - 1, (), why, "divergence")
@@ -215,8 +215,8 @@ class Guards:
         for rank, index in self_reported.items():
             name = self.weights.names[rank][index]
             why = (
-                f"the weight {name} of rank {rank} changed between two updates: its memory cannot be trusted, and all "
-                "ranks go back to before it"
+                f"the weight {name} of rank {rank} changed between two updates: its memory may be faulty; all ranks "
+                "return to the step before"
             )
             self.faults.fault("divergence", step.number, why, rank)
         if self_reported:
@@ -241,13 +241,13 @@ class Guards:
         if tries > MAX_RECOMPUTES:
             raise DivergedError(
                 f"ranks {group} should hold the same weights, and {tries} times did not after step {step.number}: they "
-                "do not compute alike, or the memory of one is bad; resilience.check_every=0 trains without looking"
+                "do not compute the same, or memory is faulty; resilience.check_every=0 disables the check"
             )
         places, held = find_differences(self.state.model.master_params, found.kind, ranks, self.mesh)
         self.mismatch, self.right = ReplicaMismatch(step.number, self.state.step, ranks, tries, places, held), []
         why = (
-            f"ranks {group} should hold the same weights and do not, and it cannot be told which is right: all ranks "
-            f"go back to before step {self.agreed + 1}"
+            f"ranks {group} should hold the same weights and do not, and there is no majority: all ranks "
+            f"return to before step {self.agreed + 1}"
         )
         self.faults.fault("divergence", step.number, why)
         raise RollBack(self.agreed, (), why, "divergence")
@@ -258,7 +258,7 @@ class Guards:
         if mismatch is None or step.number < mismatch.step:
             return
         self.mismatch = None
-        right = cast(list[float], self.mesh.all_gather_object(self.right)[mismatch.group[0]])
+        right = cast(list[float], self.mesh.all_gather_json(self.right)[mismatch.group[0]])
         for rank in wrong_ranks(mismatch, right) if right else ():
             why = f"step {mismatch.step}, computed again, shows that the weights of rank {rank} were the wrong ones"
             self.faults.fault("divergence", mismatch.step, why, rank)
@@ -266,7 +266,7 @@ class Guards:
     def _repair(self, step: StepFigures, kind: Kind, wrong: tuple[int, ...], source: int) -> None:
         began = time.perf_counter()
         for rank in wrong:
-            why = f"rank {rank} holds other weights than rank {source} and its peers: it takes theirs"
+            why = f"rank {rank} holds other weights than rank {source} and its peers: they are copied from there"
             self.faults.fault("divergence", step.number, why, rank)
         copy_shards(self.state.shards(), self.state.model.master_params, kind, source, wrong, self.mesh)
         self.state.model.refresh()

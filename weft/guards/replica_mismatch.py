@@ -62,8 +62,8 @@ def find_differences(
             places.append((name, at))
             for rank, copy in copies.items():
                 held[rank].append(float(copy[at]))
-    told: list[object] = mesh.all_gather_object((places, held))
-    return told[group[0]]  # type: ignore[return-value]
+    places, pairs = mesh.all_gather_json((places, list(held.items())))[group[0]]
+    return [(name, at) for name, at in places], dict(map(tuple, pairs))
 
 
 @torch.no_grad()

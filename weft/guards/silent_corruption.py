@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -48,12 +47,10 @@ class WeightChecks:
         self.compared: set[int] = set()
         """Steps whose comparison is not read yet."""
         self.digests = Checksums(master_params)
-        everyone = cast(
-            list[tuple[dict[Kind, str], list[str]]], mesh.all_gather_object((self.digests.held, self.digests.names))
-        )
-        self.names = [names for _, names in everyone]
+        everyone = mesh.all_gather_json((list(self.digests.held.items()), self.digests.names))
+        self.names: list[list[str]] = [names for _, names in everyone]
         """Names of the weights on every rank."""
-        held = [held for held, _ in everyone]
+        held: list[dict[Kind, str]] = [{tuple(kind): text for kind, text in pairs} for pairs, _ in everyone]
         self.kinds = sorted({kind for mine in held for kind in mine})
         self.same_shards = {kind: _ranks_with_same_shards(kind, held, coords, alone) for kind in self.kinds}
         self.begin(master_params)

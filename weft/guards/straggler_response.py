@@ -109,7 +109,7 @@ class StragglerResponse:
             self.loader.shares = shares
         self.faults.recovered("slow_rank", "rebalance", now + 1, was=list(before), shares=list(shares.counts))
         self.faults.warn(
-            f"sequences of a step are shared anew among the ranks, {list(shares.counts)} after {list(before)}"
+            f"sequences of a step are redistributed over the ranks, {list(shares.counts)} after {list(before)}"
         )
 
     def _groups(self, within: set[str]) -> list[tuple[int, ...]]:

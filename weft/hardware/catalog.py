@@ -28,7 +28,7 @@ class Device:
     memory_gib: float
     """Memory available to a program in GiB: a little less than the nominal GB."""
     peak_tflops: dict[str, float | None] = field(hash=False)
-    """Dense matrix peak by dtype (fp32, bf16, fp16, fp8); None where the device lacks it or nobody published it.
+    """Dense matrix peak by dtype (fp32, bf16, fp16, fp8); None if the device lacks it or it is not published.
     fp32 is without TF32, as torch multiplies by default."""
     memory_tb_s: float
     """Bandwidth of the device memory."""
@@ -130,8 +130,8 @@ def _device(name: str, entry: Any, path: Path) -> Device:
         raise JobError(f"{path}: {name}.kind is {kind!r}; it must be cuda, rocm or cpu")
     peaks = entry.get("tflops") or {}
     if not isinstance(peaks, dict) or (wrong := [k for k in peaks if k not in DTYPES]):
-        said = repr(peaks) if not isinstance(peaks, dict) else f"{wrong[0]}"
-        raise JobError(f"{path}: {name}.tflops has {said}; it takes {', '.join(DTYPES)}, such as {{bf16: 989}}")
+        found = repr(peaks) if not isinstance(peaks, dict) else f"{wrong[0]}"
+        raise JobError(f"{path}: {name}.tflops has {found}; it takes {', '.join(DTYPES)}, such as {{bf16: 989}}")
     tflops = {d: _number(name, f"tflops.{d}", peaks[d], path) if d in peaks else None for d in DTYPES}
     return Device(name, kind, got["memory_gib"], tflops, got["memory_tb_s"], got["link_gb_s"], got["watts"])
 
@@ -144,8 +144,8 @@ def _network(name: str, entry: Any, path: Path) -> Network:
 
 def _entry(name: str, entry: Any, keys: set[str], path: Path) -> dict[str, Any]:
     if not isinstance(entry, dict) or (extra := [k for k in entry if k not in keys]):
-        said = extra[0] if isinstance(entry, dict) else repr(entry)
-        raise JobError(f"{path}: {name} has {said}; it takes {', '.join(sorted(keys))}")
+        found = extra[0] if isinstance(entry, dict) else repr(entry)
+        raise JobError(f"{path}: {name} has {found}; it takes {', '.join(sorted(keys))}")
     return entry
 
 

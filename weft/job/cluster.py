@@ -63,7 +63,7 @@ class Cluster(Section):
     devices_per_node: int | Literal["auto"] = "auto"
     """Devices, and therefore ranks, on each node."""
     share_devices: bool = False
-    """Let several ranks share a GPU over NCCL where there are more ranks than GPUs: for rehearsal, not for speed."""
+    """Let several ranks share a GPU over NCCL where there are more ranks than GPUs: for testing, not for speed."""
     network: str = "auto"
     """Network between nodes, such as ib-ndr or roce-400; auto is the usual one for the device."""
     memory_gib: float | None = Field(None, gt=0)

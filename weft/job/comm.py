@@ -19,10 +19,10 @@ class Comm(Section):
     """Algorithm of the gradient all-reduce between replicas: the backend's own (native, the same as auto), ring, tree,
     or hierarchical (first inside each node, then between nodes)."""
     compression: str = "none"
-    """What gradients travel as between data-parallel ranks: as they are (none), rounded (fp16, bf16, int8, int4), the
-    largest of them (topk:0.01, that share; threshold:3, those above so many times their root mean square), as matrices
-    of a low rank (powersgd:4), as signs (onebit), or as the link asks (adaptive). Weights that dp_shard gathers travel
-    in fp16, bf16 or int8 then."""
+    """Gradient compression between data-parallel ranks: none, rounding (fp16, bf16, int8, int4), the largest elements
+    (topk:0.01 sends this fraction, threshold:3 those above this multiple of their root mean square), low-rank matrices
+    (powersgd:4), signs (onebit), or a choice by the measured bandwidth (adaptive). The weights that dp_shard gathers
+    are then sent in fp16, bf16 or int8."""
     compression_warmup: int | Literal["auto"] = "auto"
     """Steps at the start in which topk, threshold, powersgd and onebit send int8, because gradients change quickly
     there. After them compression is ramped up gradually: topk and threshold start from a sixth of the elements,

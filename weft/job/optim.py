@@ -45,10 +45,14 @@ class Optimizer:
     """Whether it updates only the matrices of blocks; adamw updates the rest."""
     traffic: Callable[[WeightShard], float] = lambda weight: 0.0
     """Numbers summed in a step over each axis that shards the weight."""
+    sent: Callable[[WeightShard], float] = lambda weight: 0.0
+    """Numbers that one of the ranks with the same shard of the weight computes and sends to the others."""
+    takes_turns: bool = False
+    """Whether ranks with the same shard of a weight take turns in computing updates, else the first one does."""
     scratch: Callable[[WeightShard], float] = lambda weight: 0.0
     """Numbers in temporary tensors while the weight is updated."""
     flops: Callable[[WeightShard], float] = lambda weight: 0.0
-    """FLOPs of matrix products in an update, on every rank."""
+    """FLOPs of matrix products in an update, on each rank that computes it."""
     dry_run: bool = True
     """Whether a step can be traced without values."""
 

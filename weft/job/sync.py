@@ -41,6 +41,9 @@ OF_MODE: dict[str, tuple[str, ...]] = {
     "skew": ("federated",),
     "clip": ("federated",),
     "noise": ("federated",),
+    "delta": ("federated",),
+    "secure": ("federated",),
+    "min_clients": ("federated",),
     "tolerance": ("federated",),
     "host": ("server", "federated"),
 }
@@ -99,7 +102,16 @@ class Sync(Section):
     clip: float = Field(0.0, ge=0)
     """Maximum norm of a client's update; 0 turns clipping off."""
     noise: float = Field(0.0, ge=0)
-    """Standard deviation of Gaussian noise on the averaged update, as a multiple of clip / clients in the round."""
+    """Standard deviation of Gaussian noise on the averaged update, as a multiple of clip / clients in the round. With
+    noise, clients are weighted equally, and epsilon is printed after each round."""
+    delta: float = Field(1e-5, gt=0, lt=1)
+    """Delta at which epsilon is computed; well below 1 / clients."""
+    secure: bool = False
+    """Secure aggregation: clients mask their updates, and the server learns only their sum. Updates are clipped by the
+    clients, and tolerance does not apply."""
+    min_clients: int | None = Field(None, ge=2, le=10**6)
+    """Clients that must complete a round with secure aggregation; with fewer the round is repeated. Default: two thirds
+    of the clients in a round."""
     tolerance: float = Field(10.0, gt=1)
     """Reject a client's update if its norm exceeds the median norm of the round by this factor."""
     host: str = "127.0.0.1"
@@ -121,9 +133,18 @@ class Sync(Section):
         if self.sampled is not None and self.sampled > self.clients:
             raise ValueError(f"must not draw sampled={self.sampled} of clients={self.clients}")
         if self.noise and not self.clip:
+            raise ValueError(f"must set clip with noise={self.noise:g}, which is a multiple of it; clip=1 works")
+        if self.min_clients is not None and not self.secure:
+            raise ValueError(f"must not have min_clients={self.min_clients} without secure: true")
+        if self.secure and self.drawn < 3:
+            raise ValueError(f"must have at least 3 clients in a round with secure: true, not {self.drawn}")
+        if self.secure and not self.drawn // 2 < self.quorum <= self.drawn:
             raise ValueError(
-                f"must have clip beside noise={self.noise:g}, whose size is a multiple of it; clip=1 works"
+                f"must have min_clients from {self.drawn // 2 + 1} to {self.drawn}, the clients in a round, not "
+                f"{self.min_clients}"
             )
+        if self.secure and self.tolerance != type(self).model_fields["tolerance"].default:
+            raise ValueError(f"must not have tolerance={self.tolerance:g} with secure: true: the server sees only sums")
         return self
 
     @property
@@ -144,6 +165,11 @@ class Sync(Section):
     def drawn(self) -> int:
         """Clients in a round."""
         return self.sampled or self.clients
+
+    @property
+    def quorum(self) -> int:
+        """Clients that must complete a round with secure aggregation."""
+        return self.min_clients or -(-2 * self.drawn // 3)
 
     @property
     def words(self) -> str:

@@ -18,7 +18,7 @@ class Watch(Section):
     """Steps between measurements of communication: its share of the step, how much is not overlapped, its bandwidth. 0
     turns this off."""
     trackers: list[str] = Field(default_factory=list)
-    """Other programs that are told the metrics; metrics.jsonl is always written."""
+    """Experiment trackers that receive the metrics; metrics.jsonl is always written."""
 
     @field_validator("trackers")
     @classmethod

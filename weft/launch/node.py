@@ -11,7 +11,9 @@ from pathlib import Path
 from weft.job.errors import Exit, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.train import finish, prepare, write_job_and_plan
+from weft.launch.open_files import ensure_open_files
+from weft.launch.run_files import write_job_and_plan
+from weft.launch.train import finish, prepare
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER
 from weft.supervisor.nodes.node_address import NodeAddress
 from weft.supervisor.process_manager import run_supervised
@@ -34,17 +36,17 @@ def start_node(job: Job, place: NodeAddress, nproc: int | None, log: Callable[[s
     job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"nodes": nodes})})
     job, plan = prepare(job, slots * nodes)
     run = RunDir(Path(job.runs_dir) / job.name)
-    (run.path / "nodes").mkdir(parents=True, exist_ok=True)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         os.environ.pop(name, None)  # they describe this process, not its ranks
-    with run_lock(RunDir(run.path / "nodes" / str(place.node))) as lock:
+    ensure_open_files(plan.world)
+    with run_lock(run, shared=True) as lock, run_lock(RunDir(run.path / "nodes" / str(place.node))):
         if place.node == 0 or not (run.job.exists() and run.plan.exists()):
             write_job_and_plan(run, job, plan)
         where = json.dumps({**asdict(place), "slots": slots})
         supervisor = ("weft.supervisor.nodes.node_supervisor", where)
         code = run_supervised(run, slots, job.resilience.spares, lock, log, supervisor, str(place.node))
     if code == KILLED_BY_USER:
-        log("ended at once, without saving; start the same command again to resume from the last checkpoint")
+        log("stopped without saving; start the same command again to resume from the last checkpoint")
         return int(Exit.INTERRUPTED)
     if code in CLEAN_EXITS and place.node == 0:
         finish(run, log)

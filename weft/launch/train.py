@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,16 +12,17 @@ from weft.data.dataset import check_dataset
 from weft.hardware.probe import probe
 from weft.hardware.rank_environment import export_torchrun_variables
 from weft.job.errors import Exit, JobError, MachineError
-from weft.job.load import dump_yaml
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
+from weft.launch.open_files import ensure_open_files
+from weft.launch.run_files import RunFiles, keep_earlier_run
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
 from weft.planner.ranks import shares_devices
 from weft.server.launcher import launch_server_run
 from weft.server.rendezvous import prepare_rendezvous
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, launch
 from weft.supervisor.process_manager import run_supervised
-from weft.supervisor.run_lock import run_lock
+from weft.supervisor.run_lock import RunLock, run_lock
 from weft.watch.closing_lines import closing_lines
 from weft.watch.report import write_report
 
@@ -47,23 +46,22 @@ def start(
 ) -> int:
     """Train a prepared job on local ranks. Returns the exit code; the run is in runs/NAME.
 
-    `resilient` starts a supervisor that replaces lost ranks; by default with several ranks.
+    `resilient` (the default) starts a supervisor that replaces lost ranks.
     """
     run = RunDir(Path(job.runs_dir) / job.name)
+    ensure_open_files(plan.world)
     if plan.device == "cuda" and shares_devices(job, probe(), plan.world):
-        log(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for rehearsal, not for speed")
-    created = not os.path.lexists(run.path)
+        log(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for testing, not for speed")
     with run_lock(run) as lock:
         if fresh:
-            _keep_earlier_run(run, log)
-        before = write_job_and_plan(run, job, plan)
+            keep_earlier_run(run, log)
+        files = RunFiles(run, lock.created)
+        files.write(job, plan)
         code = start_processes(run, job, plan, lock, resilient, log)
-        if code == Exit.JOB and created and not any(path.exists() for path in (run.checkpoints, run.metrics)):
-            shutil.rmtree(run.path)  # the ranks refused the job: this call made the folder, and nothing was trained
-        elif code == Exit.JOB:
-            restore_job_and_plan(before)
+        if code == Exit.JOB:  # only the ranks could find the mistake
+            files.undo()
         if code == KILLED_BY_USER:
-            log("ended at once, without saving; start the same command again to resume from the last checkpoint")
+            log("stopped without saving; start the same command again to resume from the last checkpoint")
             return int(Exit.INTERRUPTED)
         if code in CLEAN_EXITS:
             finish(run, log)
@@ -71,13 +69,13 @@ def start(
 
 
 def start_processes(
-    run: RunDir, job: Job, plan: Plan, lock: int, resilient: bool | None, log: Callable[[str], None]
+    run: RunDir, job: Job, plan: Plan, lock: RunLock, resilient: bool | None, log: Callable[[str], None]
 ) -> int:
     """Start the ranks of a mesh, supervised or not, or the servers and workers of a parameter server run."""
     if plan.sync in ("server", "federated"):
-        prepare_rendezvous(run)
+        prepare_rendezvous(run, job)
         return launch_server_run(run, job.train.sync.servers, plan.world, lock, log)
-    if plan.world > 1 if resilient is None else resilient:
+    if resilient is not False:
         return run_supervised(run, plan.world, job.resilience.spares, lock, log)
     return launch(run, plan.world, lock, log)
 
@@ -91,17 +89,19 @@ def join(job: Job, log: Callable[[str], None] = print) -> int:
     job, plan = prepare(job, world)
     if plan.sync in ("server", "federated"):
         raise JobError(
-            f"train.sync={plan.sync} starts its own processes, which come and go, and not the ranks of torchrun; "
+            f"train.sync={plan.sync} starts its own processes and cannot use those of torchrun; "
             "start it with `weft train` alone"
         )
     run = RunDir(Path(job.runs_dir) / job.name)
     signals = Signals()
     try:
         with run_lock(run) if rank == 0 else nullcontext():
-            before = write_job_and_plan(run, job, plan) if rank == 0 else {}
+            files = RunFiles(run, created=False)  # other ranks may still write to the folder
+            if rank == 0:
+                files.write(job, plan)
             code = run_rank(run, job, plan, signals)
             if code == Exit.JOB:
-                restore_job_and_plan(before)
+                files.undo()
     finally:
         signals.restore()
     if (failure := run.logs / f"failure-{rank}.json").is_file() and code not in CLEAN_EXITS:
@@ -125,40 +125,12 @@ def train(job: Job, nproc: int | None = None, *, fresh: bool = False, resilient:
 
 def finish(run: RunDir, log: Callable[[str], None]) -> None:
     """Write the report and print how the run ended, predicted beside measured."""
-    for line in closing_lines(run):
-        log(line)
+    try:
+        for line in closing_lines(run):
+            log(line)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        log(f"{run.events} or {run.metrics} is damaged ({type(error).__name__}: {error}): no closing figures")
     try:
         log(f"report: {write_report(run)}")
     except Exception as error:  # a good run does not fail because of its report
         log(f"the report could not be drawn ({type(error).__name__}: {error}); weft report {run.path} tries again")
-
-
-def write_job_and_plan(run: RunDir, job: Job, plan: Plan) -> dict[Path, bytes]:
-    """Write job.yaml and plan.json atomically. Returns their previous content."""
-    run.path.mkdir(parents=True, exist_ok=True)
-    before = {path: path.read_bytes() for path in (run.job, run.plan) if path.exists()}
-    for path, text in ((run.job, dump_yaml(job)), (run.plan, plan.dumps())):
-        temporary = path.with_suffix(f".{secrets.token_hex(4)}")  # several nodes may write at once
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    return before
-
-
-def restore_job_and_plan(before: dict[Path, bytes]) -> None:
-    """Restore job.yaml and plan.json after the ranks refused a job."""
-    for path, content in before.items():
-        path.write_bytes(content)
-
-
-def _keep_earlier_run(run: RunDir, log: Callable[[str], None]) -> None:
-    """Move what an earlier run of this name left to another folder."""
-    content = [p for p in run.path.iterdir() if p.name != ".lock"]
-    if not content:
-        return
-    number = 1
-    while (old := run.path.with_name(f"{run.path.name}.old-{number}")).exists():
-        number += 1
-    old.mkdir()
-    for path in content:
-        path.rename(old / path.name)
-    log(f"the earlier run is kept in {old}")

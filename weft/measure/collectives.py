@@ -159,7 +159,7 @@ def on_rank(plan: Plan, wanted: list[Case], axes: list[str], budget_s: float) ->
         axis = mesh.everyone if name == EVERYONE else mesh.axes[name]
         axis.open()
         found[name] = measure(axis, mesh.device, wanted, budget_s)
-    times = mesh.all_gather_object(found)
+    times = mesh.all_gather_json(found)
     mesh.close()
     return cast(list[Times], times)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -19,16 +18,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from weft.comm.shards import local_of
 from weft.data.loader import to_device
 from weft.job.errors import Exit, JobError
+from weft.job.optim import OPTIMIZERS
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.train import prepare, write_job_and_plan
+from weft.launch.run_files import RunFiles
+from weft.launch.train import prepare
 from weft.measure.device_peaks import measure_roofs
 from weft.measure.torch_internals import is_compiled
 from weft.parallel.pipeline.executor import Pipelined
-from weft.planner.memory.approximate import optimizer_bytes
-from weft.planner.memory.prediction import communication_bytes
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.planner.model.reference_rate import peak_flops
+from weft.planner.time.traffic import communication_bytes
 from weft.precision import COMPUTE_DTYPES
 from weft.supervisor.local_ranks import launch
 from weft.supervisor.run_lock import run_lock
@@ -52,12 +52,13 @@ def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], Non
     run = RunDir(Path(job.runs_dir) / job.name)
     with run_lock(run) as lock:
         _clear(run)
-        write_job_and_plan(run, job, plan)
+        files = RunFiles(run, lock.created)
+        files.write(job, plan)
         code = launch(run, plan.world, lock, say, worker=("weft.measure.step_profile", str(steps)))
         if code == Exit.DONE:
             write_report(run)
         elif code == Exit.JOB:
-            shutil.rmtree(run.path)
+            files.undo()
         return abs(code), run
 
 
@@ -128,7 +129,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
         "rank": mesh.rank, "position": mesh.position, "peak_memory_gib": peak_memory_gib(mesh.device),
         "classes": to_json(rows),
     }  # fmt: skip
-    everyone = mesh.all_gather_object(mine)
+    everyone = mesh.all_gather_json(mine)
     if mesh.rank == 0:
         sample = flops_per_sample(job.model, job.data.seq_len)
         peak = peak_flops(plan, job)
@@ -212,7 +213,7 @@ def facts_of(session: Session) -> StepFacts:
     master_params = session.state.model.master_params.values()
     held = sum(local_of(m).numel() for m in master_params)
     copies = width if width < 4 and plan.dp_shard == 1 else 0
-    update = held * (width + 2 * optimizer_bytes(job.optim) + 8 + copies)
+    update = held * (width + 2 * 4 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim) + 8 + copies)
     tokens = _tokens(job) / plan.dp / plan.cp
     targets = tokens / job.data.seq_len if model.is_classifier else tokens
     ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or _has_head(session)

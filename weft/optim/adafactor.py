@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import LocalShard, local_of, shard_of
+from weft.mesh import Mesh
 from weft.optim.clip import zero_if_skipped
+from weft.optim.replicas import take_from_first
 
 BETA2_DECAY = -0.8
 MIN_PARAMETER_SCALE = 1e-3
@@ -28,6 +30,8 @@ class Adafactor(torch.optim.Optimizer):
 
     found_inf: Tensor | None = None
     """A tensor that is 1 if this step is skipped."""
+    mesh: Mesh | None = None
+    """Ranks with the same shard of a weight take the sums of the first of them."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -37,12 +41,15 @@ class Adafactor(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             shards = [shard_of(p) for p in params]
             sums = [self._sums(p, shard) for p, shard in zip(params, shards, strict=True)]
-            add_up(sums, shards)
-            squares = [
-                self._update_moments(p, shard, found) for p, shard, found in zip(params, shards, sums, strict=True)
-            ]
-            add_up([[s] for s in squares], shards)
-            for param, shard, found, square in zip(params, shards, sums, squares, strict=True):
+            self._sum(sums, params, shards)
+            for param, shard, found in zip(params, shards, sums, strict=True):
+                self._update_moments(param, shard, found)
+            means = [self._mean(p) for p in params]
+            take_from_first(self.mesh, means, params)
+            work = list(zip(params, shards, means, strict=True))
+            squares = [[self._direction(p, shard, mean).square().sum()] for p, shard, mean in work]
+            self._sum(squares, params, shards)
+            for (param, shard, mean), found, [square] in zip(work, sums, squares, strict=True):
                 count = math.prod(shard.shape)
                 rate_limit = self.state[param]["step"].double() ** -0.5
                 scale = (
@@ -51,7 +58,12 @@ class Adafactor(torch.optim.Optimizer):
                 clipped = (square / count).sqrt().clamp(min=1.0)
                 weight = local_of(param)
                 weight.mul_(1 - lr * group["weight_decay"] * taken)
-                weight.sub_(self._direction(param, shard) * (scale / clipped))
+                weight.sub_(self._direction(param, shard, mean) * (scale / clipped))
+
+    def _sum(self, parts: list[list[Tensor]], params: list[Tensor], shards: list[LocalShard]) -> None:
+        """Sum in place what the ranks computed of each weight, those with the same shard once."""
+        take_from_first(self.mesh, parts, params)
+        add_up(parts, shards)
 
     def _sums(self, param: Tensor, shard: LocalShard) -> list[Tensor]:
         """This rank's part of the sums of squares of the weight and of the gradient's rows and columns."""
@@ -64,8 +76,8 @@ class Adafactor(torch.optim.Optimizer):
                 out.append(whole)
         return out
 
-    def _update_moments(self, param: Tensor, shard: LocalShard, sums: list[Tensor]) -> Tensor:
-        """Update the second moments; returns this rank's part of the squared norm of the update direction."""
+    def _update_moments(self, param: Tensor, shard: LocalShard, sums: list[Tensor]) -> None:
+        """Update the second moments."""
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros((), device=param.device)
@@ -81,19 +93,21 @@ class Adafactor(torch.optim.Optimizer):
             state["col_var"].lerp_(sums[2] / shard.shape[-2], share)
         else:
             local_of(state["variance"]).lerp_(self._grad(param).square(), share)
-        return self._direction(param, shard).square().sum()
+
+    def _mean(self, param: Tensor) -> list[Tensor]:
+        """The mean of a matrix's row means; none of a vector."""
+        return [self.state[param]["row_var"].mean(-2, keepdim=True)] if param.dim() > 1 else []
 
     def _grad(self, param: Tensor) -> Tensor:
         """This rank's shard of the gradient."""
         assert param.grad is not None
         return zero_if_skipped(local_of(param.grad), self.found_inf)
 
-    def _direction(self, param: Tensor, shard: LocalShard) -> Tensor:
+    def _direction(self, param: Tensor, shard: LocalShard, mean: list[Tensor]) -> Tensor:
         """The normalised gradient on this rank; computed twice per step instead of stored."""
         state, eps = self.state[param], torch.finfo(param.dtype).eps
         if param.dim() > 1:
-            mean = state["row_var"].mean(-2, keepdim=True).clamp(min=eps)
-            row = (state["row_var"] / mean)[_without_box(shard.box, -1)]
+            row = (state["row_var"] / mean[0].clamp(min=eps))[_without_box(shard.box, -1)]
             variance = row * state["col_var"][_without_box(shard.box, -2)]
         else:
             variance = local_of(state["variance"])

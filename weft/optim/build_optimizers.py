@@ -13,6 +13,7 @@ from weft.comm.shards import like, local_of
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.registry import find_object
 from weft.job.schema import Optim
+from weft.mesh import Mesh
 from weft.optim.adafactor import Adafactor
 from weft.optim.adamw import AdamW
 from weft.optim.clip import scale_grads
@@ -148,9 +149,10 @@ def _set_found_inf(part: torch.optim.Optimizer, taken: Tensor | None) -> None:
 
 def build_optimizers(
     optim: Optim, master_params: Params, is_block: Callable[[str], bool], grad_params: Params | None = None,
-    compute_params: Params | None = None,
+    compute_params: Params | None = None, mesh: Mesh | None = None,
 ) -> Optimizers:  # fmt: skip
-    """The job's optimizer. Matrices decay, vectors do not."""
+    """The job's optimizer. Matrices decay, vectors do not. `mesh` tells optimizers that sum or multiply over elements
+    which ranks hold the same shards."""
     grad_params, compute_params = grad_params or master_params, compute_params or {}
     chosen: dict[str, Params] = {}
     for name, master in master_params.items():
@@ -161,6 +163,7 @@ def build_optimizers(
     for name, params in chosen.items():
         make = find_object(OPTIMIZERS[name].build, "optim.name")
         parts.append(make(optim, _groups(params, optim.weight_decay)))
+        parts[-1].mesh = mesh
     params = {name: param for some in chosen.values() for name, param in some.items()}
     return Optimizers(parts, master_params, params, grad_params, compute_params)
 

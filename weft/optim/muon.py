@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import local_of, shard_of
+from weft.mesh import Mesh
 from weft.optim.clip import zero_if_skipped
+from weft.optim.replicas import Source
 from weft.planner.engine_constants import MUON_ITERATIONS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -31,27 +33,46 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     """A tensor that is 1 if this step is skipped."""
 
+    mesh: Mesh | None = None
+    """Ranks with the same shard of a weight take turns: one computes an update and sends it to the others."""
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        taken: float | Tensor = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         for group in self.param_groups:
-            lr, momentum = group["lr"] * taken, group["momentum"]
-            for param in (p for p in group["params"] if p.grad is not None):
-                if "momentum_buffer" not in self.state[param]:
-                    self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-                weight, grad = local_of(param), zero_if_skipped(local_of(param.grad), self.found_inf)
-                mean = local_of(self.state[param]["momentum_buffer"])
-                mean.lerp_(grad, (1 - momentum) * taken)
-                shard = shard_of(param)
-                wanted = grad.lerp(mean, momentum)
-                # this rank may have whole matrices of some experts
-                if param.dim() == 3 and shard.size[1:] == tuple(shard.shape[1:]):
-                    update = orthogonal(wanted)
-                else:
-                    update = orthogonal(shard.whole(wanted))[shard.box]
-                weight.mul_(1 - lr * group["weight_decay"])
-                size = lr * 0.2 * math.sqrt(max(param.shape[-2:]))
-                weight.sub_(update * size)
+            params = [p for p in group["params"] if p.grad is not None]
+            sources = [Source.of(self.mesh, param, index) for index, param in enumerate(params)]
+            at_once = max((source.ranks for source in sources), default=1)  # each rank computes one of these
+            for first in range(0, len(params), at_once):
+                work = list(zip(params, sources, strict=True))[first : first + at_once]
+                updates = [self._update(param, source, group["momentum"]) for param, source in work]
+                for (param, source), update in zip(work, updates, strict=True):
+                    self._apply(param, source.send(update), group)
+
+    def _update(self, param: Tensor, source: Source, momentum: float) -> Tensor:
+        """This rank's shard of the orthogonalised momentum; without values where another rank computes it."""
+        if "momentum_buffer" not in self.state[param]:
+            self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        grad = zero_if_skipped(local_of(param.grad), self.found_inf)  # type: ignore[arg-type]
+        mean = local_of(self.state[param]["momentum_buffer"])
+        mean.lerp_(grad, (1 - momentum) * self._taken)
+        if not source.here:
+            return torch.empty_like(mean)
+        shard = shard_of(param)
+        wanted = grad.lerp(mean, momentum)
+        # this rank may have whole matrices of some experts
+        if param.dim() == 3 and shard.size[1:] == tuple(shard.shape[1:]):
+            return orthogonal(wanted)
+        return orthogonal(shard.whole(wanted))[shard.box].contiguous()
+
+    def _apply(self, param: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+        lr = group["lr"] * self._taken
+        weight = local_of(param)
+        weight.mul_(1 - lr * group["weight_decay"])
+        weight.sub_(update * (lr * 0.2 * math.sqrt(max(param.shape[-2:]))))
+
+    @property
+    def _taken(self) -> float | Tensor:
+        return 1.0 if self.found_inf is None else 1.0 - self.found_inf
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

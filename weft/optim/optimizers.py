@@ -39,7 +39,9 @@ OPTIMIZERS.register(
     Optimizer(
         "adafactor", "Adafactor (Shazeer & Stern 2018): second moments as row and column means.",
         "weft.optim.build_optimizers:adafactor", state=_adafactor_state, elementwise=False,
-        traffic=lambda weight: 2 + _row_and_column_sums(weight), scratch=lambda weight: 3 * weight.held, dry_run=False,
+        traffic=lambda weight: 2 + _row_and_column_sums(weight),
+        sent=lambda weight: 2 + _row_and_column_sums(weight) + prod(weight.shape[:-2]) * (len(weight.shape) > 1),
+        scratch=lambda weight: 3 * weight.held, dry_run=False,
     )
 )  # fmt: skip
 OPTIMIZERS.register(
@@ -47,7 +49,7 @@ OPTIMIZERS.register(
         "muon", "Muon (Jordan et al. 2024) on the matrices of blocks, adamw on the rest.",
         "weft.optim.build_optimizers:muon",
         state=lambda optim, weight: weight.held, elementwise=False, block_matrices_only=True,
-        traffic=lambda weight: prod(weight.shape),
+        traffic=lambda weight: prod(weight.shape), sent=lambda weight: weight.held, takes_turns=True,
         scratch=lambda weight: 5 * prod(weight.shape) if len(weight.shape) == 2 else 0, flops=_newton_schulz,
     )
 )  # fmt: skip

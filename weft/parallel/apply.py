@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from weft.comm.algorithms import summing
 from weft.comm.background import Beside
+from weft.comm.shards import sharded_axes
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.memory import HostOffload, recompute, recomputed_units, run_in_chunks
-from weft.mesh import Mesh, joint_axis, ranks_of_a_node
+from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.init import initialise
 from weft.parallel.context.attention import Context, split_context
 from weft.parallel.context.sequence_split import Cut
-from weft.parallel.data.compression import Compressor, cut_over_tp, worth_it
+from weft.parallel.data.compression import Compressor, worth_it
 from weft.parallel.data.data_parallel import Replicas, Shards, shard
 from weft.parallel.data.fsdp_collectives import meter_collectives
 from weft.parallel.expert.expert_parallel import (
@@ -50,7 +51,7 @@ def parallelize(
     """
     pp = mesh.axis("pp")
     beside = None
-    if (axis := mesh.axis(joint_axis(plan))) is not None and plan.compression != "none":
+    if (axis := mesh.axis(plan.joint_axis)) is not None and plan.compression != "none":
         # cp's own messages go through its group meanwhile; peers that do not exist have nothing to do meanwhile
         beside = Beside(mesh.device, at_once=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
     again = recomputed_units(list(find_units(model)), plan.recompute)
@@ -116,21 +117,23 @@ def spread_stage(
             shard_experts(modules, mesh, plan, dtype)
             # compressed, shards are summed over their replicas by hand
             copied = between if beside is None else ()
-            shard(unit, mesh.submesh(*copied, joint_axis(plan)), plan.zero, dtype)
-    axis, compressor = mesh.axis(joint_axis(plan)), None
+            shard(unit, mesh.submesh(*copied, plan.joint_axis), plan.zero, dtype)
+    axis, compressor = mesh.axis(plan.joint_axis), None
     if beside is not None:
         compressor = compressor_of(plan, mesh, beside, seed, dict(model.named_parameters()), split)
     if sharded:
-        meter_collectives(model, mesh, joint_axis(plan), bool(between))
+        meter_collectives(model, mesh, plan.joint_axis, bool(between))
         data: Replicas | Shards = Shards(model, plan.zero, bool(between), compressor)
     else:
         start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
         data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor)
+    whole = [n for n, p in data.master_params.items() if split and not {"tp", "ep"}.intersection(sharded_axes(p))]
     partial = tuple(n for n in data.master_params if split and n in split.partial)
+    replicated = tuple(n for n in whole if n not in partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
     frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
-    return SpreadModel(model, data, tp, partial, frozen, aliases, DelayedScales(model, mesh))
+    return SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
 
 
 def compressor_of(
@@ -138,7 +141,7 @@ def compressor_of(
 ) -> Compressor:
     """What compresses the gradients of a stage over its data-parallel axes."""
     axis, across = (
-        mesh.axis(joint_axis(plan)),
+        mesh.axis(plan.joint_axis),
         mesh.axis("dp_replicate") if plan.dp_shard > 1 and not plan.alone else None,
     )
     assert axis is not None
@@ -147,7 +150,7 @@ def compressor_of(
 
     def apart(name: str, param: Tensor) -> bool:
         """Whether the ranks of a tp group make different gradients of it, or add them up later."""
-        return split is None or name in split.partial or cut_over_tp(param)
+        return split is None or name in split.partial or "tp" in sharded_axes(param)
 
     names = frozenset(n for n, p in params.items() if worth_it(setting, p.shape) and apart(n, p))
     return Compressor(

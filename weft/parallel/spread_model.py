@@ -32,7 +32,11 @@ class SpreadModel:
     module: nn.Module
     data: Replicas | Shards
     tp: Axis | None
-    partial: tuple[str, ...]
+    partial: tuple[str, ...] = ()
+    """Weights that all ranks of tp hold whole, with gradients from different parts of the data: they are summed."""
+    replicated: tuple[str, ...] = ()
+    """Weights that all ranks of tp hold whole, with gradients from the same data: those of the first rank are taken,
+    since each rank's own could differ in the last bit."""
     frozen: dict[str, Tensor] = field(default_factory=dict)
     """Weights that are not trained, by name: a checkpoint holds them, the optimizer never sees them."""
     aliases: dict[str, str] = field(default_factory=dict)
@@ -120,14 +124,24 @@ class SpreadModel:
         for leaf in self.data.grad_params.values():
             if leaf.grad is None:  # else the optimizer would decay it in some layouts and pass over it in others
                 leaf.grad = torch.zeros_like(leaf)
-        if self.tp is not None and self.partial:
-            grads = [local_of(g) for n in self.partial if (g := self.data.grad_params[n].grad) is not None]
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            self.tp.all_reduce(flat)
-            for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(summed.view_as(grad))
+        if self.tp is not None:
+            self._sum_over_tp(self.tp)
         if self.load is not None:
             self.load.gather()
+
+    def _sum_over_tp(self, tp: Axis) -> None:
+        """Make the gradients of weights that tp does not shard complete, and equal on its ranks."""
+        grads = []
+        for name in (*self.partial, *self.replicated):
+            if (grad := self.data.grad_params[name].grad) is not None:
+                grads.append(local_of(grad))
+                if tp.rank > 0 and name in self.replicated:
+                    grads[-1].zero_()
+        if not grads:
+            return
+        flat = tp.all_reduce(torch.cat([g.reshape(-1) for g in grads]))
+        for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(summed.view_as(grad))
 
     def zero_grad(self) -> None:
         self.data.zero_grad()

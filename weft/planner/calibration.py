@@ -41,6 +41,8 @@ class Calibration:
     """Share of the peak that fused attention reaches."""
     traffic: float = 1.0
     """Bytes that norms, activations, residuals and casts move, over what a fused kernel for each would."""
+    selective: float = 0.0
+    """Share of a block's memory-bound work that selective recompute repeats where attention is fused."""
     host_us: float = 150.0
     """Time the host needs to launch one block's forward pass."""
     host_backward: float = 1.0

@@ -6,21 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from weft.hardware.measured import load_measured
 from weft.hardware.probe import probe
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration, load_calibration
-from weft.planner.memory.layouts_memory import GIB, stage_memory
-from weft.planner.memory.prediction import is_counted, predict_memory, stage_peaks
-from weft.planner.memory.rank_bytes import states_of
-from weft.planner.model.facts import ClusterFacts, ModelFacts, cluster_facts, model_facts
+from weft.planner.estimator import Estimator, make_estimator, run_memory
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.ranks import device_memory, device_of
 from weft.planner.search.candidates import Layouts
-from weft.planner.time.measured_device import step_seconds
-from weft.planner.time.step import Estimates, estimate
 
 POWER_SHARE = 0.85
 """Share of its rated power that a device draws while it trains."""
@@ -30,61 +24,45 @@ SOURCES = {
     "parameters": "counted from the model's shape; ZeRO (Rajbhandari et al. 2020) where dp_shard cuts them",
     "gradients": "ZeRO (Rajbhandari et al. 2020)",
     "optimizer": "ZeRO (Rajbhandari et al. 2020): master weights and moments",
-    "activations": "Korthikanti et al. 2022, equations 1 to 6; waiting microbatches after Narayanan et al. 2021",
-    "logits": "tokens × vocabulary / tp × bytes of the loss",
-    "communication": "gathered weights (zero 3) and gradient buckets",
-    "reserve": "driver context and what the allocator cannot use",
+    "activations": "kept tensors of a trace through one step; microbatches in flight after Narayanan et al. 2021",
+    "communication": "gathered weights, gradients being reduced, messages between stages, residuals of compression",
+    "temporary": "tensors that exist within one operator or block at the peak, logits of the loss among them",
+    "runtime": "torch itself, and scratch of its libraries",
     "compute": "roofline of each matrix product with the stack's efficiency curve",
     "pp_bubble": "Narayanan et al. 2021; Qi et al. 2023 for zero-bubble schedules",
     "communication time": "latency and bandwidth over the topology's levels (Hockney), ring collectives",
 }
 
 
-def job_facts(job: Job, plan: Plan) -> tuple[ModelFacts, ClusterFacts]:
-    """Model and cluster facts of a planned job."""
-    device = device_of(job, plan)
-    memory = device_memory(job, device, probe(), plan.world)
-    return model_facts(job), cluster_facts(job, plan.world, device, memory)
-
-
 def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dict[str, Any]:
     """What `weft estimate JOB --json` prints."""
     if job.model.module:
         raise JobError(f"model.module={job.model.module} cannot be estimated before it is built; use weft dryrun")
-    model, cluster = job_facts(job, plan)
-    name = stack if isinstance(stack, str) else stack.name
-    own = name.startswith("weft") and is_counted(job, plan)
     device = device_of(job, plan)
     cal = own_calibration(device) if stack == "weft" else load_calibration(stack) if isinstance(stack, str) else stack
-    layouts = Layouts.one(plan)
-    told = estimate(model, cluster, layouts, cal, job.train.global_batch)
+    estimator = make_estimator(job, plan, plan.world, device, device_memory(job, device, probe(), plan.world), cal)
+    model, cluster, layouts = estimator.model, estimator.cluster, Layouts.one(plan)
+    told = estimator.estimate(layouts, detail=True)
     parts = {part: float(gib[0]) for part, gib in told.memory.items()}
-    if own:
-        parts = own_memory(job, plan, parts["logits"])
-    peak = sum(parts.values())
-    slower = 1.0
-    measured = load_measured(plan.device_name) if own else None
-    if measured and (took := step_seconds(job, plan, measured)):  # on one device measurements stand above the model
-        usual = own_calibration(device)
-        slower = took / float(estimate(model, cluster, layouts, usual, job.train.global_batch).step_time_s[0])
-    seconds = float(told.step_time_s[0]) * slower
+    seconds, peak = float(told.step_time_s[0]), sum(parts.values())
     tokens = job.train.global_batch * float(model.seq_len)
     hours = seconds * job.train.full_steps / 3600
     kwh = plan.world * cluster.watts * POWER_SHARE * POWER_OVERHEAD * hours / 1000
     price = cluster.price_usd_hour
     return {
         "step_time_s": seconds,
-        "range_s": [float(told.low_s[0]) * slower, float(told.high_s[0]) * slower],
+        "range_s": [float(told.low_s[0]), float(told.high_s[0])],
         "tokens_per_s_per_gpu": tokens / seconds / plan.world,
-        "tflops_per_gpu": float(told.tflops[0]) / slower,
-        "mfu": float(told.mfu[0]) / slower,
-        "hfu": float(told.hfu[0]) / slower,
+        "tflops_per_gpu": float(told.tflops[0]),
+        "mfu": float(told.mfu[0]),
+        "hfu": float(told.hfu[0]),
         "peak_memory_gib": peak,
         "memory_limit_gib": float(cluster.memory_gib),
-        "fits": peak <= cluster.memory_gib * cal.usable,
+        "memory_usable_gib": estimator.limit_gib,
+        "fits": bool(told.fits[0]),
         "memory": parts,
-        "memory_by_stage": _own_stages(job, plan, parts) if own else _stages(model, layouts, cal),
-        "time": {part: float(s[0]) * slower for part, s in told.time.items()},
+        "memory_by_stage": _stages(estimator, layouts),
+        "time": {part: float(s[0]) for part, s in told.time.items()},
         "bytes": {axis: float(b[0]) for axis, b in told.bytes.items()},
         "bytes_by_link": {level: float(np.ravel(b)[0]) for level, b in told.level_bytes.items()},
         "energy_kwh": kwh,
@@ -93,7 +71,7 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         "hours": hours,
         "steps": job.train.steps,
         "tokens": tokens * job.train.full_steps,
-        "own_run": predict_memory(job, plan),
+        "own_run": run_memory(parts),
         "layout": plan.layout(),
         "world": plan.world,
         "device": plan.device_name,
@@ -102,40 +80,11 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     }
 
 
-def own_memory(job: Job, plan: Plan, logits: float) -> dict[str, float]:
-    """GiB by part as Weft's own engine holds them: states counted exactly, the rest as its peak is predicted."""
-    found, states = predict_memory(job, plan), states_of(job, plan)
-    assert states is not None
-    sure = {
-        "parameters": (states.parameters + states.copies + states.average) / GIB,
-        "gradients": states.gradients / GIB,
-        "optimizer": states.optimizer / GIB,
-        "reserve": found["runtime_gib"],
-    }
-    # a copy of the weights that stays counts as a parameter, not once more as gathered
-    room = max(0.0, found["memory_gib"] - sum(sure.values()))
-    sure["communication"] = min(room, found["gathered_gib"])
-    rest = room - sure["communication"]
-    return {**sure, "activations": max(0.0, rest - logits), "logits": min(rest, logits)}
-
-
-def _own_stages(job: Job, plan: Plan, parts: dict[str, float]) -> list[dict[str, float]]:
-    """GiB on the first rank of each stage of Weft's own engine; without a walk through it, the fullest for all."""
-    names = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "working": "activations"}
-    peaks = stage_peaks(job, plan) if plan.pp > 1 else []
-    walked = [{told: p[name] / GIB for name, told in names.items()} for p in peaks]
-    out = []
-    for index, held in enumerate(walked or [parts] * plan.pp):
-        whole = {**held, "reserve": parts["reserve"]}
-        out.append({"stage": index, **whole, "total": sum(whole.values())})
-    return out
-
-
-def _stages(model: ModelFacts, layouts: Layouts, cal: Calibration) -> list[dict[str, float]]:
-    """GiB by part on each rank of a pipeline."""
+def _stages(estimator: Estimator, layouts: Layouts) -> list[dict[str, float]]:
+    """GiB by component on the first rank of each pipeline rank."""
     out = []
     for index in range(int(layouts.pp[0])):
-        parts = {k: float(np.ravel(v)[0]) / GIB for k, v in stage_memory(model, layouts, cal, index).items()}
+        parts = {part: float(np.ravel(gib)[0]) for part, gib in estimator.stage_gib(layouts, index).items()}
         out.append({"stage": index, **parts, "total": sum(parts.values())})
     return out
 
@@ -169,6 +118,3 @@ def show_estimate(told: dict[str, Any]) -> str:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-__all__ = ["Estimates", "estimate_job", "job_facts", "show_estimate"]

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from weft.hardware.catalog import Device, Network, find_network
-from weft.hardware.measured import load_measured
-from weft.hardware.probe import Machine, probe
+from weft.hardware.probe import probe
 from weft.job.compression import parse_compression
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Experts, Job, Parallel
@@ -16,32 +15,24 @@ from weft.job.shapes import resolve
 from weft.planner.advice.expert_placement import with_copies
 from weft.planner.calibration import Calibration
 from weft.planner.describe import run_lengths
-from weft.planner.engine_constants import LONG_SEQUENCE_CHUNK
-from weft.planner.memory.prediction import communication_bytes, is_counted, last_step_bytes, predict_memory
-from weft.planner.memory.recompute import least_recompute
-from weft.planner.model.counts import part_costs
+from weft.planner.estimator import Estimator, make_estimator, run_memory
+from weft.planner.memory.engine_memory import chunk_tokens, host_gib
+from weft.planner.memory.stage_blocks import split_blocks
 from weft.planner.model.facts import cluster_facts
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import AXES, Plan
 from weft.planner.ranks import backend_of, device_for, device_memory, world_of
 from weft.planner.rules.arithmetic import divisors
-from weft.planner.rules.context_rules import attends
 from weft.planner.rules.table import check
-from weft.planner.schedules.registry import SCHEDULES, check_schedule, splits_backward
-from weft.planner.schedules.stage_split import split_layers, split_stages
+from weft.planner.schedules.registry import SCHEDULES, check_schedule
 from weft.planner.search.candidates import Layouts
-from weft.planner.search.choose import estimator_for, plan_space, search_layout
+from weft.planner.search.choose import plan_space, search_layout
 from weft.planner.search.search import SearchResult
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
-from weft.planner.sync import default_layout, one_replica
+from weft.planner.sync import default_layout
 from weft.planner.time.buckets import bucket_mb
 from weft.planner.time.context import choose_style, rings
-from weft.planner.time.measured_device import step_seconds
-
-USABLE_MEMORY_SHARE = 0.9
-"""Share of a device's memory that a plan may use."""
-MAX_SEARCHES = 4
-"""Searches for a layout that fits by the engine's own count too, which is finer than the search's."""
+from weft.planner.time.traffic import communication_bytes
 
 
 def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
@@ -52,15 +43,15 @@ def make_plan(job: Job, world: int | None = None, calibration: Calibration | Non
 def best_plan(
     start: PlanStart, trainable: bool, calibration: Calibration | None = None
 ) -> tuple[Job, Plan, SearchResult | None]:
-    """The resolved job, the plan of its best layout, and what was found."""
-    heavier = 1.0
-    for _ in range(MAX_SEARCHES):
-        plan, said, found = pick_layout(start, trainable, calibration, heavier)
-        job, made = complete_plan(start, plan, said)
-        more = found.outgrown(made.predicted.get("memory_gib")) if found else 1.0
-        if more == 1:
-            break
-        heavier *= more
+    """The resolved job, the plan of its best layout, and the result of the search."""
+    plan, reasons, found = pick_layout(start, trainable, calibration)
+    job, made = complete_plan(start, plan, reasons, found.estimator if found else None)
+    budget = job.memory.budget_gib
+    if budget and found is not None and len(found) == 0:
+        raise FitError(
+            f"memory.budget_gib={budget:g} is less than the {found.smallest_gib:.2f} GiB a rank that even "
+            "recompute=full needs; a smaller train.microbatch or more ranks would need less"
+        )
     return job, made, found
 
 
@@ -116,13 +107,12 @@ def start_plan(job: Job, world: int | None = None) -> PlanStart:
 
 
 def pick_layout(
-    start: PlanStart, trainable: bool, calibration: Calibration | None = None, heavier: float = 1.0
+    start: PlanStart, trainable: bool, calibration: Calibration | None = None
 ) -> tuple[Plan, list[str], SearchResult | None]:
     """The layout: searched for Weft's models, plain replicas for a custom module."""
     job, plan = start.job, start.plan
     if not job.model.module:
-        estimator = estimator_for(job, start.world, start.device, start.memory_gib, calibration)
-        estimator = replace(estimator, heavier=heavier)
+        estimator = make_estimator(job, start.plan, start.world, start.device, start.memory_gib, calibration)
         chosen = search_layout(job, plan, plan_space(job, plan, start.world, trainable), estimator)
         if chosen is not None:
             return chosen[0], chosen[2], chosen[1]
@@ -132,36 +122,23 @@ def pick_layout(
     return _microbatch(job, plan), [], None
 
 
-def complete_plan(start: PlanStart, plan: Plan, said: Sequence[str]) -> tuple[Job, Plan]:
+def complete_plan(
+    start: PlanStart, plan: Plan, said: Sequence[str], estimator: Estimator | None = None
+) -> tuple[Job, Plan]:
     """The chosen layout with its stages, its reasons and its predicted memory, time and traffic."""
     job, reasons = start.job, [*start.reasons, *said]
     if job.parallel == "auto":
         plan = _choose_context_parallel(job, plan, start.device, reasons)
-    plan = _chunking(job, plan, probe(), reasons)
-    if job.memory.recompute == "auto" and plan.recompute == "selective" and splits_backward(plan):
-        plan = replace(plan, recompute="full")  # a split backward passes through a block twice
+    plan = _chunking(job, plan, reasons)
     check(job, plan)
     plan = _split_stages(job, replace(plan, compile=_compile(job, plan)), reasons)
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
-    plan = _choose_recompute(job, plan, start.memory_gib, reasons)
     if job.comm.bucket_mb == "auto" and plan.dp_shard == 1 and plan.dp_replicate * plan.cp > 1:
         size, why = bucket_mb(job, plan, start.device)
         plan = replace(plan, bucket_mb=size)
         reasons += [why] if why else []
-    return job, replace(plan, reasons=tuple(reasons), predicted=_predict(start, plan))
-
-
-def _choose_recompute(job: Job, plan: Plan, memory: float, reasons: list[str]) -> Plan:
-    """The least recompute that fits by the engine's own count, which is finer than the search's."""
-    if job.memory.recompute != "auto" or job.model.module or job.model.experts:
-        return plan
-    if plan.long and not job.memory.budget_gib:
-        return plan  # its blocks are computed again as it is
-    limit = job.memory.budget_gib or USABLE_MEMORY_SHARE * memory
-    reasons[:] = [said for said in reasons if not said.startswith("recompute ")]  # the search's, which it now settles
-    bare = replace(plan, recompute="none")
-    return least_recompute(job, bare, lambda p: predict_memory(job, p).get("memory_gib"), limit, reasons)
+    return job, replace(plan, reasons=tuple(reasons), predicted=_predict(start, plan, estimator))
 
 
 def runs_here(start: PlanStart) -> bool:
@@ -278,18 +255,14 @@ def _choose_context_parallel(job: Job, plan: Plan, device: Device, reasons: list
     return replace(plan, cp_style=style, cp_group=group, zigzag=bool(job.model.causal) and plan.cp > group)
 
 
-def _chunking(job: Job, plan: Plan, machine: Machine, reasons: list[str]) -> Plan:
+def _chunking(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     """Whether a block's linear layers run in chunks, and how much host memory is used."""
-    chunk = job.memory.chunk
-    if chunk == "auto":
-        most = job.data.seq_len / plan.cp
-        plain = not attends(job) or splits_backward(plan) or job.model.experts is not None
-        chunk = LONG_SEQUENCE_CHUNK if most > MAX_MICROBATCH_TOKENS and not plain else 0
-        if chunk:
-            reasons.append(f"blocks in chunks of {chunk} tokens: {most:.0f} on a rank make large activations")
-    host = job.memory.host_gib
-    if host is None:
-        host = 0.7 * machine.memory_gib * plan.nodes / plan.world
+    layouts = Layouts.one(plan)
+    chunk = int(chunk_tokens(job, layouts)[0])
+    if chunk and job.memory.chunk == "auto":
+        tokens = job.data.seq_len / plan.cp
+        reasons.append(f"blocks in chunks of {chunk} tokens: {tokens:.0f} on a rank make large activations")
+    host = float(host_gib(job, layouts)[0])
     return replace(plan, chunk=chunk, host_gib=host if plan.offload == "activations" else 0.0)
 
 
@@ -297,13 +270,9 @@ def _split_stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     """Which blocks each stage has: the pinned split, or the one with the fastest slowest stage."""
     if plan.pp == 1:
         return plan
+    split = split_blocks(job, plan.pp * plan.virtual_stages, pairs=plan.tp > 1)
     pinned = job.parallel.split if job.parallel != "auto" else None
-    parts = part_costs(job.model, job.data.seq_len)
-    layers, stages = len(parts) - 2, plan.pp * plan.virtual_stages
-    if job.model.is_stack:
-        return replace(plan, split=tuple(split_layers(parts[1:-1], stages, pinned, pairs=plan.tp > 1)))
-    split = tuple((max(0, a - 1), min(layers, b - 1)) for a, b in split_stages(parts, stages, pinned))
-    if len({b - a for a, b in split}) > 1 and not pinned:
+    if len({b - a for a, b in split}) > 1 and not pinned and not job.model.is_stack:
         reasons.append(f"stages of {run_lengths([b - a for a, b in split])} blocks: embedding and head weigh too")
     return replace(plan, split=split)
 
@@ -320,38 +289,21 @@ def _microbatch(job: Job, plan: Plan) -> Plan:
     return replace(plan, microbatch=size, accumulation=share // size)
 
 
-def _predict(start: PlanStart, plan: Plan) -> dict[str, float]:
+def _predict(start: PlanStart, plan: Plan, estimator: Estimator | None) -> dict[str, float]:
+    """Memory, traffic and time of a completed plan, under the names that every run prints."""
     job = start.job
-    predicted = predict_memory(job, plan)
+    if job.model.module:
+        return {}
+    estimator = estimator or make_estimator(job, start.plan, start.world, start.device, start.memory_gib)
+    made = estimator.estimate(Layouts.one(plan), detail=True)
+    predicted = run_memory({part: float(gib[0]) for part, gib in made.memory.items()})
     moved = sum(communication_bytes(job, plan).values())
-    if predicted:
-        predicted["communication_mib"] = moved / 2**20
-        if (last := sum(last_step_bytes(job, plan).values())) < moved:
-            predicted["communication_last_mib"] = last / 2**20
-    if peak_flops(plan, job) and not job.model.module:
-        estimator = estimator_for(job, start.world, start.device, start.memory_gib)
-        made, alone = estimator.estimate(Layouts.one(plan)), estimator.estimate(Layouts.one(one_replica(plan)))
-        seconds = float(made.step_time_s[0])
-        rest = float(alone.step_time_s[0])  # what a step takes by itself; the exchange comes once in a while
-        spread = rest + max(0.0, seconds - rest) / plan.sync_every
-        predicted |= {"step_time_s": spread, "mfu": float(made.mfu[0]) * seconds / spread}
-        measured = load_measured(plan.device_name)
-        if measured and (own := step_seconds(job, plan, measured)):  # one device, and it was measured: no model
-            predicted |= {"step_time_s": own, "mfu": predicted["mfu"] * predicted["step_time_s"] / own}
-        if not is_counted(job, plan):
-            predicted |= _named_parts({name: float(gib[0]) for name, gib in made.memory.items()})
+    predicted["communication_mib"] = moved / 2**20
+    if (last := sum(communication_bytes(job, plan, last=True).values())) < moved:
+        predicted["communication_last_mib"] = last / 2**20
+    if peak_flops(plan, job):
+        predicted |= {"step_time_s": float(made.step_time_s[0]), "mfu": float(made.mfu[0])}
     return predicted
-
-
-def _named_parts(gib: dict[str, float]) -> dict[str, float]:
-    """The estimate's parts of memory under the names that every run prints."""
-    return {
-        "memory_gib": sum(gib.values()),
-        "states_gib": gib["parameters"] + gib["gradients"] + gib["optimizer"],
-        "gathered_gib": gib["communication"],
-        "activations_gib": gib["activations"] + gib["logits"],
-        "runtime_gib": gib["reserve"],
-    }
 
 
 def plan(job: Job, world: int | None = None) -> Plan:

@@ -93,6 +93,13 @@ class Plan:
         return self.sync in ("local", "diloco")
 
     @property
+    def joint_axis(self) -> str:
+        """The axis over which gradients are summed, and weights sharded: ranks of cp see other tokens, as data-parallel
+        ranks do. Empty if there is none."""
+        data = "dp_shard" if self.dp_shard > 1 else "dp_replicate" if self.dp_replicate > 1 and not self.alone else ""
+        return data if self.cp == 1 else f"{data}_cp" if data else "cp"
+
+    @property
     def cp_cut(self) -> int:
         """Ranks of cp among which weights are cut: with shards, they are cut over both."""
         return self.cp if self.dp_shard > 1 else 1

@@ -30,8 +30,10 @@ def exchange_bytes(job: Job, plan: Plan) -> dict[str, float]:
     if plan.sync == "server":
         return {"server": 8.0 * here}  # gradients to the server, weights back
     if plan.sync == "federated":
-        carries = plan.sync_every > 1 and not sync.clip  # the optimizer state is sent both ways too
-        each = 8.0 + (4 + 8 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim) if carries else 0)
+        carries = plan.sync_every > 1 and not sync.clip and not sync.secure  # the optimizer state is sent both ways too
+        each = (12.0 if sync.secure else 8.0) + (
+            4 + 8 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim) if carries else 0
+        )
         return {"server": each * here / plan.sync_every}
     return {"dp_replicate": here * EXCHANGE_BYTES[sync.quantize] / plan.sync_every}
 

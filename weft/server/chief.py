@@ -30,6 +30,7 @@ from weft.server.federated_client import client_shares
 from weft.server.parameter_server import ParameterServer
 from weft.server.records import RunRecords, StateCopy
 from weft.server.rendezvous import publish_address, servers_folder
+from weft.server.secure_averaging import SecureAveraging
 from weft.server.shard import RemoteShard, Shard, assign_weights
 from weft.training.build import build_state
 from weft.training.metrics import peak_memory_gib
@@ -60,6 +61,8 @@ class RunCoordinator(Coordinator, Protocol):
     def step(self) -> int: ...
 
     def complete(self) -> bool: ...
+
+    def finished(self) -> bool: ...
 
     def begin(self, tensors: dict[str, Tensor], sync: dict[str, Any]) -> None: ...
 
@@ -195,7 +198,9 @@ def run_chief(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
         coordinator: RunCoordinator = (
             ParameterServer(job, plan.dp, shard, records, lambda a: connect_shard(a, secret))
             if plan.sync == "server"
-            else FederatedAveraging(job, [len(s) for s in client_shares(job, dataset)], shard, records)
+            else (SecureAveraging if job.train.sync.secure else FederatedAveraging)(
+                job, [len(s) for s in client_shares(job, dataset)], shard, records, secret
+            )
         )
         connections = Connections(job.train.sync.host, secret, coordinator, log)
         publish_address(run, connections.address)
@@ -258,12 +263,12 @@ def _wait(what: Callable[[], bool], signals: Signals) -> Exit | None:
 def _serve(coordinator: RunCoordinator, chief: Chief, signals: Signals) -> Exit | None:
     """Evaluate and save queued copies until the run ends or a signal stops it. Returns the signal's exit code."""
     copies, first = chief.records.copies, coordinator.step
-    while not (coordinator.ended and copies.empty()):
+    while not coordinator.finished():
         try:
             chief.process(copies.get_nowait())
         except queue.Empty:
             coordinator.tick()
-            time.sleep(POLL_S / 4)  # not get(timeout=…): in CPython 3.11 a signal at its end lets it wait for ever
+            time.sleep(POLL_S / 4)  # not get(timeout=…): in CPython 3.11 a signal at its end can make it block forever
         if wish := _stop_requested(signals):
             coordinator.stop_updates()
             if coordinator.step > first:

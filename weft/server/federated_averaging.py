@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,16 +12,23 @@ from torch import Tensor
 
 from weft.job.schema import Job
 from weft.optim.schedule import learning_rate
-from weft.server.client_samples import random_generator, sample_clients
+from weft.server.client_samples import sample_clients
 from weft.server.connections import Peer
+from weft.server.federated_update import (
+    ClientUpdate,
+    OuterStep,
+    RoundResult,
+    add_noise,
+    average,
+    client_weights,
+    clip_factor,
+)
+from weft.server.privacy import PrivacyAccountant, noise_generator
 from weft.server.records import RunRecords, StateCopy
 from weft.server.shard import Shard
-from weft.server.update_checks import find_defect, norm, outliers
+from weft.server.update_checks import OutlierCheck, find_defect
 from weft.training.metrics import peak_memory_gib
 from weft.wire.tensors import Answer
-
-KEPT_NORMS = 50
-"""Norms of earlier updates that are kept for rounds with few clients."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +38,6 @@ class ClientAssignment:
     client: int
     peer: Peer
     since: float
-
-
-@dataclass(frozen=True)
-class ClientUpdate:
-    """A client's result of a round."""
-
-    worker: str
-    sent: dict[str, Tensor]
-    """A gradient, or the change of the weights and the optimizer state (`optim.…`)."""
-    losses: list[float]
-    counts: list[float]
-    norms: list[float]
 
 
 class FederatedAveraging:
@@ -55,12 +50,12 @@ class FederatedAveraging:
     cover it. In a round of one step the mean gradient is a step of the server's own optimizer.
     """
 
-    def __init__(self, job: Job, examples: list[int], shard: Shard, records: RunRecords):
-        self.job, self.examples, self.shard, self.records = job, examples, shard, records
+    def __init__(self, job: Job, examples: list[int], shard: Shard, records: RunRecords, secret: bytes):
+        """`examples` is the number of examples of each client; `secret` makes the noise."""
+        self.job, self.examples, self.shard, self.records, self.secret = job, examples, shard, records, secret
         self.sync = job.train.sync
-        self.rate, self.momentum = self.sync.outer
-        if self.momentum:
-            shard.extra = {f"outer.velocity.{n}": torch.zeros_like(m.detach()) for n, m in shard.master_params.items()}
+        self.outer = OuterStep(job, shard)
+        self.accountant = PrivacyAccountant(self.sync.noise, self.sync.delta) if self.sync.noise else None
         self.changed = threading.Condition()
         self.workers: set[Peer] = set()
         self.step = self.round = self.tokens = self.issued = self.offset = 0
@@ -68,8 +63,7 @@ class FederatedAveraging:
         self.assigned: dict[str, ClientAssignment] = {}
         self.received: dict[int, ClientUpdate] = {}
         self.rejected: set[int] = set()
-        self.norms: dict[str, list[float]] = {}
-        """Norms of earlier updates, by kind of tensor."""
+        self.outliers = OutlierCheck(self.sync.tolerance)
         self.ready = self.stop = False
         self.failed: str | None = None
         self.bytes = 0
@@ -90,18 +84,25 @@ class FederatedAveraging:
         return self.steps > 1 and not self.sync.clip
 
     @property
+    def clients(self) -> list[int]:
+        """The clients of the current round."""
+        return sample_clients(self.sync.clients, self.sync.drawn, self.job.train.seed, self.round)
+
+    @property
     def parts(self) -> float:
         """Number of equally large clients whose mean would have the same noise."""
-        held = [
-            self.examples[c]
-            for c in sample_clients(self.sync.clients, self.sync.drawn, self.job.train.seed, self.round)
-        ]
+        held = [self.examples[c] for c in self.clients]
         return sum(held) ** 2 / max(1, sum(n * n for n in held))
 
     def expected(self) -> dict[str, Tensor]:
         """Tensors that a client sends in the current round, by name."""
         state = self.shard.optimizers.shards() if self.carries else {}
         return {**self.shard.master_params, **{f"optim.{n}": t for n, t in state.items() if t.dim()}}
+
+    def finished(self) -> bool:
+        """Whether no more updates are made and no copy is queued. Rounds queue their copy under the same lock."""
+        with self.changed:
+            return self.ended and self.records.copies.empty()
 
     # peers
 
@@ -117,12 +118,16 @@ class FederatedAveraging:
             self.workers.discard(peer)
             if self.ended or peer.role != "worker":
                 return
-            lost = [key for key, out in self.assigned.items() if out.peer is peer]
-            self.todo += [self.assigned.pop(key).client for key in lost]
+            keys = [key for key, out in self.assigned.items() if out.peer is peer]
+            lost = [self.assigned.pop(key).client for key in keys]
             note = f"step {self.step}: {peer.name} disconnected"
-            note += "; its client is assigned to another worker" if lost else ""
             self.records.event("worker_lost", note, worker=peer.name, step=self.step, shares=len(lost))
+            self._release(peer, lost)
             self.changed.notify_all()
+
+    def _release(self, peer: Peer, clients: list[int]) -> None:
+        """A worker is lost: its clients are assigned to others."""
+        self.todo += clients
 
     def tick(self) -> None:
         """Called periodically: disconnect workers that exceed comm.timeout_s."""
@@ -159,18 +164,21 @@ class FederatedAveraging:
     def meta(self) -> dict[str, Any]:
         return {
             "mode": "federated", "round": self.round, "step": self.step, "tokens": self.tokens, "offset": self.offset,
-            "velocity": bool(self.shard.extra), "norms": self.norms,
+            "velocity": bool(self.shard.extra), "norms": self.outliers.norms,
+            "privacy": self.accountant.state() if self.accountant else {},
         }  # fmt: skip
 
     def _adopt(self, meta: dict[str, Any]) -> None:
         self.round, self.step, self.tokens = meta["round"], meta["step"], meta["tokens"]
-        self.offset, self.norms = meta["offset"], dict(meta.get("norms", {}))
+        self.offset, self.outliers.norms = meta["offset"], dict(meta.get("norms", {}))
+        if self.accountant:
+            self.accountant = PrivacyAccountant(self.sync.noise, self.sync.delta, meta.get("privacy"))
         self._open_round()
         self.ready = True
         self.changed.notify_all()
 
     def _open_round(self) -> None:
-        self.todo = sample_clients(self.sync.clients, self.sync.drawn, self.job.train.seed, self.round)
+        self.todo = self.clients
         self.assigned, self.received, self.rejected = {}, {}, set()
 
     # requests
@@ -198,7 +206,12 @@ class FederatedAveraging:
             return {
                 "key": key, "client": client, "round": self.round, "step": self.step, "steps": self.steps,
                 "servers": [""], "version": str(self.round), "carries": self.carries, "parts": self.parts,
+                **self._details(client, peer),
             }  # fmt: skip
+
+    def _details(self, client: int, peer: Peer) -> dict[str, Any]:
+        """More fields of a client's task."""
+        return {}
 
     def _client_for(self, peer: Peer) -> int | None:
         """A client for this worker: its own if it has one, else any that no worker has reserved."""
@@ -215,18 +228,27 @@ class FederatedAveraging:
                 return {"taken": False}
             del self.assigned[head["key"]]
             self.bytes += int(head.get("bytes", 0))
-            why = find_defect(tensors, self.expected())
-            told = [[float(x) for x in head[what]] for what in ("losses", "counts", "norms")]
-            if why is None and any(len(x) != self.steps for x in told):
-                why = f"it reports {len(told[0])} steps instead of {self.steps}"
-            if why is None:
-                self.received[out.client] = ClientUpdate(peer.name, {n: t.float() for n, t in tensors.items()}, *told)
-            else:
+            why = self._take(out.client, peer.name, head, tensors)
+            if why is not None:
                 self._reject(out.client, peer.name, why)
-            if not self.todo and not self.assigned:
-                self._close_round()
+            self._continue()
             self.changed.notify_all()
             return {"taken": why is None}
+
+    def _take(self, client: int, worker: str, head: dict[str, Any], tensors: dict[str, Tensor]) -> str | None:
+        """Keep a client's update; returns the reason if it is invalid."""
+        if why := find_defect(tensors, self.expected()):
+            return why
+        figures = [[float(x) for x in head[what]] for what in ("losses", "counts", "norms")]
+        if any(len(x) != self.steps for x in figures):
+            return f"it reports {len(figures[0])} steps instead of {self.steps}"
+        self.received[client] = ClientUpdate(worker, {n: t.float() for n, t in tensors.items()}, *figures)
+        return None
+
+    def _continue(self) -> None:
+        """End the round when every client has answered."""
+        if not self.todo and not self.assigned:
+            self._close_round(self._average())
 
     def _reject(self, client: int, worker: str, why: str) -> None:
         self.rejected.add(client)
@@ -235,100 +257,54 @@ class FederatedAveraging:
             client=client, worker=worker, round=self.round + 1, step=self.step, why=why,
         )  # fmt: skip
 
-    def _close_round(self) -> None:
-        sizes = self._reject_outliers()
-        if self.received:
-            self._average(sizes)
+    def _average(self) -> RoundResult:
+        """The mean of the accepted updates, clipped, with noise."""
+        sync = self.sync
+        kind = "change" if self.steps > 1 else "gradient"
+        found, sizes = self.outliers.check({c: u.sent for c, u in self.received.items()}, kind)
+        for client, why in found.items():
+            self._reject(client, self.received.pop(client).worker, why)
+        weights = client_weights(self.received, self.examples, bool(sync.noise))
+        factors = {c: weight * clip_factor(sizes[c], sync.clip) for c, weight in weights.items()}
+        result = average(self.received, factors, self.steps)
+        if not (sync.noise and result.clients):
+            return result
+        deviation = sync.noise * sync.clip / len(result.clients)
+        return replace(result, mean=add_noise(result.mean, deviation, noise_generator(self.secret, self.round)))
+
+    def _close_round(self, result: RoundResult) -> None:
         before, steps = self.step, self.steps
+        if result.clients:
+            self.outer.apply(result.mean, before, steps, self.carries, self.round + 1)
+        privacy = self._account(result.clients)
         seconds = self.records.lap(steps)
         for i in range(steps):
-            self._record(before + i, i, seconds)
+            self._record(before + i, i, seconds, result, privacy)
         self.step, self.round = before + steps, self.round + 1
-        evaluates = self.records.due(before, self.step, self.job.train.eval_every) and self.job.train.eval_every > 0
-        saves = self.records.due(before, self.step, self.job.checkpoint.every)
+        evaluates, saves = self.records.due_at(before, self.step)
         if evaluates or saves:
             self.records.copies.put(self.copy(evaluates, saves))
         self.shard.snapshot(self.meta())
         self._open_round()
 
-    def _reject_outliers(self) -> dict[int, float]:
-        """Reject updates with a norm far above the others'. Returns the norms of all updates."""
-        kinds: dict[str, list[str]] = {}
-        for name in self.expected():
-            kinds.setdefault(name.rpartition(".")[2] if name.startswith("optim.") else self._what, []).append(name)
-        told: dict[str, dict[int, float]] = {}
-        for kind, names in kinds.items():
-            sizes = {c: norm({n: u.sent[n] for n in names}) for c, u in self.received.items()}
-            for client, why in outliers(sizes, self.norms.get(kind, []), self.sync.tolerance).items():
-                self._reject(client, self.received.pop(client).worker, why if kind == self._what else f"{kind}: {why}")
-            told[kind] = sizes
-        for kind, sizes in told.items():
-            kept = [size for client, size in sizes.items() if client in self.received]
-            self.norms[kind] = [*self.norms.get(kind, []), *kept][-KEPT_NORMS:]
-        return told[self._what]
+    def _account(self, clients: list[int]) -> dict[str, float]:
+        """The privacy loss so far, printed and written with the round's metrics; nothing without noise."""
+        if self.accountant is None:
+            return {}
+        self.accountant.add_round(clients)
+        privacy = {"epsilon": self.accountant.epsilon, "delta": self.accountant.delta}
+        note = f"round {self.round + 1}: epsilon {privacy['epsilon']:.3f} at delta {privacy['delta']:g}"
+        self.records.event("privacy", note, round=self.round + 1, step=self.step + self.steps, **privacy)
+        return privacy
 
-    @property
-    def _what(self) -> str:
-        return "change" if self.steps > 1 else "gradient"
-
-    @torch.no_grad()
-    def _average(self, sizes: dict[int, float]) -> None:
-        """The outer step: clipped changes, averaged by examples, plus noise and momentum if set."""
-        clip, total = self.sync.clip, sum(self.examples[c] for c in self.received)
-        shares = {
-            c: self.examples[c] / total * (min(1.0, clip / max(sizes[c], 1e-12)) if clip else 1.0)
-            for c in self.received
-        }
-        mean: dict[str, Tensor] = {}
-        for name in self.expected():
-            mean[name] = torch.stack([self.received[c].sent[name] * shares[c] for c in sorted(self.received)]).sum(0)
-        if spread := self.sync.noise * clip / len(self.received):
-            random = random_generator(self.job.train.seed, f"noise {self.round}")
-            for name, tensor in mean.items():
-                mean[name] = tensor + torch.from_numpy(random.normal(0, spread, tuple(tensor.shape))).float()
-        before = {n: m.detach().clone() for n, m in self.shard.master_params.items()}
-        self._apply_mean(mean)
-        with self.shard.lock:
-            for name, master in self.shard.master_params.items():
-                way = before[name] - master.detach()
-                if self.shard.extra:
-                    velocity = self.shard.extra[f"outer.velocity.{name}"].mul_(self.momentum).add_(way)
-                    way = way + self.momentum * velocity
-                if self.shard.extra or self.rate != 1:
-                    master.detach().copy_(before[name] - self.rate * way)
-            self.shard.version = self.round + 1
-
-    def _apply_mean(self, mean: dict[str, Tensor]) -> None:
-        """Update weights and optimizer state with the mean of the clients."""
-        master_params, optim, version = self.shard.master_params, self.job.optim, self.round + 1
-        if self.steps == 1:
-            size = norm(mean)
-            factor = min(1.0, optim.clip / (size + 1e-6)) if optim.clip else 1.0
-            for name, master in master_params.items():
-                master.grad = mean[name].to(master.dtype)
-            self.shard.apply(learning_rate(self.job, self.step + 1), factor, version)
-            return
-        with self.shard.lock:
-            for name, master in master_params.items():
-                master.detach().add_(mean[name])
-            for name, held in self.shard.optimizers.shards().items() if self.carries else ():
-                if not held.dim():
-                    held.add_(self.steps)  # the step counter
-                else:
-                    held.copy_(mean[f"optim.{name}"])
-                if name.endswith(".exp_avg_sq"):
-                    held.clamp_(min=0)  # a second moment is not negative, whatever a client sends
-
-    def _record(self, step: int, i: int, seconds: float) -> None:
-        updates = list(self.received.values())
-        count = sum(u.counts[i] for u in updates)
-        self.tokens += int(count)
+    def _record(self, step: int, i: int, seconds: float, result: RoundResult, privacy: dict[str, float]) -> None:
+        count = round(result.counts[i])
+        self.tokens += count
         self.records.step(
-            step + 1, sum(u.losses[i] for u in updates) / max(1.0, count), int(count),
-            sum(u.norms[i] for u in updates) / max(1, len(updates)), learning_rate(self.job, step + 1), self.tokens,
-            seconds, self.bytes,
-            peak_memory_gib=peak_memory_gib(torch.device("cpu")), round=self.round + 1,
-            clients=sorted(self.received), rejected=sorted(self.rejected), workers=len(self.workers),
+            step + 1, result.losses[i] / max(1, count), count, result.norms[i], learning_rate(self.job, step + 1),
+            self.tokens, seconds, self.bytes,
+            peak_memory_gib=peak_memory_gib(torch.device("cpu")), round=self.round + 1, clients=result.clients,
+            rejected=sorted(self.rejected), workers=len(self.workers), **privacy,
         )  # fmt: skip
 
     def copy(self, evaluates: bool, saves: bool) -> StateCopy:

@@ -8,6 +8,7 @@ optimizer state; the server averages both.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,10 @@ from weft.job.schema import Job
 from weft.optim.build_optimizers import Optimizers
 from weft.optim.schedule import learning_rate
 from weft.server.client_samples import Ints, sample_labels, split_by_label
+from weft.server.federated_update import add_noise, clip_factor, pack
+from weft.server.privacy import noise_generator
+from weft.server.secure_aggregation import SecureClient
+from weft.server.update_checks import norm
 from weft.server.worker import Worker
 from weft.training.build import make_optimizers
 from weft.training.step import Gradients
@@ -57,13 +62,53 @@ def client_batches(worker: Worker, client: int, step: int) -> list[Batch]:
 
 
 def train_client(worker: Worker, task: dict[str, Any]) -> None:
-    """Run one client's part of a round and send the result."""
+    """Run one client's part of a round, or of one phase with secure aggregation, and send the result."""
+    head, tensors = _PHASES[task["phase"]](worker, task) if "phase" in task else _update(worker, task)
+    worker.ask({"do": "done", "key": task["key"], **head, "bytes": worker.traffic()}, tensors)
+
+
+def _update(worker: Worker, task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The client's losses, counts and norms by step, and its gradient or change."""
     if not worker.shares:
         worker.shares = client_shares(worker.job, worker.dataset)
     worker.pull(task["servers"], task["version"])
     told: dict[str, list[float]] = {"losses": [], "counts": [], "norms": []}
-    sent = (_one_step if task["steps"] == 1 else _several)(worker, task, told)
-    worker.ask({"do": "done", "key": task["key"], **told, "bytes": worker.traffic()}, sent)
+    return told, (_one_step if task["steps"] == 1 else _several)(worker, task, told)
+
+
+def _publish_keys(worker: Worker, task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    # the threshold is the client's own: the server cannot ask for masks to be removed with fewer clients
+    client = worker.secure[task["client"]] = SecureClient(task["client"], worker.job.train.sync.quorum)
+    return {"keys": [key.hex() for key in client.public_keys()]}, {}
+
+
+def _share_keys(worker: Worker, task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    keys = {int(c): (bytes.fromhex(a), bytes.fromhex(b)) for c, (a, b) in task["keys"].items()}
+    sealed = worker.secure[task["client"]].make_shares(keys)
+    return {"sealed": {str(c): data.hex() for c, data in sealed.items()}}, {}
+
+
+def _masked_update(worker: Worker, task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The clipped update times the client's weight, with the client's share of the noise, masked."""
+    client, sync = worker.secure[task["client"]], worker.job.train.sync
+    client.receive_shares({int(c): bytes.fromhex(data) for c, data in task["sealed"].items()})
+    figures, sent = _update(worker, task)
+    weight = 1 / sync.drawn if sync.noise else task["weight"]
+    factor = weight * clip_factor(norm(sent), sync.clip)
+    update = {n: t.cpu().float() * factor for n, t in sent.items()}
+    if sync.noise:  # the sum over at least a quorum of clients has the whole noise
+        random = noise_generator(secrets.token_bytes(32), task["round"])
+        update = add_noise(update, sync.noise * sync.clip * weight / math.sqrt(sync.quorum), random)
+    return {}, {"vector": client.mask(pack(update, figures))}
+
+
+def _reveal_shares(worker: Worker, task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    told = worker.secure[task["client"]].reveal(task["survivors"])
+    return {"shares": {str(c): [kind, hex(share)] for c, (kind, share) in told.items()}}, {}
+
+
+_PHASES = {"keys": _publish_keys, "shares": _share_keys, "train": _masked_update, "unmask": _reveal_shares}
+"""What a client does in each phase of a round with secure aggregation."""
 
 
 def _gradients(worker: Worker, task: dict[str, Any], step: int, told: dict[str, list[float]]) -> Gradients:
@@ -89,7 +134,7 @@ def _several(worker: Worker, task: dict[str, Any], told: dict[str, list[float]])
     spread_model, optim = stepper.state.model, job.optim
     worker.version = None  # the weights are about to change
     before = {n: local_of(m.detach()).clone() for n, m in spread_model.master_params.items()}
-    optimizers = stepper.state.optimizers = make_optimizers(job, spread_model)
+    optimizers = stepper.state.optimizers = make_optimizers(job, spread_model, stepper.mesh)
     if carries:
         _begin_from(optimizers, worker.server("").request({"do": "read", "what": "all"})[1])
     # the clipping threshold is set for the mean over all clients, whose noise is smaller by sqrt(parts)

@@ -14,13 +14,9 @@ from dataclasses import dataclass
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.supervisor.failure_report import explain_failure
-from weft.supervisor.local_ranks import (
-    CLEAN_EXITS,
-    KILL_AFTER_INTERRUPTS,
-    KILLED_BY_USER,
-    STOP_SIGNALS,
-    forward_signals,
-)
+from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER
+from weft.supervisor.run_lock import RunLock
+from weft.supervisor.stop_signals import SignalForwarder, signals_blocked
 
 MODULE = "weft.server.main"
 MAX_RESTARTS = 100
@@ -42,25 +38,21 @@ class RoleProcess:
         return "server 0" if self.role == "chief" else f"{self.role} {self.index}"
 
 
-def launch_server_run(run: RunDir, servers: int, workers: int, lock: int, say: Callable[[str], None]) -> int:
+def launch_server_run(run: RunDir, servers: int, workers: int, lock: RunLock, say: Callable[[str], None]) -> int:
     """Start the processes of the run in this folder and wait for the chief. Returns the exit code."""
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
-    # child processes inherit the mask and unblock when their handlers are installed, so no signal is lost at start
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    processes: list[subprocess.Popen[bytes]] = []
-    with forward_signals(processes) as interrupts:
+    with SignalForwarder() as signals:
         roles = ["chief", *["server"] * (servers - 1), *["worker"] * workers]
         places = []
         for index, role in enumerate(roles):
             places.append(RoleProcess(role, index, _start(run, role, index, lock)))
             if role == "chief":
-                processes.append(places[0].process)  # only the chief receives signals; it stops the others
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
+                signals.add(places[0].process)  # only the chief receives signals; it stops the others
+        signals.unblock()
         try:
-            code = _watch(run, places, processes, lock, say, lambda: len(interrupts) >= KILL_AFTER_INTERRUPTS)
+            code = _watch(run, places, signals, lock, say)
         finally:
             for place in places:
                 with contextlib.suppress(ProcessLookupError):
@@ -69,24 +61,23 @@ def launch_server_run(run: RunDir, servers: int, workers: int, lock: int, say: C
     return code
 
 
-def _start(run: RunDir, role: str, index: int, lock: int) -> subprocess.Popen[bytes]:
+def _start(run: RunDir, role: str, index: int, lock: RunLock) -> subprocess.Popen[bytes]:
     env = {**os.environ, "WEFT_SERVED": "1", "PYTHONUNBUFFERED": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         env.pop(name, None)
     env.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", MODULE, str(run.path), role, str(index)]
-    # a new session, so that Ctrl-C reaches only the launcher
-    return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(lock,))
+    with signals_blocked():  # a new session, so that Ctrl-C reaches only the launcher
+        return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(lock.handle,))
 
 
 def _watch(
-    run: RunDir, places: list[RoleProcess], told: list[subprocess.Popen[bytes]], lock: int, say: Callable[[str], None],
-    at_once: Callable[[], bool],
-) -> int:  # fmt: skip
-    """Wait until the chief ends, restarting killed processes. `at_once` returns whether to stop without waiting;
-    `told` is the list of processes that signals are forwarded to."""
+    run: RunDir, places: list[RoleProcess], signals: SignalForwarder, lock: RunLock, say: Callable[[str], None]
+) -> int:
+    """Wait until the chief ends, restarting killed processes."""
     chief, restarts = places[0], 0
-    while not at_once():
+    while not signals.killed:
+        lock.check()
         for place in places:
             code = place.process.poll()
             if code is None or (code in CLEAN_EXITS and place is not chief):
@@ -98,10 +89,10 @@ def _watch(
                 restarts += 1
                 name = signal.Signals(-code).name
                 say(f"{place.name} was killed by {name}; restarting it")
-                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-                place.process = _start(run, place.role, place.index, lock)
-                told[:] = [chief.process]
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+                before, place.process = place.process, _start(run, place.role, place.index, lock)
+                if place is chief:
+                    signals.remove(before)
+                    signals.add(place.process)
                 continue
             codes = [p.process.poll() or 0 for p in places]
             return explain_failure(run, codes, place.index, [], say)

@@ -95,6 +95,11 @@ class ParameterServer:
     def ended(self) -> bool:
         return self.stop or self.failed is not None or self.consumed >= self.total
 
+    def finished(self) -> bool:
+        """Whether no more updates are made and no copy is queued. Updates queue their copy under the same lock."""
+        with self.changed:
+            return self.ended and self.records.copies.empty()
+
     # peers
 
     def joined(self, peer: Peer) -> None:
@@ -275,6 +280,7 @@ class ParameterServer:
             self._update(taken)
         except WireError as error:
             self.records.log.debug("an update failed: %s", error)
+            self.ready = False  # the servers may hold different versions now: restore a snapshot
             for index in self.servers.drop_unresponsive():
                 self._server_lost(index)
 
@@ -294,6 +300,10 @@ class ParameterServer:
         lr = learning_rate(job, min(before + 1, job.train.steps))
         for holder in self.servers.all():
             holder.apply(lr, clip / count, self.version + 1)
+        step = (self.consumed + len(taken)) // self.shares
+        evaluates, saves = self.records.due_at(before, step)
+        # read before the update counts: a server that is lost here must not leave a run that ended without its state
+        held = self.servers.read("all" if saves else "weights") if evaluates or saves else None
         stale = sum(self.version - c.version for c in taken)
         self.sums = [a + b for a, b in zip(self.sums, (loss, count, stale, len(taken)), strict=True)]
         self.version += 1
@@ -301,6 +311,8 @@ class ParameterServer:
         self.tokens += sum(c.count for c in taken)
         if self.step > before:
             self._close_step(before, norm, lr)
+        if held is not None:
+            self.records.copies.put(StateCopy(self.step, self.tokens, held, evaluates, saves, self.meta()))
         if self.version % self.sync.snapshot_every == 0:
             self.servers.snapshot(self.meta())
 
@@ -313,10 +325,6 @@ class ParameterServer:
             peak_memory_gib=peak_memory_gib(torch.device("cpu")), staleness=stale / max(1, number),
             workers=len(self.workers),
         )  # fmt: skip
-        evaluates = self.records.due(before, self.step, self.job.train.eval_every) and self.job.train.eval_every > 0
-        saves = self.records.due(before, self.step, self.job.checkpoint.every)
-        if evaluates or saves:
-            self.records.copies.put(self.copy(evaluates, saves))
 
     def copy(self, evaluates: bool, saves: bool) -> StateCopy:
         """The run's current state. The caller holds the lock, or no more updates are made."""

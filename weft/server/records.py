@@ -48,7 +48,15 @@ class RunRecords:
     recorded_bytes: int = 0
     """Bytes of traffic written to metrics so far."""
 
-    def due(self, before: int, step: int, every: int) -> bool:
+    def due_at(self, before: int, step: int) -> tuple[bool, bool]:
+        """Whether an evaluation, and whether a checkpoint, is due in the steps (before, step]."""
+        job = self.job
+        return (
+            job.train.eval_every > 0 and self._due(before, step, job.train.eval_every),
+            self._due(before, step, job.checkpoint.every),
+        )
+
+    def _due(self, before: int, step: int, every: int) -> bool:
         """Whether something that is due every `every` steps and after the last step falls in (before, step]."""
         return step > before and (step >= self.job.train.steps or (every > 0 and step // every > before // every))
 

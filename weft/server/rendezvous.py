@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.server.privacy import check_packages
 from weft.wire.secret import run_secret
 
 
@@ -14,8 +16,9 @@ def servers_folder(run: RunDir) -> Path:
     return run.path / "servers"
 
 
-def prepare_rendezvous(run: RunDir) -> None:
-    """Before any process starts: create the run's secret and remove an old address."""
+def prepare_rendezvous(run: RunDir, job: Job) -> None:
+    """Before any process starts: check packages, create the run's secret and remove an old address."""
+    check_packages(job)
     servers_folder(run).mkdir(parents=True, exist_ok=True)
     (servers_folder(run) / "chief.json").unlink(missing_ok=True)
     run_secret(run.path)

@@ -22,6 +22,7 @@ from weft.planner.plan import Plan
 from weft.planner.sync import one_replica
 from weft.server.client_samples import Ints
 from weft.server.rendezvous import chief_address
+from weft.server.secure_aggregation import SecureClient
 from weft.server.shard import assign_weights
 from weft.training.build import build_state
 from weft.training.step import Stepper
@@ -53,6 +54,8 @@ class Worker:
     """Bytes of traffic reported to the chief so far."""
     shares: list[Ints] = field(default_factory=list)
     """The samples of each client, in a federated run."""
+    secure: dict[int, SecureClient] = field(default_factory=dict)
+    """Keys of the clients that this worker computes for, with secure aggregation."""
 
     def ask(self, head: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> tuple[dict[str, Any], Any]:
         assert self.chief is not None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from weft.supervisor.memory_folder import write_file
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Attempt:
     recovered: dict[str, Any] | None = None
     """The fault before this attempt: kind, how it was handled, and when it was detected. None for the first attempt."""
     faults: list[list[Any]] = field(default_factory=list)
-    """Kind, rank and step of every fault so far, used to detect a repeated fault."""
+    """Kind, rank, step, cause and attempt of every fault so far, used to detect a repeated fault."""
     environment: dict[str, str] = field(default_factory=dict)
     """Extra environment variables of the ranks, such as the rendezvous address."""
     plan: dict[str, Any] = field(default_factory=dict)
@@ -43,11 +44,7 @@ def path_of(folder: Path, number: int) -> Path:
 
 def write_attempt(folder: Path, attempt: Attempt) -> None:
     """Write the file atomically."""
-    path = path_of(folder, attempt.number)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(attempt)), encoding="utf-8")
-    os.chmod(temporary, 0o600)
-    temporary.replace(path)
+    write_file(path_of(folder, attempt.number), json.dumps(asdict(attempt)))
 
 
 def read_attempt(folder: Path, number: int) -> Attempt:

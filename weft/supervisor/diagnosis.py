@@ -84,4 +84,4 @@ def blame(
         return {}
     waiting = sorted({group for rank, group in inside.items() if group and rank not in found})
     otherwise = f"it is in no collective, while others wait on {' and '.join(waiting)}" if waiting else "it is in none"
-    return {rank: f"it did not begin {missing}" if missing else otherwise for rank, missing in found.items()}
+    return {rank: f"it did not start {missing}" if missing else otherwise for rank, missing in found.items()}

@@ -33,7 +33,7 @@ def explain_failure(run: RunDir, codes: list[int], first: int, silent: list[int]
         return int(Exit.DIFFERS)
     known = first_hand or sorted(causes, key=lambda c: c["time"])
     if not known:
-        log(f"rank {first} ended with code {codes[first]} and left no reason; log: {_log_path(run, first)}")
+        log(f"rank {first} ended with code {codes[first]} without a failure record; log: {_log_path(run, first)}")
         return int(Exit.DIFFERS)
     cause = known[0]
     if cause["expected"]:

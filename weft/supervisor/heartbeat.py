@@ -78,7 +78,7 @@ class BoardHeartbeat:
 
     def fence(self) -> None:
         if not self.board.valid(self.attempt):
-            raise Fenced(f"attempt {self.attempt} is over; this rank woke up too late and commits nothing")
+            raise Fenced(f"attempt {self.attempt} is over; this rank must not commit")
 
     def committed(self, step: int) -> None:
         self.board.put(self.slot, "committed", step)

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Protocol
 
 from weft.hardware.network import use_loopback
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.supervisor.failure_report import explain_failure
+from weft.supervisor.memory_folder import memory_folder
+from weft.supervisor.run_lock import RunLock
+from weft.supervisor.stop_signals import SignalForwarder
 
 GRACE_S = 10.0
 """How long the other ranks may take to exit after one has failed."""
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask a run to save and stop."""
-
-KILL_AFTER_INTERRUPTS = 3
-"""Number of Ctrl-C after which the ranks are killed."""
 
 KILLED_BY_USER = -int(Exit.INTERRUPTED)
 """Returned by launch() after that: interrupted without saving."""
@@ -45,11 +38,6 @@ def die_with_parent() -> None:
             os._exit(1)
 
 
-def shared_memory() -> str | None:
-    """A folder in memory, where the system has one."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
-
-
 WORKER = ("weft.training.rank",)
 """The module that a rank runs, and its arguments after the run folder."""
 
@@ -59,26 +47,30 @@ def rank_module(default: str) -> str:
     return os.environ.get("WEFT_RANK_MODULE", default)
 
 
-def launch(run: RunDir, world: int, lock: int, log: Callable[[str], None], worker: tuple[str, ...] = WORKER) -> int:
+def launch(run: RunDir, world: int, lock: RunLock, log: Callable[[str], None], worker: tuple[str, ...] = WORKER) -> int:
     """Start the ranks of the run in this folder, wait for them, and print the cause if one failed. Returns the exit
     code."""
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="weft-", dir=shared_memory()) as folder:
-        # ranks inherit the mask and unblock the signals once their handlers are installed
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    with memory_folder(log) as folder:
         ranks: list[subprocess.Popen[bytes]] = []
-        with forward_signals(ranks) as interrupts:
-            for rank in range(world):
-                ranks.append(_start(run, rank, world, Path(folder) / "store", lock, worker))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-            code = _watch(run, ranks, lambda text: None if len(interrupts) >= KILL_AFTER_INTERRUPTS else log(text))
-        return code if len(interrupts) < KILL_AFTER_INTERRUPTS else KILLED_BY_USER
+        with SignalForwarder() as signals:
+            try:
+                for rank in range(world):
+                    ranks.append(_start(run, rank, world, folder / "store", lock, worker))
+                    signals.add(ranks[-1])
+                signals.unblock()
+                code = _watch(run, lock, ranks, lambda text: None if signals.killed else log(text))
+            finally:
+                for process in ranks:
+                    process.kill()
+                    process.wait()
+        return KILLED_BY_USER if signals.killed else code
 
 
 def _start(
-    run: RunDir, rank: int, world: int, store: Path, lock: int, worker: tuple[str, ...]
+    run: RunDir, rank: int, world: int, store: Path, lock: RunLock, worker: tuple[str, ...]
 ) -> subprocess.Popen[bytes]:
     env = {
         **os.environ,
@@ -95,43 +87,15 @@ def _start(
     # a session of its own, so that Ctrl-C reaches only the launcher, which forwards it once
     module = rank_module(worker[0]) if worker == WORKER else worker[0]
     command = [sys.executable, "-m", module, str(run.path), *worker[1:]]
-    return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(lock,))
+    return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(lock.handle,))
 
 
-class Signalled(Protocol):
-    """A process that can be sent signals."""
-
-    def send_signal(self, number: int, /) -> None: ...
-
-
-@contextlib.contextmanager
-def forward_signals(ranks: Sequence[Signalled]) -> Iterator[list[int]]:
-    """Forward stop signals to every rank and kill the ranks at the third Ctrl-C; yields the interrupts received."""
-    interrupts: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            interrupts.append(number)
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                rank.send_signal(signal.SIGKILL if len(interrupts) >= KILL_AFTER_INTERRUPTS else number)
-
-    before = {n: signal.signal(n, forward) for n in STOP_SIGNALS}
-    try:
-        yield interrupts
-    finally:
-        if len(interrupts) >= KILL_AFTER_INTERRUPTS:  # further ones must not suppress the last lines
-            before[signal.SIGINT] = signal.SIG_IGN
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # also if a rank could not be started
-
-
-def _watch(run: RunDir, ranks: list[subprocess.Popen[bytes]], log: Callable[[str], None]) -> int:
+def _watch(run: RunDir, lock: RunLock, ranks: list[subprocess.Popen[bytes]], log: Callable[[str], None]) -> int:
     failed_at: float | None = None
     first: int | None = None
     silent: list[int] = []
     while any(p.poll() is None for p in ranks):
+        lock.check()
         bad = [i for i, p in enumerate(ranks) if p.poll() not in (None, *CLEAN_EXITS)]
         if bad and failed_at is None:
             failed_at, first = time.monotonic(), bad[0]
@@ -144,4 +108,5 @@ def _watch(run: RunDir, ranks: list[subprocess.Popen[bytes]], log: Callable[[str
     bad = [i for i, c in enumerate(codes) if c not in CLEAN_EXITS]
     if not bad:
         return max(codes)
+    lock.check()
     return explain_failure(run, codes, first if first is not None else bad[0], silent, log)

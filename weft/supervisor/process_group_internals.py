@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""For supervised ranks, before process groups are made. Otherwise torch's watchdog ends a process (SIGABRT) whose peer
+is lost, or aborts its collectives before the supervisor has ended the attempt, and a step with half a sum could be
+committed."""
+
+_aborting = threading.Lock()
+
 
 def abort_nccl() -> None:
-    """Abort all process groups of NCCL, which waits on the device, so that closing sockets does not interrupt it."""
-    if dist.is_initialized() and "nccl" in dist.get_backend():
-        from torch.distributed.distributed_c10d import _abort_process_group
+    """Abort all process groups of NCCL, which waits on the device, so that closing sockets does not interrupt it. Any
+    thread may call it: the heartbeat's, and the one that left the collectives."""
+    with _aborting:
+        if dist.is_initialized() and "nccl" in dist.get_backend():
+            from torch.distributed.distributed_c10d import _abort_process_group
 
-        _abort_process_group()
+            _abort_process_group()
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

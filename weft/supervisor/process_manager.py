@@ -6,14 +6,10 @@ without disturbing them. When the manager itself is killed, Linux ends all its c
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,15 +18,11 @@ from weft.hardware.network import use_loopback
 from weft.job.errors import MachineError
 from weft.job.run_folder import RunDir
 from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
-from weft.supervisor.local_ranks import (
-    KILL_AFTER_INTERRUPTS,
-    KILLED_BY_USER,
-    STOP_SIGNALS,
-    forward_signals,
-    rank_module,
-    shared_memory,
-)
+from weft.supervisor.local_ranks import KILLED_BY_USER, rank_module
+from weft.supervisor.memory_folder import memory_folder
+from weft.supervisor.run_lock import RunLock
 from weft.supervisor.status_board import PHASES, StatusBoard
+from weft.supervisor.stop_signals import SignalForwarder, signals_blocked
 from weft.supervisor.wakeup import wake_on_signals
 
 POLL_S = 1.0
@@ -46,7 +38,7 @@ def run_supervised(
     run: RunDir,
     world: int,
     spares: int,
-    lock: int,
+    lock: RunLock,
     log: Callable[[str], None],
     supervisor: tuple[str, ...] = SUPERVISOR,
     node: str = "",
@@ -55,35 +47,23 @@ def run_supervised(
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
-    remove_leftover_memory(run, node)
-    folder = Path(tempfile.mkdtemp(prefix="weft-", dir=shared_memory()))
-    try:
-        board = StatusBoard(folder / "board", slots=world + spares)
-        board["manager"] = os.getpid()
-        _write_pointer(run, folder, node)
-        with as_subreaper() as can_fork:
-            code = ProcessManager(run, world, folder, board, lock, supervisor, can_fork).keep(log)
-        for line in _read_final_lines(folder) if code != KILLED_BY_USER else ():
-            log(line)
-        return code
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        pointer_path(run, node).unlink(missing_ok=True)
+    with memory_folder(log) as folder:
+        try:
+            board = StatusBoard(folder / "board", slots=world + spares)
+            board["manager"] = os.getpid()
+            _write_pointer(run, folder, node)
+            with as_subreaper() as can_fork:
+                code = ProcessManager(run, world, folder, board, lock, supervisor, can_fork).keep(log)
+            for line in _read_final_lines(folder) if code != KILLED_BY_USER else ():
+                log(line)
+            return code
+        finally:
+            pointer_path(run, node).unlink(missing_ok=True)
 
 
 def pointer_path(run: RunDir, node: str = "") -> Path:
     """The file that says where the shared memory of a running run is."""
     return run.path / f".supervisor{node and '-'}{node}.json"
-
-
-def remove_leftover_memory(run: RunDir, node: str = "") -> None:
-    """Remove the shared memory of a run whose manager was killed, if it belongs to this run and user."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        left = json.loads(pointer_path(run, node).read_text(encoding="utf-8"))
-        folder = Path(left["folder"])
-        ours = folder.parent == Path(shared_memory() or tempfile.gettempdir()) and folder.name.startswith("weft-")
-        if ours and left["run"] == str(run.path.resolve()) and folder.stat().st_uid == os.getuid():
-            shutil.rmtree(folder)
 
 
 def _write_pointer(run: RunDir, folder: Path, node: str) -> None:
@@ -109,30 +89,28 @@ class ProcessManager:
         world: int,
         folder: Path,
         board: StatusBoard,
-        lock: int,
+        lock: RunLock,
         command: tuple[str, ...],
         can_fork: bool,
     ):
         self.run, self.world, self.folder, self.board, self.lock = run, world, folder, board, lock
         self.command, self.can_fork = command, can_fork
-        self.ranks: list[Process] = []
-        """The processes in slots, for signal forwarding."""
+        self.signals = SignalForwarder()
         self.slots: dict[int, Process] = {}
         self.fork_server: ForkServer | None = None
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.supervised_since, self.short_lives = 0.0, 0
 
     def keep(self, log: Callable[[str], None]) -> int:
-        # children inherit the mask and unblock the signals once their handlers are installed
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         wakeup = self.board.wakeup("manager")
-        with forward_signals(self.ranks) as interrupts, wake_on_signals(wakeup):
+        with self.signals, wake_on_signals(wakeup):
             try:
                 if self.can_fork:
                     self._fork_server()  # it imports torch while the supervisor starts
                 self._start_supervisor()
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-                while not self.board["end"] and len(interrupts) < KILL_AFTER_INTERRUPTS:
+                self.signals.unblock()
+                while not self.board["end"] and not self.signals.killed:
+                    self.lock.check()
                     self._look()
                     wakeup.wait(POLL_S, *self._fork_server_files())
             finally:
@@ -141,7 +119,7 @@ class ProcessManager:
                 for process in [*self.slots.values(), *([self.supervisor] if self.supervisor else [])]:
                     process.kill()
                     process.wait()
-            return self.board["end"] - 1 if len(interrupts) < KILL_AFTER_INTERRUPTS else KILLED_BY_USER
+            return KILLED_BY_USER if self.signals.killed else self.board["end"] - 1
 
     def _fork_server_files(self) -> tuple[int, ...]:
         return (
@@ -155,14 +133,16 @@ class ProcessManager:
             lived = time.monotonic() - self.supervised_since
             self.short_lives = self.short_lives + 1 if lived < MIN_SUPERVISOR_LIFE_S else 0
             if self.short_lives == MAX_SHORT_LIVES:
-                raise MachineError(f"the supervisor of {self.run.path} ends as soon as it is started; see above why")
+                raise MachineError(
+                    f"the supervisor of {self.run.path} exits as soon as it is started; its error is above"
+                )
             self._start_supervisor()
         for slot, pid in self.fork_server.new_processes() if self.fork_server is not None else ():
             self.board.put(slot, "pid", pid)
         for slot in range(self.board.slots):
             process = self.slots.get(slot)
             if process is not None and (code := process.poll()) is not None:
-                self.ranks.remove(self.slots.pop(slot))
+                self.signals.remove(self.slots.pop(slot))
                 for name, value in (("want", 0), ("phase", PHASES.index("gone")), ("code", code)):
                     self.board.put(slot, name, value)
                 self.board.put(slot, "deaths", self.board.get(slot, "deaths") + 1)
@@ -176,7 +156,7 @@ class ProcessManager:
         else:
             self.slots[slot] = self._start([rank_module(WORKER), str(self.run.path)], {"WEFT_SLOT": str(slot)})
         self.board.put(slot, "pid", self.slots[slot].pid)
-        self.ranks.append(self.slots[slot])
+        self.signals.add(self.slots[slot])
 
     def _fork_server(self) -> ForkServer:
         if self.fork_server is not None and self.fork_server.process.poll() is not None:
@@ -199,10 +179,6 @@ class ProcessManager:
         if self.command == SUPERVISOR:
             use_loopback(env)
         env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its thread count later
-        was = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
-            # a session of its own, so that Ctrl-C reaches only the manager, which forwards it once
+        with signals_blocked():  # a session of its own, so that Ctrl-C reaches only the manager, which forwards it once
             command = [sys.executable, "-m", *command]
-            return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(self.lock, *files))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, was)
+            return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(self.lock.handle, *files))

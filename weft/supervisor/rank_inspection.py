@@ -41,7 +41,7 @@ def exit_fault(run: RunDir, folder: Path, rank: int, record: Record) -> FaultRep
         why = f"{cause['kind']}: {cause['message']} ({cause['where']})"
         return FaultReport(kind, rank, why, record.step, cause["position"])
     name = signal.Signals(-record.code).name if record.code < 0 else ""
-    why = f"was killed by {name}" if name else f"ended with code {record.code} and left no reason"
+    why = f"was killed by {name}" if name else f"ended with code {record.code} without a failure record"
     return FaultReport("exit", rank, why, record.step, read_positions(folder, [rank]).get(rank, {}).get("position", ""))
 
 
@@ -73,7 +73,7 @@ def _culprits(
     if stopped := [r for r in ranks if hangs.stopped(r)]:
         return "stopped", dict.fromkeys(stopped, "it is stopped by a signal")
     if silent := [r for r in ranks if hangs.silent(r)]:
-        return "gil", dict.fromkeys(silent, "one of its threads holds Python's lock and does not let go")
+        return "gil", dict.fromkeys(silent, "one of its threads holds the GIL")
     groups = {rank: positions.get(rank, {}).get("groups", {}) for rank in ranks}
     counts = {r: dict(zip(groups[r], record.counts, strict=False)) for r, record in ranks.items()}
     inside = {r: ["", *groups[r]][record.inside] for r, record in ranks.items()}

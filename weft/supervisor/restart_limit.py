@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,20 +14,52 @@ from weft.supervisor.failure_report import explain_failure, read_failure
 from weft.supervisor.status_board import StatusBoard
 
 MAX_SAME_FAULT = {"exit": 3, "raised": 2}
-"""How often in a row the same fault at the same step may happen, by kind; 3 for other kinds."""
+"""Attempts in a row that may end with the same cause at the same step, on any rank, by kind; 3 for other kinds."""
+MAX_SAME_STEP = 6
+"""Attempts in a row that may end at the same step, whatever the cause."""
+BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+"""Wait before the third attempt at the same step, doubled with each further one."""
 
 
-def give_up_code(fault: FaultReport, earlier: Sequence[list[Any]], restarts: int) -> int:
-    """The exit code if the run must give up (too many faults, or the same one repeatedly), else 0."""
-    last, kind = [fault.kind, fault.rank, fault.step], fault.kind
-    same = 1
-    for before in reversed(earlier):
-        if before != last:
+def cause_of(fault: FaultReport) -> str:
+    """What makes two faults the same: the reason without ranks, process ids and addresses."""
+    return fault.why if fault.kind == "oom" else f"{fault.kind}: {re.sub(r'0x[0-9a-f]+|[0-9]+', '#', fault.why)}"
+
+
+def entry(fault: FaultReport, attempt: int) -> list[Any]:
+    """A fault as an attempt file keeps it."""
+    return [fault.kind, fault.rank, fault.step, cause_of(fault), attempt]
+
+
+def repeats(faults: Sequence[FaultReport], earlier: Sequence[list[Any]]) -> tuple[int, int]:
+    """How many attempts in a row, with the current one, ended at the same step, and with the same cause there."""
+    steps, causes = {f.step for f in faults}, {cause_of(f) for f in faults}
+    by_attempt: dict[int, list[list[Any]]] = {}
+    for before in earlier:
+        by_attempt.setdefault(before[4], []).append(before)
+    same_step = same_cause = 1
+    for _, found in sorted(by_attempt.items(), reverse=True):
+        if not steps & {f[2] for f in found}:
             break
-        same += 1
-    if same < MAX_SAME_FAULT.get(kind, 3) and len(earlier) < restarts:
+        if same_cause == same_step and causes & {f[3] for f in found}:
+            same_cause += 1
+        same_step += 1
+    return same_step, same_cause
+
+
+def give_up_code(faults: Sequence[FaultReport], earlier: Sequence[list[Any]], restarts: int) -> int:
+    """The exit code if the run must give up (too many faults, or the same one repeatedly), else 0."""
+    kind = faults[0].kind
+    same_step, same_cause = repeats(faults, earlier)
+    if same_cause < MAX_SAME_FAULT.get(kind, 3) and same_step < MAX_SAME_STEP and len(earlier) < restarts:
         return 0
     return int(Exit.HANG) if kind in ("hang", "gil", "stopped") else int(Exit.DIFFERS)
+
+
+def backoff_s(faults: Sequence[FaultReport], earlier: Sequence[list[Any]]) -> float:
+    """Seconds to wait before the next attempt."""
+    same_step, _ = repeats(faults, earlier)
+    return 0.0 if same_step < 2 else min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (same_step - 2))
 
 
 def final_lines(

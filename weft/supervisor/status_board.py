@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.supervisor.memory_folder import allocate
 from weft.supervisor.wakeup import Wakeup
 
 PHASES = ("gone", "start", "spare", "waiting", "connect", "data", "compute", "update", "eval", "checkpoint", "end")
@@ -94,11 +95,8 @@ class StatusBoard:
         """Open the board at a path; with `slots`, create it."""
         self.path = path
         if slots is not None:
-            size = 8 * (HEAD_WORDS + slots * SLOT_WORDS)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            os.truncate(handle, size)
-        else:
-            handle = os.open(path, os.O_RDWR)
+            allocate(path, 8 * (HEAD_WORDS + slots * SLOT_WORDS))
+        handle = os.open(path, os.O_RDWR)
         try:
             self._map = mmap.mmap(handle, 0)
         finally:

@@ -20,11 +20,13 @@ from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
 from weft.supervisor.diagnosis import FaultReport
 from weft.supervisor.failure_report import explain_failure, read_failure
 from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
-from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, STOP_SIGNALS, die_with_parent
+from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, die_with_parent
+from weft.supervisor.memory_folder import write_file
 from weft.supervisor.process_name import set_process_name
 from weft.supervisor.rank_inspection import POLL_S, exit_fault, hang_fault, kill
-from weft.supervisor.restart_limit import final_lines, give_up_code
+from weft.supervisor.restart_limit import backoff_s, entry, final_lines, give_up_code
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
+from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.watch.journal import Journal
 
 REGROUP_TIMEOUT_S = 3.0
@@ -105,7 +107,9 @@ class Supervisor:
         self.lost_since = (self.lost_since or time.monotonic()) if lost else None
         if self.lost_since is not None and time.monotonic() - self.lost_since > LOST_S:
             step = min(record.step for record in ranks.values())
-            return FaultReport("hang", None, "ranks lost their connections, though nobody is gone", step, "", LOST_S)
+            return FaultReport(
+                "hang", None, "ranks lost their connections, though no rank has exited", step, "", LOST_S
+            )
         seconds = self.hangs.check(ranks)
         return self.hang_fault(ranks, seconds) if seconds is not None else None
 
@@ -168,8 +172,10 @@ class Supervisor:
                 slot = next(s for s in free if not records[s].want and s not in back.values())
                 self.board.put(slot, "want", 1)
                 back[rank] = slot
-        if code := give_up_code(self.open[0], self.attempt.faults, self.settings.restarts):
+        if code := give_up_code(self.open, self.attempt.faults, self.settings.restarts):
             self.end(*final_lines(self.run, self.board, self.attempt, self.open[0], code))
+            return
+        if time.monotonic() - self.since < backoff_s(self.open, self.attempt.faults):
             return
         self.next(back)
 
@@ -189,7 +195,10 @@ class Supervisor:
     ) -> None:
         """Publish the next attempt."""
         number = number or self.attempt.number + 1
-        faults = [*self.attempt.faults, *([f.kind, f.rank, f.step] for f in self.open if f.kind not in NOT_RANK_FAULTS)]
+        faults = [
+            *self.attempt.faults,
+            *(entry(f, self.attempt.number) for f in self.open if f.kind not in NOT_RANK_FAULTS),
+        ]
         recovered = None
         if self.open:
             fault = self.open[0]
@@ -216,7 +225,7 @@ class Supervisor:
         self.board["published"] = number
         self.open, self.replaced, self.announced, self.since = [], set(), recovered is None, time.monotonic()
         last = faults[-1] if faults else None
-        same = sum(f == last for f in faults[-3:]) if last and last[0] in ("hang", "gil") else 0
+        same = sum(f[:3] == last[:3] for f in faults[-3:]) if last and last[0] in ("hang", "gil") else 0
         self.hangs.repeat_factor = 4.0 ** max(0, same - 1)
         self.hangs.new_attempt()
 
@@ -226,13 +235,13 @@ class Supervisor:
         records = self.board.records()
         self.journal.event(
             "fault", fault="supervisor", rank=None, position="", attempt=number, detected_after_s=None,
-            step=max(r.step for r in records), why="the supervisor was killed; another one has taken over",
+            step=max(r.step for r in records), why="the supervisor was killed and replaced",
         )  # fmt: skip
         self.journal.event(
             "recovered", fault="supervisor", how="regroup", step=max(r.step for r in records) + 1, steps_lost=0,
             attempt=number, seconds=0.0,
         )  # fmt: skip
-        log("the supervisor was killed; another one has taken over, and no step is lost")
+        log("the supervisor was killed and replaced; no step is lost")
 
     def settle(self, records: list[Record]) -> None:
         """In normal operation: report that training has resumed, and request missing spares."""
@@ -284,9 +293,7 @@ class Supervisor:
         return self.end(explain_failure(self.run, codes, final[0], [], lines.append), lines)
 
     def end(self, code: int, lines: list[str]) -> int:
-        temporary = self.folder / "end.tmp"
-        temporary.write_text(json.dumps(lines), encoding="utf-8")
-        temporary.replace(self.folder / "end.json")
+        write_file(self.folder / "end.json", json.dumps(lines))
         self.board["end"] = code + 1
         return code
 

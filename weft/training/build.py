@@ -21,7 +21,9 @@ def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
     """The state of a run at step 0."""
     spread_model = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
     ema = Ema(spread_model.master_params, job.train.ema)
-    state = State(spread_model, make_optimizers(job, spread_model), ema, LossScale.for_precision(plan.precision), mesh)
+    state = State(
+        spread_model, make_optimizers(job, spread_model, mesh), ema, LossScale.for_precision(plan.precision), mesh
+    )
     state.rounds = make_rounds(job, plan, mesh, state)
     return state
 
@@ -36,7 +38,7 @@ def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
     return Rounds(job.train.sync, axis, start, state.model.master_params, state.ema.averages, job.train.steps, limit)
 
 
-def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined) -> Optimizers:
+def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined, mesh: Mesh) -> Optimizers:
     """The job's optimizer over the master weights. Muon treats those in the blocks differently."""
     units = tuple(find_units(build_model(job.model)))
     return build_optimizers(
@@ -45,4 +47,5 @@ def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined) -> Optimize
         lambda name: name.startswith(units),
         spread_model.grad_params,
         spread_model.compute_params,
+        mesh,
     )

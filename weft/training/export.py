@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint.format import SavedCheckpoint, newest_good
-from weft.checkpoint.reader import load_full
+from weft.checkpoint.reader import Index, load_full
 from weft.job.errors import JobError
 from weft.job.load import parse_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.models.build_model import build_model
+from weft.planner.model.counts import count_parameters
 
 
 def newest(run: RunDir) -> SavedCheckpoint:
@@ -38,16 +39,52 @@ def load_buffers(found: SavedCheckpoint) -> dict[str, Tensor]:
     return {n.removeprefix("buffer."): t for n, t in load_full(found.path, "buffer.").items()}
 
 
-def load_model(found: SavedCheckpoint, ema: bool = False) -> tuple[Job, nn.Module]:
-    """The job of a checkpoint and its trained model, in evaluation mode."""
-    job = parse_job(found.meta["job"])
+def saved_job(found: SavedCheckpoint, own: Job | None = None, trust_module: bool = False) -> Job:
+    """The job in a checkpoint's metadata, which anyone may have written. A module that it names is refused unless
+    `own`, the job that the user gave, names it too, or it is trusted; its sizes must be those of the tensors."""
+    raw = found.meta.get("job")
+    if not isinstance(raw, dict):
+        raise JobError(f"{found.path} has no job in its metadata; use a checkpoint of `weft train`")
+    job = parse_job(raw)
+    module = job.model.module
+    if module and not trust_module and (own is None or own.model.module != module):
+        raise JobError(
+            f"{found.path} names the module {module!r}, and the run's job.yaml does not: code is imported only from "
+            "your own job; --trust-module imports it"
+        )
+    _check_sizes(found, job)
+    return job
+
+
+def _check_sizes(found: SavedCheckpoint, job: Job) -> None:
+    """Refuse metadata of another model than the tensors' before anything is built from it."""
+    if job.model.module:
+        return
+    sizes = [entry.size.numel() for name, entry in Index(found.path).tensors.items() if name.startswith("model.")]
+    try:
+        counts = count_parameters(job.model)
+        expected = counts.total if counts is not None else None
+    except (TypeError, ValueError) as error:
+        raise JobError(f"{found.path} has an incomplete model in its metadata: {error}") from error
+    if expected != sum(sizes) or (job.model.layers or 0) > len(sizes):
+        raise JobError(
+            f"{found.path} describes a model of {expected} parameters in {job.model.layers} layers and holds "
+            f"{sum(sizes)} in {len(sizes)} tensors: its metadata does not belong to them"
+        )
+
+
+def load_model(found: SavedCheckpoint, job: Job, ema: bool = False) -> nn.Module:
+    """The trained model of a checkpoint, in evaluation mode; `job` is its saved_job()."""
     model = build_model(job.model, job.train.seed)
     params = load_params(found, ema)
-    tied = {n: p for n, p in model.named_parameters(remove_duplicate=False) if n not in params}
     names = {id(p): n for n, p in model.named_parameters()}
-    params |= {n: params[names[id(p)]] for n, p in tied.items()}
-    model.load_state_dict(params | load_buffers(found), strict=True, assign=True)
-    return job, model.eval()
+    try:
+        for name, param in model.named_parameters(remove_duplicate=False):
+            params.setdefault(name, params[names[id(param)]])  # tied parameters are saved once
+        model.load_state_dict(params | load_buffers(found), strict=True, assign=True)
+    except (KeyError, RuntimeError) as error:
+        raise JobError(f"{found.path} does not hold the tensors of the model in its metadata: {error}") from error
+    return model.eval()
 
 
 def export_safetensors(found: SavedCheckpoint, to: Path, ema: bool = False, dtype: torch.dtype | None = None) -> Path:
@@ -63,8 +100,7 @@ def export_safetensors(found: SavedCheckpoint, to: Path, ema: bool = False, dtyp
     tensors = {n: cast(t) for n, t in (load_params(found, ema) | load_buffers(found)).items()}
     to.parent.mkdir(parents=True, exist_ok=True)
     temporary = to.with_name(to.name + ".tmp")
-    save_file(
-        tensors, temporary, metadata={"format": "pt", "weft_step": str(found.step), "job": str(found.meta["job"])}
-    )
+    job = str(found.meta.get("job", ""))
+    save_file(tensors, temporary, metadata={"format": "pt", "weft_step": str(found.step), "job": job})
     temporary.replace(to)
     return to

@@ -9,13 +9,14 @@ import torch
 from weft.checkpoint.format import SavedCheckpoint
 from weft.data.dataset import open_tokenizer
 from weft.job.errors import JobError
-from weft.job.load import parse_job
+from weft.job.schema import Job
 from weft.training.export import load_model
 
 
 @torch.no_grad()
 def generate(
     found: SavedCheckpoint,
+    job: Job,
     prompt: str,
     tokens: int,
     *,
@@ -24,11 +25,11 @@ def generate(
     seed: int = 0,
     ema: bool = False,
 ) -> Iterator[str]:
-    """Yield the generated text in parts, without the prompt. Temperature 0 always takes the likeliest token."""
-    job = parse_job(found.meta["job"])
+    """Yield the generated text in parts, without the prompt. `job` is the checkpoint's saved_job(). Temperature 0
+    always takes the likeliest token."""
     if not job.model.is_decoder:
         raise JobError(f"only a language model can generate; this run trains {job.model.module or job.model.family}")
-    _, model = load_model(found, ema)
+    model = load_model(found, job, ema)
     tokenizer = open_tokenizer(job.data)
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eos]
     window = job.model.max_len or job.data.seq_len

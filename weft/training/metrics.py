@@ -21,6 +21,7 @@ from weft.mesh import Mesh
 from weft.planner.model.counts import flops_per_sample
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
+from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.training.comm_metrics import CommMetrics
 from weft.training.signals import Signals
 from weft.training.state import State
@@ -150,7 +151,7 @@ class StepMetrics:
         if entry is None:
             return
         norm, count, loss_sum, reported, more = entry.sums.read()
-        flags = len(Signals.CODES)
+        flags = len(STOP_SIGNALS)
         self.stop = Signals.decide(reported[:flags])
         loss = loss_sum / max(1, count)
         taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps

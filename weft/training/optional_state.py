@@ -34,7 +34,7 @@ def load_residuals(checkpoints: Checkpointer, found: SavedCheckpoint, state: Sta
         )
     mine = {n: t for n, t in state.tensors().items() if n.startswith(COMPRESSION)}
     now: dict[str, set[int]] = defaultdict(set)
-    for named in state.mesh.all_gather_object([n for n in mine if n.startswith("residual.")]):
+    for named in state.mesh.all_gather_json([n for n in mine if n.startswith("residual.")]):
         for name in named if isinstance(named, list) else []:
             _, holder, weight = name.split(".", 2)
             now[weight].add(int(holder))
@@ -42,7 +42,7 @@ def load_residuals(checkpoints: Checkpointer, found: SavedCheckpoint, state: Sta
     exact = {n: mine[n] for n in alike if not n.startswith("residual.") or now[_weight(n)] == holders[_weight(n)]}
     checkpoints.load(found, exact)
     moved = {n for n in mine if n.startswith("residual.") and n not in exact and _weight(n) in holders}
-    if any(state.mesh.all_gather_object(bool(moved))):
+    if any(state.mesh.all_gather_json(bool(moved))):
         for name in moved:
             local_of(mine[name]).zero_()
         for one in sorted(set().union(*holders.values())):
@@ -61,7 +61,7 @@ def load_amax_history(checkpoints: Checkpointer, found: SavedCheckpoint, state: 
     alike = all(n in index.tensors and index.tensors[n].size == t.shape for n, t in mine.items())
     for tensor in mine.values():
         tensor.zero_()
-    found_by_rank = state.mesh.all_gather_object(alike if mine else None)
+    found_by_rank = state.mesh.all_gather_json(alike if mine else None)
     if any(found_by_rank) and False not in found_by_rank:
         checkpoints.load(found, mine)
     state.model.recall_maxima()

@@ -27,7 +27,7 @@ def recording(session: Session, step: int) -> Iterator[None]:
     yield
     pipeline.spans.wanted = False
     mine = (session.mesh.coords, pipeline.spans.spans)
-    everyone = cast(list[tuple[dict[str, int], list[Any]]], session.mesh.all_gather_object(mine))
+    everyone = cast(list[tuple[dict[str, int], list[Any]]], session.mesh.all_gather_json(mine))
     if session.mesh.rank == 0:
         session.run.pipeline.write_text(json.dumps(timeline(session, step, everyone)), encoding="utf-8")
 

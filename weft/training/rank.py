@@ -60,7 +60,7 @@ def run_rank(
             if smaller_plan is None or plan.world > 1:  # the other ranks cannot follow
                 return exit_code(error)
         plan, session = smaller_plan, None  # type: ignore[assignment]
-        (run.logs / f"failure-{rank}.json").unlink()
+        (run.logs / f"failure-{rank}.json").unlink(missing_ok=True)
         gc.collect()
 
 
@@ -76,9 +76,10 @@ def set_up_process(run: RunDir, plan: Plan) -> None:
 
 def import_training(run: RunDir) -> None:
     """Import all that training needs, which takes seconds."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read on import of torch
-
+    from weft.training.compile_cache import set_compile_cache
     from weft.training.garbage_collection import no_collection
+
+    set_compile_cache(run.compiled)  # read on import of torch
 
     with no_collection():
         import weft.training.loop  # noqa: F401
@@ -127,13 +128,14 @@ def is_timeout(error: BaseException) -> bool:
 
 def record_failure(run: RunDir, rank: int, position: str, error: BaseException, plan: Plan) -> Plan | None:
     """Write the failure record for the launcher and the traceback to this rank's log. If memory ran out, also write and
-    return a plan that needs smaller_plan."""
+    return a plan that needs less."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if f"{os.sep}weft{os.sep}" in f.filename]
     where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} in {ours[-1].name}" if ours else ""
-    run.logs.mkdir(parents=True, exist_ok=True)
-    with (run.logs / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
-        log.write("".join(traceback.format_exception(error)))
+    with contextlib.suppress(OSError):  # a full disk, or a run folder that was moved away
+        run.logs.mkdir(exist_ok=True)
+        with (run.logs / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
+            log.write("".join(traceback.format_exception(error)))
     cause = {
         "rank": rank,
         "position": position,
@@ -147,7 +149,8 @@ def record_failure(run: RunDir, rank: int, position: str, error: BaseException, 
         "code": exit_code(error),
     }
     smaller_plan = shrink(run, plan, error, rank, position) if is_oom(error) else None
-    (run.logs / f"failure-{rank}.json").write_text(json.dumps(cause), encoding="utf-8")
+    with contextlib.suppress(OSError):
+        (run.logs / f"failure-{rank}.json").write_text(json.dumps(cause), encoding="utf-8")
     return smaller_plan
 
 
@@ -155,6 +158,13 @@ def is_machine_failure(error: BaseException) -> bool:
     """Whether the machine failed rather than the program, so that a restart may help."""
     text = str(error).lower()
     return isinstance(error, OSError) or is_oom(error) or any(s in text for s in ("cuda error", "nccl"))
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether a kernel of this process failed, such as by an illegal access: its CUDA context can do nothing more."""
+    import torch
+
+    return isinstance(error, torch.AcceleratorError)
 
 
 def is_peer_failure(error: BaseException) -> bool:

@@ -46,21 +46,21 @@ def recorded_losses(session: Session) -> list[tuple[float, float]]:
                 recorded[step] = (loss, norm)
                 if record.get("skipped"):
                     del recorded[step]
-    everyone = session.mesh.all_gather_object([recorded[step] for step in sorted(recorded)][-HISTORY:])
+    everyone = session.mesh.all_gather_json([recorded[step] for step in sorted(recorded)][-HISTORY:])
     return cast(list[tuple[float, float]], everyone[0])
 
 
 def resume_from_memory(session: Session, at_most: int | None = None) -> bool:
     """Continue from the newest step of which every rank has a snapshot, if there is one."""
     state, snapshots = session.state, session.snapshots
-    held = cast(list[list[int]], session.mesh.all_gather_object(snapshots.held()))
+    held = cast(list[list[int]], session.mesh.all_gather_json(snapshots.held()))
     step = newest_common(held, at_most)
     if step is None or (at_most is None and step < newest_on_disk(session)):
         return False
     if not state.optimizers.shards():
         state.optimizers.allocate()
     shards = state.shards()
-    if not all(session.mesh.all_gather_object(_same_layout(session) and snapshots.holds(shards))):
+    if not all(session.mesh.all_gather_json(_same_layout(session) and snapshots.holds(shards))):
         return False
     counts = snapshots.load(step, shards)
     state.restore_snapshot(shards, counts)
@@ -94,7 +94,7 @@ def newest_on_disk(session: Session) -> int:
     """The step of the newest checkpoint that rank 0 sees, by name; -1 where there is none."""
     found = entries(session.run.checkpoints) if session.mesh.rank == 0 else []
     steps = [entry.step for entry in found if entry.kind == "good"]
-    return cast(int, session.mesh.all_gather_object(max(steps, default=-1))[0])
+    return cast(int, session.mesh.all_gather_json(max(steps, default=-1))[0])
 
 
 def resume_from_disk(session: Session, at_most: int | None = None) -> None:
@@ -109,7 +109,7 @@ def resume_from_disk(session: Session, at_most: int | None = None) -> None:
     tensors = state.loadable_tensors(saved_world=0)
     found = checkpoints.load_newest(tensors, at_most)
     if found is None:
-        state.optimizers = make_optimizers(session.job, state.model)
+        state.optimizers = make_optimizers(session.job, state.model, session.mesh)
         _report_restart(session)
         return
     own = state.own(found.meta)
@@ -160,6 +160,12 @@ def _warn_about_changes(session: Session, before: dict[str, Any]) -> None:
             session.log.warning("%s", f"{section}.{key} was {was!r} until here and is {value!r} now: {follows}")
 
 
+def _is_before(record: dict[str, Any], step: int) -> bool:
+    """Whether a record of samples is valid and of a step up to this one."""
+    found = record.get("step")
+    return isinstance(found, int) and found <= step and isinstance(record.get("ids"), list)
+
+
 def _warn_about_data(session: Session, before: object) -> None:
     """Warn that the data was replaced since the checkpoint; checkpoints of version 0.1.0 have no checksum of it."""
     now = fingerprint_of(session.dataset)
@@ -174,7 +180,6 @@ def _truncate_sample_records(session: Session) -> None:
     """Drop the recorded samples after the resumed step."""
     if session.mesh.rank == 0:
         for path in session.run.samples.glob("rank-*.jsonl"):
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= session.state.step]
+            kept = [json.dumps(line) + "\n" for line in read_jsonl(path) if _is_before(line, session.state.step)]
             path.write_text("".join(kept), encoding="utf-8")
     session.mesh.barrier()

@@ -123,6 +123,9 @@ class Session:
         if snapshots.due(state.step):
             shards = state.shards()
             snapshots.take(state.step, shards, state.counts() | {"agreed": self.guards.agreed})
+            if snapshots.summary:
+                self.log.info("%s", snapshots.summary)
+                snapshots.summary = ""
             if snapshots.refused:
                 self.log.warning("%s", snapshots.refused)
             elif snapshots.folder is not None and self.placed != len(shards):
@@ -130,7 +133,7 @@ class Session:
                 layout = snapshot_layout(self.mesh.rank, self.heartbeat.attempt, self.job, self.plan, state.tensors())
                 layout.write(snapshots.folder)
         if snapshots.tick(state.step):
-            snapshots.every = max(cast(list[int], self.mesh.all_gather_object(snapshots.wish())))
+            snapshots.every = max(cast(list[int], self.mesh.all_gather_json(snapshots.wish())))
             self.guards.weights.spacing = snapshots.every
 
     def commit(self, record: dict[str, Any]) -> None:
@@ -194,11 +197,13 @@ def open_session(
     checkpoints = Checkpointer(
         run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
-        any_rank=lambda mine: any(mesh.all_gather_object(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
+        any_rank=lambda mine: any(mesh.all_gather_json(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder that the launcher made, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
-    snapshots = snapshots or Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device)
+    snapshots = snapshots or Snapshots(
+        Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device, world=mesh.world
+    )
     stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
 
     def warn(text: str) -> None:

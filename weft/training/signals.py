@@ -6,18 +6,17 @@ import signal
 from types import FrameType
 
 from weft.job.errors import Exit
+from weft.supervisor.stop_signals import STOP_CODES, STOP_SIGNALS, handled_signals
 
 
 class Signals:
     """Records received signals; the loop checks them after each step, when all ranks can agree."""
 
-    CODES = ((signal.SIGTERM, Exit.PREEMPTED), (signal.SIGUSR1, Exit.PREEMPTED), (signal.SIGINT, Exit.INTERRUPTED))
-
     def __init__(self) -> None:
         self.received: set[int] = set()
-        self.before = {number: signal.signal(number, self._on_signal) for number, _ in self.CODES}
+        self.before = {number: signal.signal(number, self._on_signal) for number in handled_signals()}
         # the launcher blocks these signals in its children until handlers are installed
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number for number, _ in self.CODES])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.received.add(number)
@@ -29,13 +28,13 @@ class Signals:
 
     def ignore(self) -> None:
         """Ignore the signals while the process exits; a second Ctrl-C would look like a failure."""
-        for number, _ in self.CODES:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def flags(self) -> list[float]:
-        return [float(number in self.received) for number, _ in self.CODES]
+        return [float(number in self.received) for number in STOP_SIGNALS]
 
-    @classmethod
-    def decide(cls, flags: list[float]) -> Exit | None:
+    @staticmethod
+    def decide(flags: list[float]) -> Exit | None:
         """The exit code that follows from the flags of all ranks, or None."""
-        return next((code for flag, (_, code) in zip(flags, cls.CODES, strict=True) if flag), None)
+        return next((code for flag, code in zip(flags, STOP_CODES.values(), strict=True) if flag), None)

@@ -17,7 +17,7 @@ def write_slices(run: RunDir, plan: Plan, mesh: Mesh, spread_model: SpreadModel 
     """Write the file on rank 0. Collective."""
     shards = {n: shard_of(m) for n, m in spread_model.master_params.items()}
     mine = {n: (list(p.shape), list(p.offset), list(p.size)) for n, p in shards.items()}
-    gathered = mesh.all_gather_object((mesh.coords, mine))
+    gathered = mesh.all_gather_json((mesh.coords, mine))
     if mesh.rank != 0:
         return
     everyone = cast(list[tuple[dict[str, int], dict[str, tuple[list[int], list[int], list[int]]]]], gathered)

@@ -27,12 +27,14 @@ from weft.supervisor.diagnosis import STACK_SIGNAL
 from weft.supervisor.fork_server import serve
 from weft.supervisor.heartbeat import BoardHeartbeat, Fenced
 from weft.supervisor.local_ranks import die_with_parent
+from weft.supervisor.memory_folder import write_file
 from weft.supervisor.process_name import set_process_name
 from weft.supervisor.status_board import StatusBoard
 from weft.training.rank import (
     exit_code,
     exit_process,
     import_training,
+    is_device_lost,
     is_peer_failure,
     is_timeout,
     record_failure,
@@ -105,6 +107,7 @@ class SupervisedRank:
         from weft.mesh import connect
         from weft.supervisor.collective_counters import CollectiveCounters
         from weft.supervisor.mesh_sockets import MeshSockets
+        from weft.supervisor.process_group_internals import NCCL_ENVIRONMENT
         from weft.training.loop import fit_or_explain
         from weft.training.session import open_session
 
@@ -114,6 +117,8 @@ class SupervisedRank:
             "LOCAL_WORLD_SIZE": str(len(attempt.ranks)),
         }  # fmt: skip
         os.environ.update(environment | attempt.environment)
+        for name, value in NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         self.heartbeat.on_fence = sockets.shut_down
         self.heartbeat.join(attempt.number, rank)
         set_process_name(f"weft-rank-{rank}")
@@ -125,7 +130,7 @@ class SupervisedRank:
             position = mesh.position
             self.heartbeat.watch = watch = CollectiveCounters(mesh)
             place = {"position": position, "groups": watch.members}
-            (self.folder / f"place-{rank}.json").write_text(json.dumps(place), encoding="utf-8")
+            write_file(self.folder / f"place-{rank}.json", json.dumps(place))
             session = open_session(
                 job, plan, self.run, heartbeat=self.heartbeat, mesh=mesh, dataset=self.dataset, hook=self.hook
             )
@@ -182,7 +187,7 @@ class SupervisedRank:
 
     def _is_attempt_over(self, error: BaseException) -> bool:
         """Whether an error only means that another rank is lost, so that this rank joins the next attempt."""
-        if isinstance(error, WeftError | KeyboardInterrupt):
+        if isinstance(error, WeftError | KeyboardInterrupt) or is_device_lost(error):
             return False
         if isinstance(error, Fenced) or is_peer_failure(error) or is_timeout(error):
             return True

@@ -27,10 +27,11 @@ from weft.mesh import Mesh, connect, pretend
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import Batch
 from weft.planner import RUNNABLE, check, make_plan
-from weft.planner.memory.expert_bytes import EXPERT_AXES
-from weft.planner.memory.peak import peak_of
-from weft.planner.memory.rank_bytes import flops_of, states_of, traffic_of
+from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.plan import Plan
+from weft.planner.search.candidates import Layouts
+from weft.planner.time.expert_traffic import EXPERT_AXES
+from weft.planner.time.traffic import flops_of, traffic_of
 from weft.training.build import build_state
 from weft.training.step import Stepper
 from weft.verify.dryrun_internals import fake_tensors, fused_norms, storage_bytes
@@ -164,8 +165,10 @@ def make_batch(job: Job, plan: Plan) -> Batch:
 
 
 def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Tracer, parts: dict[str, int], began: float) -> DryRun:
-    states, traffic = states_of(job, plan, mesh.rank), traffic_of(job, plan, mesh.rank)
-    assert states is not None
+    memory, layouts, place = EngineMemory(job, plan, traced=True), Layouts.one(plan), Place.of(plan, mesh.rank)
+    states = {name: float(held[0]) for name, held in memory.states(layouts, place).items()}
+    peak = sum(float(held[0]) for part, held in memory.rank(layouts, place).items() if part != "runtime")
+    traffic = traffic_of(job, plan, mesh.rank)
     groups, expected = _names(mesh), Counter[tuple[str, str]]()
     for axis, kinds in traffic.items():
         found = mesh.everyone if axis == "everyone" else mesh.axes.get(axis)
@@ -177,8 +180,8 @@ def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Tracer, parts: dict[str, i
     )
     traced = {**parts, "peak_memory": meter.peak, "flops": meter.flops, "communication": sum(meter.bytes.values())}
     estimated = {
-        **states.__dict__,
-        "peak_memory": peak_of(job, plan, mesh.rank),
+        **states,
+        "peak_memory": peak,
         "flops": flops_of(job, plan, mesh.rank),
         "communication": sum(expected.values()),
     }

@@ -6,14 +6,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.axis import Axis
 from weft.comm.shards import local_of, shard_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
@@ -29,11 +30,8 @@ from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.planner.rules.layout_syntax import parse_layouts, ranks
 from weft.training.build import build_state
 from weft.training.step import Stepper
-from weft.verify.routing import Guided, Routing
-
-TOLERANCE: dict[str, float] = {"fp32": 1e-5, "bf16": 6e-2, "fp16": 1e-2, "fp8": 0.2}
-"""Largest relative difference that rounding explains, by dtype. fp8 rounds a gradient to two binary digits, so where
-bf16 differs in its last digit, fp8 may differ by a quarter of a number."""
+from weft.verify.compare import Trace, Verdict, compare, moments_of
+from weft.verify.routing import Guided
 
 DEFAULT_LAYOUTS = (
     "ddp2", "zero1", "zero2", "zero3", "tp2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "hsdp", "pp2", "pp2 zbv",
@@ -44,45 +42,6 @@ DEFAULT_LAYOUTS = (
 ADAM_EPS = 1e-6
 """Adam divides a gradient by its own size, so one that is zero but for rounding (a key's bias) would become a full step
 of noise. With this the update stays a smooth function of the gradient, and a wrong gradient still shows."""
-
-FLOOR = 1e-3
-"""A parameter's gradient is compared to its own norm, or to this share of the whole norm where its own is smaller."""
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What one run did: a few steps' losses, norms and gradients, and the weights after them."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: list[dict[str, Tensor]]
-    parameters: dict[str, Tensor]
-    seconds: float
-    routing: Routing | None = None
-    """Of a model with experts that was led where one process went: where it would have gone by itself."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One layout beside the single process. Differences are relative."""
-
-    layout: str
-    world: int
-    verdict: str
-    """same, differs, or refused"""
-    max_loss_diff: float | None = None
-    max_grad_diff: float | None = None
-    worst_parameter: str | None = None
-    grad_norm_diff: float | None = None
-    param_diff: float | None = None
-    tolerance: float | None = None
-    seconds: float | None = None
-    why: str | None = None
-    grad_diff_by_parameter: dict[str, float] = field(default_factory=dict)
-    routed_apart: float | None = None
-    """Share of the tokens' experts that the layout would have chosen otherwise; it was led where one process went."""
-    router_diff: float | None = None
-    """Difference of the routers' scores, relative to their spread."""
 
 
 def small(job: Job) -> Job:
@@ -157,6 +116,7 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
     stepper = Stepper(job, plan, mesh, state)
     guided = Guided(state.model.load, folder, reference)
     losses, norms, gradients = [], [], []
+    start = {n: whole(m) for n, m in state.model.master_params.items()}
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
         dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0,
@@ -173,57 +133,44 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
         losses.append(float(total / grads.count))
         norms.append(float(norm))
     parameters = {n: whole(m) for n, m in state.model.master_params.items()}
-    for held in (*gradients, parameters):
+    moments = moments_of({n: whole(t).float() for n, t in state.optimizers.state().items()})
+    for held in (*gradients, start, parameters, moments):
         join_stages(held, mesh)
     routing = guided.end(mesh)
     if mesh.rank == 0:
         seconds = time.perf_counter() - began
-        torch.save(Trace(losses, norms, gradients, parameters, seconds, routing), Path(folder) / "trace.pt")
+        found = Trace(losses, norms, gradients, start, parameters, moments, seconds, routing)
+        torch.save(found, Path(folder) / "trace.pt")
     mesh.barrier()
 
 
 def join_stages(held: dict[str, Tensor], mesh: Mesh) -> None:
     """Bring the weights of every stage of a pipeline together."""
-    if mesh.axis("pp") is not None:  # as plain bytes: each tensor would be pickled as a file of its own
-        mine = {n: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).numpy()) for n, t in held.items()}
-        for other in cast(list[dict[str, Any]], mesh.all_gather_object(mine)):
-            held.update({n: torch.from_numpy(x).view(dtype).view(shape) for n, (dtype, shape, x) in other.items()})
+    join_tensors(held, mesh.axis("pp"), mesh)
+
+
+def join_tensors(held: dict[str, Tensor], axis: Axis | None, mesh: Mesh) -> None:
+    """Add the tensors of all ranks of an axis, by name. Collective over the mesh."""
+    if axis is None:
+        return
+    described = {n: (str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in held.items()}
+    everyone = mesh.all_gather_json(described)
+    for source, rank in enumerate(dist.get_process_group_ranks(axis.group)):
+        for dtype in sorted({dtype for dtype, _ in everyone[rank].values()}):
+            shapes = {n: shape for n, (kind, shape) in everyone[rank].items() if kind == dtype}
+            sizes = [prod(shape) for shape in shapes.values()]
+            flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype))
+            if axis.rank == source:
+                flat = torch.cat([held[n].reshape(-1) for n in shapes])
+            flat = axis.broadcast(flat.to(mesh.device), source).cpu()
+            for (name, shape), part in zip(shapes.items(), flat.split(sizes), strict=True):
+                held[name] = part.view(shape)
 
 
 def whole(x: Tensor | None) -> Tensor:
     """A tensor's value over all ranks, as a copy on the host."""
     assert x is not None
     return shard_of(x).whole(local_of(x.detach())).cpu().clone()
-
-
-def compare(layout: str, world: int, reference: Trace, other: Trace, tolerance: float) -> Verdict:
-    """Hold one run against another."""
-    by_parameter: dict[str, float] = {}
-    for ours, theirs in zip(reference.gradients, other.gradients, strict=True):
-        total = torch.stack([g.double().norm() for g in ours.values()]).norm()
-        for name, g in ours.items():
-            difference = (theirs[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), FLOOR * total)
-            by_parameter[name] = max(by_parameter.get(name, 0.0), float(difference.nan_to_num(float("inf"))))
-    worst = max(by_parameter, key=lambda n: by_parameter[n])
-    moved = _norm([other.parameters[n].double() - p.double() for n, p in reference.parameters.items()])
-    loss = max(_relative(a, b) for a, b in zip(reference.losses, other.losses, strict=True))
-    norm = max(_relative(a, b) for a, b in zip(reference.norms, other.norms, strict=True))
-    param = moved / _norm([p.double() for p in reference.parameters.values()])
-    apart, router = (None, None) if (r := other.routing) is None else (r.apart, r.scores)
-    same = all(d <= tolerance for d in (loss, norm, param, by_parameter[worst], router or 0.0))
-    return Verdict(
-        layout, world, "same" if same else "differs", loss, by_parameter[worst], worst, norm, param, tolerance,
-        other.seconds, None, by_parameter, apart, router,
-    )  # fmt: skip
-
-
-def _relative(a: float, b: float) -> float:
-    difference = abs(a - b) / max(abs(a), 1e-12)
-    return difference if difference == difference else float("inf")
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    return float(torch.stack([t.norm() for t in tensors]).norm())
 
 
 def prove(
@@ -246,7 +193,7 @@ def prove(
     ):
         reference = _run(pool, reference_job, 1, steps, folder)
         for words, section in named:
-            verdict = _judge(pool, job, words, section, reference, steps, TOLERANCE[plan.precision], folder)
+            verdict = _judge(pool, job, words, section, reference, steps, plan.precision, folder)
             if verdict.verdict == "refused" and not layouts:
                 continue
             verdicts.append(verdict)
@@ -276,7 +223,7 @@ def describe_ranks(job: Job, world: int) -> str:
 
 
 def _judge(
-    pool: RankPool, job: Job, words: str, section: dict[str, Any], reference: Trace, steps: int, tolerance: float,
+    pool: RankPool, job: Job, words: str, section: dict[str, Any], reference: Trace, steps: int, precision: str,
     held_to: str,
 ) -> Verdict:  # fmt: skip
     world = ranks(section)
@@ -285,7 +232,7 @@ def _judge(
         check(spread, plan, RUNNABLE)
         words = plan.layout() + (f" split {section['split']}" if "split" in section else "")
         with tempfile.TemporaryDirectory(prefix="weft-prove-") as folder:
-            return compare(words, world, reference, _run(pool, spread, world, steps, folder, held_to), tolerance)
+            return compare(words, world, reference, _run(pool, spread, world, steps, folder, held_to), precision)
     except WeftError as error:
         return Verdict(words, world, "refused", why=str(error))
 

@@ -52,11 +52,19 @@ class Journal:
         self.close()
 
 
+NUMBERS = frozenset({
+    "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu", "peak_memory_gib", "val_loss",
+    "seconds", "steps_done",
+})  # fmt: skip
+"""Fields of metrics and events that must be numbers; a damaged line may hold anything."""
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Every complete line that is a JSON object; other lines are skipped, and a missing file is empty."""
+    """Every complete line that is a JSON object, without figures that are no numbers; other lines are skipped, and a
+    missing or unreadable file is empty."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
-    except FileNotFoundError:
+    except OSError:
         return []
     found = []
     for line in lines:
@@ -65,8 +73,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
-            found.append(value)
+            found.append({key: v for key, v in value.items() if key not in NUMBERS or _is_number(v)})
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

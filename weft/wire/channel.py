@@ -64,7 +64,7 @@ class Channel:
             message = {**message, "blob": {"bytes": size, "sha256": digest.hexdigest()}}
         body = json.dumps(message, separators=(",", ":")).encode()
         if len(body) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(body)} bytes is longer than the {MAX_MESSAGE_BYTES} that anyone reads")
+            raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
         frame = struct.pack("!I", len(body)) + _sign(self._out_key, self._sent_count, body) + body
         self._sent_count += 1
         self._sock.settimeout(timeout_s)
@@ -82,21 +82,24 @@ class Channel:
         """The next message, and its blob if that has at most `blob_limit` bytes."""
         length = struct.unpack("!I", self._read(4, timeout_s))[0]
         if length > MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"a message of {length} bytes")
+            raise ProtocolError(f"a message of {length} bytes exceeds the limit")
         signature = self._read(DIGEST, HANDSHAKE_S)
         body = bytes(self._read(length, HANDSHAKE_S))
         if not hmac.compare_digest(signature, _sign(self._in_key, self._received_count, body)):
-            raise ProtocolError("a message whose signature is wrong")
+            raise ProtocolError("a message with a wrong signature")
         self._received_count += 1
         message = _parse(body)
         blob = bytearray()
         if (described := message.pop("blob", None)) is not None:
-            size, digest = int(described["bytes"]), str(described["sha256"])
+            try:
+                size, digest = int(described["bytes"]), str(described["sha256"])
+            except (KeyError, TypeError, ValueError, OverflowError):
+                raise ProtocolError("a message with an invalid description of its bytes") from None
             if not 0 <= size <= blob_limit:
-                raise ProtocolError(f"{size} bytes that nobody asked for")
+                raise ProtocolError(f"{size} bytes that were not requested")
             blob = self._read(size, timeout_s)
             if not hmac.compare_digest(hashlib.sha256(blob).hexdigest(), digest):
-                raise ProtocolError("bytes that are not those that were signed")
+                raise ProtocolError("bytes with a wrong checksum")
         return message, blob
 
     def close(self) -> None:
@@ -126,11 +129,11 @@ def open_channel(
         deadline = time.monotonic() + HANDSHAKE_S
         hello = _read_until(sock, len(MAGIC) + NONCE, deadline)
         if hello[: len(MAGIC)] != MAGIC:
-            raise ProtocolError("it does not speak our language")
+            raise ProtocolError("not a listener of Weft")
         theirs, ours = bytes(hello[len(MAGIC) :]), secrets.token_bytes(NONCE)
         sock.sendall(MAGIC + ours + _prove(secret, b"client", theirs, ours))
         if not hmac.compare_digest(_read_until(sock, DIGEST, deadline), _prove(secret, b"server", theirs, ours)):
-            raise ProtocolError("the listener does not hold the secret")
+            raise ProtocolError("the listener does not have the secret")
         return Channel(sock, _prove(secret, b"to-server", theirs, ours), _prove(secret, b"to-client", theirs, ours))
     except BaseException as error:
         close_socket(sock)
@@ -149,7 +152,7 @@ def accept_channel(sock: socket.socket, secret: bytes, ack_timeout_s: float | No
     answer = _read_until(sock, len(MAGIC) + NONCE + DIGEST, deadline)
     theirs, proof = bytes(answer[len(MAGIC) : len(MAGIC) + NONCE]), answer[len(MAGIC) + NONCE :]
     if answer[: len(MAGIC)] != MAGIC or not hmac.compare_digest(proof, _prove(secret, b"client", ours, theirs)):
-        raise ProtocolError("it does not hold the secret")
+        raise ProtocolError("the peer does not have the secret")
     sock.sendall(_prove(secret, b"server", ours, theirs))
     return Channel(sock, _prove(secret, b"to-client", ours, theirs), _prove(secret, b"to-server", ours, theirs))
 
@@ -166,9 +169,9 @@ def _parse(body: bytes) -> Message:
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError("a message that is no JSON") from error
+        raise ProtocolError("a message that is not JSON") from error
     if not isinstance(message, dict):
-        raise ProtocolError("a message that is no object")
+        raise ProtocolError("a message that is not a JSON object")
     return message
 
 
@@ -178,7 +181,7 @@ def _read_until(sock: socket.socket, size: int, deadline: float | None) -> bytea
     while got < size:
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
-            raise Disconnected("it was silent for too long")
+            raise Disconnected("no data within the timeout")
         sock.settimeout(left)
         try:
             count = sock.recv_into(view[got:], min(size - got, CHUNK))

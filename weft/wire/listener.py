@@ -40,7 +40,7 @@ class Listener:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._sock = socket.create_server((host, 0), family=family, backlog=128)
         except OSError as error:
-            raise MachineError(f"no socket can be opened at {host}: {error}; set {setting}") from error
+            raise MachineError(f"cannot listen at {host}: {error}; set {setting}") from error
         self.address: tuple[str, int] = self._sock.getsockname()[:2]
         threading.Thread(target=self._accept, daemon=True, name="listener").start()
 
@@ -70,7 +70,7 @@ class Listener:
                     min(self._pending, key=lambda s: self._pending[s]) if len(self._pending) > MAX_PENDING else None
                 )
             if oldest is not None:
-                self._note_once("many connections that show no secret")
+                self._note_once("many unauthenticated connections")
                 close_socket(oldest)
             try:
                 threading.Thread(target=self._handshake, args=(sock,), daemon=True, name="peer").start()

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from weft.job.errors import MachineError
 
+MIN_BYTES = 32
+
 
 def run_secret(folder: Path) -> bytes:
     """The secret of a run: WEFT_SECRET, or a file readable only by its owner, created by the first process."""
     if given := os.environ.get("WEFT_SECRET"):
-        if len(given) < 32:
+        if len(given) < MIN_BYTES:
             raise MachineError(
-                f"WEFT_SECRET has {len(given)} characters; at least 32 are needed (openssl rand -hex 32)"
+                f"WEFT_SECRET has {len(given)} characters; at least {MIN_BYTES} are needed (openssl rand -hex 32)"
             )
         return given.encode()
     path = folder / ".secret"
@@ -32,5 +34,8 @@ def run_secret(folder: Path) -> bytes:
             draft.unlink()
     mode = path.lstat()
     if not stat.S_ISREG(mode.st_mode) or mode.st_mode & 0o077 or mode.st_uid != os.geteuid():
-        raise MachineError(f"{path} must be a file of yours that nobody else can read: chmod 600 it, or delete it")
-    return path.read_bytes()
+        raise MachineError(f"{path} must be a regular file that only you can read: chmod 600 it, or delete it")
+    secret = path.read_bytes()
+    if len(secret) < MIN_BYTES:
+        raise MachineError(f"{path} holds {len(secret)} bytes, fewer than {MIN_BYTES}; delete the file")
+    return secret

@@ -80,17 +80,17 @@ def _unpack(blob: bytearray) -> dict[str, Tensor]:
         (size,) = SIZE.unpack_from(blob)
         listed = [(str(name), str(kind), [int(n) for n in shape]) for name, kind, shape in _list(blob, size)]
     except (struct.error, ValueError, TypeError, RecursionError) as error:
-        raise ProtocolError(f"a list of tensors that is none: {error}") from error
+        raise ProtocolError(f"an invalid list of tensors: {error}") from error
     out: dict[str, Tensor] = {}
     start = SIZE.size + size
     for name, kind, shape in listed:
         dtype = DTYPES.get(kind)
         if dtype is None or any(n < 0 for n in shape):
-            raise ProtocolError(f"{name} is said to be {kind}{shape}")
+            raise ProtocolError(f"{name} has the invalid type {kind}{shape}")
         count = math.prod(shape)
         end = start + count * dtype.itemsize
         if end > len(blob):
-            raise ProtocolError(f"{name} is said to be {kind}{shape}, and the message ends before")
+            raise ProtocolError(f"the message ends before {name}, {kind}{shape}")
         out[name] = (
             torch.frombuffer(blob, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)
         ).view(shape)

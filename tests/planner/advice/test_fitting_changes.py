@@ -1,4 +1,4 @@
-"""What a job that will not fit is told: every change can be written behind the job as it stands, and then it fits."""
+"""Changes advised for a job that does not fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BASE: dict[str, Any] = {
         ("train.microbatch=2 train.accumulation=1 memory.recompute=none cluster.memory_gib=30", None),
     ],
 )
-def test_every_change_really_makes_it_fit(words: str, nproc: int | None) -> None:
+def test_every_change_makes_the_job_fit(words: str, nproc: int | None) -> None:
     raw = apply_overrides(BASE, _split(words))
     told = show(parse_job(raw), nproc, PlanOptions())
     assert told.failed and told.data["fits"] is False and told.data["short_gib"] > 0

@@ -1,4 +1,4 @@
-"""Failures, checkpoints, offers, hyper-parameters and runs of the past."""
+"""Goodput, offers, history, mixed devices and tuned settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.planner.calibration import load_calibration
 from weft.planner.make_plan import make_plan, start_plan
 
 
-def test_the_interval_is_the_best_and_near_young_s() -> None:
+def test_best_interval_is_near_youngs() -> None:
     mean, cost = 3 * 3600.0, 60.0
     best = best_interval(cost, mean, 300)
     assert best == pytest.approx(math.sqrt(2 * cost * mean), rel=0.06)
@@ -77,7 +77,7 @@ def test_offers_side_by_side(tmp_path: Path) -> None:
         compare_offers(start, ["cloudB:b200"], load_calibration("weft"))
 
 
-def test_history_corrects_the_calibration_and_says_how_far_off_it_was(tmp_path: Path) -> None:
+def test_history_corrects_the_calibration(tmp_path: Path) -> None:
     start = eight()
     times = {"one": 2.0, "two": 2.2, "three": 2.1}
     for name, factor in times.items():
@@ -102,7 +102,7 @@ def test_history_corrects_the_calibration_and_says_how_far_off_it_was(tmp_path: 
         read_history(tmp_path / "nowhere", "cpu", load_calibration("weft"))
 
 
-def test_broken_runs_teach_nothing_and_are_counted(tmp_path: Path) -> None:
+def test_damaged_runs_are_skipped_and_counted(tmp_path: Path) -> None:
     plan = '{"device": "cuda", "device_name": "h100-sxm", "backend": "nccl"}'
     slow = '{"step_time_s": NaN}\n{"step_time_s": "x"}\n[1]\n{"step_time_s": -1}\n{"step_time_s": 1}\n'
     for name, files in {"a": ("{", "x", ""), "b": ("[]", "[]", "[]"), "c": (plan, "model: llama-8b\n", slow)}.items():
@@ -114,7 +114,7 @@ def test_broken_runs_teach_nothing_and_are_counted(tmp_path: Path) -> None:
     assert "3 folders could not be used" in history_table(told)
 
 
-def test_a_run_that_never_gets_on_has_a_finite_end() -> None:
+def test_a_run_without_progress_has_a_finite_time() -> None:
     failures = Failures(device_hours=1e-6)
     assert 0 < goodput(failures, 1024, 128, 8e9, 2.0).share < 1e-6
 
@@ -133,7 +133,7 @@ def test_two_kinds_of_devices_share_unevenly() -> None:
     assert turned[0].step_time_s == pytest.approx(ways[0].step_time_s, rel=0.05), "the order of naming does not matter"
 
 
-def test_hyper_parameters_have_reasons() -> None:
+def test_tuned_settings() -> None:
     job = resolve(parse_job({"model": "llama-8b", "data": {"source": "synthetic", "seq_len": 4096}}))
     small, large = ({t.key: t for t in tune(job, 64, tokens)} for tokens in (1e10, 1e12))
     assert all(t.why for t in large.values())

@@ -1,4 +1,4 @@
-"""Why not any layout whatever: an answer for each, in one sentence, and a refusal for what is no layout."""
+"""`weft plan --why-not`: an answer for every layout."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def made() -> Survey:
         ("dp_replicate=16", "does not fit", "too much"),
     ],
 )
-def test_an_answer_for_every_layout(made: Survey, asked: str, verdict: str, says: str) -> None:
+def test_every_layout_gets_an_answer(made: Survey, asked: str, verdict: str, says: str) -> None:
     told = why_not(made, asked)
     assert says in told["because"] and "\n" not in told["because"]
     assert told["verdict"] == verdict
 
 
 @pytest.mark.parametrize("asked", ["", "  ", "banana", "tp=-1", "tp=two", "=8", "tp=8 and more"])
-def test_what_is_no_layout_is_refused(made: Survey, asked: str) -> None:
+def test_invalid_layouts_are_refused(made: Survey, asked: str) -> None:
     with pytest.raises(JobError, match=r"is not a layout|names no layout"):
         why_not(made, asked)
 
 
-def test_what_the_search_leaves_out_on_cpus_is_answered_too() -> None:
+def test_layouts_outside_the_search_on_cpus() -> None:
     job = parse_job({"model": {"shape": "tiny"}, "data": {"source": "synthetic"}, "cluster": {"devices_per_node": 2}})
     told = why_not(survey(start_plan(job), front=False), "pp=2")
     assert told["verdict"] != "cannot be", told

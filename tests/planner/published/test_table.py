@@ -1,4 +1,4 @@
-"""A table of runs, scored: its JSON, what is skipped and why, fits and regret, on a small table of a few facts."""
+"""Scoring a table of published runs."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_column_that_is_missing_is_named(tmp_path: Path) -> None:
     assert done.code == 2 and "no such file" in done.err
 
 
-def test_a_table_as_other_people_write_it(tmp_path: Path) -> None:
+def test_tables_of_other_spreadsheets(tmp_path: Path) -> None:
     """A byte-order mark, spaces in the heading, decimals where numbers are whole, and no columns beyond the needed."""
     path = tmp_path / "theirs.csv"
     head = "layers, hidden ,heads,seq_len,gpu,gpus,micro_batch,tokens_per_s_per_gpu\n"
@@ -199,11 +199,11 @@ def test_flags_may_be_decimals(tmp_path: Path) -> None:
         ("Instinct MI300", "mi300x"),
     ],
 )
-def test_devices_are_read_from_words(said: str, name: str) -> None:
+def test_spellings_of_devices(said: str, name: str) -> None:
     assert row_device(said).name == name
 
 
-def test_a_stack_may_be_a_file_and_a_wrong_one_is_named(tmp_path: Path) -> None:
+def test_a_calibration_file_and_a_wrong_name(tmp_path: Path) -> None:
     path = table(tmp_path / "s.csv", {"tokens_per_s_per_gpu": 6000})
     (tmp_path / "mine.json").write_text('{"matmul": 0.5}', encoding="utf-8")
     assert score_table(path, stack=str(tmp_path / "mine.json"))["overall"]["step_time"]["rows"] == 1
@@ -273,11 +273,11 @@ def test_rank_correlation() -> None:
         ("IB 8x50GB/s", 8, 50.0),
     ],
 )
-def test_networks_are_read_from_words(text: str, per_node: int, gb_s: float) -> None:
+def test_spellings_of_networks(text: str, per_node: int, gb_s: float) -> None:
     assert network_of(text, per_node, row_device("A100-SXM-80GB"))[0] == pytest.approx(gb_s)
 
 
-def test_the_stack_is_recognised(tmp_path: Path) -> None:
+def test_the_framework_is_recognised(tmp_path: Path) -> None:
     rows = read_table(
         table(
             tmp_path / "r.csv",

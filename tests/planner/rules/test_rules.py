@@ -1,4 +1,4 @@
-"""What cannot work is refused with the setting, its value, and what would work; nothing of it needs torch."""
+"""Refusals: the settings that clash, their values, and what would work; without torch."""
 
 from __future__ import annotations
 
@@ -144,16 +144,16 @@ def refused(world: int | None = None, **job: Any) -> str:
          "model.positions=rope"),
     ],
 )  # fmt: skip
-def test_what_clashes_and_what_would_work(world: int, job: dict[str, Any], says: str) -> None:
+def test_refusals_name_the_clash_and_what_would_work(world: int, job: dict[str, Any], says: str) -> None:
     assert refused(world, **job) == says
 
 
-def test_several_mistakes_are_told_at_once() -> None:
+def test_all_broken_rules_are_listed() -> None:
     said = refused(4, model={**SMALL, "ffn": 97}, parallel={"tp": 4}, train={"global_batch": 5, "microbatch": 2})
     assert [line.split()[0] for line in said.splitlines()] == ["parallel.tp=4", "model.ffn=97", "train.microbatch=2"]
 
 
-def test_what_will_not_fit_has_its_own_exit_code() -> None:
+def test_exit_code_of_a_job_that_does_not_fit() -> None:
     job, plan = make_plan(
         parse_job(
             {
@@ -180,7 +180,7 @@ def test_what_will_not_fit_has_its_own_exit_code() -> None:
         ({"dp_replicate": 8}, "cut them with parallel.dp_shard instead of dp_replicate, or use more ranks"),
     ],
 )
-def test_the_advice_is_what_is_not_done_already(parallel: dict[str, Any], says: str) -> None:
+def test_advice_does_not_repeat_the_job(parallel: dict[str, Any], says: str) -> None:
     cluster = {"device": "h100", "devices_per_node": 8}
     job, plan = make_plan(
         parse_job({

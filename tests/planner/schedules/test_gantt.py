@@ -1,4 +1,4 @@
-"""Pictures of a time line: rows that fit, marks that can be read, markup that is whole."""
+"""Gantt charts as text and SVG."""
 
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -17,7 +17,7 @@ def line(name: str, ranks: int = 4, microbatches: int = 8) -> Timeline:
     return simulate(schedule, equal_costs(schedule.stages))
 
 
-def test_the_terminal_picture_of_1f1b() -> None:
+def test_text_chart_of_1f1b() -> None:
     assert gantt_text(line("1f1b", 2, 3), 40).splitlines() == [
         "rank 0 0░1░····0███2░1███··2███",
         "rank 1 ··0░0███1░1███2░2███····",
@@ -43,7 +43,7 @@ def test_many_microbatches_and_odd_lengths_are_drawn() -> None:
     assert gantt_text(simulate(schedule, Costs((0, 0), (0, 0))), 40).startswith("rank 0")
 
 
-def test_measured_sends_lie_under_what_is_computed() -> None:
+def test_messages_are_drawn_below_computation() -> None:
     spans = (Span(0, "F", 0, 0, 0, 4), Span(0, "send", 0, 0, 2, 8), Span(0, "recv", 0, 0, 8, 9))
     seen = gantt_text(Timeline(spans, 9, 0.5, (1,), 2, (5,)), 9 + 7)
     assert seen.splitlines()[0] == "rank 0 0░░░→→→→←"
@@ -51,7 +51,7 @@ def test_measured_sends_lie_under_what_is_computed() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_the_svg_is_whole_and_shows_every_action(name: str) -> None:
+def test_svg_is_valid_and_shows_every_action(name: str) -> None:
     made = line(name)
     root = ElementTree.fromstring(gantt_svg(made, "a <b> & c"))
     assert root.findtext(f"{SVG}title") == "a <b> & c"

@@ -1,4 +1,4 @@
-"""Schedules: every list can be carried out, does everything once, waits and holds what the papers say."""
+"""Schedules are valid, and have the bubble and memory of their papers."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -32,7 +32,7 @@ def timed(name: str, ranks: int, microbatches: int, virtual: int | None = None) 
 
 @given(schedules())
 @settings(max_examples=150, deadline=None)
-def test_every_schedule_can_be_carried_out(schedule: Schedule) -> None:
+def test_every_schedule_is_valid(schedule: Schedule) -> None:
     validate(schedule)
     p, m = schedule.ranks, schedule.microbatches
     done = [a for actions in schedule.actions for a in actions]
@@ -48,7 +48,7 @@ def test_every_schedule_can_be_carried_out(schedule: Schedule) -> None:
 
 @given(schedules(), st.data())
 @settings(max_examples=60, deadline=None)
-def test_uneven_stages_and_slow_messages_never_stop_a_schedule(schedule: Schedule, data: st.DataObject) -> None:
+def test_uneven_stages_and_slow_messages_cause_no_deadlock(schedule: Schedule, data: st.DataObject) -> None:
     times = st.lists(st.floats(0.1, 9), min_size=schedule.stages, max_size=schedule.stages).map(tuple)
     costs = Costs(data.draw(times), data.draw(times), data.draw(st.floats(0.1, 0.9)), data.draw(st.floats(0, 5)))
     line = simulate(schedule, costs)
@@ -63,7 +63,7 @@ def test_uneven_stages_and_slow_messages_never_stop_a_schedule(schedule: Schedul
 
 @given(RANKS, MICROBATCHES)
 @settings(max_examples=60, deadline=None)
-def test_gpipe_and_1f1b_wait_alike_and_hold_differently(p: int, m: int) -> None:
+def test_gpipe_and_1f1b_have_the_same_bubble_but_not_memory(p: int, m: int) -> None:
     for name in ("gpipe", "1f1b"):
         assert timed(name, p, m).bubble == pytest.approx(float(Fraction(p - 1, m + p - 1)))
     assert timed("gpipe", p, m).in_flight == (m,) * p
@@ -112,7 +112,7 @@ def test_zb_h1_has_a_third_of_the_bubble_and_the_memory_of_1f1b(p: int, m: int) 
 
 @given(RANKS, MICROBATCHES)
 @settings(max_examples=60, deadline=None)
-def test_the_v_schedules_wait_least(p: int, m: int) -> None:
+def test_v_schedules_have_the_smallest_bubble(p: int, m: int) -> None:
     # both have stages of half the size
     whole, h1 = 2 * timed("1f1b", p, m).length, 2 * timed("zb-h1", p, m).length
     zbv, dual = timed("zbv", p, m), timed("dualpipe-v", p, m)
@@ -129,7 +129,7 @@ def test_the_v_schedules_wait_least(p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 16), (8, 16), (8, 8), (3, 5), (2, 4), (6, 12)])
-def test_zbv_reaches_what_cannot_be_beaten(p: int, m: int) -> None:
+def test_zbv_reaches_the_lower_bound(p: int, m: int) -> None:
     assert timed("zbv", p, m).length == 6 * m + p - 1
 
 
@@ -138,7 +138,7 @@ def test_a_long_schedule_is_made_in_reasonable_time_and_near_the_bound() -> None
     assert line.length <= (6 * 64 + 15) * 1.01
 
 
-def test_stages_lie_where_they_should() -> None:
+def test_placement_of_stages() -> None:
     assert make_schedule("interleaved-1f1b", 3, 4).rank_of == (0, 1, 2, 0, 1, 2)
     for name in ("zbv", "dualpipe-v"):
         schedule = make_schedule(name, 3, 6)
@@ -158,7 +158,7 @@ def test_dualpipe_pairs_a_forward_one_way_with_a_backward_the_other() -> None:
         assert pairs.count((up, up)) <= p
 
 
-def test_the_first_stage_does_not_split_what_it_can_do_whole() -> None:
+def test_the_first_stage_does_not_split_its_backward() -> None:
     assert {a.kind for a in make_schedule("zb-h1", 4, 8).actions[0]} == {"F", "B"}
     assert {a.kind for a in make_schedule("zb-h1", 4, 8).actions[1]} == {"F", "I", "W"}
 
@@ -204,7 +204,7 @@ def test_the_first_stage_does_not_split_what_it_can_do_whole() -> None:
         ),
     ],
 )
-def test_what_cannot_be_made_is_said(name: str, ranks: int, microbatches: int, virtual: int | None, said: str) -> None:
+def test_refusals(name: str, ranks: int, microbatches: int, virtual: int | None, said: str) -> None:
     text = check_schedule(name, ranks, microbatches, virtual)
     assert text is not None and said in text
     with pytest.raises(JobError, match="parallel"):
@@ -223,7 +223,7 @@ def with_list(schedule: Schedule, rank: int, own: list[Action]) -> Schedule:
     return replace(schedule, actions=tuple(lists))
 
 
-def test_a_broken_schedule_is_told_apart() -> None:
+def test_invalid_schedules_are_found() -> None:
     good = make_schedule("1f1b", 2, 2)
     first, last = [list(a) for a in good.actions]
     split = make_schedule("zb-h1", 2, 2)

@@ -1,4 +1,4 @@
-"""The simulator's times by hand, and splits of a model that no other split beats."""
+"""The pipeline simulator, and optimal splits into stages."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from weft.planner.schedules.simulate import Costs, equal_costs, simulate
 from weft.planner.schedules.stage_split import split_layers, split_stages
 
 
-def test_times_by_hand() -> None:
+def test_times_of_a_small_example() -> None:
     # two stages, one of them slower, and messages that take 0.5
     line = simulate(make_schedule("1f1b", 2, 2), Costs(forward=(1, 2), backward=(3, 4), send=0.5))
     told = {(s.kind, s.stage, s.microbatch): (s.start, s.end) for s in line.spans}
@@ -57,7 +57,7 @@ def test_costs_of_another_number_of_stages_are_refused() -> None:
         simulate(make_schedule("gpipe", 2, 2), equal_costs(3))
 
 
-def test_costs_of_nothing_give_a_line_of_nothing() -> None:
+def test_zero_costs() -> None:
     line = simulate(make_schedule("1f1b", 2, 2), Costs((0, 0), (0, 0)))
     assert (line.length, line.bubble) == (0, 0)
 
@@ -85,7 +85,7 @@ def test_no_other_split_has_a_smaller_largest_stage(costs: list[int], data: st.D
     assert (max(found), sum(n * n for n in found)) == best
 
 
-def test_equal_blocks_are_dealt_out_evenly_and_lighter_first() -> None:
+def test_equal_blocks_are_split_evenly_and_lighter_first() -> None:
     sizes = [b - a for a, b in split_stages([0.1] * 10, 4)]
     assert sizes == [2, 2, 3, 3]
 
@@ -96,13 +96,13 @@ def test_a_heavy_head_takes_blocks_from_the_last_stage() -> None:
     assert split == [(0, 5), (5, 9), (9, 11)]
 
 
-def test_a_deep_model_is_split_at_once() -> None:
+def test_a_deep_model_is_split_quickly() -> None:
     split = split_stages([3.0, *[1.0] * 1000, 7.0], 64)
     assert max(loads([3.0, *[1.0] * 1000, 7.0], split)) == 16
 
 
 @pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
-def test_a_cost_is_a_number_from_nothing_up(cost: float) -> None:
+def test_costs_must_be_finite_and_not_negative(cost: float) -> None:
     with pytest.raises(ValueError, match="a part's cost must be a number from 0 up"):
         split_stages([1.0, cost, 1.0], 2)
 
@@ -136,7 +136,7 @@ def test_a_pinned_split_counts_blocks(pinned: list[int], split: list[tuple[int, 
         ([7, -1], r"has a stage of -1 blocks"),
     ],
 )
-def test_a_pinned_split_that_does_not_add_up_is_said(pinned: list[int], said: str) -> None:
+def test_invalid_pinned_splits(pinned: list[int], said: str) -> None:
     with pytest.raises(JobError, match=said):
         split_stages([1.0] * 8, 2, pinned)
 
@@ -165,11 +165,11 @@ def test_layers_alone_fill_every_stage(layers: int, stages: int, pairs: bool, sp
         (4, None, r"model.layers=6, cut in pairs by parallel.tp, cannot be cut into 4 stages .* 3 would work"),
     ],
 )
-def test_layers_that_cannot_be_split_so(stages: int, pinned: list[int] | None, said: str) -> None:
+def test_invalid_splits_of_layers(stages: int, pinned: list[int] | None, said: str) -> None:
     with pytest.raises(JobError, match=said):
         split_layers([1.0] * 6, stages, pinned, pairs=True)
 
 
-def test_a_pinned_stage_in_the_middle_has_something_to_do() -> None:
+def test_a_pinned_middle_stage_needs_a_block() -> None:
     with pytest.raises(JobError, match="leaves stage 1 with nothing to do"):
         split_stages([1.0] * 8, 3, [3, 0, 3])

@@ -78,7 +78,7 @@ def test_nodes_agree_lose_and_readmit_a_node(tmp_path: Path) -> None:
     members[0].die()
     until(lambda: [m.attempt for m in members[1:]] == [3, 3])
     decision = members[1].nodes.decision
-    assert (decision.nodes, decision.leader, decision.why) == ({1, 2}, 1, "node 0 is no longer heard of")
+    assert (decision.nodes, decision.leader, decision.why) == ({1, 2}, 1, "node 0 is silent")
 
     members[0] = SupervisedRank(tmp_path, 0, 3)
     until(lambda: members[1].nodes.joining_nodes() == (0,))

@@ -117,7 +117,7 @@ def test_run_survives_lost_ranks_nodes_and_links(cluster: Cluster) -> None:
     cluster.hosts.kill(0)  # with rank 0, and the one who leads
     attempt = cluster.trains_in({1, 2}, after=attempt)
     lost = [e for e in read_jsonl(cluster.run.events) if e["event"] == "fault" and e["fault"] == "node_lost"]
-    assert lost[0]["why"].startswith("node 0 was not heard of for")
+    assert lost[0]["why"].startswith("node 0 was silent for")
 
     cluster.start(0)
     attempt = cluster.trains_in({0, 1, 2}, after=attempt)

@@ -1,4 +1,4 @@
-"""`weft chaos` as a person sees it: a line as each fault strikes, the ledger at the end, and one sentence."""
+"""`weft chaos`: a line for each fault, a table of all faults at the end, and a summary."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ def run_and_show(
     if (job is None) == (table is None):
         raise JobError("weft estimate takes a JOB or --table FILE.csv, one of them")
     if table is not None:
-        told = score_table(table, fit, stack)
-        return json.dumps(told, indent=2) if as_json else show_table(told)
+        result = score_table(table, fit, stack)
+        return json.dumps(result, indent=2) if as_json else show_table(result)
     assert job is not None
     described, plan = make_plan(load_job(job, overrides), nproc)
-    told = estimate_job(described, plan, load_calibration(stack) if stack else "weft")
-    return json.dumps(told, indent=2) if as_json else show_estimate(told)
+    result = estimate_job(described, plan, load_calibration(stack) if stack else "weft")
+    return json.dumps(result, indent=2) if as_json else show_estimate(result)

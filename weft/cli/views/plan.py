@@ -66,9 +66,9 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
     data: dict[str, Any] = {}
     blocks: list[str] = []
     if asked.history:
-        told, calibration = read_history(asked.history, start.device.name, calibration)
-        data["history"] = told.to_json()
-        blocks.append(tables.history_table(told))
+        history, calibration = read_history(asked.history, start.device.name, calibration)
+        data["history"] = history.to_json()
+        blocks.append(tables.history_table(history))
     made = survey(start, asked.top, asked.front, trainable=runs_here(start), calibration=calibration)
     data = {**made.to_json(), **data}
     text = [describe_plan(made.job, made.plan), tables.estimates(made, _trainable_instead(made, start, calibration))]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+
+import psutil
 
 from weft.planner.advice.compare import Offer
 from weft.planner.advice.fitting_changes import Change
@@ -32,34 +35,39 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def estimates(made: Survey, instead: str) -> str:
     """Time, cost, energy and goodput of the best layout, and the search."""
-    told, kept = made.estimate, made.goodput
-    low, high = told["range_s"]
-    parts = sorted(((s, n) for n, s in told["time"].items() if s > 0.005 * told["step_time_s"]), reverse=True)
-    where = ", ".join(f"{TIME_WORDS.get(n, n)} {100 * s / told['step_time_s']:.0f} %" for s, n in parts)
+    estimate, kept = made.estimate, made.goodput
+    low, high = estimate["range_s"]
+    parts = sorted(((s, n) for n, s in estimate["time"].items() if s > 0.005 * estimate["step_time_s"]), reverse=True)
+    where = ", ".join(f"{TIME_WORDS.get(n, n)} {100 * s / estimate['step_time_s']:.0f} %" for s, n in parts)
     rows = [
-        ("time", f"{seconds(told['step_time_s'])} a step ({seconds(low)} to {seconds(high)}): {where}"),
-        ("speed", f"{human_count(told['tokens_per_s_per_gpu'])} tokens/s a device, {told['tflops_per_gpu']:.3g} "
-                  f"TFLOP/s, MFU {100 * told['mfu']:.1f} %"),
-        ("peak", f"{gib(told['peak_memory_gib'])} of {gib(told['memory_limit_gib'])} GiB: "
-                 + ", ".join(f"{n} {gib(v)}" for n, v in told["memory"].items() if v >= 0.01)),
+        ("time", f"{seconds(estimate['step_time_s'])} a step ({seconds(low)} to {seconds(high)}): {where}"),
+        ("speed", f"{human_count(estimate['tokens_per_s_per_gpu'])} tokens/s a device, "
+                  f"{estimate['tflops_per_gpu']:.3g} TFLOP/s, MFU {100 * estimate['mfu']:.1f} %"),
+        ("peak", f"{gib(estimate['peak_memory_gib'])} of {gib(estimate['memory_limit_gib'])} GiB: "
+                 + ", ".join(f"{n} {gib(v)}" for n, v in estimate["memory"].items() if v >= 0.01)),
     ]  # fmt: skip
     if made.fits:
-        hours = told["hours"] / kept.share
-        money = "" if told["cost_usd"] is None else f", {told['cost_usd'] / kept.share:,.0f} USD"
-        rows.append(("run", f"{told['steps']:,} steps, {human_count(told['tokens'])} tokens: {duration(hours)}, "
-                            f"{told['energy_kwh'] / kept.share:,.0f} kWh{money}"))  # fmt: skip
+        hours = estimate["hours"] / kept.share
+        money = "" if estimate["cost_usd"] is None else f", {estimate['cost_usd'] / kept.share:,.0f} USD"
+        rows.append(("run", f"{estimate['steps']:,} steps, {human_count(estimate['tokens'])} tokens: "
+                            f"{duration(hours)}, {estimate['energy_kwh'] / kept.share:,.0f} kWh{money}"))  # fmt: skip
         stops = duration(kept.hours_between_stops)
         text = f"{100 * kept.share:.1f} % of the time is progress: a failure every {stops}"
         rows.append(("goodput", f"{text}, a checkpoint every {kept.every} steps"))
-    rows.append(("searched", f"{made.found.size:,} layouts in {made.found.seconds:.2f} s"))
+    rows.append(("searched", f"{made.found.size:,} layouts; the command took {process_seconds():.1f} s"))
     if made.gains:
-        said = ", ".join(f"{g.setting} {100 * g.faster:.0f} % faster" for g in made.gains)
-        rows.append(("beyond", f"with the same degrees: {said}"))
+        gains = ", ".join(f"{g.setting} {100 * g.faster:.0f} % faster" for g in made.gains)
+        rows.append(("beyond", f"with the same degrees: {gains}"))
     if made.untrainable:
         rows.append(("note", made.untrainable[0]))
     if instead:
         rows.append(("", f"weft train would use {instead}"))
     return "\n".join(f"{name:10} {text}" for name, text in rows)
+
+
+def process_seconds() -> float:
+    """Wall time since this process was started."""
+    return time.time() - psutil.Process().create_time()
 
 
 def duration(hours: float) -> str:
@@ -82,7 +90,7 @@ def _choice(point: Point) -> str:
 
 def runners_up(made: Survey) -> str:
     """The runners-up, and the disadvantage of each."""
-    rows = [(_choice(p), seconds(p.step_time_s), gib(p.peak_gib), p.lacks) for p in made.runner_ups]
+    rows = [(_choice(p), seconds(p.raw_step_time_s), gib(p.peak_gib), p.lacks) for p in made.runner_ups]
     return table(("runners-up", "step", "GiB", "disadvantage"), rows)
 
 
@@ -134,22 +142,24 @@ def mixed_devices(ways: Sequence[Mixed]) -> str:
     return "\n".join(lines)
 
 
-def history_table(told: History) -> str:
+def history_table(history: History) -> str:
     """Predicted and measured step times of earlier runs."""
-    unread = f"{told.unread} folders could not be used: damaged, too short, or with a model of your own"
-    if not told.runs:
-        return "history: no finished runs of Weft's models found" + (f"; {unread}" if told.unread else "")
+    unread = f"{history.unread} folders could not be used: damaged, too short, or with a model of your own"
+    if not history.runs:
+        return "history: no finished runs of Weft's models found" + (f"; {unread}" if history.unread else "")
     rows = [
         (r.name, r.device, seconds(r.predicted_s), seconds(r.measured_s), f"{100 * (1 / r.ratio - 1):+.0f} %", r.layout)
-        for r in told.runs
+        for r in history.runs
     ]
     lines = [table(("history", "device", "predicted", "measured", "error", "layout"), rows)]
-    if any(r.device == told.device for r in told.runs):
-        text = f"on {told.device} the mean error was {100 * told.before:.0f} %; corrected, each run by the others, "
-        lines.append(text + f"it is {100 * told.after:.0f} %: times × {told.factor:.3g}")
+    if any(r.device == history.device for r in history.runs):
+        text = (
+            f"on {history.device} the mean error was {100 * history.before:.0f} %; corrected, each run by the others, "
+        )
+        lines.append(text + f"it is {100 * history.after:.0f} %: times × {history.factor:.3g}")
     else:
-        lines.append(f"none of them ran on {told.device}, so nothing is corrected")
-    lines += [unread] if told.unread else []
+        lines.append(f"none of them ran on {history.device}, so nothing is corrected")
+    lines += [unread] if history.unread else []
     return "\n".join(lines)
 
 

@@ -10,7 +10,8 @@ from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankFailed
 from weft.planner.rules.layout_syntax import parse_layouts, ranks
-from weft.verify.prove import DEFAULT_LAYOUTS, Verdict, describe_ranks, prove
+from weft.verify.compare import Verdict
+from weft.verify.prove import DEFAULT_LAYOUTS, describe_ranks, prove
 
 COLUMNS = ("layout", "ranks", "|Δloss|", "|Δgradient|", "Δgrad norm", "|Δparameters|", "verdict")
 WIDTHS = (34, 5, 9, 11, 10, 13, 8)
@@ -50,7 +51,7 @@ def _show(v: Verdict) -> None:
     print(_row([v.layout, str(v.world), *shown, v.verdict]), flush=True)
     if v.verdict == "differs":
         routers = "" if v.router_diff is None else f"; scores of the routers: {v.router_diff:.1e}"
-        print(f"  worst: {v.worst_parameter}{routers}")
+        print(f"  {', '.join(v.differs)} beyond tolerance; worst gradient: {v.worst_parameter}{routers}")
     if v.routed_apart:
         print(f"  near ties: of the experts that tokens went to, it would have chosen {v.routed_apart:.2%} differently")
     if v.why:

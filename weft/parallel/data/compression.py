@@ -353,10 +353,3 @@ def tp_rank(master: Tensor) -> int:
     if not isinstance(master, DTensor) or "tp" not in (master.device_mesh.mesh_dim_names or ()):
         return 0
     return master.device_mesh["tp"].get_local_rank()
-
-
-def cut_over_tp(master: Tensor) -> bool:
-    """Whether the ranks of a tp group hold different shards."""
-    if not isinstance(master, DTensor) or "tp" not in (names := master.device_mesh.mesh_dim_names or ()):
-        return False
-    return not master.placements[names.index("tp")].is_replicate()

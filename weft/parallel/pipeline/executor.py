@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.comm.shards import local_of
@@ -21,6 +20,7 @@ from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import nothing
 from weft.parallel.expert.load import ExpertLoad
 from weft.parallel.pipeline.messages import Message, StageLinks, Transfer, sent_by, transfers_of
+from weft.parallel.pipeline.split_backward import WeightPart, backward_input, backward_weights
 from weft.parallel.spread_model import Batch, LossOf, SpreadModel
 from weft.planner.schedules.actions import Action, Schedule
 
@@ -215,8 +215,8 @@ class _Step:
         self.total = torch.zeros((), device=pipeline.device)
         self.held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         """Input and output of a stage for a microbatch, between its forward and its backward."""
-        self.later: dict[tuple[int, int], Any] = {}
-        """What a weight-gradient action still needs."""
+        self.later: dict[tuple[int, int], list[WeightPart]] = {}
+        """The weights whose gradients are still to be computed."""
 
     def shape(self, message: Message) -> tuple[int, ...]:
         module: Any = next(iter(self.p.stages.values())).module
@@ -276,36 +276,16 @@ class _Step:
         began = p.spans.now()
         hidden, out = self.held.pop((stage, m))
         p.stages[stage].data.microbatch(False)
-        weights = list(p.stages[stage].module.parameters())
-        # nobody wants the gradient of tokens: in the first stage the way back ends at its first weight
-        ends_at = hidden if hidden is not None else first_used(weights, out)
-        rest = iter([w for w in weights if w is not ends_at])
-        grads = None if grad is None else [grad]
-        (wanted,), self.later[stage, m] = stage_backward_input([out], grads, [ends_at], rest)
-        if hidden is not None:
-            assert wanted is not None
-            self._send(action, wanted)
+        found, self.later[stage, m] = backward_input(out, grad, hidden, p.stages[stage].module.parameters())
+        if found is not None:
+            self._send(action, found)
+        p.stages[stage].data.collect()
         p.spans.add("I", stage, m, began)
 
     def _weights(self, action: Action, last: bool) -> None:
         p, (_, stage, m) = self.p, action
         began = p.spans.now()
         if stage not in p.at_once:
-            weights = list(p.stages[stage].module.parameters())
-            stage_backward_weight(iter(weights), self.later.pop((stage, m)))
+            backward_weights(self.later.pop((stage, m)))
         p.stages[stage].data.collect()
         p.spans.add("W", stage, m, began)
-
-
-def first_used(weights: list[nn.Parameter], out: Tensor) -> nn.Parameter:
-    """The first weight, in the order of the model, that an output was made from."""
-    leaves: set[int] = set()
-    seen = {out.grad_fn}
-    todo: list[Any] = [out.grad_fn]
-    while todo:
-        node = todo.pop()
-        leaves.add(id(getattr(node, "variable", None)))
-        new = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= new
-        todo += new
-    return next(w for w in weights if id(w) in leaves)

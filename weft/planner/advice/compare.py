@@ -13,10 +13,11 @@ from weft.job.schema import Job
 from weft.planner.advice.goodput import goodput
 from weft.planner.calibration import Calibration
 from weft.planner.estimate import POWER_OVERHEAD, POWER_SHARE
+from weft.planner.estimator import make_estimator
 from weft.planner.make_plan import PlanStart, start_plan
 from weft.planner.model.counts import count_parameters
 from weft.planner.own_calibration import own_calibration
-from weft.planner.search.choose import estimator_for, plan_space
+from weft.planner.search.choose import plan_space
 from weft.planner.search.search import LayoutSearch
 
 SPOT_PREEMPTIONS_PER_DAY = 0.2
@@ -54,8 +55,8 @@ def compare_offers(start: PlanStart, names: list[str], calibration: Calibration)
     return [_plan_offer(start, name, calibration) for name in names]
 
 
-def _plan_offer(start: PlanStart, said: str, calibration: Calibration) -> Offer:
-    name, *rest = said.split(":")
+def _plan_offer(start: PlanStart, text: str, calibration: Calibration) -> Offer:
+    name, *rest = text.split(":")
     spot = "spot" in rest
     asked = next((word for word in rest if word != "spot"), None)
     device = find_device(asked, start.job.cluster.catalog) if asked else start.device
@@ -71,9 +72,9 @@ def _plan_offer(start: PlanStart, said: str, calibration: Calibration) -> Offer:
     tried = start_plan(job)
     if tried.device != start.device:
         calibration = own_calibration(tried.device)
-    estimator = estimator_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
+    estimator = make_estimator(tried.job, tried.plan, tried.world, tried.device, tried.memory_gib, calibration)
     found = LayoutSearch(plan_space(tried.job, tried.plan, tried.world, False), estimator).find()
-    shown = Offer(said, device.name, price, spot, "", False, note=note)
+    shown = Offer(text, device.name, price, spot, "", False, note=note)
     if len(found) == 0:
         return replace(
             shown, note=f"needs {found.smallest_gib:.1f} of {estimator.limit_gib:.1f} GiB", layout="none fits"
@@ -104,8 +105,8 @@ def _price(job: Job, name: str, device: Device, spot: bool) -> tuple[float, str]
             f"--compare {name}: no price for {device.name}; it has {', '.join(known[name])} "
             f"(write {name}:{next(iter(known[name]))})"
         )
-    told = known[name][device.name]
-    pair = list(told) if isinstance(told, list | tuple) else [told, None]
+    listed = known[name][device.name]
+    pair = list(listed) if isinstance(listed, list | tuple) else [listed, None]
     price = pair[1] if spot and len(pair) > 1 else pair[0]
     if price is None:
         raise JobError(f"--compare {name}: {device.name} has no {'spot' if spot else 'on-demand'} price")

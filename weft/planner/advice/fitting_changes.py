@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from weft.hardware.catalog import DEVICES
-from weft.job.errors import FitError, JobError
+from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
-from weft.planner.make_plan import MAX_SEARCHES, PlanStart, complete_plan, runs_here, start_plan
+from weft.planner.estimator import make_estimator
+from weft.planner.make_plan import PlanStart, complete_plan, runs_here, start_plan
 from weft.planner.own_calibration import own_calibration
-from weft.planner.search.choose import estimator_for, keep_pinned, plan_space
-from weft.planner.search.search import Estimator, LayoutSearch, SearchResult
-from weft.planner.search.space import Space
+from weft.planner.search.choose import keep_pinned, plan_space
+from weft.planner.search.search import LayoutSearch
 from weft.planner.search.survey import run_cost
 
 Idea = tuple[str, Job]
@@ -66,31 +66,18 @@ def _try(start: PlanStart, what: str, job: Job, calibration: Calibration) -> Cha
     if tried.device != start.device:
         calibration = own_calibration(tried.device)
     space = plan_space(tried.job, tried.plan, tried.world, runs_here(tried))
-    estimator = estimator_for(tried.job, tried.world, tried.device, tried.memory_gib, calibration)
-    found = _fitting(tried, space, estimator)
-    if found is None:
+    estimator = make_estimator(tried.job, tried.plan, tried.world, tried.device, tried.memory_gib, calibration)
+    found = LayoutSearch(space, estimator).find()
+    if len(found) == 0:
+        return None
+    try:
+        complete_plan(tried, keep_pinned(tried.job, tried.plan, found.layouts.plan(0, tried.plan)), [], estimator)
+    except JobError:
         return None
     seconds = float(found.times[0])
     # the same number of tokens, in shorter sequences
     usd, kwh = run_cost(tried, found, seconds * start.job.data.seq_len / tried.job.data.seq_len, tried.world)
     return Change(what, seconds, float(found.peaks[0]), estimator.limit_gib, usd, kwh)
-
-
-def _fitting(tried: PlanStart, space: Space, estimator: Estimator) -> SearchResult | None:
-    """The best layout that fits, also by the engine's own memory count."""
-    for _ in range(MAX_SEARCHES):
-        found = LayoutSearch(space, estimator).find()
-        if len(found) == 0:
-            return None
-        try:
-            _, plan = complete_plan(tried, keep_pinned(tried.job, tried.plan, found.layouts.plan(0, tried.plan)), [])
-        except (JobError, FitError):
-            return None
-        more = found.outgrown(plan.predicted.get("memory_gib"))
-        if more == 1:
-            return found
-        estimator = replace(estimator, heavier=estimator.heavier * more)
-    return None
 
 
 def _ideas(start: PlanStart) -> Iterator[list[Idea]]:

@@ -102,7 +102,7 @@ def _read(run: RunDir, calibration: Calibration) -> PastRun | None:
         plan = Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
         job = resolve(load_job(str(run.path)))
         records = _records(run.metrics)
-        told = estimate_job(job, plan, calibration)
+        predicted = estimate_job(job, plan, calibration)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, WeftError):
         return None  # a damaged plan or job
     times = _numbers(records, "step_time_s")
@@ -111,8 +111,8 @@ def _read(run: RunDir, calibration: Calibration) -> PastRun | None:
     settled = times[len(times) // 5 :]  # the first steps warm up
     peaks = _numbers(records, "peak_memory_gib")
     return PastRun(
-        run.path.name, plan.device_name, plan.layout(), told["step_time_s"], median(settled), told["peak_memory_gib"],
-        max(peaks) if peaks else None,
+        run.path.name, plan.device_name, plan.layout(), predicted["step_time_s"], median(settled),
+        predicted["peak_memory_gib"], max(peaks) if peaks else None,
     )  # fmt: skip
 
 

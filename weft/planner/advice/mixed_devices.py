@@ -16,8 +16,9 @@ import numpy as np
 from weft.hardware.catalog import find_device
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
+from weft.planner.estimator import make_estimator
 from weft.planner.make_plan import PlanStart, start_plan
-from weft.planner.search.choose import estimator_for, plan_space
+from weft.planner.search.choose import plan_space
 from weft.planner.search.search import LayoutSearch, SearchResult
 
 ROUNDS = 6
@@ -100,7 +101,7 @@ def _best(start: PlanStart, batch: int, calibration: Calibration, blocks: int | 
     train = start.job.train.model_copy(update={"global_batch": batch})
     model = start.job.model.model_copy(update={"layers": blocks}) if blocks else start.job.model
     job = start.job.model_copy(update={"train": train, "model": model})
-    estimator = estimator_for(job, start.world, start.device, start.memory_gib, calibration)
+    estimator = make_estimator(job, start.plan, start.world, start.device, start.memory_gib, calibration)
     search = LayoutSearch(plan_space(job, start.plan, start.world, False), estimator)
     return search.find() if search.size else None
 

@@ -25,9 +25,11 @@ def reasons(search: LayoutSearch, found: SearchResult, pinned: bool = False) -> 
     """A sentence for each choice that is not the simplest one."""
     one = found.layouts.take([0])
     best, limit = float(found.times[0]), found.estimator.limit_gib
-    said = [] if pinned else [*_axes(search, one, best, limit), *_data(search, one, best, limit, float(found.peaks[0]))]
-    said += _recompute(search, one, best, limit)
-    return said if pinned else [*said, *_schedule(search, one, best, limit), *_unused(search, one, best)]
+    sentences = (
+        [] if pinned else [*_axes(search, one, best, limit), *_data(search, one, best, limit, float(found.peaks[0]))]
+    )
+    sentences += _recompute(search, one, best, limit)
+    return sentences if pinned else [*sentences, *_schedule(search, one, best, limit), *_unused(search, one, best)]
 
 
 def _unused(search: LayoutSearch, one: Layouts, best: float) -> list[str]:
@@ -62,14 +64,16 @@ def _instead(search: LayoutSearch, best: float, limit: float, **only: Any) -> st
 
 
 def _axes(search: LayoutSearch, one: Layouts, best: float, limit: float) -> list[str]:
-    said = []
+    sentences = []
     for axis in AXES:
         degree = int(getattr(one, axis)[0])
         if degree == 1 or (axis == "ep" and not search.space.experts):
             continue
         lacks = _instead(search, best, limit, **{axis: (1,)})
-        said.append(f"{axis} {degree}: without it a step {lacks}" if lacks else f"{axis} {degree}: needed by the batch")
-    return said
+        sentences.append(
+            f"{axis} {degree}: without it a step {lacks}" if lacks else f"{axis} {degree}: needed by the batch"
+        )
+    return sentences
 
 
 def _data(search: LayoutSearch, one: Layouts, best: float, limit: float, peak: float) -> list[str]:
@@ -80,12 +84,12 @@ def _data(search: LayoutSearch, one: Layouts, best: float, limit: float, peak: f
         return [f"dp_replicate {replicate}: a whole copy and its activations take {gib(peak)} of {gib(limit)} GiB, "
                 "and replicas communicate least"]  # fmt: skip
     lacks = _instead(search, best, limit, dp_shard=(1,))
-    said = [f"dp_shard {shard} (zero {zero}): whole copies {lacks or 'would not divide the batch'}"]
+    sentences = [f"dp_shard {shard} (zero {zero}): whole copies {lacks or 'would not divide the batch'}"]
     if zero > 1 and (lacks := _instead(search, best, limit, dp_shard=(shard,), zero=tuple(range(1, zero)))):
-        said.append(f"zero {zero}: a lower stage {lacks}")
+        sentences.append(f"zero {zero}: a lower stage {lacks}")
     if replicate > 1 and (lacks := _instead(search, best, limit, dp_replicate=(1,))):
-        said.append(f"dp_replicate {replicate}: one group of shards {lacks}")
-    return said
+        sentences.append(f"dp_replicate {replicate}: one group of shards {lacks}")
+    return sentences
 
 
 def _recompute(search: LayoutSearch, one: Layouts, best: float, limit: float) -> list[str]:
@@ -117,7 +121,8 @@ def compare(found: SearchResult, layouts: Layouts, i: int) -> str:
     gap = float(times[1] / times[0] - 1)
     if abs(gap) < TIME_TOLERANCE:
         more = float(made.peak_gib[1] - made.peak_gib[0])
-        return f"as fast, {'needs ' + gib(more) + ' GiB more' if more > 0.05 else 'but less simple'}"
+        words = f"as fast within {100 * TIME_TOLERANCE:g} % ({percent(abs(gap))} {'faster' if gap < 0 else 'slower'})"
+        return f"{words}, {'needs ' + gib(more) + ' GiB more' if more > 0.05 else 'but less simple'}"
     parts = {name: float(v[1] - v[0]) for name, v in made.time.items() if np.ndim(v)}
     worst = max(parts, key=lambda name: parts[name])
     return f"{percent(gap)} slower: {seconds(parts[worst])} more in {TIME_WORDS.get(worst, worst)}"

@@ -48,7 +48,7 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
         return {**answer, "verdict": "cannot be", "because": _no_product(made, named)}
     if len(found) == 0:
         need, limit = found.smallest_gib, search.estimator.limit_gib
-        parts = search.estimator.estimate(found.smallest).memory
+        parts = search.estimator.estimate(found.smallest, detail=True).memory
         worst = max(parts, key=lambda name: float(np.ravel(parts[name])[0]))
         most = float(np.ravel(parts[worst])[0])
         because = f"its most frugal form, {found.smallest.plan(0).layout()}, needs {gib(need)} GiB of {gib(limit)}: "
@@ -98,16 +98,16 @@ def _named(text: str) -> dict[str, Any]:
         return named
     section = parse_layout(rest)
     # parse_layout sets data-parallel axes that were not named to 1; here they stay open
-    said = {k: v for k, v in section.items() if k not in ("dp_replicate", "dp_shard") or v > 1 or k in rest}
-    if "zero" in section and "dp_shard" in said and not re.search(r"dp_shard|shard|fsdp\s*\d|hsdp", rest):
-        said.pop("dp_shard")  # `zero3` alone names the stage, not a degree
-    return {**said, **named}
+    kept = {k: v for k, v in section.items() if k not in ("dp_replicate", "dp_shard") or v > 1 or k in rest}
+    if "zero" in section and "dp_shard" in kept and not re.search(r"dp_shard|shard|fsdp\s*\d|hsdp", rest):
+        kept.pop("dp_shard")  # `zero3` alone names the stage, not a degree
+    return {**kept, **named}
 
 
 def _schedules(named: dict[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The schedules that may be meant, each with its possible stages per rank."""
-    said = named.get("schedule")
-    names = SCHEDULE_NAMES if said is None else tuple(SCHEDULES[said].stands_for.values()) or (said,)
+    schedule = named.get("schedule")
+    names = SCHEDULE_NAMES if schedule is None else tuple(SCHEDULES[schedule].stands_for.values()) or (schedule,)
     stages = (named["virtual_stages"],) if "virtual_stages" in named else tuple(range(1, 9))
     return tuple((n, tuple(s for s in stages if s in (SCHEDULES[n].allowed_stages or stages))) for n in names)
 
@@ -132,8 +132,8 @@ def _broken(made: Survey, named: dict[str, Any]) -> str | None:
     if named.get("ep", 1) > 1 and made.job.model.experts is None:
         return f"ep={named['ep']} distributes experts, and the model has none"
     tried = replace(made.plan, dp_replicate=1, dp_shard=1, **{"tp": 1, "cp": 1, "pp": 1, **degrees})
-    said = [text for rule in TP_RULES if (text := rule(made.job, tried))]
-    return said[0] if said else None
+    broken = [text for rule in TP_RULES if (text := rule(made.job, tried))]
+    return broken[0] if broken else None
 
 
 def _no_product(made: Survey, named: dict[str, Any]) -> str:

@@ -1,272 +1,382 @@
-"""A walk through one step of one rank, unit by unit, with the live bytes on the way.
+"""Live bytes of a rank through one training step, unit by unit, for many layouts at once.
 
-It follows the engine: units are gathered and cut as FSDP2 does it, microbatches wait as the schedule says, and
-gradients come one unit after the other.
+The trace follows the engine: units are gathered and sharded as in FSDP2, microbatches are in flight as the pipeline
+schedule requires, and gradients appear one unit after the other. Blocks of one kind are alike, so live bytes change
+linearly over them and the peak is at the first or the last: only the first, the second and the last are traced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from weft.job.schema import Job
-from weft.planner.engine_constants import PREFETCHED_MESSAGES
-from weft.planner.memory.rank_bytes import FP32_BYTES, compute_bytes
-from weft.planner.memory.units import Stage, Unit, make_stage
-from weft.planner.model.parameters import coords_of, stages_of
-from weft.planner.plan import Plan
-from weft.planner.schedules.registry import make_schedule
+import numpy as np
 
-FIRST_EXPERT_UNIT = -10
-"""The number of the first block's experts, where they are a unit of their own; the next one's is one less."""
+from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
+from weft.planner.model.facts import Size
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary", "runtime")
+"""Components of a rank's memory; they add up to the total."""
 
 
-@dataclass
 class Walk:
-    """Live bytes on the way through a step."""
+    """Live bytes and their peak; with `detail`, by component."""
 
-    live: float
-    peak: float = 0.0
+    def __init__(self, base: dict[str, Size], detail: bool):
+        self.live: Size = sum(base.values())
+        self.peak: Size = self.live
+        zero = 0.0 * self.live
+        self.parts = {part: base.get(part, 0.0) + zero for part in PARTS} if detail else {}
+        self.at_peak = dict(self.parts)
+        self.on: Size | None = None
+        """0 for layouts that the current unit does not exist in; None: it exists in all."""
 
-    def add(self, size: float) -> None:
-        self.live += size
-        self.peak = max(self.peak, self.live)
+    def add(self, size: Size, part: str) -> None:
+        size = size if self.on is None else size * self.on
+        self.live = self.live + size
+        if self.parts:
+            self.parts[part] = self.parts[part] + size
+            self._mark(0.0, part)
+        else:
+            self.peak = np.maximum(self.peak, self.live)
 
-    def flash(self, size: float) -> None:
-        self.peak = max(self.peak, self.live + size)
+    def flash(self, size: Size, part: str = "temporary") -> None:
+        """Bytes that are allocated and freed at once."""
+        size = size if self.on is None else size * self.on
+        if self.parts:
+            self._mark(size, part)
+        else:
+            self.peak = np.maximum(self.peak, self.live + size)
 
-
-class Step:
-    """One step of one rank, unit by unit."""
-
-    def __init__(self, job: Job, plan: Plan, rank: int, walk: Walk, buckets: bool):
-        self.job, self.plan, self.walk, self.buckets = job, plan, walk, buckets
-        coords = coords_of(plan, rank)
-        self.pp_rank = coords["pp"]
-        self.stages = {s: make_stage(job, plan, s, coords) for s in stages_of(plan, coords["pp"])}
-        self.sharded, self.c = plan.dp_shard > 1, compute_bytes(plan)
-        self.split = False
-        self.graded: set[tuple[int, int]] = set()
-        """Units whose gradients exist, by stage and number; -1 is the root."""
-        self.scattering = 0.0
-        """Bytes of the last unit's gradients on their way into their cut."""
-        self.ready: set[int] = set()
-        """Stages whose weights stay gathered."""
-
-    def run(self) -> None:
-        plan = self.plan
-        if plan.pp == 1:
-            for i in range(min(plan.accumulation, 2)):
-                last = i == min(plan.accumulation, 2) - 1
-                self.forward(0)
-                self.backward(0, last)
+    def _mark(self, extra: Size, part: str) -> None:
+        total = self.live + extra
+        higher = total > self.peak
+        if not np.any(higher):
             return
-        schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
-        actions = schedule.actions[self.pp_rank]
-        self.split = any(a.kind in "IW" for a in actions)
-        at_once = plan.recompute == "full"  # a block that is computed again makes all its gradients in one pass
-        final = {a.stage: i for i, a in enumerate(actions) if a.kind in ("BI" if at_once else "BW")}
-        sources = {schedule.rank_of[o] for s in self.stages for o in (s - 1, s + 1) if 0 <= o < schedule.stages}
-        one = next(iter(self.stages.values())).hidden
-        self.walk.add(PREFETCHED_MESSAGES * one * len(sources - {self.pp_rank}))
-        for i, action in enumerate(actions):
-            last = final[action.stage] == i
-            if action.kind == "F":
-                self.forward(action.stage)
-                continue
-            if action.kind != "W":
-                self.backward(action.stage, last, whole=at_once or action.kind == "B")
-            elif not at_once:
-                self.weights(action.stage, last)
-            if (
-                plan.backend == "gloo" and action.kind in "BI"
-            ):  # it says that a message has left only when asked to wait
-                sent = [o for o in (action.stage - 1, action.stage + 1) if 0 <= o < schedule.stages]
-                self.walk.add(one * sum(schedule.rank_of[o] != self.pp_rank for o in sent))
+        for name, size in self.parts.items():
+            size = size + extra if name == part else size
+            self.at_peak[name] = np.where(higher, size, self.at_peak[name])
+        self.peak = np.where(higher, total, self.peak)
 
-    def forward(self, index: int) -> None:
-        s, w = self.stages[index], self.walk
-        w.add(s.extra + (s.hidden if s.begin is None else 0.0))
-        self._gather(index, s.root, root=True)
-        before = s.root.gathered if self.sharded and index not in self.ready else 0.0
-        if s.begin is not None:
-            w.flash(s.begin.forward)
-            w.add(s.begin.kept)
-        for unit in s.blocks:
-            for part in _parts(unit) if self.sharded and index not in self.ready else ():
-                w.flash(_copies(unit, part) * part.gathered)
-                w.add(2 * part.gathered)  # the shards of the unit before are let go only now
-                w.add(-before)
-                before = part.gathered
-            w.flash(unit.passing.forward)
-            w.add(unit.passing.kept)
-            if self._recuts:
-                w.add(-unit.all_gathered)
-        if s.end is not None:
-            w.flash(s.end.forward)
-            w.add(s.end.kept)
-        w.add(-before)
-        if self._recuts:
-            w.add(-s.root.gathered)
-        elif self.sharded:
-            self.ready.add(index)
+    def repeat(self, count: Size, body: Callable[[Size], None]) -> None:
+        """Trace `count` equal units: the first, the second, and the last after a jump over those between.
+
+        The body is given 1 for the last unit, else 0.
+        """
+        outer, fewest, most = self.on, np.min(count), np.max(count)
+        for number in (1, 2, 3):
+            if number > most:
+                break
+            if number > fewest:
+                self.on = (count >= number) * (1.0 if outer is None else outer)
+            live, parts = self.live, dict(self.parts)
+            body(1.0 if number == 3 else (count <= number) * 1.0)
+            if number == 2:
+                jump = np.maximum(count - 3, 0)
+                self.parts = {name: size + jump * (size - parts[name]) for name, size in self.parts.items()}
+                self.live = self.live + jump * (self.live - live)
+        self.on = outer
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered, passed and sharded together: a block, or what is outside the blocks."""
+
+    gathered: Size
+    """Bytes of its weights in the compute dtype, before sharding, with padding."""
+    elements: Size
+    shard: Size
+    """Elements of this rank's shard, with padding."""
+    passes: PassBytes
+    experts: Unit | None = None
+    """Experts that are gathered as a unit of their own."""
 
     @property
-    def _recuts(self) -> bool:
-        return self.sharded and self.plan.zero == 3 and not self.split
+    def parts(self) -> tuple[Unit, ...]:
+        """Units that are gathered separately, in the order of the forward pass."""
+        return (self,) if self.experts is None else (self, self.experts)
 
     @property
-    def _adds(self) -> bool:
+    def all_gathered(self) -> Size:
+        return self.gathered + (self.experts.gathered if self.experts else 0.0)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """All stages of a rank as one."""
+
+    blocks: tuple[tuple[Unit, Size], ...]
+    """Kinds of blocks and how many of each, in the order of the forward pass."""
+    root: Unit
+    """What is outside the blocks."""
+    begin: PassBytes
+    """Zero on ranks without the embedding."""
+    end: PassBytes
+    """Zero on ranks without the head."""
+    head_grad: Size
+    """Bytes of the head's gradient, which is made in forward."""
+    tied_grad: Size
+    """Of these, the bytes that wait for the embedding's gradient of the same weight."""
+    hidden: Size
+    """Bytes of one microbatch between two stages."""
+    received: Size
+    """Bytes of a microbatch's input from the previous stage."""
+    per_microbatch: Size
+    """Bytes kept once for each microbatch: rotary tables and masks."""
+    later: Size
+    """Bytes per block that a split backward keeps for the gradients of weights."""
+
+    @property
+    def all_later(self) -> Size:
+        return self.later * sum(count for _, count in self.blocks)
+
+    @property
+    def kept(self) -> Size:
+        """Bytes of a microbatch between its forward and its backward pass."""
+        blocks = sum(unit.passes.kept * count for unit, count in self.blocks)
+        return blocks + self.begin.kept + self.end.kept + self.per_microbatch + self.received
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What is the same for all layouts of one trace."""
+
+    sharded: bool
+    zero: int
+    splits: bool
+    """The schedule computes gradients of weights separately."""
+    split_passes: bool
+    """They are; a recomputed block makes all its gradients in one pass."""
+    gathers_again: bool
+    """Weights are freed after each pass (ZeRO 3)."""
+    buckets: bool
+    """Gradients of replicas are in buckets from the start."""
+    compute_bytes: int
+    copies_reduced: bool
+    """The backend copies what it reduces (Gloo)."""
+
+    @property
+    def in_place(self) -> bool:
         """Whether whole fp32 gradients wait for the last microbatch, and autograd adds to them in place."""
-        return self.sharded and self.c == FP32_BYTES and (self.plan.zero == 1 or self.split)
+        return self.sharded and self.compute_bytes == FP32_BYTES and (self.zero == 1 or self.splits)
 
-    def _gather(self, index: int, unit: Unit, root: bool = False) -> None:
-        if self.sharded and index not in self.ready:
-            self.walk.add(2 * unit.gathered)
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether gradients are reduced only after the last microbatch."""
+        return self.sharded and (self.zero == 1 or self.splits)
 
-    def backward(self, index: int, last: bool, whole: bool = True) -> None:
-        s, w = self.stages[index], self.walk
-        grad = s.hidden
-        if self._recuts:
-            w.add(2 * s.root.gathered)
-            w.add(-s.root.gathered)
-        ahead = s.blocks[-1].gathered if self._recuts and s.blocks else 0.0
-        w.add(ahead)
-        if s.end is not None:
-            w.flash(s.end.backward)
-            w.add(-s.end.kept + s.head_grad + grad)
-            if self._adds and (index, -1) in self.graded:
-                w.add(-s.head_grad)
-            if not self.sharded and not self._tied(s):
-                self._grads(index, -2, s.head_grad, s.head_grad / self.c * FP32_BYTES)
-        else:
-            w.add(grad)
-        for i in reversed(range(len(s.blocks))):
-            unit = s.blocks[i]
-            for part in _parts(unit) if self._recuts else ():
-                w.flash(_copies(unit, part) * part.gathered - ahead)
-                w.add(2 * part.gathered - ahead)
-                before = s.blocks[i - 1].gathered if i else 0.0
-                ahead = unit.apart.gathered if unit.apart and part is unit else before
-                w.add(-part.gathered + ahead)
-            w.flash(unit.passing.backward)
-            if whole:
-                self._block_grads(index, i, unit, last)
-            else:
-                w.add(s.later)
-        if s.begin is not None:
-            w.flash(s.begin.backward)
-            w.add(-s.begin.kept)
-        w.add(-grad)
-        if not self.sharded and self._tied(s):  # both gradients of a tied table are added up before they go anywhere
-            w.flash(s.head_grad)
-            w.add(-s.head_grad)
-        if whole:
-            self._end(index, last)
 
-    def _tied(self, s: Stage) -> bool:
-        return bool(self.job.model.tied) and s.begin is not None and s.end is not None
+class StepTrace:
+    """One step of one rank."""
 
-    def _end(self, index: int, last: bool) -> None:
-        """The gradients of what stands outside the blocks, and what one microbatch kept."""
-        s, w = self.stages[index], self.walk
-        if self._adds:
-            w.add(-s.head_grad if (index, -1) not in self.graded else 0.0)
-        elif self.sharded:
-            w.add(s.root.gathered - s.head_grad)
-        self._unit_grads(index, -1, s.root, last, made=True)
-        w.add(-s.extra - (s.hidden if s.begin is None else 0.0))
-        if last and self.sharded:
-            w.add(-self.scattering)
-            self.scattering = 0.0
-            if not self._recuts:
-                w.add(-sum(u.all_gathered for u in (*s.blocks, s.root)))
-                self.ready.discard(index)
+    def __init__(self, stage: Stage, regime: Regime, walk: Walk):
+        self.s, self.r, self.w = stage, regime, walk
+        self.ready = False
+        """Weights are gathered and stay so."""
+        self.before: Size = 0.0
+        """Bytes of the unit gathered before, whose shards are still live."""
+        self.ahead: Size = 0.0
+        """Bytes of the unit prefetched in the backward pass."""
+        self.reducing: Size = 0.0
+        """Bytes of gradients that are being reduced."""
 
-    def weights(self, index: int, last: bool) -> None:
-        """The second half of a split backward pass."""
-        s, w = self.stages[index], self.walk
-        for i in reversed(range(len(s.blocks))):
-            w.add(-s.later)
-            self._block_grads(index, i, s.blocks[i], last)
-        self._end(index, last)
+    def run(
+        self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, sent: Size, loss_held: Size
+    ) -> None:
+        """Trace the passes that may hold the peak: the first microbatch, one with all gradients in place, the last.
 
-    def _grads(self, index: int, number: int, made: float, lasting: float) -> None:
-        """Gradients of a unit without shards: they stay in fp32, or are added to those that are there."""
-        w = self.walk
-        if self.buckets or (index, number) in self.graded:
-            w.add(-made)
-        else:
-            self.graded.add((index, number))
-            w.add(lasting - made)
-
-    def _block_grads(self, index: int, number: int, unit: Unit, last: bool) -> None:
-        """A block lets go of what it kept; experts that are a unit of their own are done before the rest of it."""
-        if unit.apart is not None:
-            self.walk.add(-unit.passing.inner)
-            self._unit_grads(index, FIRST_EXPERT_UNIT - number, unit.apart, last)
-        self.walk.add(-unit.passing.kept + (unit.passing.inner if unit.apart else 0.0))
-        self._unit_grads(index, number, unit, last)
-
-    def _unit_grads(self, index: int, number: int, unit: Unit, last: bool, made: bool = False) -> None:
-        w = self.walk
-        if not self.sharded:
-            apart = number == -1 and not self._tied(self.stages[index])
-            size = unit.gathered - (self.stages[index].head_grad if apart else 0.0)
-            w.add(size)
-            self._grads(index, number, size, size)
+        `in_flight` microbatches are held at once, `pending` of them until gradients of weights are made; `sent` are the
+        bytes that a backward pass leaves in send buffers; `loss_held` is 1 where the loss waits for backward.
+        """
+        last_alone = (accumulation == 1) * 1.0
+        w, kept = self.w, self.s.kept - self.s.end.kept * (1 - loss_held)
+        if self.r.sharded and not self.r.gathers_again and pipelined:
+            self._gather_all()
+        waiting = in_flight - 1
+        w.add(waiting * kept, "activations")
+        if self.r.split_passes:
+            w.add(np.maximum(pending - 1, 0) * self.s.all_later, "activations")
+        self._pass(first=True, last=last_alone)
+        several = accumulation > 1
+        if not np.any(several):
             return
-        if self._adds:
-            self._in_place(index, number, unit, last)
+        w.on = None if np.all(several) else several * 1.0
+        if pipelined:
+            fewer = np.where(accumulation > in_flight, 0.0, np.minimum(waiting, 1.0))
+            w.add(-fewer * kept, "activations")
+            w.add(sent * (accumulation - in_flight), "communication")
+            self._pass(first=False, last=0.0 * last_alone)
+            w.add(-(waiting - fewer) * kept, "activations")
+            if self.r.split_passes:
+                w.add(-np.maximum(pending - 1, 0) * self.s.all_later, "activations")
+            w.add(sent * (in_flight - 1), "communication")
+            if not self.r.whole_gradients:
+                return
+        self._pass(first=False, last=0.0 * last_alone + 1.0)
+
+    def _gather_all(self) -> None:
+        for unit, count in (*self.s.blocks, (self.s.root, 1.0)):
+            for part in unit.parts:
+                self.w.flash(2 * part.gathered * (count > 0), "communication")
+                self.w.add(part.gathered * count, "communication")
+        self.ready = True
+
+    def _pass(self, first: bool, last: Size) -> None:
+        self._forward()
+        self._backward(first, last)
+        if self.r.split_passes:
+            for unit, count in reversed(self.s.blocks):
+                self.w.repeat(count, partial(self._weight_pass, unit, first, last))
+        self._finish(first, last)
+
+    def _forward(self) -> None:
+        s, w, r = self.s, self.w, self.r
+        w.add(s.per_microbatch + s.received, "activations")
+        gathering = r.sharded and not self.ready
+        if gathering:
+            w.add(2 * s.root.gathered, "communication")
+            self.before = s.root.gathered
+        w.flash(s.begin.forward)
+        w.add(s.begin.kept, "activations")
+        for unit, count in s.blocks:
+            w.repeat(count, partial(self._block_forward, unit, gathering))
+        w.flash(s.end.forward)
+        w.add(s.end.kept, "activations")
+        if gathering:
+            w.add(-self.before, "communication")
+        if r.gathers_again:
+            w.add(-s.root.gathered, "communication")
+        elif r.sharded:
+            self.ready = True
+
+    def _block_forward(self, unit: Unit, gathering: bool, final: Size) -> None:
+        w = self.w
+        for part in unit.parts if gathering else ():
+            w.flash((3 if part is unit.experts else 2) * part.gathered, "communication")
+            w.add(2 * part.gathered, "communication")
+            w.add(-self.before, "communication")
+            self.before = self._now(part.gathered, self.before)
+        w.flash(unit.passes.forward)
+        w.add(unit.passes.kept, "activations")
+        if self.r.gathers_again:
+            w.add(-unit.all_gathered, "communication")
+
+    def _now(self, new: Size, old: Size) -> Size:
+        return new if self.w.on is None else np.where(self.w.on > 0, new, old)
+
+    def _backward(self, first: bool, last: Size) -> None:
+        s, w, r = self.s, self.w, self.r
+        if r.gathers_again:
+            w.flash(2 * s.root.gathered, "communication")
+            w.add(s.root.gathered, "communication")
+            self.ahead = 0.0
+            for unit, count in s.blocks:
+                self.ahead = np.where(count > 0, unit.gathered, self.ahead)
+            w.add(self.ahead, "communication")
+        w.flash(s.end.backward)
+        w.add(s.hidden - s.end.kept, "activations")
+        w.add(s.head_grad, "gradients")
+        if r.in_place and not first:
+            w.add(-s.head_grad, "gradients")
+        if not r.sharded:
+            self._keep(s.head_grad - s.tied_grad, first)
+            if first and not r.buckets:  # the head's gradient stays in fp32
+                w.add((s.head_grad - s.tied_grad) * (FP32_BYTES / r.compute_bytes - 1), "gradients")
+        for number, (unit, count) in reversed(list(enumerate(s.blocks))):
+            lowest = sum((other for _, other in s.blocks[:number]), 0.0 * count) == 0
+            w.repeat(count, partial(self._block_backward, unit, first, last, lowest))
+        w.flash(s.begin.backward)
+        w.add(-s.begin.kept - s.hidden, "activations")
+        if not r.sharded:  # both gradients of a tied weight are added before they are reduced
+            w.flash(s.tied_grad, "gradients")
+            w.add(-s.tied_grad, "gradients")
+
+    def _block_backward(self, unit: Unit, first: bool, last: Size, lowest: Size, final: Size) -> None:
+        w = self.w
+        for part in unit.parts if self.r.gathers_again else ():
+            w.flash((3 if part is unit.experts else 2) * part.gathered - self.ahead, "communication")
+            w.flash(2 * part.gathered - self.ahead, "communication")
+            more = unit.experts is not None and part is unit
+            following = unit.parts[1].gathered if more else unit.gathered * (1 - final * lowest)
+            w.add(part.gathered - self.ahead + following, "communication")
+            self.ahead = self._now(following, self.ahead)
+        w.flash(unit.passes.backward)
+        if self.r.split_passes:
+            w.add(self.s.later, "activations")
+        else:
+            self._block_gradients(unit, first, last)
+
+    def _weight_pass(self, unit: Unit, first: bool, last: Size, final: Size) -> None:
+        self.w.add(-self.s.later, "activations")
+        self._block_gradients(unit, first, last)
+
+    def _block_gradients(self, unit: Unit, first: bool, last: Size) -> None:
+        """A block frees what it kept; experts that are a unit of their own are reduced before the rest of it."""
+        inner = unit.passes.inner if unit.experts is not None else 0.0
+        if unit.experts is not None:
+            self.w.add(-inner, "activations")
+            self._unit_gradients(unit.experts, first, last)
+        self.w.add(inner - unit.passes.kept, "activations")
+        self._unit_gradients(unit, first, last)
+
+    def _finish(self, first: bool, last: Size) -> None:
+        """Gradients of what is outside the blocks; then the microbatch is done."""
+        s, w, r = self.s, self.w, self.r
+        if r.in_place:
+            if first:
+                w.add(-s.head_grad, "gradients")
+        elif r.sharded:
+            w.add(s.root.gathered - s.head_grad, "gradients")
+        self._unit_gradients(s.root, first, last, made=True)
+        w.add(-s.per_microbatch - s.received, "activations")
+        if r.sharded:
+            w.add(-self.reducing * last, "communication")
+            self.reducing = self.reducing * (1 - last)
+            if not r.gathers_again:
+                everything = sum(unit.all_gathered * count for unit, count in s.blocks) + s.root.gathered
+                w.add(-everything * last, "communication")
+
+    def _keep(self, made: Size, first: bool) -> None:
+        """Gradients of an unsharded unit were made: they stay, or are added to those that exist."""
+        if self.r.buckets or not first:
+            self.w.add(-made, "gradients")
+
+    def _unit_gradients(self, unit: Unit, first: bool, last: Size, made: bool = False) -> None:
+        w, r = self.w, self.r
+        full, shard = unit.elements * FP32_BYTES, unit.shard * FP32_BYTES
+        if not r.sharded:
+            size = unit.gathered - (self.s.head_grad - self.s.tied_grad if made else 0.0)
+            w.add(size, "gradients")
+            self._keep(size, first)
+            return
+        if r.in_place:
+            if first:
+                w.add(full, "gradients")
+            self._reduce(full, shard, unit, last, freed=full)
             return
         if not made:
-            w.add(unit.gathered)
-        key, scatter = (index, number), 1 if (last or (self.plan.zero > 1 and not self.split)) else 0
-        if not scatter:  # whole gradients wait in fp32
-            if key not in self.graded:
-                self.graded.add(key)
-                w.add(unit.elements * FP32_BYTES)
-            w.add(-unit.gathered)
+            w.add(unit.gathered, "gradients")
+        if r.whole_gradients:
+            if first:
+                w.add(full * (1 - last), "gradients")
+            w.add(-unit.gathered * (1 - last), "gradients")
+            self._reduce(full, shard, unit, last, freed=unit.gathered + (0.0 if first else full))
             return
-        waited = key in self.graded and (self.plan.zero == 1 or self.split)
-        if self._recuts:
-            w.add(-unit.gathered)
-        w.add(-self.scattering)
-        self.scattering = unit.elements * FP32_BYTES
-        w.add(self.scattering)
-        w.add(-unit.gathered - (unit.elements * FP32_BYTES if waited else 0.0))
-        self._scatter(unit)
-        fresh = waited or key not in self.graded
-        self.graded.add(key)
+        if r.gathers_again:
+            w.add(-unit.gathered, "communication")
+        self._reduce(full, shard, unit, 1.0, freed=unit.gathered, fresh=first)
+
+    def _reduce(self, full: Size, shard: Size, unit: Unit, now: Size, freed: Size, fresh: bool = True) -> None:
+        """Reduce-scatter a unit's gradients where `now` is 1: copied to a buffer, then added to the shard's."""
+        w = self.w
+        w.add(-self.reducing * now, "communication")
+        self.reducing = np.where(now > 0, self._now(full, self.reducing), self.reducing)
+        w.add(full * now, "communication")
+        w.add(-freed * now, "gradients")
+        copied = 1.0 if self.r.copies_reduced else unit.shard == unit.elements
+        w.flash((full + shard) * now * copied, "communication")
         if fresh:
-            w.add(unit.cut * FP32_BYTES)
+            w.add(shard * now, "gradients")
         else:
-            w.flash(unit.cut * FP32_BYTES)
-
-    def _in_place(self, index: int, number: int, unit: Unit, last: bool) -> None:
-        """Whole fp32 gradients that autograd adds to in place, until the last microbatch cuts them."""
-        w, key = self.walk, (index, number)
-        if key not in self.graded:
-            self.graded.add(key)
-            w.add(unit.elements * FP32_BYTES)
-        if last:
-            w.add(-self.scattering)
-            self.scattering = unit.elements * FP32_BYTES
-            w.add(self.scattering)
-            w.add(-unit.elements * FP32_BYTES)
-            self._scatter(unit)
-            w.add(unit.cut * FP32_BYTES)
-
-    def _scatter(self, unit: Unit) -> None:
-        """Gloo copies what it is to sum and cut, and FSDP2 what a rank alone holds."""
-        if self.plan.backend == "gloo" or unit.cut == unit.elements:
-            self.walk.flash(self.scattering + unit.cut * FP32_BYTES)
-
-
-def _parts(unit: Unit) -> tuple[Unit, ...]:
-    """What of a block is gathered at once, in the order of the forward pass."""
-    return (unit,) if unit.apart is None else (unit, unit.apart)
-
-
-def _copies(unit: Unit, part: Unit) -> int:
-    """Experts are not cut along their first dim, so what arrives is put into order once more."""
-    return 3 if part is unit.apart else 2
+            w.flash(shard * now, "gradients")

@@ -65,6 +65,28 @@ def stage_weights(model: Model, plan: Plan, stage: int) -> list[Weight]:
     return list(weights_of(model, plan.sequence, first, end, begins, ends))
 
 
+def unit_weights(model: Model, sequence: bool) -> dict[str, list[Weight]]:
+    """Weights by kind of unit: before the blocks, a dense block, one with experts and its experts, after the blocks."""
+    layers = model.layers or 0
+
+    def block(i: int) -> list[Weight]:
+        return list(weights_of(model, sequence, i, i + 1, False, False)) if 0 <= i < layers else []
+
+    if model.is_stack:
+        return {"column": block(0), "row": block(1), "whole": block(layers - 1) if layers % 2 else []}
+    dense = layers if model.experts is None else model.experts.first_dense
+    routed = block(dense)
+    end = list(weights_of(model, sequence, 0, 0, False, True))
+    return {
+        "begin": list(weights_of(model, sequence, 0, 0, True, False)),
+        "dense": block(0) if dense else [],
+        "routed": [w for w in routed if not w.experts],
+        "experts": [w for w in routed if w.experts],
+        "norm": [w for w in end if w.name != "head.weight"],
+        "head": [w for w in end if w.name == "head.weight"],
+    }
+
+
 def shard_count(plan: Plan) -> int:
     """Ranks among which weights are cut: those of dp_shard, and of cp with them, which see other tokens."""
     return plan.dp_shard * plan.cp if plan.dp_shard > 1 else 1

@@ -37,7 +37,7 @@ def load_framework(name: str) -> Framework:
     return Framework(name, load_calibration(name), read_calibration(name).get("variants", {}))
 
 
-# The sources whose rows a shipped calibration was fitted on.
+# Sources with a calibration that was fitted on their rows.
 SOURCES = {
     "vtrain": "megatron-deepspeed",
     "bigscience_bloom": "megatron-deepspeed-2022",
@@ -78,9 +78,11 @@ def framework_of(row: PublishedRun) -> str:
         name = SOURCES[row.source]
         newer = re.search(_BLACKWELL, row.text.get("gpu", "").lower()) and name == "nemo"
         return "megatron-bridge" if newer else name
-    said = " ".join(row.text.get(k, "") for k in ("source", "table", "fsdp_or_zero", "provenance", "notes")).lower()
+    description = " ".join(
+        row.text.get(k, "") for k in ("source", "table", "fsdp_or_zero", "provenance", "notes")
+    ).lower()
     gpu = row.text.get("gpu", "").lower()
-    return next((name for words, on, name in _RULES if re.search(words, said) and re.search(on, gpu)), "default")
+    return next((name for words, on, name in _RULES if re.search(words, description) and re.search(on, gpu)), "default")
 
 
 def is_known(source: str) -> bool:

@@ -52,8 +52,8 @@ def predict(
     for i, row in enumerate(rows):
         by.setdefault(choose(row), []).append(i)
     for cal, index in by.items():
-        told = estimate_rows([rows[i] for i in index], cal)
-        seconds[index], peak[index], fits[index] = told.step_time_s, told.peak_gib, told.fits
+        predicted = estimate_rows([rows[i] for i in index], cal)
+        seconds[index], peak[index], fits[index] = predicted.step_time_s, predicted.peak_gib, predicted.fits
     # A row that does not give its recompute may have used full recompute. With fused attention `selective` is as
     # uncertain: the scores it originally meant are never saved, so it may mean any part.
     vague = [RECOMPUTES[row.layout["recompute"]] == "selective" and choose(row).fused > 0 for row in rows]
@@ -106,16 +106,18 @@ def _by_others(
     for cal, places in by.items():
         alike = [rows[i] for i in others if choose(rows[i]) == cal]
         if len(alike) >= MIN_ROWS_TO_FIT:
-            told = estimate_rows([rows[inside[p]] for p in places], fit(alike, cal, FITTED_VALUES, steps=12, width=1.0))
-            out[places] = told.step_time_s / seconds[[inside[p] for p in places]]
+            predicted = estimate_rows(
+                [rows[inside[p]] for p in places], fit(alike, cal, FITTED_VALUES, steps=12, width=1.0)
+            )
+            out[places] = predicted.step_time_s / seconds[[inside[p] for p in places]]
     return out
 
 
-def errors(told: Floats, measured: Floats) -> dict[str, Any]:
+def errors(predicted: Floats, measured: Floats) -> dict[str, Any]:
     """Absolute errors relative to the measurement."""
-    if not len(told):
+    if not len(predicted):
         return {"rows": 0, "median_abs_error": None, "mean_abs_error": None, "p90_abs_error": None}
-    off = np.abs(told / measured - 1)
+    off = np.abs(predicted / measured - 1)
     return {
         "rows": len(off), "median_abs_error": float(np.median(off)), "mean_abs_error": float(off.mean()),
         "p90_abs_error": float(np.quantile(off, 0.9)),
@@ -130,37 +132,38 @@ def rank_correlation(a: Floats, b: Floats) -> float:
     return float((spread[0] * spread[1]).sum() / below) if below else 1.0
 
 
-def sweeps(told: Predictions, index: Sequence[int]) -> list[dict[str, Any]]:
-    """For every sweep with two measured layouts: what the planner would have taken, and what that costs.
+def sweeps(predicted: Predictions, index: Sequence[int]) -> list[dict[str, Any]]:
+    """For every sweep with two measured layouts: the layout that the planner would choose, and its regret.
 
-    It takes the fastest layout among those it says fit, out-of-memory rows included. Where its choice ran out of memory
-    in truth it takes the next; `failed` counts these.
+    It chooses the fastest layout among those predicted to fit, out-of-memory rows included. If its choice ran out
+    of memory it takes the next; `failed` counts these.
     """
     by: dict[tuple[Any, ...], list[int]] = {}
     for i in index:
-        row = told.rows[i]
+        row = predicted.rows[i]
         if row.seconds or row.fitted is False:
             by.setdefault(row.sweep, []).append(i)
     out = []
     for key, members in by.items():
-        ran = [i for i in members if told.rows[i].seconds]
+        ran = [i for i in members if predicted.rows[i].seconds]
         # a layout that was measured more than once counts once, at its mean
         times: dict[tuple[int, ...], list[float]] = {}
         for i in ran:
-            times.setdefault(_layout(told.rows[i]), []).append(told.rows[i].seconds or 0.0)
+            times.setdefault(_layout(predicted.rows[i]), []).append(predicted.rows[i].seconds or 0.0)
         mean = {layout: float(np.mean(each)) for layout, each in times.items()}
         if len(mean) < 2:
             continue
-        order = sorted(members, key=lambda i: (not told.fits[i], told.seconds[i]))
+        order = sorted(members, key=lambda i: (not predicted.fits[i], predicted.seconds[i]))
         failed = 0
-        while not told.rows[order[failed]].seconds:
+        while not predicted.rows[order[failed]].seconds:
             failed += 1
-        taken = mean[_layout(told.rows[order[failed]])]
-        measured = np.array([mean[_layout(told.rows[i])] for i in ran])
+        taken = mean[_layout(predicted.rows[order[failed]])]
+        measured = np.array([mean[_layout(predicted.rows[i])] for i in ran])
         out.append(
             {
                 "source": key[0], "model": key[2], "layouts": len(mean), "failed": failed,
-                "regret": taken / float(measured.min()) - 1, "spearman": rank_correlation(told.seconds[ran], measured),
+                "regret": taken / float(measured.min()) - 1,
+                "spearman": rank_correlation(predicted.seconds[ran], measured),
             }
         )  # fmt: skip
     return out
@@ -170,22 +173,24 @@ def _layout(row: PublishedRun) -> tuple[int, ...]:
     return tuple(row.layout.values())
 
 
-def score(told: Predictions, index: Sequence[int]) -> dict[str, Any]:
+def score(predicted: Predictions, index: Sequence[int]) -> dict[str, Any]:
     """The scores of some rows."""
-    timed = [i for i in index if told.rows[i].seconds]
-    heavy = [i for i in index if told.rows[i].memory_gib and told.rows[i].fitted]
-    known = [i for i in index if told.rows[i].fitted is not None]
-    ran = np.array([bool(told.rows[i].fitted) for i in known], bool)
-    says = told.fits[known]
-    swept = sweeps(told, index)
+    timed = [i for i in index if predicted.rows[i].seconds]
+    heavy = [i for i in index if predicted.rows[i].memory_gib and predicted.rows[i].fitted]
+    known = [i for i in index if predicted.rows[i].fitted is not None]
+    ran = np.array([bool(predicted.rows[i].fitted) for i in known], bool)
+    fits = predicted.fits[known]
+    swept = sweeps(predicted, index)
     regret = np.array([s["regret"] for s in swept])
     count = max(len(known), 1)
     return {
-        "step_time": errors(told.seconds[timed], np.array([told.rows[i].seconds for i in timed], float)),
-        "peak_memory": errors(told.peak_gib[heavy], np.array([told.rows[i].memory_gib for i in heavy], float)),
+        "step_time": errors(predicted.seconds[timed], np.array([predicted.rows[i].seconds for i in timed], float)),
+        "peak_memory": errors(
+            predicted.peak_gib[heavy], np.array([predicted.rows[i].memory_gib for i in heavy], float)
+        ),
         "fits": {
-            "rows": len(known), "accuracy": float((ran == says).mean()) if len(known) else None,
-            "false_fits": float((says & ~ran).sum() / count), "false_ooms": float((~says & ran).sum() / count),
+            "rows": len(known), "accuracy": float((ran == fits).mean()) if len(known) else None,
+            "false_fits": float((fits & ~ran).sum() / count), "false_ooms": float((~fits & ran).sum() / count),
         },
         "regret": {
             "sweeps": len(swept), "mean": float(regret.mean()) if len(swept) else None,
@@ -202,15 +207,15 @@ def score_table(path: Path, scale: bool = True, stack: str | None = None) -> dic
         if not row.seconds:
             skipped[row.why_not] = skipped.get(row.why_not, 0) + 1
     choose = calibration_of if stack is None else _always(stack)
-    told = predict(rows, choose, scale and stack is None)
+    predicted = predict(rows, choose, scale and stack is None)
     everything = range(len(rows))
     sources = sorted({row.source for row in rows})
     out: dict[str, Any] = {
-        "overall": score(told, everything),
-        "sources": {s: score(told, [i for i in everything if rows[i].source == s]) for s in sources},
+        "overall": score(predicted, everything),
+        "sources": {s: score(predicted, [i for i in everything if rows[i].source == s]) for s in sources},
         "skipped": dict(sorted(skipped.items(), key=lambda kv: -kv[1])),
     }
-    scaled = {s: float(np.median(told.factor[[i for i in everything if rows[i].source == s]])) for s in sources}
+    scaled = {s: float(np.median(predicted.factor[[i for i in everything if rows[i].source == s]])) for s in sources}
     out["scaled"] = {s: f for s, f in scaled.items() if f != 1.0}
     if out["scaled"]:
         out["as_shipped"] = score(predict(rows, choose, scale=False), everything)
@@ -239,7 +244,7 @@ def _line(name: str, s: dict[str, Any]) -> str:
     return f"{name:24.24} " + " │ ".join(f"{rows:{width}d} {' '.join(cells)}" for width, rows, cells in parts)
 
 
-def show_table(told: dict[str, Any]) -> str:
+def show_table(scores: dict[str, Any]) -> str:
     """The scores as a text table."""
     titles = (("step time", 26), ("peak memory", 18), ("fits", 26), ("regret", 24))
     columns = (
@@ -250,17 +255,17 @@ def show_table(told: dict[str, Any]) -> str:
     )
     head = f"{'':24} " + " │ ".join(f"{title:>{width}}" for title, width in titles)
     head += f"\n{'source':24}  " + " │ ".join(columns)
-    lines = [head, *(_line(name, s) for name, s in told["sources"].items()), _line("overall", told["overall"])]
-    if told["scaled"]:
-        lines.append(_line("overall, as shipped", told["as_shipped"]))
-        said = ", ".join(f"{s} × {f:.2f}" for s, f in told["scaled"].items())
+    lines = [head, *(_line(name, s) for name, s in scores["sources"].items()), _line("overall", scores["overall"])]
+    if scores["scaled"]:
+        lines.append(_line("overall, not fitted", scores["as_shipped"]))
+        changes = ", ".join(f"{s} × {f:.2f}" for s, f in scores["scaled"].items())
         lines.append(
-            "\nNo calibration was shipped for these sources: each model was predicted with the source's rows of other "
-            f"models (median change {said})."
+            "\nThese sources have no calibration: each model was predicted with the source's rows of other "
+            f"models (median change {changes})."
         )
     lines.append(
         "\nRows without a time to compare: "
-        + (", ".join(f"{n} {why}" for why, n in told["skipped"].items()) or "none")
+        + (", ".join(f"{n} {why}" for why, n in scores["skipped"].items()) or "none")
         + "."
     )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Layouts as people say them: `ddp2`, `zero3`, `dp_shard=2 tp=2`, `pp 2 zbv × tp 2`, `pp2 split=[3,1]`."""
+"""The syntax of layouts: `ddp2`, `zero3`, `dp_shard=2 tp=2`, `pp 2 zbv × tp 2`, `pp2 split=[3,1]`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def parse_layout(text: str) -> dict[str, Any]:
             key = next(iter(meaning))
             meaning[key] = int(number.group(1))
             rest = rest[number.end() :]
-        elif name.startswith("zero") and section["dp_shard"] > 1:  # the degree was said before: `dp_shard4 zero3`
+        elif name.startswith("zero") and section["dp_shard"] > 1:  # the degree came before: `dp_shard4 zero3`
             meaning.pop("dp_shard", None)
         section |= meaning
         rest = _JOIN.sub("", rest, count=1)

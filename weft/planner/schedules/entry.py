@@ -31,6 +31,10 @@ class ScheduleEntry:
     in_flight: Callable[[Size, Size, Size, Size], Size]
     """Microbatches whose activations a rank holds at once, each over all of its blocks, for (ranks, stages per rank,
     rank, microbatches)."""
+    pending: Callable[[Size, Size, Size, Size], Size] = lambda ranks, stages, rank, microbatches: 0.0
+    """Of these, microbatches whose weight gradients are still to be computed, for the same arguments."""
+    awaiting_backward: Callable[[Size, Size, Size, Size], Size] | None = None
+    """Of these, microbatches that have not begun their backward pass; None: all of them."""
     default_stages: int = 1
     """Stages per rank when parallel.virtual_stages is left out."""
     allowed_stages: tuple[int, ...] | None = None

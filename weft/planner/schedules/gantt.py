@@ -1,4 +1,4 @@
-"""A pipeline's time line as a picture: in characters for the terminal, as SVG for a page."""
+"""Gantt charts of a pipeline's time line: as text for the terminal and as SVG for pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.planner.schedules.simulate import Span, Timeline
 
 @dataclass(frozen=True)
 class Look:
-    """How a kind of action is drawn. The colours are Okabe and Ito's: colour-blind eyes tell them apart too."""
+    """How a kind of action is drawn, in Okabe and Ito's colours for the colour-blind."""
 
     word: str
     fill: str
@@ -28,14 +28,14 @@ LOOKS: dict[str, Look] = {
     "I": Look("gradient of the input", "▓", "#cc79a7"),
     "W": Look("gradient of the weights", "▒", "#009e73"),
 }
-"""In the order of drawing: computing lies over what is sent meanwhile."""
+"""In drawing order: computation is drawn over messages."""
 
 IDLE = Look("idle", "·", "")
 _DIGITS = string.digits + string.ascii_lowercase + string.ascii_uppercase
 
 
 def gantt_text(timeline: Timeline, width: int = 100) -> str:
-    """One row a rank, a mark a microbatch, then what the signs mean and how long the ranks wait."""
+    """One row per rank, followed by a legend and the bubble."""
     ranks = len(timeline.idle)
     head = len(f"rank {ranks - 1}") + 1
     cells = max(8, width - head)
@@ -48,12 +48,12 @@ def gantt_text(timeline: Timeline, width: int = 100) -> str:
             line[start:stop] = _marked(span, stop - start)
         rows.append(f"rank {rank}".ljust(head) + "".join(line))
     signs = [f"{look.fill} {look.word}" for look in _legend(timeline)]
-    says = f"bubble {timeline.bubble:.1%} of {timeline.length:.4g}"
-    return "\n".join([*rows, *_wrapped([*signs, f"{IDLE.fill} {IDLE.word}", says], width)]) + "\n"
+    summary = f"bubble {timeline.bubble:.1%} of {timeline.length:.4g}"
+    return "\n".join([*rows, *_wrapped([*signs, f"{IDLE.fill} {IDLE.word}", summary], width)]) + "\n"
 
 
 def _scale(timeline: Timeline, cells: int) -> float:
-    """Cells a unit of time. Where all actions are multiples of the shortest, that one has a whole number of cells."""
+    """Cells per unit of time. If all actions are multiples of the shortest, it has a whole number of cells."""
     if timeline.length <= 0:
         return 0.0
     lengths = [s.end - s.start for s in timeline.spans if s.end > s.start]
@@ -65,7 +65,7 @@ def _scale(timeline: Timeline, cells: int) -> float:
 
 
 def _marked(span: Span, cells: int) -> list[str]:
-    """The microbatch and the sign of the kind; one cell has room for one of them, and only F goes unsigned."""
+    """The number of the microbatch and the sign of the kind; a single cell shows the number only for F."""
     fill = LOOKS[span.kind].fill
     named = span.kind in "FBIW" and (cells > 1 or (cells == 1 and span.kind == "F"))
     if not named or span.microbatch >= len(_DIGITS):
@@ -103,7 +103,7 @@ text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
 
 
 def gantt_svg(timeline: Timeline, title: str, until: float | None = None) -> str:
-    """A picture that stands alone, in light and dark. `until` is the end of its axis, to compare several pictures."""
+    """An SVG for light and dark pages. `until` is the end of its axis, to compare several pictures."""
     ranks = len(timeline.idle)
     end = max(until or 0.0, timeline.length) or 1.0
     scale = (_WIDTH - _LEFT - _RIGHT) / end
@@ -133,20 +133,20 @@ def gantt_svg(timeline: Timeline, title: str, until: float | None = None) -> str
 def _block(span: Span, stages: Sequence[int], x: float, y: float, wide: float) -> str:
     look = LOOKS[span.kind]
     colour = paler(look.colour, stages.index(span.stage) / max(2, len(stages)))
-    says = f"{look.word}, stage {span.stage}, microbatch {span.microbatch}, {span.start:.4g} to {span.end:.4g}"
+    label_text = f"{look.word}, stage {span.stage}, microbatch {span.microbatch}, {span.start:.4g} to {span.end:.4g}"
     inset = 0.5 if wide > 2 else 0.0
     text = f"{span.microbatch}"
     label = ""
     if wide >= 7 * len(text) + 2:
         label = f'<text class="on" x="{x + wide / 2:.2f}" y="{y + _ROW / 2 + 4.5:g}">{text}</text>'
     return (
-        f'<g><title>{says}</title><rect x="{x + inset:.2f}" y="{y}" width="{max(wide - 2 * inset, 0):.2f}" '
+        f'<g><title>{label_text}</title><rect x="{x + inset:.2f}" y="{y}" width="{max(wide - 2 * inset, 0):.2f}" '
         f'height="{_ROW}" fill="{colour}"/>{label}</g>'
     )
 
 
 def paler(colour: str, share: float) -> str:
-    """The colour mixed with white: a rank's later stages are paler."""
+    """The colour mixed with white, for later stages of a rank."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(c + (255 - c) * share * 1.2):02x}" for c in parts)
 

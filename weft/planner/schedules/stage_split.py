@@ -1,4 +1,4 @@
-"""Which parts of a model go to which pipeline stage: the split whose slowest stage is fastest, or a pinned one."""
+"""The split of a model into pipeline stages: with the fastest slowest stage, or as the job sets it."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def split_layers(
 
 def _pinned_layers(layers: int, stages: int, pinned: Sequence[int], pairs: bool) -> list[tuple[int, int]]:
     _pinned(layers + 2, stages, pinned)
-    said, cuts = f"parallel.split={list(pinned)}", [0, *accumulate(pinned)]
+    setting, cuts = f"parallel.split={list(pinned)}", [0, *accumulate(pinned)]
     if 0 in pinned:
-        raise JobError(f"{said} leaves stage {pinned.index(0)} with nothing to do; every stage needs a layer")
+        raise JobError(f"{setting} leaves stage {pinned.index(0)} with nothing to do; every stage needs a layer")
     inside = [cut for cut in cuts if cut % 2 and cut < layers]
     if pairs and inside:
         raise JobError(
-            f"{said} cuts between layers {inside[0] - 1} and {inside[0]}, a pair that parallel.tp cuts by column "
+            f"{setting} cuts between layers {inside[0] - 1} and {inside[0]}, a pair that parallel.tp cuts by column "
             "and by row; an even number of layers in every stage but the last would work"
         )
     return list(pairwise(cuts))
@@ -116,23 +116,23 @@ def _most_even(sums: Sequence[int], stages: int, largest: int) -> list[tuple[int
 
 
 def _pinned(parts: int, stages: int, pinned: Sequence[int]) -> list[tuple[int, int]]:
-    said = f"parallel.split={list(pinned)}"
+    setting = f"parallel.split={list(pinned)}"
     blocks = parts - 2
     if len(pinned) != stages:
         raise JobError(
-            f"{said} names {len(pinned)} stages, but parallel.pp × parallel.virtual_stages makes {stages}; "
+            f"{setting} names {len(pinned)} stages, but parallel.pp × parallel.virtual_stages makes {stages}; "
             f"give {stages} numbers"
         )
     if min(pinned) < 0:
-        raise JobError(f"{said} has a stage of {min(pinned)} blocks; a number of blocks is 0 or more")
+        raise JobError(f"{setting} has a stage of {min(pinned)} blocks; a number of blocks is 0 or more")
     if sum(pinned) != blocks:
         gap = blocks - sum(pinned)
         mend = f"{gap} more" if gap > 0 else f"{-gap} fewer"
-        raise JobError(f"{said} adds up to {sum(pinned)} blocks, but model.layers={blocks}; {mend} would work")
+        raise JobError(f"{setting} adds up to {sum(pinned)} blocks, but model.layers={blocks}; {mend} would work")
     empty = [s for s in range(1, stages - 1) if pinned[s] == 0]
     if empty:
         raise JobError(
-            f"{said} leaves stage {empty[0]} with nothing to do; only the first stage (with the embedding) and the "
+            f"{setting} leaves stage {empty[0]} with nothing to do; only the first stage (with the embedding) and the "
             "last (with the head) may have 0 blocks"
         )
     cuts = [0, *(1 + total for total in accumulate(pinned))]

@@ -92,6 +92,7 @@ SCHEDULE = ScheduleEntry(
     build=build,
     bubble=lambda weight, count: 0.05,
     in_flight=lambda ranks, stages, rank, count: ranks,
+    pending=lambda ranks, stages, rank, count: 1 + (ranks - 2) * (0.4 + 0.35 * rank / (ranks - 1 + (ranks == 1))),
     default_stages=2,
     allowed_stages=(2,),
     searched_stages=(2,),

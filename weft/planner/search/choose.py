@@ -6,29 +6,15 @@ import typing
 from dataclasses import replace
 from typing import Any
 
-from weft.hardware.catalog import Device
 from weft.job.schema import Job, Memory
 from weft.planner.advice.why import reasons
-from weft.planner.calibration import Calibration
-from weft.planner.model.facts import cluster_facts, model_facts
-from weft.planner.own_calibration import own_calibration
+from weft.planner.estimator import Estimator
 from weft.planner.plan import Plan
 from weft.planner.rules.arithmetic import divisors
 from weft.planner.rules.table import RUNNABLE
 from weft.planner.schedules.registry import resolve_name
-from weft.planner.search.search import Estimator, LayoutSearch, SearchResult
+from weft.planner.search.search import LayoutSearch, SearchResult
 from weft.planner.search.space import Space, job_space
-
-
-def estimator_for(
-    job: Job, world: int, device: Device, memory_gib: float, calibration: Calibration | None = None
-) -> Estimator:
-    """The estimator of a resolved job."""
-    calibration = calibration or own_calibration(device)
-    if job.memory.budget_gib:
-        memory_gib = min(memory_gib, job.memory.budget_gib / calibration.usable)
-    cluster = cluster_facts(job, world, device, memory_gib)
-    return Estimator(model_facts(job), cluster, calibration, job.train.global_batch)
 
 
 def plan_space(job: Job, plan: Plan, world: int, trainable: bool) -> Space:
@@ -84,7 +70,8 @@ def _pinned(space: Space, job: Job, plan: Plan) -> Space:
     accumulation = space.accumulation if given.microbatches == "auto" else given.microbatches
     return space.restricted(
         tp=(plan.tp,), cp=(plan.cp,), pp=(plan.pp,), ep=(plan.ep,), dp_shard=(plan.dp_shard,), placement=(0,),
-        dp_replicate=(plan.dp_replicate,), zero=(plan.zero,), sequence=plan.sequence, accumulation=accumulation,
+        dp_replicate=(plan.dp_replicate,), zero=(plan.zero,), cp_style=(plan.cp_style,),
+        sequence=plan.sequence, accumulation=accumulation,
         schedules=((name, (plan.virtual_stages,)),), experts=1 if plan.ep > 1 else 0,
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.search.candidates import IntArray, Layouts
-from weft.planner.time.step import Estimates
 
 TIME_TOLERANCE = 0.015
 """Relative difference below which step times count as equal, as no estimate is that exact: of such layouts the simplest
@@ -61,18 +60,14 @@ class BestLayouts:
             wanted |= (times <= self.horizon) & ~beaten
         return wanted
 
-    def add(self, layouts: Layouts, made: list[Estimates]) -> None:
-        """Add estimated layouts, and drop those that are neither among the best nor on the front."""
+    def add(self, layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> None:
+        """Add layouts that fit, and drop those that are neither among the best nor on the front."""
         if len(layouts) == 0:
             return
-        good = np.concatenate([np.asarray(m.fits, bool) for m in made])
-        self.parts.append(layouts.take(good))
-        self.times = np.concatenate([self.times, *(np.asarray(m.step_time_s) for m in made)])
-        self.times = np.delete(self.times, len(self.times) - len(good) + np.flatnonzero(~good))
-        self.peaks = np.concatenate([self.peaks, np.concatenate([np.asarray(m.peak_gib) for m in made])[good]])
+        self.parts.append(layouts)
+        self.times = np.concatenate([self.times, times])
+        self.peaks = np.concatenate([self.peaks, peaks])
         self.keys = np.concatenate([self.keys, degrees(self.parts[-1])])
-        if len(self.times) == 0:
-            return
         order = np.argsort(self.times, kind="stable")
         _, first = np.unique(self.keys[order], return_index=True)
         best = np.sort(self.times[order][first])

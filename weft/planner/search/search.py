@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,50 +19,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.calibration import Calibration
-from weft.planner.memory.layouts_memory import GIB, memory_by_part
-from weft.planner.model.facts import ClusterFacts, ModelFacts
+from weft.planner.estimator import Estimator
+from weft.planner.memory.engine_memory import SPLITS
+from weft.planner.model.facts import ModelFacts
 from weft.planner.schedules.registry import SCHEDULE_NAMES
 from weft.planner.search.candidates import RECOMPUTES, IntArray, Layouts
 from weft.planner.search.frontier import BestLayouts, degrees
 from weft.planner.search.space import Columns, Space, coarse, count, expand, layouts_of
-from weft.planner.time.step import Estimates, estimate
+from weft.planner.time.step import Estimates
 
-CHUNK = 16_384
+CHUNK = 32_768
 """Candidates estimated at once: their arrays stay in the cache."""
-FIRST_ROWS, ROWS_AT_ONCE = 16, 512
+FIRST_LAYOUTS, LAYOUTS_AT_ONCE = 128, 2048
+"""Layouts whose memory is computed at first, and at most at once after that."""
+FIRST_ROWS, ROWS_AT_ONCE = 16, 128
 """Coarse rows opened at first, and at once after that."""
 THREADS = min(2, os.cpu_count() or 1)
 BOUND_SLACK = 0.98
 """Bounds are lowered by this much, for rounding in the estimator's curves."""
-
-
-@dataclass(frozen=True)
-class Estimator:
-    """Model, cluster, calibration and batch that layouts are estimated with."""
-
-    model: ModelFacts
-    cluster: ClusterFacts
-    calibration: Calibration
-    batch: int
-    heavier: float = 1.0
-    """What the engine's own count of memory says over this model's, where a layout was found to need more."""
-
-    @property
-    def limit_gib(self) -> float:
-        return float(self.cluster.memory_gib * self.calibration.usable)
-
-    def estimate(self, layouts: Layouts) -> Estimates:
-        made = estimate(self.model, self.cluster, layouts, self.calibration, self.batch)
-        if self.heavier == 1:
-            return made
-        peak = made.peak_gib * self.heavier
-        memory = {part: gib * self.heavier for part, gib in made.memory.items()}
-        return replace(made, memory=memory, peak_gib=peak, fits=peak <= self.limit_gib)
-
-    def peak_gib(self, layouts: Layouts) -> NDArray[np.float64]:
-        held = memory_by_part(self.model, layouts, self.calibration)
-        return np.asarray(sum(held.values()) / GIB * self.heavier)
 
 
 @dataclass(frozen=True)
@@ -78,23 +53,13 @@ class SearchResult:
     estimated: int
     """Candidates, and bounds of groups of them, that were estimated one by one."""
     smallest_gib: float
-    """Memory of the layout that needs least, whether it fits or not."""
+    """Memory of the layout that needs least where none fits, else of the best."""
     smallest: Layouts
     """That layout."""
     seconds: float
 
     def __len__(self) -> int:
         return len(self.layouts)
-
-    def outgrown(self, need_gib: float | None) -> float:
-        """How much more the engine counts for the winner than the search did; 1 where it fits by both."""
-        if need_gib is None or len(self) == 0 or need_gib <= self.estimator.limit_gib:
-            return 1.0
-        return need_gib / float(self.peaks[0])
-
-    def taking(self, layouts: Layouts, seconds: float, gib: float) -> SearchResult:
-        """The same with one layout as what was found."""
-        return replace(self, layouts=layouts, times=np.array([seconds]), peaks=np.array([gib]))
 
     def best(self, number: int) -> IntArray:
         """Indices of the best layout of each of the first `number` different sets of degrees."""
@@ -134,31 +99,26 @@ class LayoutSearch:
         order = order[np.argsort(times[order], kind="stable")]
         kept = BestLayouts(top, front)
         at, opened, estimated = 0, FIRST_ROWS, len(peaks)
-        with ThreadPoolExecutor(THREADS) as pool:  # numpy lets go of the interpreter while it works on an array
-            while at < len(order) and times[order[at]] * BOUND_SLACK <= kept.horizon:
-                batch = order[at : at + opened]
-                batch = batch[kept.open(times[batch] * BOUND_SLACK, peaks[batch])]
-                at, opened = at + opened, ROWS_AT_ONCE
-                parts = [{key: array[some] for key, array in rows.items()} for some in _halves(batch)]
-                for layouts, made in pool.map(lambda part: _estimate_rows(space, estimator, part, front), parts):
-                    kept.add(layouts, made)
-                    estimated += len(layouts)
-        smallest, least = _smallest(space, estimator, rows, peaks)
+        while at < len(order) and times[order[at]] * BOUND_SLACK <= kept.horizon:
+            batch = order[at : at + opened]
+            batch = batch[kept.open(times[batch] * BOUND_SLACK, peaks[batch])]
+            at, opened = at + opened, ROWS_AT_ONCE
+            if len(batch):
+                estimated += _open_rows(space, estimator, {key: array[batch] for key, array in rows.items()}, kept)
+        found = kept.result(layouts_of(space, _none(rows)))
+        smallest, least = (
+            (found[0].take([0]), float(found[2][0])) if len(found[0]) else _smallest(space, estimator, rows, peaks)
+        )
         return SearchResult(
             space,
             estimator,
-            *kept.result(layouts_of(space, _none(rows))),
+            *found,
             size,
             estimated,
             least,
             smallest,
             time.perf_counter() - start,
         )
-
-
-def _halves(batch: IntArray) -> list[IntArray]:
-    """A part for each core, where there is enough for all."""
-    return [part for part in np.array_split(batch, THREADS if len(batch) > FIRST_ROWS else 1) if len(part)]
 
 
 def _none(rows: Columns) -> Columns:
@@ -176,9 +136,9 @@ def _row_bounds(space: Space, estimator: Estimator, rows: Columns) -> tuple[NDAr
 
     def work(a: int) -> None:
         part = layouts.take(slice(a, a + CHUNK))
-        small = replace(estimator, model=_smallest_stage_model(estimator.model, part))
         code = np.full(len(part), RECOMPUTES.index(space.recompute[-1]))
-        peaks[a : a + CHUNK] = small.peak_gib(replace(part, schedule=np.full(len(part), smallest), recompute=code))
+        least = replace(part, schedule=np.full(len(part), smallest), recompute=code)
+        peaks[a : a + CHUNK] = estimator.least_gib(least, _smallest_stage_model(estimator.model, part))
         fit = np.flatnonzero(peaks[a : a + CHUNK] <= estimator.limit_gib)
         if len(fit) == 0:
             return
@@ -186,10 +146,10 @@ def _row_bounds(space: Space, estimator: Estimator, rows: Columns) -> tuple[NDAr
         small = replace(estimator, model=_smallest_stage_model(estimator.model, part))
         code = np.full(len(part), RECOMPUTES.index(space.recompute[0]))
         fast = replace(part, schedule=np.full(len(part), lone), recompute=code)
-        best = _without_pipeline(small.estimate(fast))
+        best = _without_pipeline(small.estimate_time(fast))
         for other in space.placement[1:]:
             moved = replace(fast, placement=np.where(part.pp > 1, other, 0))
-            best = np.minimum(best, _without_pipeline(small.estimate(moved)))
+            best = np.minimum(best, _without_pipeline(small.estimate_time(moved)))
         times[a + fit] = best
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -214,46 +174,70 @@ def _without_pipeline(made: Estimates) -> NDArray[np.float64]:
     return np.asarray(made.step_time_s - saved * share)
 
 
-def _estimate_rows(space: Space, estimator: Estimator, rows: Columns, front: bool) -> tuple[Layouts, list[Estimates]]:
-    """Every fine choice of coarse rows that is worth it, estimated."""
-    layouts = _fine_choices(space, estimator, rows, front)
-    return layouts, [estimator.estimate(layouts.take(slice(a, a + CHUNK))) for a in range(0, len(layouts), CHUNK)]
-
-
-def _fine_choices(space: Space, estimator: Estimator, rows: Columns, front: bool) -> Layouts:
-    """Every fine choice of coarse rows that fits; without `front` only the least recompute that fits."""
+def _open_rows(space: Space, estimator: Estimator, rows: Columns, kept: BestLayouts) -> int:
+    """Estimate every fine choice of coarse rows: all times, and the memory of those that are fast enough to be kept,
+    the fastest first. Returns how many were estimated."""
     layouts = layouts_of(space, expand(space, rows))
-    fits = estimator.peak_gib(layouts) <= estimator.limit_gib
-    kinds = len(space.recompute)
-    if kinds == 1:
-        return layouts.take(fits)
-    each = len(layouts) // kinds  # recompute is spread last: the same row stands once in each of `kinds` parts
-    table = fits.reshape(kinds, each)
-    extra = _some_blocks(space, estimator, layouts, table)
-    if not front:
-        first = np.zeros_like(table)
-        first[np.argmax(table, axis=0), np.arange(each)] = True
-        fits = (table & first).ravel()
-    return Layouts.join([layouts.take(fits), extra])
+    parts = [slice(a, a + CHUNK) for a in range(0, len(layouts), CHUNK)]
+    times = np.concatenate([np.array([]), *(estimator.estimate_time(layouts.take(p)).step_time_s for p in parts)])
+    selective = layouts.recompute == RECOMPUTES.index("selective")
+    times[selective & SPLITS[layouts.schedule] & (layouts.pp > 1)] = np.inf  # a split backward passes a block twice
+    peaks = np.full(len(layouts), np.inf)
+    _weigh(estimator, layouts, times, peaks, kept)
+    if space.by_block and space.recompute[-1] == "full" and space.recompute[0] != "full":
+        _some_blocks(space, estimator, layouts, times, peaks, kept)
+    return len(layouts)
 
 
-def _some_blocks(space: Space, estimator: Estimator, layouts: Layouts, table: NDArray[np.bool_]) -> Layouts:
-    """Where all activations do not fit and recomputing all blocks does: recompute only as many as it needs."""
-    kinds, each = table.shape
-    if not space.by_block or space.recompute[-1] != "full" or space.recompute[0] == "full":
-        return layouts.take(slice(0, 0))
-    rows = np.flatnonzero(table[-1] & ~table[0])
-    base = layouts.take((kinds - 1) * each + rows)
-    if len(base) == 0:
-        return base
-    none = estimator.peak_gib(replace(base, recompute_blocks=np.zeros(len(base), np.int64)))
-    blocks = np.ceil(estimator.model.layers / (base.pp * base.virtual_stages)).astype(np.int64)
-    all_ = estimator.peak_gib(replace(base, recompute_blocks=blocks))
-    share = (none - estimator.limit_gib) / np.maximum(none - all_, 1e-12)
-    needed = np.ceil(np.clip(share, 0, 1) * blocks - 1e-9).astype(np.int64)
-    tried = replace(base, recompute_blocks=needed)
-    useful = (needed > 0) & (needed < blocks) & (estimator.peak_gib(tried) <= estimator.limit_gib)
-    return tried.take(useful)
+def _weigh(
+    estimator: Estimator, layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64], kept: BestLayouts
+) -> None:
+    """Fill in the memory of layouts that are fast enough, and keep those that fit."""
+    for some in _by_speed(times, kept):
+        peaks[some] = estimator.peak_gib(layouts.take(some))
+        fitting = some[peaks[some] <= estimator.limit_gib]
+        kept.add(layouts.take(fitting), times[fitting], peaks[fitting])
+
+
+def _by_speed(times: NDArray[np.float64], kept: BestLayouts) -> Iterator[IntArray]:
+    """Indices of layouts that are fast enough to be kept, the fastest first, in growing parts."""
+    order = np.argsort(times, kind="stable")
+    at, size = 0, FIRST_LAYOUTS
+    while at < len(order) and times[order[at]] <= kept.horizon:
+        some = order[at : at + size]
+        yield some[times[some] <= kept.horizon]
+        at, size = at + size, min(2 * size, LAYOUTS_AT_ONCE)
+
+
+def _some_blocks(
+    space: Space, estimator: Estimator, layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64],
+    kept: BestLayouts,
+) -> None:  # fmt: skip
+    """Where all activations do not fit and recomputing all blocks does: recompute only as many as needed."""
+    kinds, limit = len(space.recompute), estimator.limit_gib
+    each = len(layouts) // kinds  # recompute is spread last: the same row is once in each of `kinds` parts
+    table, speed = peaks.reshape(kinds, each), times.reshape(kinds, each)
+    over = np.flatnonzero((speed[0] <= kept.horizon) & (table[:-1] > limit).all(axis=0) & np.isfinite(table[0]))
+    for part in _by_speed(speed[0][over], kept):
+        rows = over[part]
+        full = (kinds - 1) * each + rows
+        unknown = full[np.isinf(peaks[full])]
+        if len(unknown):
+            peaks[unknown] = estimator.peak_gib(layouts.take(unknown))
+        # memory falls linearly with the recomputed blocks, and time rises
+        least = (table[0, rows] - limit) / np.maximum(table[0, rows] - peaks[full], 1e-12)
+        soonest = speed[0, rows] + np.clip(least, 0, 1) * (times[full] - speed[0, rows])
+        full = full[(peaks[full] <= limit) & (soonest * BOUND_SLACK <= kept.horizon)]
+        if len(full) == 0:
+            continue
+        base = layouts.take(full)
+        blocks = np.ceil(estimator.model.layers / base.pp).astype(np.int64)
+        one = estimator.peak_gib(replace(base, recompute_blocks=np.ones(len(base), np.int64)))
+        share = (one - limit) / np.maximum(one - peaks[full], 1e-12)
+        needed = 1 + np.ceil(np.clip(share, 0, 1) * (blocks - 1) - 1e-9).astype(np.int64)
+        tried = replace(base, recompute_blocks=needed).take(needed < blocks)
+        if len(tried):
+            _weigh(estimator, tried, np.asarray(estimator.estimate_time(tried).step_time_s), np.zeros(len(tried)), kept)
 
 
 def _smallest(

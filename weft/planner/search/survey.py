@@ -15,11 +15,12 @@ from weft.planner.advice.other_settings import Gain, gains_of_other_settings
 from weft.planner.advice.why import compare, reasons
 from weft.planner.calibration import Calibration
 from weft.planner.estimate import POWER_OVERHEAD, POWER_SHARE, estimate_job
-from weft.planner.make_plan import MAX_SEARCHES, PlanStart, complete_plan
+from weft.planner.estimator import make_estimator
+from weft.planner.make_plan import PlanStart, complete_plan
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.rules.table import RUNNABLE
-from weft.planner.search.choose import estimator_for, keep_pinned, plan_space
+from weft.planner.search.choose import keep_pinned, plan_space
 from weft.planner.search.search import LayoutSearch, SearchResult
 
 NODE_FRACTIONS = (1, 2, 4, 8)
@@ -41,6 +42,8 @@ class Point:
     nodes: int
     step_time_s: float
     """Effective step time, with failures and checkpoints."""
+    raw_step_time_s: float
+    """Step time without failures and checkpoints."""
     peak_gib: float
     usd: float | None
     """Of the whole run."""
@@ -97,7 +100,7 @@ def survey(
     """Search a job's layouts; a JobError where no layout divides its batch and ranks."""
     job, plan = start.job, start.plan
     calibration = calibration or own_calibration(start.device)
-    estimator = estimator_for(job, start.world, start.device, start.memory_gib, calibration)
+    estimator = make_estimator(job, start.plan, start.world, start.device, start.memory_gib, calibration)
     space = plan_space(job, plan, start.world, trainable)
     search = LayoutSearch(space, estimator)
     if search.size == 0:
@@ -105,24 +108,12 @@ def survey(
             f"no layout shares train.global_batch={job.train.global_batch} among {start.world} ranks; "
             f"a multiple of {start.world} would work"
         )
-    for _ in range(MAX_SEARCHES):
-        found = search.find(top, front)
-        said = reasons(search, found, pinned=job.parallel != "auto") if len(found) else []
-        winner = found.layouts if len(found) else found.smallest
-        _, chosen = complete_plan(start, keep_pinned(job, plan, winner.plan(0, plan)), said)
-        told = estimate_job(job, chosen, calibration)
-        more = found.outgrown(told["peak_memory_gib"])
-        if more == 1:
-            break
-        search = LayoutSearch(space, replace(search.estimator, heavier=search.estimator.heavier * more))
-    if len(found) == 0 and told["fits"]:  # the engine's count of the most frugal layout is finer than the search's
-        found = found.taking(found.smallest, told["step_time_s"], told["peak_memory_gib"])
-    if len(found) == 0 or not told["fits"]:
-        found = replace(
-            found,
-            layouts=found.layouts.take(slice(0, 0)),
-            smallest_gib=max(found.smallest_gib, told["peak_memory_gib"]),
-        )
+    found = search.find(top, front)
+    why = reasons(search, found, pinned=job.parallel != "auto") if len(found) else []
+    winner = found.layouts if len(found) else found.smallest
+    _, chosen = complete_plan(start, keep_pinned(job, plan, winner.plan(0, plan)), why, estimator)
+    told = estimate_job(job, chosen, calibration)
+    if len(found) == 0:
         return Survey(job, chosen, start, search, found, told, _goodput(job, chosen, 1.0))
     kept = _goodput(job, chosen, told["step_time_s"])
     others = tuple(_point(start, found, int(i), compare(found, found.layouts, int(i))) for i in found.best(top)[1:])
@@ -152,10 +143,10 @@ def run_cost(start: PlanStart, found: SearchResult, seconds: float, world: int) 
 
 def _point(start: PlanStart, found: SearchResult, i: int, lacks: str = "") -> Point:
     plan = replace(found.layouts.plan(i, start.plan), nodes=start.job.cluster.nodes)
-    seconds = float(found.times[i])
-    seconds /= _goodput(start.job, plan, seconds).share
+    raw = float(found.times[i])
+    seconds = raw / _goodput(start.job, plan, raw).share
     usd, kwh = run_cost(start, found, seconds, plan.world)
-    return Point(plan, plan.nodes, seconds, float(found.peaks[i]), usd, kwh, lacks)
+    return Point(plan, plan.nodes, seconds, raw, float(found.peaks[i]), usd, kwh, lacks)
 
 
 def on_fewer_nodes(start: PlanStart, times: int) -> PlanStart | None:
@@ -178,7 +169,7 @@ def _front(made: Survey, trainable: bool, calibration: Calibration) -> tuple[Poi
         if times == 1:
             found = made.found
         else:
-            estimator = estimator_for(start.job, start.world, start.device, start.memory_gib, calibration)
+            estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib, calibration)
             found = LayoutSearch(plan_space(start.job, start.plan, start.world, trainable), estimator).find()
         if len(found):
             points += [_point(start, found, int(i)) for i in _front_indices(found)]

@@ -62,16 +62,19 @@ def per_number(setting: Compression) -> float:
 
 
 def is_compressed(plan: Plan, weight: Weight) -> bool:
-    """Whether a weight's gradient is compressed."""
-    setting = parse_compression(plan.compression)
+    """Whether a weight's gradient is compressed under a plan."""
+    return compresses(plan.compression, weight) and (plan.tp == 1 or weight.cut is not None or weight.partial)
+
+
+def compresses(compression: str, weight: Weight) -> bool:
+    """Whether a setting compresses the gradients of a weight that tp does not exclude."""
+    setting = parse_compression(compression)
     if setting.kind == "none" or setting.entry.adaptive:
         return False
     if len(weight.shape) < 2 or math.prod(weight.shape) < MIN_COMPRESSED_ELEMENTS:
         return False
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
-    if setting.entry.low_rank and not pays_low_rank(rows, columns, int(setting.number)):
-        return False
-    return plan.tp == 1 or weight.cut is not None or weight.partial
+    return not setting.entry.low_rank or pays_low_rank(rows, columns, int(setting.number))
 
 
 def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, at: float) -> Counter[str]:
@@ -85,6 +88,7 @@ def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, at: floa
             out["all_reduce"] += 4 * (-(-shard.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT)
         elif thin := _thin(plan, wanted, shard, at):
             out["all_reduce"] += thin
+            out["broadcast"] += _columns(plan, wanted, shard, at)
         else:
             _halves(out, _coded(setting), shard.whole, ranks)
     return out
@@ -97,6 +101,12 @@ def _thin(plan: Plan, wanted: Compression, shard: ParamShard, at: float) -> int:
     shape = shard.weight.on_tp(plan.tp, 0)
     rows, columns, rank = shape[0], math.prod(shape[1:]), int(wanted.number)
     return 4 * rank_at(rank, rows, columns, at) * (rows + columns) if thin_pays(rank, [(rows, columns)], at) else 0
+
+
+def _columns(plan: Plan, wanted: Compression, shard: ParamShard, at: float) -> int:
+    """Bytes of the orthogonal matrix that the first rank sends to the others."""
+    shape = shard.weight.on_tp(plan.tp, 0)
+    return 4 * shape[0] * rank_at(int(wanted.number), shape[0], math.prod(shape[1:]), at)
 
 
 def _coded(setting: Compression) -> Compression:
@@ -131,8 +141,9 @@ def shard_bytes(
             continue
         cut["all_gather"] += round(gathers * whole * min(width, wanted.entry.weight))
         if thin := _thin(plan, wanted, shard, at):
-            cut["all_reduce"] += scatters * thin
-            across["all_reduce"] += scatters * thin
+            for axis in (cut, across):
+                axis["all_reduce"] += scatters * thin
+                axis["broadcast"] += scatters * _columns(plan, wanted, shard, at)
         else:
             cut["all_to_all"] += round(scatters * whole * per_number(_coded(here)))
             _halves(across, _coded(there), shard.padded, plan.dp_replicate)

@@ -122,7 +122,7 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
         forward=forward,
         backward=backward,
         attention=attention_f,
-        inner=np.where(cal.fused > 0, 0.0, attention_f),
+        inner=np.where(cal.fused > 0, cal.selective * moved_f, attention_f),
         head_forward=np.where(has_head, head_f + logits, 0.0),
         head_backward=np.where(has_head, head_b + logits, 0.0),
         embedding=np.where(has_head, tokens * model.dim * size * 4 / memory, 0.0),

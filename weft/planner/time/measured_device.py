@@ -6,11 +6,10 @@ from math import exp, log, prod
 
 from weft.hardware.measured import Measured, MeasuredAttention, MeasuredBlock, MeasuredProduct
 from weft.job.schema import Job
-from weft.planner.memory.rank_bytes import gradients_stay_low_precision
-from weft.planner.memory.recompute import recomputed_share
 from weft.planner.model.fp8 import cast_bytes, fp8_speedup, fp8_weights
 from weft.planner.model.parameters import stage_weights
 from weft.planner.plan import Plan
+from weft.planner.time.traffic import gradients_stay_low_precision, recomputed_share
 
 
 def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
@@ -30,7 +29,7 @@ def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
     back = 2 * ahead
     forward, backward = attention_seconds(job, plan, measured)
     rest = elementwise_bytes(job, plan.microbatch * job.data.seq_len)
-    again = recomputed_share(plan.recompute, m)
+    again = recomputed_share(plan, m)
     kept = plan.recompute == "selective"  # only what is neither a matrix product nor attention is recomputed
     once = (1 if kept else 1 + again) * (ahead + forward) + (1 + again) * rest / 3 / scale
     block = once + back + backward + 2 * rest / 3 / scale + casts

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from weft.planner.calibration import Calibration
-from weft.planner.memory.layouts_memory import GIB, memory_by_part, weights
+from weft.planner.memory.framework_memory import GIB, framework_memory, weights
 from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
 from weft.planner.search.candidates import CP_STYLES, OFFLOADS, RECOMPUTES, Layouts
 from weft.planner.time import collectives as links
@@ -30,7 +30,7 @@ class Estimates:
     low_s: Size
     high_s: Size
     memory: dict[str, Size]
-    """GiB by part, of the fullest rank."""
+    """GiB by component of the fullest rank, or their total."""
     peak_gib: Size
     fits: Size
     time: dict[str, Size]
@@ -42,6 +42,14 @@ class Estimates:
     tflops: Size
     mfu: Size
     hfu: Size
+
+    def scaled(self, factor: Size) -> Estimates:
+        """The same with step times multiplied by a factor."""
+        return replace(
+            self, step_time_s=self.step_time_s * factor, low_s=self.low_s * factor, high_s=self.high_s * factor,
+            time={part: seconds * factor for part, seconds in self.time.items()}, tflops=self.tflops / factor,
+            mfu=self.mfu / factor, hfu=self.hfu / factor,
+        )  # fmt: skip
 
 
 def _smooth_max(a: Size, b: Size, power: float) -> Size:
@@ -63,9 +71,10 @@ def _exposed(comm: Size, window: Size, overlap: float) -> Size:
 
 
 def estimate(
-    model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibration, global_batch: Size
-) -> Estimates:
-    """Time, memory and traffic of every layout."""
+    model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibration, global_batch: Size,
+    memory: dict[str, Size] | None = None,
+) -> Estimates:  # fmt: skip
+    """Time, memory and traffic of every layout. `memory` is bytes by part; by default the calibrated framework's."""
     w = compute_time(model, cluster, layouts, cal)
     g = links.axis_groups(cluster, layouts, cal)
     tokens = layouts.microbatch * model.seq_len / layouts.cp
@@ -189,7 +198,8 @@ def estimate(
     }  # fmt: skip
     time = {"compute": total - sum(time.values()), **time}
 
-    parts = {name: bytes_ / GIB for name, bytes_ in memory_by_part(model, layouts, cal).items()}
+    held = framework_memory(model, layouts, cal) if memory is None else memory
+    parts = {name: bytes_ / GIB for name, bytes_ in held.items()}
     peak_gib = sum(parts.values())
     own, _ = peak_flops_by_precision(cluster, layouts)
     flops = model.flops_per_token() * global_batch * model.seq_len / layouts.world

@@ -225,7 +225,7 @@ class Consensus:
             return ""
         if lost := self._lost(now):
             names = f"node {lost[0]} is" if len(lost) == 1 else f"nodes {', '.join(map(str, lost))} are"
-            return f"{names} no longer heard of"
+            return f"{names} silent"
         for node in sorted(self.decision.nodes - {self.me}):
             report = self.reports.get(node)
             if report is None:

@@ -229,7 +229,7 @@ class Membership:
             except Disconnected:
                 pass
             except ProtocolError as error:
-                self._note(f"node {node} at {address} was not believed: {error}")
+                self._note(f"node {node} at {address} was refused: {error}")
             time.sleep(REPORT_INTERVAL_S)
 
     def _send_reports(self, channel: Channel) -> None:
@@ -255,7 +255,7 @@ class Membership:
             message, _ = channel.receive(5 * self.consensus.lost_s)
             report = Report.from_json(message["report"])
             if report.node != node:
-                raise ProtocolError(f"node {node} speaks for node {report.node}")
+                raise ProtocolError(f"node {node} reports as node {report.node}")
             with self._changed:
                 now = time.monotonic()
                 before = self.consensus.reports.get(node)
@@ -279,7 +279,7 @@ class Membership:
             try:
                 self._follow_or_claim()
             except OSError as error:
-                self._note(f"the run's folder cannot be used, so nothing can be agreed on: {error}")
+                self._note(f"the run folder cannot be used, so the nodes cannot agree: {error}")
             with self._changed:
                 self._changed.wait(REPORT_INTERVAL_S / 2)
 

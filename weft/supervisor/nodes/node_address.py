@@ -30,7 +30,9 @@ class NodeAddress:
                 except ValueError:
                     raise MachineError(f"{node}={env[node]} and {count}={env[count]} must be numbers") from None
                 if place.node < 0 or place.count < 1:
-                    raise MachineError(f"{node}={place.node} of {count}={place.count} is no node; count from 0")
+                    raise MachineError(
+                        f"{node}={place.node} of {count}={place.count} is not a node number; numbers start at 0"
+                    )
                 return place
         return None
 

@@ -20,7 +20,7 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.diagnosis import FaultReport
-from weft.supervisor.local_ranks import CLEAN_EXITS, STOP_SIGNALS, die_with_parent
+from weft.supervisor.local_ranks import CLEAN_EXITS, die_with_parent
 from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report
 from weft.supervisor.nodes.membership import Membership, incarnations
 from weft.supervisor.nodes.node_address import NodeAddress
@@ -28,6 +28,7 @@ from weft.supervisor.process_name import set_process_name
 from weft.supervisor.rank_inspection import POLL_S, kill
 from weft.supervisor.replan import replan
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
+from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.supervisor.store_server import StoreServer
 from weft.supervisor.supervisor import ALERT_POLL_S, Supervisor, log
 
@@ -118,7 +119,7 @@ class NodeSupervisor(Supervisor):
         if self.board["pause"] == self.attempt.number and not died:
             return FaultReport("grow", None, "others join", step) if len(back) == len(ranks) else None
         if back and not died:  # it lost a connection to a rank of another node
-            return FaultReport("elsewhere", None, self.nodes.trouble() or "a rank of another node is gone", step)
+            return FaultReport("elsewhere", None, self.nodes.trouble() or "a rank of another node has exited", step)
         if why := self.nodes.trouble():
             return FaultReport("elsewhere", None, why, step)
         return super().fault(records) if ranks else None
@@ -165,7 +166,7 @@ class NodeSupervisor(Supervisor):
             return self.wait_to_rejoin(now)
         if decision is None and now - self.since > self.settings.gather_s and (absent := self.nodes.missing()):
             missing = ", ".join(map(str, absent))
-            words = f"node {missing} did not come within {self.settings.gather_s:g} s; it must see {self.run.path}"
+            words = f"node {missing} did not connect within {self.settings.gather_s:g} s; it needs {self.run.path}"
             return self.end(int(Exit.MACHINE), [f"weft: {words} and the address {self.place.host}"])
         return None
 
@@ -174,12 +175,12 @@ class NodeSupervisor(Supervisor):
         if not self.left_out:
             self.left_out = now
             if self.nodes.consensus.newest:  # otherwise only its supervisor was replaced
-                self.note("the others went on without it; it commits nothing and waits to be taken back")
+                self.note("the others continued without it; it waits to rejoin")
         told = (*(r.code for r in self.nodes.consensus.reports.values()), self.nodes.ended())
         if over := [code for code in told if code is not None]:
             return self.end(over[0], [])
         if now - self.left_out > self.settings.gather_s:
-            words = f"node {self.place.node} was left out and not taken back within {self.settings.gather_s:g} s"
+            words = f"node {self.place.node} could not rejoin within {self.settings.gather_s:g} s"
             return self.end(int(Exit.MACHINE), [f"weft: {words}"])
         return None
 
@@ -195,7 +196,7 @@ class NodeSupervisor(Supervisor):
             self.joining_since = now
             self.board["pause"] = self.attempt.number
             names = ", ".join(map(str, joining_nodes))
-            log(f"node {names} would like to join: the ranks save, and go on together")
+            log(f"node {names} joins: the ranks save and restart with it")
             for record in ranks:
                 os.kill(record.pid, signal.SIGUSR1)
 
@@ -278,7 +279,7 @@ class NodeSupervisor(Supervisor):
         for node in decision.given["lost"]:
             self.journal.event(
                 "fault", fault="node_lost", rank=None, position=f"node {node}", step=self.committed,
-                attempt=decision.number - 1, why=f"node {node} was not heard of for {self.nodes.consensus.lost_s:g} s",
+                attempt=decision.number - 1, why=f"node {node} was silent for {self.nodes.consensus.lost_s:g} s",
                 detected_after_s=self.nodes.consensus.lost_s,
             )  # fmt: skip
         if decision.how != "start":

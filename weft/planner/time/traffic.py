@@ -1,19 +1,20 @@
-"""The exact bytes of one rank: its weights, gradients and optimizer state, and what it hands to collectives in a step.
+"""Bytes that a rank passes to collectives in a step, and its FLOPs, counted exactly for one plan.
 
-Nothing here is estimated: `weft dryrun` traces the real engine and finds the same numbers. A collective's bytes are
-those of its whole tensor: what an all-gather gives, what a reduce-scatter takes, what is reduced or sent.
+`weft dryrun` traces the real engine and finds the same numbers. The bytes of a collective are those of its whole
+tensor: what an all-gather returns, what a reduce-scatter takes, what is reduced or sent.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from collections import Counter, defaultdict
+from dataclasses import replace
 from math import prod
 
+from weft.job.compression import parse_compression
 from weft.job.optim import OPTIMIZERS
-from weft.job.schema import Job
+from weft.job.schema import Job, Model
 from weft.planner.engine_constants import GRADIENT_ALIGNMENT
-from weft.planner.memory.expert_bytes import EXPERT_AXES, expert_bytes, load_bytes
+from weft.planner.model.counts import count_parameters
 from weft.planner.model.parameters import (
     ParamShard,
     coords_of,
@@ -22,12 +23,15 @@ from weft.planner.model.parameters import (
     stage_range,
     stages_of,
 )
+from weft.planner.model.weight_table import Weight
 from weft.planner.plan import Plan
 from weft.planner.schedules.actions import Schedule
 from weft.planner.schedules.registry import make_schedule
+from weft.planner.sync import exchange_bytes, one_replica
 from weft.planner.time.compression import replica_bytes, shard_bytes
-from weft.planner.time.compression_warmup import age
+from weft.planner.time.compression_warmup import age, age_ranges
 from weft.planner.time.context import context_bytes
+from weft.planner.time.expert_traffic import EXPERT_AXES, expert_bytes, load_bytes
 
 FP32_BYTES = 4
 COUNT_BYTES = 8
@@ -35,25 +39,6 @@ COUNT_BYTES = 8
 
 Traffic = dict[str, dict[str, int]]
 """Bytes by axis and by collective."""
-
-
-@dataclass(frozen=True)
-class States:
-    """Bytes of what a rank keeps between steps."""
-
-    parameters: int
-    """fp32 master weights, with the padding of shards."""
-    copies: int
-    """Weights in the compute dtype that stay beside the master weights; shards gather theirs when they need them."""
-    gradients: int
-    """fp32, after the backward pass."""
-    optimizer: int
-    average: int
-    """The moving average of the weights, where train.ema asks for one."""
-
-    @property
-    def total(self) -> int:
-        return sum(asdict(self).values())
 
 
 def compute_bytes(plan: Plan) -> int:
@@ -66,47 +51,10 @@ def gradients_stay_low_precision(plan: Plan) -> bool:
     return plan.precision != "fp32" and plan.dp == plan.cp == plan.pp == plan.accumulation == 1
 
 
-def joint_axis(plan: Plan) -> str:
-    """The axis over which gradients are summed, as mesh.py names it: cp's ranks see other tokens, like the data's."""
-    data = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
-    if plan.cp == 1:
-        return data
-    return "cp" if plan.dp == 1 else f"{data}_cp"
-
-
 def rank_shards(job: Job, plan: Plan, rank: int) -> list[list[ParamShard]]:
     """What a rank holds of every weight, stage by stage."""
     coords = coords_of(plan, rank)
     return [param_shards(job.model, plan, s, coords) for s in stages_of(plan, coords["pp"])]
-
-
-def states_of(job: Job, plan: Plan, rank: int = 0) -> States | None:
-    """What a rank keeps; None for a module of a person's own, which is not described here."""
-    if job.model.module:
-        return None
-    shards = [p for stage in rank_shards(job, plan, rank) for p in stage]
-    held = sum(p.held for p in shards)
-    if plan.dp_shard > 1:
-        padded = sum(p.padded for p in shards)
-        parameters = gradients = FP32_BYTES * padded
-        copies = 0
-    else:
-        whole = sum(p.whole for p in shards)
-        buckets = plan.dp_replicate > 1 or plan.precision != "fp32"
-        parameters = FP32_BYTES * whole
-        gradients = FP32_BYTES * (
-            sum(-(-p.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for p in shards) if buckets else whole
-        )
-        if gradients_stay_low_precision(plan):
-            gradients = 2 * whole
-        copies = 0 if plan.precision == "fp32" else 2 * whole
-    optimizer = sum(_optimizer_bytes(job, p) for p in shards)
-    return States(parameters, copies, gradients, optimizer, FP32_BYTES * held if job.train.ema else 0)
-
-
-def _optimizer_bytes(job: Job, shard: ParamShard) -> int:
-    entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
-    return int(FP32_BYTES * entry.state(job.optim, shard.for_optimizer))
 
 
 def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> Traffic:
@@ -119,7 +67,7 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
     stages = stages_of(plan, coords["pp"])
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages) if plan.pp > 1 else None
     held = schedule is not None and any(a.kind in "IW" for a in schedule.actions[coords["pp"]])
-    joint = joint_axis(plan)
+    joint = plan.joint_axis or "dp_replicate"
     axes = (*plan.axes, joint, *EXPERT_AXES, "everyone")
     out: dict[str, Counter[str]] = {axis: Counter() for axis in axes}
     for stage in stages:
@@ -143,14 +91,13 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
             add = _mlp_tp if job.model.is_stack else _transformer_tp
             add(job, plan, stage, out["tp"])
             out["tp"]["all_reduce"] += FP32_BYTES * sum(
-                p.held for p in shards if p.weight.partial and not _on_ep(p, plan)
+                p.held for p in shards if p.weight.cut is None and not _on_ep(p, plan)
             )
         expert_bytes(job, plan, stage, out)
         if schedule is not None:
             _messages(job, plan, schedule, stage, coords["pp"], out["pp"])
     if schedule is not None:
         _tied(job, plan, schedule, coords, out["pp"])
-    _norms(job, plan, coords, out)
     _optimizer_traffic(job, plan, coords, out)
     if plan.cp > 1:
         seen = plan.microbatch * plan.accumulation * job.data.seq_len
@@ -162,6 +109,8 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
         degrees = {**plan.axes, joint: (plan.dp_shard if plan.dp_shard > 1 else plan.dp_replicate) * plan.cp}
         everyone = next((axis for axis, degree in degrees.items() if degree == plan.world), "everyone")
         out[everyone]["all_reduce"] += COUNT_BYTES + load_bytes(job)
+        for axis in [a for a in ("dp_shard", "cp", "tp", "pp") if plan.axes[a] > 1] if plan.alone else [everyone]:
+            out[axis]["all_reduce"] += COUNT_BYTES  # the norm of all gradients
     return {axis: dict(kinds) for axis, kinds in out.items() if kinds.total()}
 
 
@@ -237,34 +186,33 @@ def _tied(job: Job, plan: Plan, schedule: Schedule, coords: dict[str, int], pp: 
             pp["recv"] += FP32_BYTES * held
 
 
-def _norms(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[str]]) -> None:
-    """The gradients' norm: one number for each way in which weights are cut, over the axes that cut them."""
-    shards = [p for s in stages_of(plan, coords["pp"]) for p in param_shards(job.model, plan, s, coords)]
-    cuts = {p.weight.cut is not None and plan.tp > 1 for p in shards}
-    for cut in cuts:
-        if plan.dp_shard > 1:
-            out[joint_axis(plan)]["all_reduce"] += COUNT_BYTES
-        if cut:
-            out["tp"]["all_reduce"] += COUNT_BYTES
-    if any(_on_ep(p, plan) for p in shards):
-        out["ep"]["all_reduce"] += COUNT_BYTES
-        if plan.dp_shard > 1 and plan.dp_shard * plan.cp * plan.tp > plan.ep:
-            out["ep_shard"]["all_reduce"] += COUNT_BYTES
-    if plan.pp > 1:
-        out["pp"]["all_reduce"] += COUNT_BYTES
+def replica_axes(plan: Plan, weight: Weight) -> dict[str, int]:
+    """The axes along which other ranks hold the same shard of a weight, and their sizes."""
+    if weight.experts and plan.ep > 1:
+        rest = plan.dp_shard * plan.cp * plan.tp // plan.ep
+        sizes = {"dp_replicate": plan.dp_replicate, "ep_shard": rest if plan.dp_shard == 1 else 1}
+    else:
+        sizes = {
+            "dp_replicate": plan.dp_replicate,
+            "cp": plan.cp if plan.dp_shard == 1 else 1,
+            "tp": plan.tp if weight.cut is None else 1,
+        }
+    return {axis: size for axis, size in sizes.items() if size > 1 and not (plan.alone and axis == "dp_replicate")}
 
 
 def _optimizer_traffic(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[str]]) -> None:
-    """What the optimizer sums over the axes that shard a weight (Optimizer.traffic)."""
+    """What the optimizer sums over the axes that shard a weight, and sends along those that do not."""
     for stage in stages_of(plan, coords["pp"]):
         for shard in param_shards(job.model, plan, stage, coords):
             entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
-            if not (numbers := int(entry.traffic(shard.for_optimizer))):
-                continue
+            copies = replica_axes(plan, shard.weight)
+            for axis in copies:
+                out[axis]["broadcast"] += FP32_BYTES * int(entry.sent(shard.for_optimizer))
+            numbers = entry.traffic(shard.for_optimizer) / (prod(copies.values()) if entry.takes_turns else 1)
             over_tp = plan.tp > 1 and shard.weight.cut is not None
             for axis, cuts in (("dp_shard", plan.dp_shard > 1), ("tp", over_tp)):
-                if cuts:
-                    out[axis]["all_reduce"] += FP32_BYTES * numbers
+                if cuts and numbers:
+                    out[axis]["all_reduce"] += FP32_BYTES * round(numbers)
 
 
 def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
@@ -304,6 +252,65 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
             scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
             passes = 4.0 if plan.recompute == "full" else 3.0
             total += passes * (end - first) * scores / (2.0 if model.causal else 1.0)
-        weights = [p.for_optimizer for p in param_shards(model, plan, stage, coords)]
-        total += sum(OPTIMIZERS[job.optim.name].of(weight).flops(weight) for weight in weights)
+        for shard in param_shards(model, plan, stage, coords):
+            entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
+            turns = prod(replica_axes(plan, shard.weight).values()) if entry.takes_turns else 1
+            total += entry.flops(shard.for_optimizer) / turns
     return total
+
+
+def communication_bytes(job: Job, plan: Plan, last: bool = False) -> dict[str, float]:
+    """Bytes that a rank in the middle of the pipeline passes to collectives in a step, by axis, without receives: on
+    average over the run, or in its last step."""
+    inner = one_replica(plan)
+    if last:
+        ranges = [(1.0, age(job.train.steps - 1, plan.compression_warmup))]
+    else:
+        wanted = parse_compression(plan.compression)
+        ranges = age_ranges(wanted, job.train.steps, plan.compression_warmup, plan.dp_replicate * max(1, plan.cp_cut))
+    exact = inner.cp == 1 and not inner.long and inner.recompute in ("none", "full") and inner.precision != "fp8"
+    if not exact:
+        return _approximate(job, inner) | exchange_bytes(job, plan)
+    rank = inner.world // inner.pp * (inner.pp // 2)
+    out: dict[str, float] = defaultdict(float)
+    for share, at in ranges:
+        for axis, kinds in traffic_of(job, inner, rank, at).items():
+            out[axis] += share * sum(amount for kind, amount in kinds.items() if kind != "recv")
+    return dict(out) | exchange_bytes(job, plan)
+
+
+def _approximate(job: Job, plan: Plan) -> dict[str, float]:
+    """Bytes by axis of layouts whose collectives are not counted one by one: cp, chunks, partial recompute, fp8."""
+    counts = count_parameters(job.model)
+    if counts is None:
+        return {}
+    parameters = counts.total / plan.tp / plan.pp
+    compute = compute_bytes(plan)
+    out: dict[str, float] = {}
+    if plan.cp > 1:
+        share = plan.microbatch * plan.accumulation * job.data.seq_len
+        out["cp"] = sum(context_bytes(job.model, plan, share, compute).values())
+        if plan.dp_shard == 1:
+            out["cp"] += FP32_BYTES * parameters
+    if plan.dp_shard > 1:
+        gathers = {1: 1, 2: 1, 3: 2 * plan.accumulation}[plan.zero]
+        scatters = 1 if plan.zero == 1 else plan.accumulation
+        out["dp_shard"] = parameters * (gathers * compute + scatters * FP32_BYTES)
+    if plan.dp_replicate > 1 and (plan.dp_shard > 1 or plan.cp == 1):
+        out["dp_replicate"] = FP32_BYTES * parameters / (plan.dp_shard * plan.cp)
+    if plan.tp > 1 and not job.model.is_stack:
+        tokens = plan.microbatch * plan.accumulation * job.data.seq_len / plan.cp
+        times = 8 + 4 * recomputed_share(plan, job.model)  # two gathers and two sums a block, in each pass
+        out["tp"] = times * (job.model.layers or 0) / plan.pp * tokens * (job.model.dim or 0) * compute
+    if plan.pp > 1:
+        width = 1 if job.model.is_stack else job.data.seq_len / plan.cp / (plan.tp if plan.sequence else 1)
+        sent = plan.microbatch * plan.accumulation * width * (job.model.dim or 0) * compute
+        out["pp"] = 2 * plan.virtual_stages * sent  # activations forward, gradients back
+    return out
+
+
+def recomputed_share(plan: Plan, model: Model) -> float:
+    """The share of blocks that are recomputed, in whole or in part."""
+    if isinstance(plan.recompute, str):
+        return 0.0 if plan.recompute == "none" else 1.0
+    return plan.recompute / (model.layers or 1)

@@ -1,4 +1,4 @@
-"""What the fullest rank of a layout holds, part by part, in bytes.
+"""Memory of a rank of a published framework by component, with the framework's calibration.
 
 Weights, gradients and moments: ZeRO (Rajbhandari et al. 2020, section 3). Activations: Korthikanti et al. 2022,
 equations 1 to 6, written out for any feed-forward width, gates and grouped keys. Waiting microbatches of a pipeline:
@@ -11,6 +11,7 @@ import numpy as np
 
 from weft.job.compression import COMPRESSORS
 from weft.planner.calibration import Calibration
+from weft.planner.memory.step_trace import PARTS
 from weft.planner.model.facts import ModelFacts, Size
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts
@@ -19,23 +20,22 @@ from weft.planner.time.pipeline import stage_layers
 
 GIB = 2**30
 HOST_SHARE, HOST_GIB = 0.7, 128.0
-"""What parked activations may take of a host's memory for one device, as hosts of large GPUs have it."""
+"""Share of a host's memory for offloaded activations, and usual host memory per GPU."""
 MAX_BUCKET_ELEMENTS = 1e8
-"""Gradients that travel together, at most: two buckets of the usual 25 to 200 MB."""
+"""Most elements in gradient buckets at once: two buckets of the usual 25 to 200 MB."""
 ADAPTER_SHARE = 0.01
-"""Trained weights of an adapter run, over all."""
-PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "reserve")
+"""Trained weights of an adapter run, as a share of all."""
 
 
-def memory_by_part(model: ModelFacts, layouts: Layouts, cal: Calibration) -> dict[str, Size]:
-    """Bytes by part, of whichever of the first and the last rank of a pipeline holds more."""
+def framework_memory(model: ModelFacts, layouts: Layouts, cal: Calibration) -> dict[str, Size]:
+    """Bytes by component of the first or the last rank of a pipeline, whichever holds more."""
     first, last = stage_memory(model, layouts, cal, 0), stage_memory(model, layouts, cal, layouts.pp - 1)
     heavier = sum(last.values()) > sum(first.values())
     return {part: np.where(heavier, last[part], first[part]) for part in PARTS}
 
 
 def weights(model: ModelFacts, layouts: Layouts, index: Size) -> tuple[Size, Size]:
-    """Weights of the pipeline's rank `index`, one tensor-parallel slice: those all ranks share, and its experts."""
+    """Weights of pipeline rank `index` on one rank of tp: without experts, and its experts."""
     layers = _layers(model, layouts, index)
     first, last = index == 0, index == layouts.pp - 1
     last_on_first = np.array([SCHEDULES[name].last_stage_on_first_rank for name in SCHEDULE_NAMES])
@@ -55,7 +55,7 @@ def _layers(model: ModelFacts, layouts: Layouts, index: Size) -> Size:
 
 
 def stage_memory(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) -> dict[str, Size]:
-    """Bytes by part on a rank that stands at `index` in its pipeline."""
+    """Bytes by component of pipeline rank `index`."""
     shared, experts = weights(model, layouts, index)
     fp32 = layouts.precision == 0
     compute = np.where(fp32, 4.0, cal.parameter_bytes)
@@ -90,7 +90,7 @@ def stage_memory(model: ModelFacts, layouts: Layouts, cal: Calibration, index: S
     held = parameters + gradients + optimizer + activations + logits + gathered + bucket
     return {
         "parameters": parameters, "gradients": gradients, "optimizer": optimizer, "activations": activations,
-        "logits": logits, "communication": gathered + bucket, "reserve": cal.context_gib * GIB + cal.fragment * held,
+        "communication": gathered + bucket, "temporary": logits, "runtime": cal.context_gib * GIB + cal.fragment * held,
     }  # fmt: skip
 
 

@@ -1,19 +1,19 @@
-"""A mixture of experts on the tape: what tokens leave behind on their way to the experts and back.
+"""Bytes of a mixture-of-experts layer through its passes.
 
-Each line is a line of models/mixture_of_experts.py, models/grouped.py or parallel/expert/expert_parallel.py. Load is
-taken as even: a rank that is sent more than its share holds more.
+Each line follows a line of models/mixture_of_experts.py, models/grouped.py or parallel/expert/expert_parallel.py. Load
+is taken as even: a rank that is sent more than its share holds more.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.job.schema import Experts, Job, Model
-from weft.planner.memory.tape import FP32_BYTES, Sizes, Tape, keeps_input, norm
-from weft.planner.plan import Plan
+from weft.job.schema import Experts, Model
+from weft.planner.memory.live_bytes import FP32_BYTES, LiveBytes, Sizes, keeps_input, norm
+from weft.planner.model.facts import Size
 
 INDEX_BYTES = 8
-"""Bytes of a number that says where something is."""
+"""Bytes of an index."""
 
 
 @dataclass(frozen=True)
@@ -21,43 +21,29 @@ class Mixture:
     """A mixture of experts on this rank, for one microbatch."""
 
     experts: Experts
-    tokens: float
-    """Those that this rank routes."""
+    tokens: Size
+    """Tokens that this rank routes."""
     ffn: int
-    own: float
+    own: Size
     """Experts of this rank."""
     ep: bool
     cut: bool
-    """Every rank of tp has all tokens, and takes its part of them."""
-    shared: float
-    """Width of the experts that all tokens use, on this rank."""
+    """Whether every rank of tp has all tokens and routes a part of them."""
+    shared: Size
+    """Width of the shared experts on this rank."""
     apart: bool
-    """The experts' gradients are handed on as soon as the experts are done."""
+    """Whether experts are sharded as a unit of their own, whose gradients are reduced as soon as they are complete."""
     guests: int = 0
-    """Experts of other ranks that a rebalancer may let this rank compute."""
+    """Experts of other ranks that this rank may compute after rebalancing."""
 
     @property
-    def uses(self) -> float:
+    def uses(self) -> Size:
         return self.tokens * self.experts.top_k
 
 
-def mixture_of(job: Job, plan: Plan) -> Mixture | None:
-    """What a rank has of each of the model's mixtures."""
-    e = job.model.experts
-    if e is None:
-        return None
-    tokens = plan.microbatch * -(-job.data.seq_len // (plan.cp * plan.tp))
-    ffn = e.ffn or 0
-    return Mixture(
-        experts=e, tokens=tokens, ffn=ffn, own=e.count / plan.ep, ep=plan.ep > 1,
-        cut=plan.tp > 1 and not plan.sequence, shared=e.shared * ffn / plan.tp, apart=plan.dp_shard > 1 and plan.ep > 1,
-        guests=plan.ep_copies,
-    )  # fmt: skip
-
-
-def routed_forward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
+def routed_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture) -> None:
     """From the residual stream x1 to the block's output."""
-    norm(t, m, z, "x1", "n2", z.rows, z.dim, 2)
+    norm(t, m, z, "n2", z.rows, z.dim)
     token, x, h = mix.tokens * z.dim * z.c, mix.uses * z.dim * z.c, mix.uses * mix.ffn * z.c
     if mix.cut:
         t.take(part=token)
@@ -95,25 +81,25 @@ def routed_forward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
         t.take(joined=z.rows * z.dim * z.c)
         t.drop("y")
     out = z.rows * z.dim * z.c
-    if mix.shared:
+    if mix.experts.shared:
         t.take(sum=out)
         t.drop("y", "joined", "always")
     t.take(out=out)
     t.drop("y", "joined", "sum")
     if not keeps_input(m, z):
         t.drop("x1")
-    if not mix.shared and (mix.cut or z.c < FP32_BYTES):  # nobody else has kept it
+    if not mix.experts.shared and (mix.cut or z.c < FP32_BYTES):  # nobody else has kept it
         t.drop("n2")
     if z.c < FP32_BYTES:
         t.drop("part")
 
 
-def _lent(m: Model, z: Sizes, mix: Mixture) -> float:
+def _lent(m: Model, z: Sizes, mix: Mixture) -> Size:
     """Bytes of the guests' matrices."""
     return mix.guests * (3 if m.activation == "swiglu" else 2) * z.dim * mix.ffn * z.c
 
 
-def _route(t: Tape, z: Sizes, mix: Mixture) -> None:
+def _route(t: LiveBytes, z: Sizes, mix: Mixture) -> None:
     """The router in fp32, and who goes where."""
     e = mix.experts
     scores = mix.tokens * e.count * FP32_BYTES
@@ -132,48 +118,48 @@ def _route(t: Tape, z: Sizes, mix: Mixture) -> None:
     t.flash(3 * mix.uses * INDEX_BYTES)
 
 
-def _shared_forward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
+def _shared_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture) -> None:
     """The experts that all tokens use: a feed-forward part of its own, cut over tp."""
-    if not mix.shared:
+    if not mix.experts.shared:
         return
     hidden, wide = z.tokens * mix.shared * z.c, z.tokens * z.dim * z.c
-    if z.tp > 1 and z.sequence:
+    if z.tp and z.sequence:
         t.flash(2 * wide)
         t.take(all=wide)
     t.take(su=hidden, sp=hidden)
     if m.activation == "swiglu":
         t.take(sg=hidden, ss=hidden)
-    t.flash(wide * (1 if z.tp == 1 else 2))
+    t.flash(wide * (2 if z.tp else 1))
     t.take(always=z.rows * z.dim * z.c)
 
 
-def _shared_backward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
-    if not mix.shared:
+def _shared_backward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture) -> None:
+    if not mix.experts.shared:
         return
     hidden, wide, matrix = z.tokens * mix.shared * z.c, z.tokens * z.dim * z.c, mix.shared * z.dim * z.c
-    if z.tp > 1 and z.sequence:
+    if z.tp and z.sequence:
         t.flash(2 * wide)
         t.take(sd=wide)
     t.take(sdp=hidden)
-    t.weigh(matrix, z.retain)
+    t.weight_gradient(matrix, z.retain)
     t.drop("sp", "sd")
     if m.activation == "swiglu":
         t.take(sdg=2 * hidden)
         t.drop("sdp", "ss", "sg")
         t.take(sdn=2 * wide)
-        t.weigh(2 * matrix, z.retain)
+        t.weight_gradient(2 * matrix, z.retain)
     else:
         t.take(sdg=hidden)
         t.drop("sdp")
         t.take(sdn=wide)
-        t.weigh(matrix, z.retain)
+        t.weight_gradient(matrix, z.retain)
     t.drop("su", "sdg", "all", "sdn")
-    if z.tp > 1:
+    if z.tp:
         t.flash(wide + z.rows * z.dim * z.c)
     t.take(sdn=z.rows * z.dim * z.c)
 
 
-def routed_backward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
+def routed_backward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture) -> None:
     """From the gradient of the block's output to that of the norm's, dn."""
     token, x, h = mix.tokens * z.dim * z.c, mix.uses * z.dim * z.c, mix.uses * mix.ffn * z.c
     matrix = mix.own * z.dim * mix.ffn * z.c
@@ -192,7 +178,7 @@ def routed_backward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
     else:
         _shared_backward(t, m, z, mix)
     t.take(dp=h)
-    t.weigh(matrix, z.retain)
+    t.weight_gradient(matrix, z.retain)
     t.drop("p", "dback", "dmade")
     if m.activation == "swiglu":
         t.take(ds=h, du=h)
@@ -200,10 +186,10 @@ def routed_backward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
         t.take(dg=h)
         t.drop("ds", "g", "u")
         t.take(dx=x)
-        t.weigh(matrix, z.retain)
+        t.weight_gradient(matrix, z.retain)
         t.drop("dg")
         t.take(dx2=x)
-        t.weigh(matrix, z.retain)
+        t.weight_gradient(matrix, z.retain)
         t.drop("du")
         t.flash(x)
         t.drop("dx2")
@@ -211,13 +197,13 @@ def routed_backward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
         t.take(du=h)
         t.drop("dp", "u")
         t.take(dx=x)
-        t.weigh(matrix, z.retain)
+        t.weight_gradient(matrix, z.retain)
         t.drop("du")
     t.drop("rows" if mix.ep else "sent")
     if mix.apart:
         t.drop("weights")
         t.take(weights=before)
-        t.noted = t.live
+        t.at_expert_gradients = t.live
     if mix.ep:
         t.flash(2 * _lent(m, z, mix))
         t.drop("lent")
@@ -237,7 +223,7 @@ def routed_backward(t: Tape, m: Model, z: Sizes, mix: Mixture) -> None:
         t.flash(2 * z.tokens * z.dim * z.c)
         t.drop("dn")
         t.take(dn=z.rows * z.dim * z.c)
-    if mix.shared:
+    if mix.experts.shared:
         t.flash(z.rows * z.dim * z.c)
         t.drop("sdn")
     t.drop("n2")

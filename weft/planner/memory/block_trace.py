@@ -1,19 +1,22 @@
-"""A block's step as a tape of tensors that come and go: what it keeps for its backward pass, and its peaks on the way.
+"""Bytes of a transformer block and of the head: what is kept for the backward pass, and the peaks of both passes.
 
-Each line below is a line of models/transformer.py and what autograd does with it; `weft dryrun` traces the real ones.
+Each line follows a line of models/transformer.py and what autograd does with it; `weft dryrun` traces the real ones.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from weft.job.schema import Model
-from weft.planner.memory.experts import Mixture, routed_backward, routed_forward
-from weft.planner.memory.tape import (
+from weft.planner.memory.expert_trace import Mixture, routed_backward, routed_forward
+from weft.planner.memory.live_bytes import (
     FP32_BYTES,
-    Passing,
+    LiveBytes,
+    PassBytes,
     Sizes,
-    Tape,
     enter,
     into_region_backward,
     keeps_input,
@@ -22,37 +25,66 @@ from weft.planner.memory.tape import (
     norm_backward,
     out_of_region_backward,
 )  # fmt: skip
+from weft.planner.model.facts import Size
 
 
-def block_passing(m: Model, z: Sizes, recompute: bool, mix: Mixture | None = None) -> Passing:
-    """One block of a transformer; with experts, where `mix` says what this rank has of them."""
-    tape = Tape()
+@dataclass(frozen=True)
+class BlockBytes:
+    """One block under each kind of recompute."""
+
+    none: PassBytes
+    selective: PassBytes
+    full: PassBytes
+
+    def chosen(self, code: Size) -> PassBytes:
+        """By the code of a recompute mode, an array."""
+        each = (self.none, self.selective, self.full)
+        names = ("kept", "forward", "backward", "inner")
+        return PassBytes(*(np.choose(code, [getattr(p, name) + 0.0 * code for p in each]) for name in names))
+
+
+def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
+    """One block of a transformer; with experts where `mix` is given."""
     x = z.rows * z.dim * z.c
+    tape = LiveBytes()
     tape.take(x=x)
     _block_forward(tape, m, z, mix)
-    kept_all, forward = tape.live - x, tape.peak - x
-    if not recompute:
-        tape.take(dy=x)
-        start, tape.peak = tape.live, tape.live
-        _block_backward(tape, m, z, mix)
-        return Passing(kept_all, forward, tape.peak - start, start - tape.noted)
-    again = Tape()
+    kept, forward = tape.live - x, tape.peak - x
+    tape.take(dy=x)
+    start = tape.peak = tape.live
+    _block_backward(tape, m, z, mix)
+    none = PassBytes(kept, forward, tape.peak - start, start - tape.at_expert_gradients)
+    again = LiveBytes()
     again.take(x=x, dy=x)
     _block_forward(again, m, z, mix)
     again.drop("out")
     if mix is None:
         again.peak = again.live  # the forward pass that runs again stops before its last product
     _block_backward(again, m, z, mix)
-    return Passing(x, forward, again.peak - 3 * x, 3 * x - again.noted)
+    inner = 3 * x - again.at_expert_gradients
+    some = np.minimum(selective_kept(m, z, mix), kept)
+    selective = PassBytes(some, forward, again.peak - 2 * x - some, inner + some - x)
+    return BlockBytes(none, selective, PassBytes(x, forward, again.peak - 3 * x, inner))
 
 
-def _block_forward(t: Tape, m: Model, z: Sizes, mix: Mixture | None) -> None:
-    norm(t, m, z, "x", "n", z.rows, z.dim, 1)
+def selective_kept(m: Model, z: Sizes, mix: Mixture | None) -> Size:
+    """The input and the outputs of matrix products and attention: what selective recompute keeps."""
+    gates = 2 if m.activation == "swiglu" else 1
+    attention = z.tokens * (2 * z.heads + 2 * z.kv) * z.c + z.tokens * z.scores * FP32_BYTES
+    if mix is None:
+        hidden = z.tokens * gates * z.ffn * z.c
+    else:
+        hidden = (mix.uses * (gates * mix.ffn + z.dim) + z.tokens * gates * mix.shared) * z.c
+    return 3 * z.rows * z.dim * z.c + attention + hidden
+
+
+def _block_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> None:
+    norm(t, m, z, "n", z.rows, z.dim)
     enter(t, z, "n")
     t.take(q=z.tokens * z.heads * z.c, k=z.tokens * z.kv * z.c, v=z.tokens * z.kv * z.c)
     if m.qk_norm:
         for name, wide in (("q", z.heads), ("k", z.kv)):
-            norm(t, m, z, name, f"{name}n", z.tokens * wide / (m.head_dim or 1), m.head_dim or 1, 1)
+            norm(t, m, z, f"{name}n", z.tokens * wide / (m.head_dim or 1), m.head_dim or 1)
     q, k = ("qn", "kn") if m.qk_norm else ("q", "k")
     if m.positions == "rope":
         for name, wide in ((q, z.heads), (k, z.kv)):
@@ -73,8 +105,8 @@ def _block_forward(t: Tape, m: Model, z: Sizes, mix: Mixture | None) -> None:
     feed(t, m, z)
 
 
-def _feed_forward(t: Tape, m: Model, z: Sizes) -> None:
-    norm(t, m, z, "x1", "n2", z.rows, z.dim, 2)
+def _feed_forward(t: LiveBytes, m: Model, z: Sizes) -> None:
+    norm(t, m, z, "n2", z.rows, z.dim)
     enter(t, z, "n2")
     hidden = z.tokens * z.ffn * z.c
     if m.activation == "swiglu":
@@ -89,24 +121,24 @@ def _feed_forward(t: Tape, m: Model, z: Sizes) -> None:
         t.drop("x1")
 
 
-def _feed_backward(t: Tape, m: Model, z: Sizes) -> None:
+def _feed_backward(t: LiveBytes, m: Model, z: Sizes) -> None:
     hidden, wide = z.tokens * z.ffn * z.c, z.tokens * z.dim * z.c
     matrix = z.dim * z.ffn * z.c
     t.drop("out")
     into_region_backward(t, z, "dd")
     t.take(dp=hidden)
-    t.weigh(matrix, z.retain)
+    t.weight_gradient(matrix, z.retain)
     t.drop("p", "dd")
     if m.activation == "swiglu":
         t.take(ds=hidden, du=hidden)
         t.drop("dp", "s", "u")
         t.take(dn=wide)
-        t.weigh(matrix, z.retain)
+        t.weight_gradient(matrix, z.retain)
         t.drop("du")
         t.take(dg=hidden)
         t.drop("ds", "g")
         t.take(dn2=wide)
-        t.weigh(matrix, z.retain)
+        t.weight_gradient(matrix, z.retain)
         t.drop("dg")
         t.flash(wide)
         t.drop("dn2", "n2")
@@ -114,12 +146,12 @@ def _feed_backward(t: Tape, m: Model, z: Sizes) -> None:
         t.take(du=hidden)
         t.drop("dp", "u")
         t.take(dn=wide)
-        t.weigh(matrix, z.retain)
+        t.weight_gradient(matrix, z.retain)
         t.drop("du", "n2")
     out_of_region_backward(t, z, "dn")
 
 
-def _block_backward(t: Tape, m: Model, z: Sizes, mix: Mixture | None) -> None:
+def _block_backward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> None:
     feed = _feed_backward if mix is None else partial(routed_backward, mix=mix)
     feed(t, m, z)
     wide = z.tokens * z.dim * z.c
@@ -129,7 +161,7 @@ def _block_backward(t: Tape, m: Model, z: Sizes, mix: Mixture | None) -> None:
     into_region_backward(t, z, "do")
     heads, kv = z.tokens * z.heads * z.c, z.tokens * z.kv * z.c
     t.take(da=heads)
-    t.weigh(z.dim * z.heads * z.c, z.retain)
+    t.weight_gradient(z.dim * z.heads * z.c, z.retain)
     t.drop("do")
     t.take(dq=heads, dk=kv, dv=kv)
     q, k = ("qn", "kn") if m.qk_norm else ("q", "k")
@@ -144,11 +176,11 @@ def _block_backward(t: Tape, m: Model, z: Sizes, mix: Mixture | None) -> None:
             norm_backward(t, m, z, name, grad, z.tokens * width / (m.head_dim or 1), m.head_dim or 1)
     t.take(dn=wide)
     t.drop("dv")
-    t.weigh(2 * z.dim * z.kv * z.c, z.retain)
+    t.weight_gradient(2 * z.dim * z.kv * z.c, z.retain)
     t.flash(wide)
     t.drop("dk")
     t.flash(2 * wide)
-    t.weigh(z.dim * z.heads * z.c, z.retain)
+    t.weight_gradient(z.dim * z.heads * z.c, z.retain)
     t.drop("dq", "n")
     out_of_region_backward(t, z, "dn")
     norm_backward(t, m, z, "n", "dn", z.rows, z.dim)
@@ -156,41 +188,33 @@ def _block_backward(t: Tape, m: Model, z: Sizes, mix: Mixture | None) -> None:
     t.drop("dn", "weights")
 
 
-def head_passing(m: Model, z: Sizes, vocab: float, targets: float, chunk: int) -> tuple[Passing, float]:
-    """The last norm and the loss in chunks of logits; also the bytes of the head's gradient that its forward makes."""
-    tape = Tape()
+def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, chunk: float) -> tuple[PassBytes, Size]:
+    """The last norm and the loss in chunks of logits; also the bytes of the head's gradient, made in forward."""
+    tape = LiveBytes()
     x = z.rows * z.dim * z.c
     tape.take(x=x)
-    norm(tape, m, z, "x", "n", z.rows, z.dim, 3)
+    norm(tape, m, z, "n", z.rows, z.dim)
     if not keeps_input(m, z):
         tape.drop("x")
     enter(tape, z, "n")
-    chunks = max(1.0, -(-targets // max(1.0, chunk // max(1.0, vocab))))
-    rows = -(-targets // chunks)
-    one = rows * vocab
-    weight = vocab * z.dim
-    alone = chunks == 1  # then the product is the gradient, and no wider sum is made
-    tape.take(dx=targets * z.dim * z.c, dw=0.0 if alone else weight * FP32_BYTES)
+    chunks = np.maximum(1.0, np.ceil(targets / np.maximum(1.0, chunk // np.maximum(1.0, vocab))))
+    rows = np.ceil(targets / chunks)
+    one, weight = rows * vocab, vocab * z.dim
+    alone = chunks == 1  # the product is the gradient, and no fp32 sum is made
+    tape.take(dx=targets * z.dim * z.c, dw=np.where(alone, 0.0, weight * FP32_BYTES))
     mixed = z.c < FP32_BYTES
-    before = one * z.c if targets > rows else 0.0  # the gradient of the chunk before is still there
+    before = np.where(targets > rows, one * z.c, 0.0)  # the gradient of the previous chunk is still live
     tape.flash(before + one * (2 * FP32_BYTES + (z.c if mixed else 0)))
-    if alone:
-        tape.flash(one * z.c + weight * z.c)
-        tape.drop("dw")
-        tape.take(dw=weight * z.c)
-    elif mixed:
-        tape.flash(one * z.c + weight * z.c)
-        tape.flash(weight * z.c)
-        tape.drop("dw")
-        tape.take(dw=weight * z.c)
+    tape.flash(np.where(alone | mixed, one * z.c + weight * z.c, 0.0))
+    tape.drop("dw")
+    tape.take(dw=weight * z.c)
     tape.drop("n", "n0")
     kept, forward = tape.live - x, tape.peak - x
     start = tape.peak = tape.live
-    tape.drop("dw")  # counted with the weights' gradients from here on
-    tape.take(dn=0.0)
+    tape.drop("dw")  # from here on it counts as a gradient
     if m.is_classifier:
         tape.drop("dx")
         tape.take(dx=z.tokens * z.dim * z.c)
     out_of_region_backward(tape, z, "dx")
     norm_backward(tape, m, z, "n", "dx", z.rows, z.dim)
-    return Passing(kept, forward, tape.peak - start), weight * z.c
+    return PassBytes(kept, forward, tape.peak - start), weight * z.c

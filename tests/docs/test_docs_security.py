@@ -1,0 +1,85 @@
+"""docs/security.md: the tests it names exist, and what it states about sockets and files of a run is so."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import signal
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.command import Started, run_of, step_of, write_job
+from helpers.docs_pages import DOCS, text_of
+from helpers.parity import BASE
+
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text_of("security"))))
+
+
+@pytest.mark.parametrize(("path", "name"), NAMED)
+def test_named_tests_exist(path: str, name: str) -> None:
+    tree = ast.parse((DOCS.parent / path).read_text(encoding="utf-8"))
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert name in found, f"docs/security.md names {path}::{name}, which moved"
+
+
+def test_every_row_about_sockets_and_files_names_a_test() -> None:
+    rows = re.findall(
+        r"^\| (?!-|socket|file|trusted)(.*) \|$", text_of("security").split("## Sockets")[1], re.MULTILINE
+    )
+    assert len(rows) > 10
+    for row in rows:
+        assert "::test_" in row or "torchrun" in row, row
+
+
+@pytest.fixture(params=["step", "server:sync"])
+def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Started, Path]]:
+    """A run in its steps: of local ranks, or through a server."""
+    train = {"global_batch": 8, "steps": 100_000, "eval_every": 0, "sync": request.param}
+    write_job(tmp_path, **{**BASE, "name": "run", "train": train, "cluster": {"device": "cpu"}, "parallel": "auto"})
+    started = Started(tmp_path, "train", "job.yaml", "--nproc", "2")
+    try:
+        started.wait_for(lambda: step_of(run_of(tmp_path, "run")) > 1)
+        yield request.param, started, run_of(tmp_path, "run").path
+    finally:
+        started.process.send_signal(signal.SIGINT)
+        started.end()
+
+
+def family(started: Started) -> list[psutil.Process]:
+    first = psutil.Process(started.process.pid)
+    return [first, *first.children(recursive=True)]
+
+
+def listening(started: Started) -> set[str]:
+    """The addresses at which the processes of a run listen."""
+    found = set()
+    for process in family(started):
+        found |= {c.laddr.ip for c in process.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN}
+    return found
+
+
+def test_a_run_is_private(running: tuple[str, Started, Path]) -> None:
+    """Sockets on loopback only; secret, lock and shared memory for their owner only; nothing writable by others."""
+    sync, started, folder = running
+    assert listening(started) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, sync
+    modes = {path: path.lstat().st_mode for path in folder.rglob("*")}
+    for path, mode in modes.items():
+        assert not mode & (stat.S_IWGRP | stat.S_IWOTH), path
+        if path.name in (".secret", ".lock"):
+            assert stat.S_IMODE(mode) == 0o600, path
+    assert folder / ".lock" in modes and (sync == "step" or folder / ".secret" in modes)
+    for path in shared_memory(started):
+        assert not path.stat().st_mode & 0o077, path
+
+
+def shared_memory(started: Started) -> set[Path]:
+    """What the processes of a run have mapped or open in shared memory: its folder, or a file outside of one."""
+    found = set()
+    for process in family(started):
+        names = [*(m.path for m in process.memory_maps()), *(f.path for f in process.open_files())]
+        found |= {Path(name) for name in names if name.startswith("/dev/shm/weft") and os.path.exists(name)}
+    return {Path("/dev/shm") / path.parts[3] for path in found}

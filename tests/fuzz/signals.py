@@ -1,0 +1,88 @@
+"""Stop signals at random moments of a run: `python -m tests.fuzz.signals [COUNT] [SEED]`.
+
+A run must end with the exit code of the signal, or with 0 if it had already finished, without a traceback; started
+again, it continues.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft.checkpoint.format import newest_good
+from weft.job.run_folder import RunDir
+from weft.supervisor.stop_signals import STOP_CODES
+from weft.watch.journal import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 400
+END_S = 60.0
+"""How long a run may take to end after the signal."""
+JOB: dict[str, Any] = {
+    "model": {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32},
+    "data": {"seq_len": 16, "source": "synthetic"},
+    "train": {"steps": STEPS, "global_batch": 2, "eval_every": 10, "eval_batches": 1},
+    "checkpoint": {"every": 7},
+    "cluster": {"device": "cpu"},
+}
+
+
+def send_one(folder: Path, ranks: int, number: signal.Signals, after_s: float) -> str:
+    """Start or continue the run in `folder`, send a signal after some seconds; returns what went wrong, or empty."""
+    (folder / "job.yaml").write_text(yaml.safe_dump({**JOB, "parallel": {"dp_shard": ranks}}), encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (folder / "output.txt").open("w+", encoding="utf-8") as output:
+        command = [sys.executable, "-m", "weft", "train", "job.yaml"]
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output, start_new_session=True)
+        time.sleep(after_s)
+        process.send_signal(number)
+        try:
+            code = process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return f"still running {END_S:.0f} s after {number.name}"
+        output.seek(0)
+        text = output.read()
+    if "Traceback" in text:
+        return f"traceback after {number.name}: {text[-2000:]}"
+    run = RunDir(folder / "runs" / "job")
+    steps = max((int(r["step"]) for r in read_metrics(run.metrics)), default=0)
+    if code == 0:
+        return "" if steps == STEPS else f"code 0 after {number.name} at step {steps}"
+    if code != int(STOP_CODES[number]):
+        return f"code {code} after {number.name}: {text[-500:]}"
+    saved = newest_good(run.checkpoints)
+    return (
+        "" if steps == (saved.step if saved else 0) else f"{number.name} at step {steps}, saved {saved and saved.step}"
+    )
+
+
+def main(count: int = 200, seed: int = 0) -> int:
+    for number in STOP_CODES:  # a shell ignores some of them in background jobs
+        signal.signal(number, signal.SIG_DFL)
+    chance, failures = random.Random(seed), 0
+    with tempfile.TemporaryDirectory(prefix="weft-signals-") as base:
+        for i in range(count):
+            ranks, number = chance.choice((1, 2, 2)), chance.choice(list(STOP_CODES))
+            folder = Path(base) / f"{ranks}-{i // 4}"  # some runs are new, others continue
+            folder.mkdir(exist_ok=True)
+            after_s = chance.uniform(0.4, 6.0)
+            problem = send_one(folder, ranks, number, after_s)
+            failures += bool(problem)
+            if problem:
+                print(f"{i}: {ranks} ranks, {number.name} after {after_s:.3f} s: {problem}", flush=True)
+    print(f"{count} signals, {failures} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

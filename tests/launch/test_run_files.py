@@ -1,0 +1,178 @@
+"""A failed start leaves every file as it was, unless this very start wrote it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.command import Started, run_of, step_of, weft, write_job
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.job.errors import Exit, JobError, MachineError
+from weft.job.load import load_job
+from weft.job.run_folder import RunDir
+from weft.launch.run_files import RunFiles
+from weft.launch.train import prepare
+from weft.supervisor.run_lock import run_lock
+
+SMALL: dict[str, Any] = {
+    "model": {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32},
+    "data": {"seq_len": 16, "source": "synthetic"},
+    "train": {"steps": 40, "global_batch": 2, "eval_every": 0},
+    "checkpoint": {"every": 10},
+    "parallel": {"dp_shard": 1},
+    "cluster": {"device": "cpu"},
+}
+OWN = """
+import numpy as np
+
+class Late:
+    train_len, val_len = 1000, 4
+
+    def __init__(self, data):
+        self.length = data.seq_len
+
+    def train(self, index):
+        tokens = np.arange(self.length + 1) % 7
+        self.read = getattr(self, "read", 0) + 1
+        return {"inputs": tokens[:-1], "targets": tokens[1:]} if self.read < 55 else {"x": 1}
+
+    val = train
+"""
+NAMES = (
+    "thesis.txt", "job.yaml", "plan.json", "metrics.jsonl", "events.jsonl", ".lock", ".secret", "logs/rank-0.log",
+    "logs/failure-0.json", "logs/mine.txt", "checkpoints/step-00000010/meta.json", "compiled/x", "samples/rank-0.jsonl",
+    ".supervisor.json", "slices.json", "report.html",
+)  # fmt: skip
+
+
+def tree(folder: Path) -> dict[str, bytes | str]:
+    """Every file and link below a folder."""
+    found: dict[str, bytes | str] = {}
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            found[str(path.relative_to(folder))] = os.readlink(path)
+        elif path.is_file():
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("job")
+    write_job(folder, **SMALL)
+    return prepare(load_job(str(folder / "job.yaml"), ()), 1)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 10**9))
+def test_no_foreign_file_is_touched(prepared: Any, tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    """Random folders, links and leftovers of a failed start."""
+    chance, base = random.Random(seed), tmp_path_factory.mktemp("tree")
+    outside, run = base / "outside", RunDir(base / "runs" / "precious")
+    outside.mkdir()
+    (outside / "thesis.txt").write_text("x")
+    if chance.random() < 0.7:
+        run.path.mkdir(parents=True)
+        for name in chance.sample(NAMES, chance.randrange(len(NAMES))):
+            path = run.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if chance.random() < 0.2:
+                path.symlink_to(outside / "thesis.txt")
+            else:
+                path.write_text(f"mine {seed}")
+        if chance.random() < 0.2:
+            shutil.rmtree(run.logs, ignore_errors=True)
+            run.logs.symlink_to(outside, target_is_directory=True)
+    before = tree(base)
+    try:
+        with run_lock(run, wait_s=0.0) as lock:
+            files = RunFiles(run, lock.created)
+            files.write(*prepared)
+            committed = chance.random() < 0.3
+            for path in (run.events, run.logs / "rank-0.log", *([run.metrics] if committed else [])):
+                if not path.is_symlink() and not path.parent.is_symlink():
+                    path.parent.mkdir(exist_ok=True)
+                    with path.open("a") as file:
+                        file.write("a line\n")
+            files.undo()
+    except JobError:
+        pass
+    after = tree(base)
+    for name, content in before.items():
+        appended = isinstance(content, bytes) and isinstance(after[name], bytes) and after[name].startswith(content)
+        resumed = name.endswith(("job.yaml", "plan.json")) and not name.startswith("outside")
+        assert after[name] == content or appended or (resumed and committed), name
+
+
+def test_refused_start_keeps_a_folder_with_other_files(tmp_path: Path) -> None:
+    write_job(tmp_path, **SMALL)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("x")
+    said = weft(tmp_path, "train", "job.yaml", "runs_dir=.", "name=precious", "model={module: 'nosuchmod:Model'}")
+    assert said.code == Exit.JOB, said.err
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "x"
+    assert not (tmp_path / "precious" / "job.yaml").exists()
+
+
+def test_wrong_sample_after_some_steps_keeps_the_run(tmp_path: Path) -> None:
+    write_job(tmp_path, **SMALL)
+    (tmp_path / "late.py").write_text(OWN)
+    said = weft(tmp_path, "train", "job.yaml", "data.source=late:Late", "model.vocab=16")
+    run = run_of(tmp_path, "job")
+    assert said.code == Exit.JOB, said.err
+    assert step_of(run) >= 20
+    assert (run.checkpoints / "step-00000020").exists() or len(list(run.checkpoints.iterdir())) >= 2
+    assert run.job.exists() and run.plan.exists()
+
+
+def test_folder_that_is_no_run_is_refused(prepared: Any, tmp_path: Path) -> None:
+    for name, content in (("job.yaml", "name: mine"), ("plan.json", "[]")):
+        run = RunDir(tmp_path / name.replace(".", "-"))
+        run.path.mkdir()
+        (run.path / name).write_text(content)
+        with pytest.raises(JobError, match="give the run another name="):
+            RunFiles(run, created=False).write(*prepared)
+        assert tree(run.path) == {name: content.encode()}
+
+
+def test_one_lock_for_all_ways_to_start(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with run_lock(run, shared=True) as lock, run_lock(run, 0.0, shared=True) as other:
+        assert lock.created and not other.created
+        assert (run.path / ".lock").stat().st_mode & 0o777 == 0o600
+        with pytest.raises(JobError, match="is being trained by another process"), run_lock(run, 0.0):
+            pass
+    with run_lock(run), pytest.raises(JobError, match="another process"), run_lock(run, 0.0, shared=True):
+        pass
+    (run.path / ".lock").unlink()
+    (run.path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(JobError, match="must be a regular file"), run_lock(run, 0.0):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_lock_notices_a_moved_folder(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with run_lock(run) as lock:
+        lock.check()
+        run.path.rename(tmp_path / "moved")
+        with pytest.raises(MachineError, match="was moved or deleted while the run used it"):
+            lock.check()
+
+
+@pytest.mark.parametrize("options", [["--no-resilient"], ["--resilient"]])
+def test_moved_run_folder_ends_the_run(tmp_path: Path, options: list[str]) -> None:
+    write_job(tmp_path, **{**SMALL, "train": {**SMALL["train"], "steps": 100_000}})
+    run = run_of(tmp_path, "job")
+    started = Started(tmp_path, "train", "job.yaml", *options)
+    started.wait_for(lambda: step_of(run) >= 3)
+    run.path.rename(tmp_path / "moved")
+    said = started.end()
+    assert said.code == Exit.MACHINE, said.err
+    assert "the run folder runs/job was moved or deleted" in said.last

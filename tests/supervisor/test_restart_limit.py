@@ -1,0 +1,80 @@
+"""A run gives up when the same cause ends attempts at the same step, whichever rank is blamed first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helpers.command import python, write_job
+
+from weft.job.errors import Exit
+from weft.supervisor.diagnosis import FaultReport
+from weft.supervisor.restart_limit import (
+    MAX_BACKOFF_S,
+    MAX_SAME_FAULT,
+    MAX_SAME_STEP,
+    backoff_s,
+    entry,
+    give_up_code,
+    repeats,
+)
+
+
+def fault(rank: int, why: str, step: int = 0, kind: str = "raised") -> FaultReport:
+    return FaultReport(kind, rank, why, step)
+
+
+def after(*attempts: list[FaultReport]) -> list[list[Any]]:
+    return [entry(f, number + 1) for number, faults in enumerate(attempts) for f in faults]
+
+
+def test_same_cause_on_another_rank_is_the_same_fault() -> None:
+    first, second = (
+        fault(0, "OSError: Too many open files: '/proc/17/stat'"),
+        fault(1, "OSError: Too many open files: '/proc/9/stat'"),
+    )
+    assert repeats([second], after([first])) == (2, 2)
+    assert give_up_code([second], after([first]), 100) == Exit.DIFFERS
+    assert give_up_code([second], [], 100) == 0
+    assert give_up_code([fault(1, "ValueError: x")], after([first]), 100) == 0
+    assert give_up_code([fault(1, second.why, step=5)], after([first]), 100) == 0
+
+
+def test_attempts_without_progress_end_the_run_and_back_off() -> None:
+    earlier: list[list[Any]] = []
+    waits = []
+    for number in range(1, 100):
+        now = [fault(number % 3, f"cause {'x' * number}", kind="exit")]
+        if give_up_code(now, earlier, 100):
+            break
+        waits.append(backoff_s(now, earlier))
+        earlier += [entry(f, number) for f in now]
+    assert number == MAX_SAME_STEP
+    assert waits == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert max(waits) <= MAX_BACKOFF_S
+
+
+def test_kills_at_different_steps_do_not_add_up() -> None:
+    earlier: list[list[Any]] = []
+    for number in range(1, 90):
+        now = [fault(0, "was killed by SIGKILL", step=number, kind="exit")]
+        assert give_up_code(now, earlier, 100) == 0
+        assert backoff_s(now, earlier) == 0.0
+        earlier += [entry(f, number) for f in now]
+    again = [entry(now[0], number + i) for i in range(1, MAX_SAME_FAULT["exit"])]
+    assert give_up_code(now, earlier + again, 100) == Exit.DIFFERS
+
+
+def test_too_low_limit_of_open_files_is_refused(tmp_path: Any) -> None:
+    write_job(tmp_path, train={"steps": 3, "global_batch": 4}, cluster={"device": "cpu"})
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (24, int(sys.argv.pop(1)))); "
+        "sys.argv[0] = 'weft'; from weft.__main__ import main; main()"
+    )
+    said = python(tmp_path, "-c", script, "24", "train", "job.yaml", "--nproc", "2")
+    assert said.code == Exit.MACHINE
+    assert said.last == (
+        "weft: a process may open 24 files here, and a run of 2 ranks needs 72; raise it with `ulimit -n 1024`, or in "
+        "/etc/security/limits.conf"
+    )
+    assert not (tmp_path / "runs").exists()
+    assert python(tmp_path, "-c", script, "4096", "train", "job.yaml", "--nproc", "2").code == 0

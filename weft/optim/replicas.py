@@ -1,0 +1,63 @@
+"""Values that every rank with the same shard could compute are computed by one of them and sent to the others.
+
+Sums and products of floats may differ in the last bit between processes, since libraries choose kernels by memory
+alignment, threads and earlier calls. If each replica computed them, weights that must be equal would differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.comm.axis import Axis
+from weft.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which of the ranks with the same shard computes something for all of them."""
+
+    axes: tuple[Axis, ...]
+    places: tuple[int, ...]
+    """Its rank on each axis."""
+
+    @classmethod
+    def of(cls, mesh: Mesh | None, param: Tensor, index: int = 0) -> Source:
+        """The `index`-th of the ranks that hold the same shard of a weight, in turn."""
+        axes = () if mesh is None else tuple(mesh.replica_axes(param))
+        places = []
+        for axis in axes:
+            index, place = divmod(index, axis.size)
+            places.append(place)
+        return cls(axes, tuple(places))
+
+    @property
+    def here(self) -> bool:
+        """Whether it is this rank."""
+        return all(axis.rank == place for axis, place in zip(self.axes, self.places, strict=True))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks hold the shard."""
+        return torch.Size(axis.size for axis in self.axes).numel()
+
+    def send(self, value: Tensor) -> Tensor:
+        """Its value, in place, on all of them."""
+        for axis, place in zip(self.axes, self.places, strict=True):
+            axis.broadcast(value, place)
+        return value
+
+
+def take_from_first(mesh: Mesh | None, parts: list[list[Tensor]], params: list[Tensor]) -> None:
+    """Replace the tensors computed for each weight, in place, by those of the first rank with the same shard."""
+    kinds: dict[tuple[str, ...], tuple[Source, list[Tensor]]] = {}
+    for tensors, param in zip(parts, params, strict=True):
+        source = Source.of(mesh, param)
+        kinds.setdefault(tuple(axis.name for axis in source.axes), (source, []))[1].extend(tensors)
+    for source, tensors in kinds.values():
+        if source.axes and tensors:
+            flat = source.send(torch.cat([t.reshape(-1) for t in tensors]))
+            for tensor, sent in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(sent.view_as(tensor))

@@ -1,0 +1,120 @@
+"""The estimator: time and memory of layouts. The search, plans, advice and predictions of runs all use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.hardware.catalog import Device
+from weft.hardware.measured import load_measured
+from weft.job.schema import Job
+from weft.planner.calibration import Calibration
+from weft.planner.memory.engine_memory import GIB, EngineMemory, Place
+from weft.planner.memory.framework_memory import framework_memory, stage_memory
+from weft.planner.model.facts import ClusterFacts, ModelFacts, cluster_facts, model_facts
+from weft.planner.own_calibration import own_calibration
+from weft.planner.plan import Plan
+from weft.planner.search.candidates import Layouts
+from weft.planner.time.measured_device import step_seconds
+from weft.planner.time.step import Estimates, estimate
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Estimates layouts of one job on one cluster."""
+
+    model: ModelFacts
+    cluster: ClusterFacts
+    calibration: Calibration
+    batch: int
+    engine: EngineMemory | None = None
+    """Memory of Weft's engine; without it the memory is that of the calibration's framework."""
+
+    @property
+    def limit_gib(self) -> float:
+        """Memory of a device that a layout may use."""
+        return float(self.cluster.memory_gib * self.calibration.usable)
+
+    def peak_gib(self, layouts: Layouts) -> NDArray[np.float64]:
+        """Memory of the fullest rank of each layout."""
+        if self.engine is not None:
+            return np.asarray(self.engine.peak(layouts)) / GIB
+        return np.asarray(sum(framework_memory(self.model, layouts, self.calibration).values())) / GIB
+
+    def least_gib(self, layouts: Layouts, model: ModelFacts) -> NDArray[np.float64]:
+        """Memory that no pipeline split of these layouts stays under; `model` has as few blocks as a stage can have."""
+        if self.engine is not None:
+            return np.asarray(self.engine.least(layouts)) / GIB
+        return replace(self, model=model).peak_gib(layouts)
+
+    def stage_gib(self, layouts: Layouts, index: int) -> dict[str, NDArray[np.float64]]:
+        """Memory by component of one pipeline rank."""
+        if self.engine is None:
+            held = stage_memory(self.model, layouts, self.calibration, index)
+        else:
+            held = self.engine.rank(layouts, Place(index))
+        return {part: bytes_ / GIB for part, bytes_ in held.items()}
+
+    def estimate(self, layouts: Layouts, detail: bool = False) -> Estimates:
+        """Time and memory of each layout; with `detail` the memory by component, else only its total."""
+        if self.engine is None:
+            return estimate(self.model, self.cluster, layouts, self.calibration, self.batch)
+        memory = self.engine.parts(layouts) if detail else {"total": self.engine.peak(layouts)}
+        return self._estimate(layouts, memory)
+
+    def estimate_time(self, layouts: Layouts, peak_gib: NDArray[np.float64] | None = None) -> Estimates:
+        """The same where the memory is known, or does not matter."""
+        return self._estimate(layouts, {"total": np.zeros(len(layouts)) if peak_gib is None else peak_gib * GIB})
+
+    def _estimate(self, layouts: Layouts, memory: dict[str, NDArray[np.float64]]) -> Estimates:
+        made = self._times(layouts, memory)
+        return made if self.engine is None else self._measured(layouts, self._synchronised(layouts, made, memory))
+
+    def _times(self, layouts: Layouts, memory: dict[str, NDArray[np.float64]]) -> Estimates:
+        return estimate(self.model, self.cluster, layouts, self.calibration, self.batch, memory)
+
+    def _synchronised(self, layouts: Layouts, made: Estimates, memory: dict[str, NDArray[np.float64]]) -> Estimates:
+        """Replicas that exchange every few steps: the exchange is spread over the steps between."""
+        assert self.engine is not None
+        plan = self.engine.plan
+        if plan.sync == "step":
+            return made
+        alone = self._times(replace(layouts, dp_replicate=np.ones(len(layouts), np.int64)), memory)
+        spread = alone.step_time_s + np.maximum(0.0, made.step_time_s - alone.step_time_s) / plan.sync_every
+        return made.scaled(spread / made.step_time_s)
+
+    def _measured(self, layouts: Layouts, made: Estimates) -> Estimates:
+        """Step times of one device from its own measurements, where `weft calibrate` has made them."""
+        assert self.engine is not None
+        job, plan = self.engine.job, self.engine.plan
+        measured = load_measured(plan.device_name) if np.all(layouts.world == 1) else None
+        if measured is None:
+            return made
+        found = [step_seconds(job, layouts.plan(i, plan), measured) for i in range(len(layouts))]
+        factor = [1.0 if own is None else own / made.step_time_s[i] for i, own in enumerate(found)]
+        return made.scaled(np.array(factor))
+
+
+def make_estimator(
+    job: Job, plan: Plan, world: int, device: Device, memory_gib: float, calibration: Calibration | None = None
+) -> Estimator:
+    """The estimator of a resolved job. `plan` has the settings that a search does not choose."""
+    calibration = calibration or own_calibration(device)
+    if job.memory.budget_gib:
+        memory_gib = min(memory_gib, job.memory.budget_gib / calibration.usable)
+    cluster = cluster_facts(job, world, device, memory_gib)
+    engine = EngineMemory(job, plan) if calibration.name.startswith("weft") else None
+    return Estimator(model_facts(job), cluster, calibration, job.train.global_batch, engine)
+
+
+def run_memory(parts: dict[str, float]) -> dict[str, float]:
+    """GiB by component under the names that every run prints."""
+    return {
+        "memory_gib": sum(parts.values()),
+        "states_gib": parts["parameters"] + parts["gradients"] + parts["optimizer"],
+        "gathered_gib": parts["communication"],
+        "activations_gib": parts["activations"] + parts["temporary"],
+        "runtime_gib": parts["runtime"],
+    }

@@ -1,0 +1,171 @@
+"""Live bytes of named tensors through the passes of a block, for many layouts at once.
+
+Sizes are arrays with one entry per layout; flags are the same for all layouts of one trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weft.job.schema import Model
+from weft.planner.model.facts import Size
+
+FP32_BYTES = 4
+
+
+@dataclass
+class LiveBytes:
+    """Live bytes by tensor name, and their peak."""
+
+    held: dict[str, Size] = field(default_factory=dict)
+    live: Size = 0.0
+    peak: Size = 0.0
+    at_expert_gradients: Size = 0.0
+    """Live bytes when the experts' gradients are complete."""
+
+    def take(self, **sizes: Size) -> None:
+        """Allocate tensors."""
+        for name, size in sizes.items():
+            self.held[name] = self.held.get(name, 0.0) + size
+            self.live = self.live + size
+            self.peak = np.maximum(self.peak, self.live)
+
+    def drop(self, *names: str) -> None:
+        """Free tensors; names that are not held are ignored."""
+        for name in names:
+            self.live = self.live - self.held.pop(name, 0.0)
+
+    def flash(self, size: Size) -> None:
+        """Allocate and free bytes."""
+        self.peak = np.maximum(self.peak, self.live + size)
+
+    def weight_gradient(self, size: Size, retained: bool) -> None:
+        """The gradient of a weight: consumed at once, or kept until its unit is done."""
+        if retained:
+            self.take(weights=size)
+        else:
+            self.flash(size)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements on a rank for one microbatch."""
+
+    rows: Size
+    """Tokens that norms and residuals hold: split with tp under sequence parallelism."""
+    tokens: Size
+    """Tokens that matrix products read."""
+    dim: int
+    heads: Size
+    """Width of all queries of this rank."""
+    kv: Size
+    scores: Size
+    """Heads of this rank."""
+    ffn: Size
+    c: int
+    """Bytes of an element."""
+    tp: bool
+    """Whether tp is above 1."""
+    sequence: bool
+    retain: bool
+    """Whether gradients of a unit's weights are kept until all of them are there."""
+    fused: bool
+    """One kernel for a norm (GPUs); on a CPU an RMS norm consists of several operators in fp32."""
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Bytes of one unit for one microbatch, above what is live when a pass begins.
+
+    Forward begins with the unit's input, backward with all that was kept and the gradient of its output.
+    """
+
+    kept: Size
+    """Between forward and backward, with its output (the next unit's input)."""
+    forward: Size
+    backward: Size
+    inner: Size = 0.0
+    """Bytes of those live at the start of backward that are freed when the experts' gradients are complete."""
+
+
+def keeps_input(m: Model, z: Sizes) -> bool:
+    """Whether a norm saves its input; a CPU's RMS norm in bf16 saves a copy in fp32 instead."""
+    return z.fused or m.norm == "layernorm" or z.c == FP32_BYTES
+
+
+def norm(t: LiveBytes, m: Model, z: Sizes, out: str, rows: Size, width: int) -> None:
+    size = rows * width
+    if m.norm == "layernorm" or z.fused:
+        t.take(**{f"{out}_stats": rows * FP32_BYTES * (2 if m.norm == "layernorm" else 1), out: size * z.c})
+        return
+    if z.c < FP32_BYTES:
+        t.take(**{f"{out}_f": size * FP32_BYTES})
+    t.flash(size * FP32_BYTES + 2 * rows * FP32_BYTES)
+    t.take(**{f"{out}_r": rows * FP32_BYTES, f"{out}_y": size * FP32_BYTES})
+    if z.c < FP32_BYTES:
+        t.flash(size * (FP32_BYTES + z.c))
+    t.take(**{out: size * z.c})
+
+
+def norm_backward(t: LiveBytes, m: Model, z: Sizes, out: str, grad: str, rows: Size, width: int) -> None:
+    """From the gradient `grad` of the norm's output to that of its input, under the same name."""
+    size = rows * width
+    if m.norm == "layernorm" or z.fused:
+        t.flash(size * z.c)
+        t.drop(f"{out}_stats")
+        return
+    wide = size * FP32_BYTES
+    if z.c < FP32_BYTES:
+        t.take(_f=wide)
+        t.drop(grad)
+    # gradient, its products with the weight and with y, then those of the input's two ways
+    t.flash(2 * wide)
+    t.take(_g=wide)
+    t.drop(f"{out}_y", "_f") if z.c < FP32_BYTES else t.drop(f"{out}_y", grad)
+    t.flash(4 * wide)
+    t.drop(f"{out}_f", f"{out}_r")
+    t.drop("_g")
+    t.take(**{grad: size * z.c})
+
+
+def enter(t: LiveBytes, z: Sizes, name: str) -> None:
+    """Into a region of cut matrices; the shard that was gathered stays with its caller for a while."""
+    if z.tp and z.sequence:
+        shard = t.held[name]
+        t.drop(name)
+        whole = z.tokens * z.dim * z.c
+        t.take(**{f"{name}0": shard})
+        t.flash(2 * whole)
+        t.take(**{name: whole})
+
+
+def leave(t: LiveBytes, z: Sizes, name: str) -> None:
+    """Leave a tensor-parallel region: its output is summed over tp."""
+    whole = z.tokens * z.dim * z.c
+    if not z.tp:
+        t.take(**{name: whole})
+    elif z.sequence:
+        t.flash(2 * whole + z.rows * z.dim * z.c)
+        t.take(**{name: z.rows * z.dim * z.c})
+    else:
+        t.flash(2 * whole)
+        t.take(**{name: whole})
+
+
+def into_region_backward(t: LiveBytes, z: Sizes, grad: str) -> None:
+    """The gradient of a region's output; under sequence parallelism it is gathered."""
+    if z.tp and z.sequence:
+        whole = z.tokens * z.dim * z.c
+        t.flash(2 * whole)
+        t.take(**{grad: whole})
+
+
+def out_of_region_backward(t: LiveBytes, z: Sizes, grad: str) -> None:
+    whole, shard = z.tokens * z.dim * z.c, z.rows * z.dim * z.c
+    if z.tp:
+        t.flash(whole + (shard if z.sequence else 0))
+    if z.tp and z.sequence:
+        t.drop(grad)
+        t.take(**{grad: shard})

@@ -1,0 +1,81 @@
+"""Blocks of each rank of a pipeline, for many layouts at once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from weft.job.errors import JobError
+from weft.job.schema import Job
+from weft.planner.model.counts import part_costs
+from weft.planner.model.facts import Size
+from weft.planner.schedules.actions import vee
+from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.schedules.stage_split import split_layers, split_stages
+from weft.planner.search.candidates import Layouts
+
+V_SHAPED = np.array([SCHEDULES[name].last_stage_on_first_rank for name in SCHEDULE_NAMES])
+"""By the code of a schedule: whether stages go down the ranks and back up."""
+
+
+def split_blocks(job: Job, stages: int, pairs: bool) -> tuple[tuple[int, int], ...]:
+    """First block and end of each pipeline stage; a JobError where the model has too few blocks."""
+    pinned = job.parallel.split if job.parallel != "auto" else None
+    parts = part_costs(job.model, job.data.seq_len)
+    if job.model.is_stack:
+        return tuple(split_layers(parts[1:-1], stages, pinned, pairs=pairs))
+    layers = len(parts) - 2
+    return tuple((max(0, a - 1), min(layers, b - 1)) for a, b in split_stages(parts, stages, pinned))
+
+
+class StageBlocks:
+    """How many blocks, dense and with experts, the ranks of a job's pipelines have."""
+
+    def __init__(self, job: Job):
+        self.layers = job.model.layers or 0
+        self.first_dense = self.layers if job.model.experts is None else min(job.model.experts.first_dense, self.layers)
+        self._ranks = lru_cache(maxsize=None)(self._by_rank)
+        self.job = job
+
+    def _by_rank(self, pp: int, virtual: int, shape: int, pairs: bool) -> tuple[tuple[int, int], ...]:
+        """Blocks and, of these, dense blocks of each rank of a pipeline."""
+        if pp == 1:
+            return ((self.layers, self.first_dense),)
+        try:
+            split = split_blocks(self.job, pp * virtual, pairs)
+        except JobError:  # never chosen: more stages than blocks
+            return ((self.layers, self.first_dense),) * pp
+        rank_of = vee(pp) if shape else tuple(s % pp for s in range(pp * virtual))
+        out = [[0, 0] for _ in range(pp)]
+        for (first, end), rank in zip(split, rank_of, strict=True):
+            out[rank][0] += end - first
+            out[rank][1] += max(0, min(end, self.first_dense) - first)
+        return tuple((blocks, dense) for blocks, dense in out)
+
+    def at(self, layouts: Layouts, index: Size) -> tuple[Size, Size]:
+        """Blocks and dense blocks of pipeline rank `index`."""
+        found = self._look_up(layouts, index)
+        return found[:, 0], found[:, 1]
+
+    def largest(self, layouts: Layouts) -> Size:
+        """The first rank between the ends of each pipeline that has more blocks than the first, or more with experts;
+        0 where there is none."""
+        return self._look_up(layouts, None)[:, 2].astype(np.int64)
+
+    def _look_up(self, layouts: Layouts, index: Size | None) -> Size:
+        piped = layouts.pp > 1
+        virtual = np.where(piped, layouts.virtual_stages, 1)
+        shape = V_SHAPED[layouts.schedule] & piped
+        pairs = (layouts.tp > 1) & (self.job.model.is_stack)
+        index = np.broadcast_to(0 if index is None else index, len(layouts))
+        key = ((layouts.pp * 64 + virtual) * 2 + shape) * 2 + pairs
+        key = key * 4096 + np.minimum(index, 4095)
+        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+        table = []
+        for i in first:
+            ranks = self._ranks(int(layouts.pp[i]), int(virtual[i]), int(shape[i]), bool(pairs[i]))
+            inner = sorted(range(1, len(ranks) - 1), key=lambda r: (-ranks[r][0], ranks[r][1], r))[:1]
+            more = [r for r in inner if ranks[r][0] > ranks[0][0] or ranks[r][1] < ranks[0][1]]
+            table.append((*ranks[int(index[i])], more[0] if more else 0))
+        return np.array(table, float).reshape(-1, 3)[inverse.ravel()]

@@ -1,0 +1,211 @@
+"""Bytes of the passes of each kind of unit (blocks, embedding, head), for layouts with the same flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from weft.job.schema import Job, Model
+from weft.planner.engine_constants import FP8_LOGITS_CHUNKS, LOGITS_BYTES
+from weft.planner.memory.block_trace import BlockBytes, block_bytes, head_bytes, selective_kept
+from weft.planner.memory.expert_trace import Mixture
+from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes, Sizes
+from weft.planner.model.facts import Size
+from weft.planner.plan import Plan
+from weft.planner.search.candidates import Layouts
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes of every kind of unit for one microbatch."""
+
+    dense: BlockBytes
+    routed: BlockBytes | None
+    begin: PassBytes
+    end: PassBytes
+    head_grad: Size
+    hidden: Size
+    per_microbatch: Size
+    later: Size
+
+    def table(self) -> Any:
+        """All numbers as rows of one array, [rows, layouts]."""
+        blocks = [b for b in (self.dense, self.routed) if b is not None]
+        parts = [p for b in blocks for p in (b.none, b.selective, b.full)] + [self.begin, self.end]
+        rows = [x for p in parts for x in (p.kept, p.forward, p.backward, p.inner)]
+        rows += [self.head_grad, self.hidden, self.per_microbatch, self.later]
+        size = np.size(self.hidden)
+        return np.stack([np.broadcast_to(np.asarray(row, float), size) for row in rows])
+
+    @classmethod
+    def from_table(cls, table: Any) -> Passes:
+        """The passes whose numbers are the rows of an array."""
+        parts = [PassBytes(*table[i : i + 4]) for i in range(0, len(table) - 4, 4)]
+        blocks = [BlockBytes(*parts[i : i + 3]) for i in range(0, len(parts) - 2, 3)]
+        return cls(blocks[0], blocks[1] if len(blocks) > 1 else None, parts[-2], parts[-1], *table[-4:])
+
+
+PASS_FLAGS = ("fp32", "tp", "sequence", "retain", "ep", "zero", "compiled", "long")
+"""Flags that the passes of units depend on; of ZeRO only whether there is any."""
+
+
+class PassTables:
+    """Passes of a job's units by flags, each computed once."""
+
+    def __init__(self, job: Job, plan: Plan, device: str):
+        self.job, self.plan, self.device = job, plan, device
+        self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        """Sorted keys of microbatches and degrees, and the table of each."""
+
+    def passes(self, layouts: Layouts, flags: dict[str, Any]) -> Passes:
+        """The passes of all units for one microbatch of each layout."""
+        key = ((layouts.microbatch * 2048 + layouts.tp) * 8192 + layouts.cp) * 2048 + layouts.ep
+        wanted, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+        name = tuple(flags[flag] if flag != "zero" else flags[flag] > 0 for flag in PASS_FLAGS)
+        keys, table = self._known.get(name, (wanted[:0], None))
+        missing = first[~np.isin(wanted, keys)]
+        if len(missing):
+            compute = _mlp_passes if self.job.model.is_stack else _transformer_passes
+            new = compute(self, layouts.take(missing), flags).table()
+            keys = np.concatenate([keys, key[missing]])
+            table = new if table is None else np.concatenate([table, new], axis=1)
+            order = np.argsort(keys)
+            keys, table = keys[order], table[:, order]
+            self._known[name] = keys, table
+        assert table is not None
+        return Passes.from_table(table[:, np.searchsorted(keys, wanted)[inverse.ravel()]])
+
+
+def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], fused: bool) -> Sizes:
+    m, tp = job.model, layouts.tp
+    tokens = layouts.microbatch * job.data.seq_len / layouts.cp
+    head_dim = m.head_dim or 0
+    return Sizes(
+        rows=tokens / tp if flags["sequence"] else tokens, tokens=tokens, dim=m.dim or 0,
+        heads=(m.heads or 0) * head_dim / tp, kv=(m.kv_heads or 0) * head_dim / tp, scores=(m.heads or 0) / tp,
+        ffn=(m.ffn or 0) / tp, c=FP32_BYTES if flags["fp32"] else 2, tp=flags["tp"], sequence=flags["sequence"],
+        retain=flags["retain"], fused=fused,
+    )  # fmt: skip
+
+
+def _mixture(job: Job, layouts: Layouts, flags: dict[str, Any], guests: int) -> Mixture | None:
+    e = job.model.experts
+    if e is None:
+        return None
+    tokens = layouts.microbatch * np.ceil(job.data.seq_len / (layouts.cp * layouts.tp))
+    return Mixture(
+        experts=e, tokens=tokens, ffn=e.ffn or 0, own=e.count / layouts.ep, ep=flags["ep"],
+        cut=flags["tp"] and not flags["sequence"], shared=e.shared * (e.ffn or 0) / layouts.tp,
+        apart=flags["zero"] > 0 and flags["ep"], guests=guests,
+    )  # fmt: skip
+
+
+def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Passes:
+    job, plan = memory.job, memory.plan
+    m, seq = job.model, job.data.seq_len
+    z = _sizes(job, layouts, flags, fused=plan.device == "cuda")
+    mix = _mixture(job, layouts, flags, plan.ep_copies)
+    if flags["long"]:
+        dense = _chunked_block(z)
+    elif flags["compiled"] and mix is None:
+        dense = _compiled_block(job, z)
+    else:
+        dense = block_bytes(m, z)
+    routed = block_bytes(m, z, mix) if mix is not None else None
+    hidden = z.rows * z.dim * z.c
+    rotary = float(FP32_BYTES * seq * (m.head_dim or 0)) * (layouts.microbatch if job.data.mask_documents else 1)
+    per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + 0.0 * z.tokens
+    if job.data.mask_documents:
+        per_microbatch = per_microbatch + layouts.microbatch * float(seq) * seq
+        mask = layouts.microbatch * float(seq) * seq * z.c
+        dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
+    vocab = np.ceil((m.vocab or 0) / layouts.tp)
+    targets = layouts.microbatch * 1.0 if m.is_classifier else z.tokens
+    end, head_grad = head_bytes(m, z, vocab, targets, LOGITS_BYTES[memory.device] // FP32_BYTES)
+    if flags["compiled"] and mix is None:
+        end = _compiled_head(job, z, vocab)
+    gates = 2 if m.activation == "swiglu" else 1
+    wide = z.ffn if mix is None else (mix.uses * mix.ffn + z.tokens * mix.shared) / z.tokens
+    later = z.tokens * z.c * (z.heads + 2 * z.kv + gates * wide) + 4 * hidden
+    begin = _embedding(m, z, layouts)
+    return Passes(dense, routed, begin, end, head_grad, hidden, per_microbatch, later)
+
+
+def _masked(block: BlockBytes, mask: Size) -> BlockBytes:
+    """The same with an attention mask in the compute dtype."""
+    none, some, full = (replace(p, forward=p.forward + mask) for p in (block.none, block.selective, block.full))
+    return BlockBytes(replace(none, kept=none.kept + mask), replace(some, kept=some.kept + mask), full)
+
+
+def _embedding(m: Model, z: Sizes, layouts: Layouts) -> PassBytes:
+    """The embedding with learned positions; its gradient is as large as its table."""
+    out, whole = z.rows * z.dim * z.c, z.tokens * z.dim * z.c
+    learned = m.positions == "learned"
+    looked_up = z.tp and not m.is_classifier
+    forward = out + (2 * whole + out if looked_up else 0) + (2 * out if learned else 0)
+    kept = out + (z.tokens * 9 if z.tp else 0)
+    table = 0.0 * whole if m.is_classifier else np.ceil((m.vocab or 0) / layouts.tp) * z.dim * z.c
+    if m.is_classifier:
+        from weft.job.shapes import PATCH_DIM
+
+        table = table + PATCH_DIM * z.dim * z.c
+    if learned:
+        table = np.maximum(table, (m.max_len or 0) * z.dim * z.c)
+    return PassBytes(kept, forward, table + (2 * whole if z.tp and z.sequence else 0))
+
+
+def _chunked_block(z: Sizes) -> BlockBytes:
+    """A block in chunks of tokens: it keeps its input and attention's output."""
+    kept = (z.rows * z.dim + z.tokens * z.heads) * z.c
+    working = z.tokens * z.c * (4 * z.heads + 4 * z.kv) + 6 * z.rows * z.dim * z.c
+    one = PassBytes(kept, working, working)
+    return BlockBytes(one, one, one)
+
+
+def _compiled_block(job: Job, z: Sizes) -> BlockBytes:
+    """A compiled block keeps the inputs of its products and of attention, and recomputes the rest in fused kernels.
+
+    The counts were read from an H200 (bench/gpu_memory.py). With dynamic scales in fp8, norms and activations are
+    recomputed where they are cast again.
+    """
+    m = job.model
+    again = job.precision == "fp8" and job.fp8.amax == "dynamic"
+    hidden = ((3 if m.activation == "swiglu" else 2) - again) * z.ffn
+    whole = z.tokens * (z.c * ((4 - 2 * again) * z.dim + 2 * z.heads + 2 * z.kv + hidden) + 4 * z.scores + 8)
+    x = z.tokens * z.dim * z.c
+    back = 2 * z.ffn * z.tokens * z.c + 2 * x
+    some = selective_kept(m, z, None)
+    return BlockBytes(
+        PassBytes(whole, whole, back), PassBytes(some, whole, back + whole), PassBytes(x, whole, back + whole)
+    )
+
+
+def _compiled_head(job: Job, z: Sizes, vocab: Size) -> PassBytes:
+    """A chunk of logits, which becomes its own gradient, and the head's gradient, in fp32 where chunks add to it.
+
+    A head in fp8 has the weight in fp8 in both orientations, a chunk's gradient, and that of several chunks
+    transposed; the weight's gradient comes when the logits are freed.
+    """
+    logits = z.tokens * vocab * z.c
+    head = vocab * z.dim
+    chunks = np.maximum(1, np.ceil(logits / LOGITS_BYTES["cuda"]))
+    loss = logits / chunks + head * (z.c + 4 * (chunks > 1))
+    if job.precision == "fp8" and job.fp8.head:
+        held = np.minimum(logits / z.c, FP8_LOGITS_CHUNKS * LOGITS_BYTES["cuda"])
+        loss = logits / chunks * (1 + 1 / z.c) + held + head * (2 + 4 * (held < logits / z.c))
+    stream = 2 * z.tokens * z.dim * z.c
+    return PassBytes(stream + head * z.c, stream + loss, 0.0 * loss)
+
+
+def _mlp_passes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Passes:
+    """Square layers with a GELU before each but the first; each keeps the inputs of the GELU and of the matrix."""
+    c, dim = FP32_BYTES if flags["fp32"] else 2, memory.job.model.dim or 0
+    x = layouts.microbatch * float(dim) * c
+    weight = dim * dim * c / layouts.tp
+    none, full = PassBytes(2 * x, 3 * x, 3 * x + weight), PassBytes(x, 3 * x, 4 * x + weight)
+    loss = 3 * layouts.microbatch * float(dim) * FP32_BYTES
+    zero = 0.0 * x
+    return Passes(BlockBytes(none, none, full), None, PassBytes(zero, zero, zero), PassBytes(zero, loss, loss), zero, x,
+                  zero, 2 * x)  # fmt: skip

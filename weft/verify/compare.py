@@ -1,0 +1,169 @@
+"""Compares a layout's run with that of one process: losses, gradients, norms, optimizer state and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.verify.routing import Routing
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest relative differences that rounding explains, for one dtype."""
+
+    gradient: float
+    """Norm of the difference of a gradient, and of the routers' scores. In fp8 a change in the last digit of a product
+    leads to other roundings in the layers after it: with eight layers, gradients of the third step are 0.3 apart."""
+    size: float
+    """Of what rounding, which goes up as often as down, hardly changes: the loss, the norm, the parameters, and the
+    part of a gradient along the reference. A gradient of half the size, or a missing one, is 0.5 or 1 off."""
+    moment: float
+    """The same part of the optimizer's moment of a parameter. It grows with the clipped gradients, so it shows a wrong
+    clip, which the updates of Adam do not."""
+    update_size: float
+    """Length of a parameter's way from the first step to the last, and the part of it along the reference."""
+    update: float
+    """Norm of the difference of that way. Adam divides small gradients by their own size, which makes their rounding
+    visible."""
+
+
+TOLERANCE: dict[str, Tolerance] = {
+    "fp32": Tolerance(1e-5, 1e-5, 2e-5, 5e-4, 5e-4),
+    "bf16": Tolerance(6e-2, 2e-2, 4e-2, 0.1, 0.3),
+    "fp16": Tolerance(1e-2, 5e-3, 1e-2, 5e-2, 0.1),
+    "fp8": Tolerance(0.35, 0.1, 0.15, 0.25, 0.6),
+}
+
+FLOOR = 1e-3
+"""A parameter's gradient is compared to its own norm, or to this share of the norm of all if its own is smaller.
+Moments and updates of parameters below it are not compared: a key's bias has no gradient but rounding."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run computed in a few steps, in whole tensors by parameter."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, Tensor]]
+    start: dict[str, Tensor]
+    """Before the first step."""
+    parameters: dict[str, Tensor]
+    """After the last step."""
+    moments: dict[str, Tensor]
+    """The optimizer's moments after the last step (MOMENTS)."""
+    seconds: float
+    routing: Routing | None = None
+    """Where a model with experts would have sent its tokens, if it was made to send them where one process did."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One layout beside the single process. Differences are relative."""
+
+    layout: str
+    world: int
+    verdict: str
+    """same, differs, or refused"""
+    max_loss_diff: float | None = None
+    max_grad_diff: float | None = None
+    worst_parameter: str | None = None
+    grad_norm_diff: float | None = None
+    param_diff: float | None = None
+    tolerance: float | None = None
+    seconds: float | None = None
+    why: str | None = None
+    grad_diff_by_parameter: dict[str, float] = field(default_factory=dict)
+    routed_apart: float | None = None
+    """Share of the tokens' experts that the layout would have chosen otherwise."""
+    router_diff: float | None = None
+    """Difference of the routers' scores, relative to their spread."""
+    size_diff: float | None = None
+    """Largest change of a gradient along that of one process."""
+    moment_diff: float | None = None
+    """The same of the optimizer's moments."""
+    update_size_diff: float | None = None
+    """Of the length of the way from the first step to the last, in the worst parameter."""
+    update_diff: float | None = None
+    """Of that way, in the worst parameter."""
+    differs: tuple[str, ...] = ()
+    """What is beyond the tolerance."""
+
+
+def compare(layout: str, world: int, reference: Trace, other: Trace, precision: str) -> Verdict:
+    """Compare a run with the reference, by the tolerances of a precision."""
+    gradients: dict[str, float] = {}
+    size, above_floor = 0.0, set(reference.gradients[0])
+    for ours, theirs in zip(reference.gradients, other.gradients, strict=True):
+        norms = {name: float(g.double().norm()) for name, g in ours.items()}
+        floor = FLOOR * float(torch.tensor(list(norms.values())).norm())
+        above_floor &= {name for name, norm in norms.items() if norm >= floor}
+        for name, g in ours.items():
+            difference, along = _difference(g, theirs.get(name), floor)
+            gradients[name], size = max(gradients.get(name, 0.0), difference), max(size, along)
+        gradients |= {name: INFINITE for name in theirs.keys() - ours.keys()}
+    ways, other_ways = ({n: t.parameters[n].double() - s for n, s in t.start.items()} for t in (reference, other))
+    moved = [name for name in sorted(above_floor & ways.keys()) if ways[name].any()]
+    updates = [_difference(ways[n], other_ways.get(n)) for n in moved]
+    lengths = [_relative(float(ways[n].norm()), float(other_ways[n].norm())) for n in moved if n in other_ways]
+    moments = [_difference(m, other.moments.get(n)) for n, m in reference.moments.items() if n in above_floor]
+    apart = _norm([other.parameters[n].double() - p.double() for n, p in reference.parameters.items()])
+    worst, routing = max(gradients, key=lambda n: gradients[n]), other.routing
+    limits = TOLERANCE[precision]
+    found = {
+        "loss": (max(map(_relative, reference.losses, other.losses)), limits.size),
+        "gradient norm": (max(map(_relative, reference.norms, other.norms)), limits.size),
+        "gradient": (gradients[worst], limits.gradient),
+        "gradient size": (size, limits.size),
+        "parameters": (apart / _norm([p.double() for p in reference.parameters.values()]), limits.size),
+        "routers": (routing.scores if routing else 0.0, limits.gradient),
+        "moments": (max((along for _, along in moments), default=0.0), limits.moment),
+        "update size": (max([*lengths, *(along for _, along in updates)], default=0.0), limits.update_size),
+        "update": (max((difference for difference, _ in updates), default=0.0), limits.update),
+    }
+    differs = tuple(what for what, (difference, limit) in found.items() if not difference <= limit)
+    values = {what: difference for what, (difference, _) in found.items()}
+    return Verdict(
+        layout, world, "differs" if differs else "same", values["loss"], values["gradient"], worst,
+        values["gradient norm"], values["parameters"], limits.gradient, other.seconds, None, gradients,
+        routing.apart if routing else None, routing.scores if routing else None, size, values["moments"],
+        values["update size"], values["update"], differs,
+    )  # fmt: skip
+
+
+INFINITE, TINY = float("inf"), 1e-300
+
+MOMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    ".exp_avg": Tensor.clone, ".momentum_buffer": Tensor.clone, ".row_var": Tensor.sqrt,
+}  # fmt: skip
+"""Optimizer state, by the end of its name, and how it becomes linear in the gradients."""
+
+
+def moments_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By parameter, the part of an optimizer's state (NAME.KEY) that grows with the gradients."""
+    return {n.removesuffix(key): f(t) for n, t in state.items() for key, f in MOMENTS.items() if n.endswith(key)}
+
+
+def _difference(ours: Tensor, other: Tensor | None, floor: float = 0.0) -> tuple[float, float]:
+    """The norm of the difference, and of its part along ours, relative to the norm of ours or a floor."""
+    if other is None:
+        return INFINITE, INFINITE
+    reference = ours.double()
+    change, norm = other.double() - reference, max(float(reference.norm()), floor, TINY)
+    return _finite(float(change.norm()) / norm), _finite(abs(float((change * reference).sum())) / norm**2)
+
+
+def _finite(difference: float) -> float:
+    return difference if difference == difference else INFINITE
+
+
+def _relative(a: float, b: float) -> float:
+    return _finite(abs(a - b) / max(abs(a), 1e-12))
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return float(torch.stack([t.norm() for t in tensors]).norm())
