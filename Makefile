@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
 
-.PHONY: train test test-gpu lint system clean
+.PHONY: train test test-gpu lint docs system clean
 
 train: $(READY)
 	$(BIN)/weft train demo
@@ -25,6 +25,9 @@ test-gpu: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+docs: $(READY)
+	for script in docs/make_*.py; do $(BIN)/python $$script || exit 1; done
 
 system:
 	@sh tests/system.sh

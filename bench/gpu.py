@@ -73,7 +73,7 @@ def run_weft(
 ) -> dict[str, Any]:
     """`weft train`, ended once it has recorded enough steps: a run that is killed leaves its metrics whole.
 
-    A folder that is used again keeps what the run compiled, so the first round is a cold start and later ones are warm.
+    A folder that is used again keeps the compile cache, so the first round is a cold start and later ones are warm.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "job.yaml", folder / "said.txt"
@@ -81,6 +81,7 @@ def run_weft(
     metrics = folder / "bench" / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    env["XDG_CACHE_HOME"] = str(folder / "cache")
     began = time.time()
     first = None
     with log.open("wb") as said:

@@ -11,9 +11,18 @@ tests/docs/test_docs_figures.py fails if a page differs from what this script wr
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
+
+import weft
+from weft.job.errors import JobError
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- made: ([\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -28,7 +37,152 @@ def faults() -> str:
     )
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"faults": faults}
+def command(*arguments: str, first: bool = False) -> str:
+    """The output of a weft command without the line that depends on this machine's speed; or its first part."""
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", *arguments], cwd=ROOT, check=True, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "140"},
+    )  # fmt: skip
+    lines = [line.rstrip() for line in done.stdout.splitlines() if not line.startswith("searched")]
+    shown = [*lines[: lines.index("")], "…"] if first else lines
+    return "\n".join(["```text", *shown, "```"])
+
+
+def plan_70b() -> str:
+    """The first lines of the README's plan."""
+    return command("plan", "llama-70b-64xh100", first=True)
+
+
+def plan_seven() -> str:
+    """The worked example of docs/how-weft-chooses.md, whose job is in the page itself."""
+    page = (ROOT / "docs" / "how-weft-chooses.md").read_text(encoding="utf-8")
+    job = re.search(r"<<'YAML'\n(.*?)^YAML$", page, re.MULTILINE | re.DOTALL)
+    assert job, "how-weft-chooses.md has no seven.yaml"
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "seven.yaml").write_text(job[1], encoding="utf-8")
+        return command("plan", f"{folder}/seven.yaml", "--why-not", "ddp8")
+
+
+LAYOUTS_8B = (
+    {"dp_replicate": 8, "dp_shard": 1}, {"dp_shard": 8, "zero": 1}, {"dp_shard": 8, "zero": 2},
+    {"dp_shard": 8, "zero": 3}, {"dp_replicate": 2, "dp_shard": 4, "zero": 3}, {"dp_shard": 1, "tp": 8},
+    {"dp_shard": 4, "zero": 3, "tp": 2},
+)  # fmt: skip
+
+
+def layouts_8b() -> str:
+    """Memory and traffic of Llama 8B in some layouts."""
+    from weft.hardware.catalog import find_device
+
+    limit = find_device("h100-sxm").memory_gib
+    rows = ["| layout | memory a rank | traffic a rank and step |", "|---|---|---|"]
+    for layout in LAYOUTS_8B:
+        job = weft.load_job("llama-8b-8xh100", [f"parallel={json.dumps(layout)}", "train.global_batch=8"])
+        plan = weft.make_plan(job)[1]
+        memory, traffic = plan.predicted["memory_gib"], plan.predicted["communication_mib"] / 1024
+        note = f": does not fit in {limit:.1f}" if memory > limit else ""
+        rows.append(f"| `{plan.layout()}` | {memory:.1f} GiB{note} | {traffic:.1f} GiB |")
+    return "\n".join(rows)
+
+
+REFUSED = (
+    (["parallel.tp=3"], 3), (["parallel.tp=4"], 4), (["model.ffn=191", "parallel.tp=2"], 2),
+    (["train.global_batch=9", "parallel.dp_shard=2"], 2), (["train.microbatch=3"], 2),
+    (["parallel={dp_shard: 2, tp: 2}"], 3), (["parallel={dp_shard: -1, tp: -1}"], 2), (["parallel.ep=2"], 2),
+    (["parallel.pp=2", "parallel.schedule=1f1"], 2),
+)  # fmt: skip
+"""Overrides of the recipe `tiny`, and ranks."""
+
+
+def refusals() -> str:
+    """Settings that cannot work, and the messages."""
+    rows = ["| `weft plan tiny …` | message |", "|---|---|"]
+    for overrides, ranks in REFUSED:
+        try:
+            weft.make_plan(weft.load_job("tiny", overrides), ranks)
+        except JobError as error:
+            words = " ".join(f"'{o}'" if " " in o else o for o in overrides)
+            rows.append(f"| `{words} --nproc {ranks}` | {error} |")
+        else:
+            raise SystemExit(f"{overrides} is not refused any more")
+    return "\n".join(rows)
+
+
+MEASURED = (
+    ("llama-1b", 2048, 1, 1, "none", 22.92, 0.045), ("llama-1b", 2048, 4, 2, "none", 37.48, 0.247),
+    ("llama-1b", 8192, 1, 1, "none", 31.90, 0.152), ("llama-1b", 8192, 2, 1, "selective", 35.26, 0.293),
+    ("llama-1b", 8192, 2, 2, "full", 29.31, 0.699), ("llama-1b", 32768, 1, 1, "full", 25.92, 1.224),
+    ("llama-3b", 2048, 4, 1, "none", 69.94, 0.313), ("llama-3b", 8192, 1, 1, "selective", 63.81, 0.364),
+)  # fmt: skip
+"""bench/gpu_memory.py on an H200: shape, tokens, microbatch, microbatches, recompute, GiB, seconds a step."""
+MEASURED_FP8 = (
+    ("1B", "as by default", 2, [], 35.3, 0.2545), ("1B", "delayed scales", 2, ["fp8.amax=delayed"], 40.5, 0.2435),
+    ("1B", "and the head", 2, ["fp8.amax=delayed", "fp8.head=true"], 41.0, 0.2203),
+    ("3B", "as by default", 1, [], 63.8, 0.3284), ("3B", "delayed scales", 1, ["fp8.amax=delayed"], 69.5, 0.2975),
+    ("3B", "and the head", 1, ["fp8.amax=delayed", "fp8.head=true"], 69.8, 0.2769),
+)  # fmt: skip
+"""bench/gpu.py on an H200: shape, setting, batch, overrides, GiB, seconds a step."""
+
+
+def on_h200(shape: str, tokens: int, microbatch: int, count: int, *overrides: str) -> dict[str, float]:
+    """What the planner predicts for one H200."""
+    fields = [
+        f"model={{shape: {shape}}}", f"data.seq_len={tokens}", f"train.microbatch={microbatch}",
+        f"train.global_batch={microbatch * count}", *overrides,
+    ]  # fmt: skip
+    return weft.make_plan(weft.load_job("llama-1b-h200", fields))[1].predicted
+
+
+def beside(predicted: float, measured: float, digits: int) -> str:
+    """Predicted, measured and the difference, as cells of a table."""
+    off = f"{100 * (predicted / measured - 1):+.1f} %".replace("-", "−")
+    return f"{predicted:.{digits}f} | {measured:.{digits}f} | {off}"
+
+
+def own_runs() -> str:
+    """Predicted and measured memory and step time on one H200, and the errors."""
+    rows = [
+        "| shape | tokens | microbatch × microbatches | recompute | predicted GiB | measured | | predicted s | "
+        "measured | |",
+        "|---|---:|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    errors: list[tuple[float, float]] = []
+    for shape, tokens, microbatch, count, recompute, gib, seconds in MEASURED:
+        found = on_h200(shape, tokens, microbatch, count, f"memory.recompute={recompute}")
+        memory, step = found["memory_gib"], found["step_time_s"]
+        errors.append((abs(memory / gib - 1), abs(step / seconds - 1)))
+        cells = f"{beside(memory, gib, 2)} | {beside(step, seconds, 3)}"
+        rows.append(f"| {shape} | {tokens:,} | {microbatch} × {count} | {recompute} | {cells} |")
+    memory_errors, time_errors = zip(*errors, strict=True)
+    return "\n".join(rows) + (
+        f"\n\nMemory: mean error {100 * fmean(memory_errors):.1f} %, worst {100 * max(memory_errors):.1f} %. "
+        f"Step time: mean {100 * fmean(time_errors):.1f} %, worst {100 * max(time_errors):.1f} %."
+    )
+
+
+def own_runs_fp8() -> str:
+    """The same in fp8."""
+    rows = [
+        "| shape | fp8 | predicted GiB | measured | | predicted s | measured | |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for shape, setting, batch, overrides, gib, seconds in MEASURED_FP8:
+        name = f"llama-{shape.lower()}, vocab: 128256, tied: false"
+        found = on_h200(name, 8192, batch, 1, "precision=fp8", "memory.recompute=none", *overrides)
+        cells = f"{beside(found['memory_gib'], gib, 1)} | {beside(found['step_time_s'], seconds, 3)}"
+        rows.append(f"| {shape} | {setting} | {cells} |")
+    return "\n".join(rows)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "faults": faults,
+    "plan 70b": plan_70b,
+    "plan seven": plan_seven,
+    "layouts 8b": layouts_8b,
+    "refusals": refusals,
+    "own runs": own_runs,
+    "own runs fp8": own_runs_fp8,
+}
 """Each generated block by name; pages refer to it by that name."""
 
 

@@ -56,7 +56,7 @@ class RunDir:
 
     @property
     def compiled(self) -> Path:
-        """Cache of torch.compile, so that a restarted run does not compile again."""
+        """Cache of torch.compile, where the user's own cache cannot be used (training/compile_cache.py)."""
         return self.path / "compiled"
 
     @property

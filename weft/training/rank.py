@@ -76,9 +76,10 @@ def set_up_process(run: RunDir, plan: Plan) -> None:
 
 def import_training(run: RunDir) -> None:
     """Import all that training needs, which takes seconds."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.compiled.absolute()))  # read on import of torch
-
+    from weft.training.compile_cache import set_compile_cache
     from weft.training.garbage_collection import no_collection
+
+    set_compile_cache(run.compiled)  # read on import of torch
 
     with no_collection():
         import weft.training.loop  # noqa: F401

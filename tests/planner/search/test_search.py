@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from weft.job import parse_job
 from weft.job.shapes import resolve
-from weft.planner.calibration import load_calibration
+from weft.planner.estimator import Estimator, make_estimator
 from weft.planner.make_plan import make_plan, pick_layout, start_plan
-from weft.planner.model.facts import cluster_facts, model_facts
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.frontier import TIME_TOLERANCE
-from weft.planner.search.search import Estimator, find_layouts
+from weft.planner.search.search import find_layouts
 from weft.planner.search.space import all_layouts, coarse, count, job_space
 
 
@@ -34,11 +33,9 @@ def job_of(model: Any, nodes: int, batch: int, seq: int = 2048, device: str = "h
     )
 
 
-def scene_of(job: Any, **cluster: Any) -> Estimator:
-    world = job.cluster.nodes * job.cluster.devices_per_node
-    return Estimator(
-        model_facts(job), cluster_facts(job, world, **cluster), load_calibration("weft"), job.train.global_batch
-    )
+def estimator_of(job: Any, memory_gib: float | None = None) -> Estimator:
+    start = start_plan(job)
+    return make_estimator(start.job, start.plan, start.world, start.device, memory_gib or start.memory_gib)
 
 
 @settings(max_examples=25, deadline=None)
@@ -79,7 +76,7 @@ def test_the_search_finds_what_looking_at_everything_finds(
     model: str, nodes: int, batch: int, seq: int, device: str
 ) -> None:
     job = job_of(model, nodes, batch, seq, device)
-    estimator = scene_of(job)
+    estimator = estimator_of(job)
     space = job_space(job, nodes * 8, "bf16").restricted(by_block=False)
     layouts = all_layouts(space)
     parts = [estimator.estimate(layouts.take(slice(a, a + 16_384))) for a in range(0, len(layouts), 16_384)]
@@ -103,7 +100,7 @@ def test_recompute_by_block_is_only_as_much_as_memory_asks_for() -> None:
     """Where nothing else helps, some blocks are recomputed: faster than all of them, and no more would be needed."""
     job = job_of("llama-8b", 1, 8, 8192, "a100-sxm-40gb")
     space = job_space(job, 8, "bf16").restricted(pp=(1,), cp=(1,), tp=(1,), zero=(3,), dp_shard=(8,), microbatch=1)
-    estimator = scene_of(job)
+    estimator = estimator_of(job)
     whole, some = find_layouts(space.restricted(by_block=False), estimator), find_layouts(space, estimator)
     blocks = int(some.layouts.recompute_blocks[0])
     assert 0 < blocks < 32
@@ -119,7 +116,7 @@ def test_more_memory_never_makes_a_fitting_plan_unfit(less: float, more: float) 
     job = job_of("llama-8b", 2, 32, 2048)
     space = job_space(job, 16, "bf16").restricted(schedules=(("1f1b", (1,)), ("zbv", (2,))))
     layouts = all_layouts(space)
-    small, large = (scene_of(job, memory_gib=gib) for gib in (less, less + more))
+    small, large = (estimator_of(job, memory_gib=gib) for gib in (less, less + more))
     assert (~small.estimate(layouts).fits | large.estimate(layouts).fits).all()
     first, second = find_layouts(space, small), find_layouts(space, large)
     if len(first):
@@ -130,13 +127,13 @@ def test_symmetric_clusters_give_symmetric_answers() -> None:
     """Where all links are the same, it does not matter how ranks are gathered in nodes, or where stages lie."""
     flat = [{"name": "flat", "size": 16, "gb_s": 50, "latency_us": 5}]
     two, four = (job_of("llama-8b", n, 32, levels=flat, devices_per_node=16 // n) for n in (2, 4))
-    found = [find_layouts(job_space(job, 16, "bf16"), scene_of(job), top=4) for job in (two, four)]
+    found = [find_layouts(job_space(job, 16, "bf16"), estimator_of(job), top=4) for job in (two, four)]
     assert [f.layouts.plan(int(i)).layout() for f in found[:1] for i in f.best(4)] == [
         found[1].layouts.plan(int(i)).layout() for i in found[1].best(4)
     ]
     assert found[0].times.min() == pytest.approx(found[1].times.min(), rel=1e-12)
     space = job_space(two, 16, "bf16").restricted(pp=(4,), cp=(1,))
-    near, far = (find_layouts(space.restricted(placement=(p,)), scene_of(two)).times.min() for p in (0, 1))
+    near, far = (find_layouts(space.restricted(placement=(p,)), estimator_of(two)).times.min() for p in (0, 1))
     assert near == pytest.approx(far, rel=1e-9)
 
 

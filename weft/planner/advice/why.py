@@ -121,7 +121,8 @@ def compare(found: SearchResult, layouts: Layouts, i: int) -> str:
     gap = float(times[1] / times[0] - 1)
     if abs(gap) < TIME_TOLERANCE:
         more = float(made.peak_gib[1] - made.peak_gib[0])
-        return f"as fast, {'needs ' + gib(more) + ' GiB more' if more > 0.05 else 'but less simple'}"
+        words = f"as fast within {100 * TIME_TOLERANCE:g} % ({percent(abs(gap))} {'faster' if gap < 0 else 'slower'})"
+        return f"{words}, {'needs ' + gib(more) + ' GiB more' if more > 0.05 else 'but less simple'}"
     parts = {name: float(v[1] - v[0]) for name, v in made.time.items() if np.ndim(v)}
     worst = max(parts, key=lambda name: parts[name])
     return f"{percent(gap)} slower: {seconds(parts[worst])} more in {TIME_WORDS.get(worst, worst)}"

@@ -48,7 +48,7 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
         return {**answer, "verdict": "cannot be", "because": _no_product(made, named)}
     if len(found) == 0:
         need, limit = found.smallest_gib, search.estimator.limit_gib
-        parts = search.estimator.estimate(found.smallest).memory
+        parts = search.estimator.estimate(found.smallest, detail=True).memory
         worst = max(parts, key=lambda name: float(np.ravel(parts[name])[0]))
         most = float(np.ravel(parts[worst])[0])
         because = f"its most frugal form, {found.smallest.plan(0).layout()}, needs {gib(need)} GiB of {gib(limit)}: "

@@ -21,7 +21,7 @@ from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
 from weft.planner.memory.stage_blocks import V_SHAPED, StageBlocks
 from weft.planner.memory.states import UnitSizes, unit_sizes
 from weft.planner.memory.step_trace import PARTS, Regime, Stage, StepTrace, Unit, Walk
-from weft.planner.memory.unit_passes import Passes, unit_passes
+from weft.planner.memory.unit_passes import Passes, PassTables
 from weft.planner.model.facts import Size
 from weft.planner.model.parameters import coords_of
 from weft.planner.plan import Plan
@@ -68,6 +68,7 @@ class EngineMemory:
         self.device = "cpu" if traced else plan.device
         """Where the loss is computed; a dry run traces on the CPU, without compiling."""
         self.compile = False if traced else job.train.compile
+        self.tables = PassTables(job, plan, self.device)
 
     def compiled(self, layouts: Layouts) -> Size:
         """Which layouts compile their blocks: by default on GPUs where no collective is inside a block."""
@@ -96,6 +97,23 @@ class EngineMemory:
             "copies": (0 if sharded or flags["fp32"] else 2) * held.whole, "gradients": group.gradients(held),
             "optimizer": held.optimizer, "average": FP32_BYTES * held.held * bool(self.job.train.ema),
         }  # fmt: skip
+
+    def step_facts(self, layouts: Layouts, place: Place) -> dict[str, Size]:
+        """Figures of one layout's rank: parameters before and after sharding, blocks, bytes that a block keeps on
+        average, and microbatches in flight."""
+        ((chosen, flags),) = self._groups(layouts)
+        at = np.broadcast_to(place.pp, 1)
+        group = _Group(self, layouts.take(chosen), flags, at, _expanded(self.job, layouts, place))
+        blocks, dense = self.stages.at(layouts, place.pp)
+        held, in_flight = group.held(blocks, dense), _by_schedule("in_flight", layouts, at)
+        stage = group.stage(self.tables.passes(layouts, flags), blocks, dense, in_flight, 0.0 * in_flight)
+        kept = sum(unit.passes.kept * count for unit, count in stage.blocks) / np.maximum(blocks, 1)
+        return {"whole": held.whole, "held": held.held, "blocks": blocks, "kept": kept, "in_flight": in_flight}
+
+    def keeps_low_precision_gradients(self, layouts: Layouts) -> bool:
+        """Whether gradients of a layout stay in the compute dtype, as nothing is summed."""
+        ((_, flags),) = self._groups(layouts)
+        return bool(flags["alone"])
 
     def least(self, layouts: Layouts) -> Size:
         """Bytes that the fullest rank has at least, however the model is split into stages."""
@@ -234,12 +252,12 @@ class _Group:
             compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
         )  # fmt: skip
         held = self.held(blocks, dense)
-        passes = unit_passes(self.memory, layouts, flags, self.ends)
+        passes = self.memory.tables.passes(layouts, flags)
         in_flight = _by_schedule("in_flight", layouts, self.at)
         pending = _by_schedule("pending", layouts, self.at)
         if flags["splits"] and not flags["split_passes"]:
             in_flight = _by_schedule("awaiting_backward", layouts, self.at)
-        stage = self._stage(passes, blocks, dense, in_flight, pending)
+        stage = self.stage(passes, blocks, dense, in_flight, pending)
         gradients = self.gradients(held)
         base = self._states(held)
         lasting = sum(base.values())
@@ -304,7 +322,7 @@ class _Group:
             return 2 * held.whole
         return FP32_BYTES * (held.aligned if self.flags["buckets"] else held.whole)
 
-    def _stage(self, passes: Passes, blocks: Size, dense: Size, in_flight: Size, pending: Size) -> Stage:
+    def stage(self, passes: Passes, blocks: Size, dense: Size, in_flight: Size, pending: Size) -> Stage:
         layouts, u = self.layouts, self.units
         mlp = self.job.model.is_stack
         some = layouts.recompute_blocks >= 0
@@ -326,7 +344,7 @@ class _Group:
         kinds = [(unit, count) for unit, count in parts if np.any(count > 0)]
         if np.any(layouts.offload == OFFLOADS.index("activations")):
             kinds = self._offloaded(kinds, in_flight)
-        root = self._unit(UnitSizes() if mlp else self._ends(), PassBytes(0.0, 0.0, 0.0))
+        root = self._unit(UnitSizes.none(len(layouts)) if mlp else self._ends(), PassBytes(0.0, 0.0, 0.0))
         stages = np.where(layouts.pp > 1, layouts.virtual_stages, 1)
         head_grad = passes.head_grad * self.ends
         return Stage(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -22,39 +23,66 @@ from weft.planner.time.compression import compresses
 class UnitSizes:
     """Elements that a rank holds of a unit's weights (a block, or what is outside the blocks), summed over weights."""
 
-    whole: Size = 0.0
-    """On this rank of tp or ep, before sharding."""
-    padded: Size = 0.0
-    """Of the shard, with the padding that makes all shards equal."""
-    held: Size = 0.0
-    gathered: Size = 0.0
-    """All shards with their padding."""
-    aligned: Size = 0.0
-    """Before sharding, each weight aligned as in the buckets of replicas."""
-    partial: Size = 0.0
-    """Of the shard, weights whose gradients are summed over tp after the backward pass."""
-    optimizer: Size = 0.0
-    """Bytes of optimizer state."""
-    compressed: Size = 0.0
-    """Before sharding, weights whose gradients are compressed where the job compresses."""
-    scratch: Size = 0.0
+    sums: Any
+    """One row for each property below, one column for each layout."""
+    scratch: Size
     """Bytes of temporary tensors while the optimizer updates a weight, at most."""
 
+    @property
+    def whole(self) -> Size:
+        """On this rank of tp or ep, before sharding."""
+        return self.sums[0]
+
+    @property
+    def padded(self) -> Size:
+        """Of the shard, with the padding that makes all shards equal."""
+        return self.sums[1]
+
+    @property
+    def held(self) -> Size:
+        """Of the shard."""
+        return self.sums[2]
+
+    @property
+    def gathered(self) -> Size:
+        """All shards with their padding."""
+        return self.sums[3]
+
+    @property
+    def aligned(self) -> Size:
+        """Before sharding, each weight aligned as in the buckets of replicas."""
+        return self.sums[4]
+
+    @property
+    def partial(self) -> Size:
+        """Of the shard, weights whose gradients are summed over tp after the backward pass."""
+        return self.sums[5]
+
+    @property
+    def optimizer(self) -> Size:
+        """Bytes of optimizer state."""
+        return self.sums[6]
+
+    @property
+    def compressed(self) -> Size:
+        """Before sharding, weights whose gradients are compressed where the job compresses."""
+        return self.sums[7]
+
     def __add__(self, other: UnitSizes) -> UnitSizes:
-        sums = {n: getattr(self, n) + getattr(other, n) for n in _SUMMED}
-        return UnitSizes(**sums, scratch=np.maximum(self.scratch, other.scratch))
+        return UnitSizes(self.sums + other.sums, np.maximum(self.scratch, other.scratch))
 
     def times(self, count: Size) -> UnitSizes:
         """The sums of `count` such units."""
-        present = np.asarray(count) > 0
-        return UnitSizes(**{n: getattr(self, n) * count for n in _SUMMED}, scratch=self.scratch * present)
+        return UnitSizes(self.sums * count, self.scratch * (np.asarray(count) > 0))
 
-    def take(self, chosen: Size) -> UnitSizes:
+    def take(self, chosen: Any) -> UnitSizes:
         """The same for some of the layouts."""
-        return UnitSizes(**{n: np.asarray(getattr(self, n))[chosen] for n in (*_SUMMED, "scratch")})
+        return UnitSizes(self.sums[:, chosen], self.scratch[chosen])
 
-
-_SUMMED = ("whole", "padded", "held", "gathered", "aligned", "partial", "optimizer", "compressed")
+    @classmethod
+    def none(cls, layouts: int) -> UnitSizes:
+        """Nothing, for a number of layouts."""
+        return cls(np.zeros((8, layouts)), np.zeros(layouts))
 
 
 def unit_sizes(job: Job, layouts: Layouts, tp_rank: Size = 0, shard: Size = 0) -> dict[str, UnitSizes]:
@@ -66,7 +94,7 @@ def unit_sizes(job: Job, layouts: Layouts, tp_rank: Size = 0, shard: Size = 0) -
     out: dict[str, UnitSizes] = {}
     cut = unit_weights(job.model, True)
     for kind, weights in unit_weights(job.model, False).items():
-        total = UnitSizes(*[np.zeros(len(layouts))] * 9)
+        total = UnitSizes.none(len(layouts))
         for w, sequential in zip(weights, cut[kind], strict=True):
             partial = np.where(layouts.sequence, sequential.partial, w.partial)
             total = total + _weight_sizes(job, w, partial, layouts, ways, rest, tp_rank, shard)
@@ -102,7 +130,6 @@ def _weight_sizes(
     shard = WeightShard(w.shape, held, bool(w.unit))
     entry = OPTIMIZERS[job.optim.name].of(shard)
     compressed = compresses(job.comm.compression, w) & ((layouts.tp == 1) | (w.cut is not None) | is_partial)
-    return UnitSizes(
-        whole, padded, held, gathered, aligned, partial, FP32_BYTES * (entry.state(job.optim, shard) + 0.0 * held),
-        whole * compressed, FP32_BYTES * (entry.scratch(shard) + 0.0 * held),
-    )  # fmt: skip
+    state = FP32_BYTES * (entry.state(job.optim, shard) + 0.0 * held)
+    sums = np.stack([whole, padded, held, gathered, aligned, partial, state, whole * compressed])
+    return UnitSizes(sums, FP32_BYTES * (entry.scratch(shard) + 0.0 * held))

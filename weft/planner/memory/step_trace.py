@@ -283,15 +283,16 @@ class StepTrace:
             self._keep(s.head_grad - s.tied_grad, first)
             if first and not r.buckets:  # the head's gradient stays in fp32
                 w.add((s.head_grad - s.tied_grad) * (FP32_BYTES / r.compute_bytes - 1), "gradients")
-        for unit, count in reversed(s.blocks):
-            w.repeat(count, partial(self._block_backward, unit, first, last, unit is s.blocks[0][0]))
+        for number, (unit, count) in reversed(list(enumerate(s.blocks))):
+            lowest = sum((other for _, other in s.blocks[:number]), 0.0 * count) == 0
+            w.repeat(count, partial(self._block_backward, unit, first, last, lowest))
         w.flash(s.begin.backward)
         w.add(-s.begin.kept - s.hidden, "activations")
         if not r.sharded:  # both gradients of a tied weight are added before they are reduced
             w.flash(s.tied_grad, "gradients")
             w.add(-s.tied_grad, "gradients")
 
-    def _block_backward(self, unit: Unit, first: bool, last: Size, lowest: bool, final: Size) -> None:
+    def _block_backward(self, unit: Unit, first: bool, last: Size, lowest: Size, final: Size) -> None:
         w = self.w
         for part in unit.parts if self.r.gathers_again else ():
             w.flash((3 if part is unit.experts else 2) * part.gathered - self.ahead, "communication")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +13,8 @@ from weft.planner.memory.block_trace import BlockBytes, block_bytes, head_bytes,
 from weft.planner.memory.expert_trace import Mixture
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes, Sizes
 from weft.planner.model.facts import Size
+from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
-
-if TYPE_CHECKING:
-    from weft.planner.memory.engine_memory import EngineMemory
 
 
 @dataclass(frozen=True)
@@ -32,34 +30,53 @@ class Passes:
     per_microbatch: Size
     later: Size
 
-    def take(self, chosen: Any) -> Passes:
-        """The same for some of the layouts."""
-        return Passes(
-            _take_block(self.dense, chosen), _take_block(self.routed, chosen) if self.routed else None,
-            _take(self.begin, chosen), _take(self.end, chosen), *(
-                np.broadcast_to(x, np.shape(self.hidden))[chosen]
-                for x in (self.head_grad, self.hidden, self.per_microbatch, self.later)
-            ),
-        )  # fmt: skip
+    def table(self) -> Any:
+        """All numbers as rows of one array, [rows, layouts]."""
+        blocks = [b for b in (self.dense, self.routed) if b is not None]
+        parts = [p for b in blocks for p in (b.none, b.selective, b.full)] + [self.begin, self.end]
+        rows = [x for p in parts for x in (p.kept, p.forward, p.backward, p.inner)]
+        rows += [self.head_grad, self.hidden, self.per_microbatch, self.later]
+        size = np.size(self.hidden)
+        return np.stack([np.broadcast_to(np.asarray(row, float), size) for row in rows])
+
+    @classmethod
+    def from_table(cls, table: Any) -> Passes:
+        """The passes whose numbers are the rows of an array."""
+        parts = [PassBytes(*table[i : i + 4]) for i in range(0, len(table) - 4, 4)]
+        blocks = [BlockBytes(*parts[i : i + 3]) for i in range(0, len(parts) - 2, 3)]
+        return cls(blocks[0], blocks[1] if len(blocks) > 1 else None, parts[-2], parts[-1], *table[-4:])
 
 
-def _take(p: PassBytes, chosen: Any) -> PassBytes:
-    size = np.broadcast(p.kept, p.forward, p.backward, p.inner).shape
-    return PassBytes(*(np.broadcast_to(x, size)[chosen] for x in (p.kept, p.forward, p.backward, p.inner)))
+PASS_FLAGS = ("fp32", "tp", "sequence", "retain", "ep", "zero", "compiled", "long")
+"""Flags that the passes of units depend on; of ZeRO only whether there is any."""
 
 
-def _take_block(b: BlockBytes, chosen: Any) -> BlockBytes:
-    return BlockBytes(_take(b.none, chosen), _take(b.selective, chosen), _take(b.full, chosen))
+class PassTables:
+    """Passes of a job's units by flags, each computed once."""
 
+    def __init__(self, job: Job, plan: Plan, device: str):
+        self.job, self.plan, self.device = job, plan, device
+        self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        """Sorted keys of microbatches and degrees, and the table of each."""
 
-def unit_passes(memory: EngineMemory, layouts: Layouts, flags: dict[str, Any], ends: Size) -> Passes:
-    """The passes of all units, computed once for layouts whose microbatches are alike."""
-    key = ((layouts.microbatch * 2048 + layouts.tp) * 8192 + layouts.cp) * 2048 + layouts.ep
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    inverse = inverse.ravel()
-    job = memory.job
-    compute = _mlp_passes if job.model.is_stack else _transformer_passes
-    return compute(memory, layouts.take(first), flags).take(inverse)
+    def passes(self, layouts: Layouts, flags: dict[str, Any]) -> Passes:
+        """The passes of all units for one microbatch of each layout."""
+        key = ((layouts.microbatch * 2048 + layouts.tp) * 8192 + layouts.cp) * 2048 + layouts.ep
+        wanted, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+        name = tuple(flags[flag] if flag != "zero" else flags[flag] > 0 for flag in PASS_FLAGS)
+        keys, table = self._known.get(name, (wanted[:0], None))
+        missing = first[~np.isin(wanted, keys)]
+        if len(missing):
+            compute = _mlp_passes if self.job.model.is_stack else _transformer_passes
+            new = compute(self, layouts.take(missing), flags).table()
+            keys = np.concatenate([keys, key[missing]])
+            table = new if table is None else np.concatenate([table, new], axis=1)
+            order = np.argsort(keys)
+            keys, table = keys[order], table[:, order]
+            self._known[name] = keys, table
+        assert table is not None
+        places = np.asarray(np.searchsorted(keys, wanted))
+        return Passes.from_table(table[:, places[inverse.ravel()]])
 
 
 def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], fused: bool) -> Sizes:
@@ -86,7 +103,7 @@ def _mixture(job: Job, layouts: Layouts, flags: dict[str, Any], guests: int) -> 
     )  # fmt: skip
 
 
-def _transformer_passes(memory: EngineMemory, layouts: Layouts, flags: dict[str, Any]) -> Passes:
+def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Passes:
     job, plan = memory.job, memory.plan
     m, seq = job.model, job.data.seq_len
     z = _sizes(job, layouts, flags, fused=plan.device == "cuda")
@@ -183,7 +200,7 @@ def _compiled_head(job: Job, z: Sizes, vocab: Size) -> PassBytes:
     return PassBytes(stream + head * z.c, stream + loss, 0.0 * loss)
 
 
-def _mlp_passes(memory: EngineMemory, layouts: Layouts, flags: dict[str, Any]) -> Passes:
+def _mlp_passes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Passes:
     """Square layers with a GELU before each but the first; each keeps the inputs of the GELU and of the matrix."""
     c, dim = FP32_BYTES if flags["fp32"] else 2, memory.job.model.dim or 0
     x = layouts.microbatch * float(dim) * c

@@ -217,19 +217,23 @@ def _some_blocks(
     kinds, limit = len(space.recompute), estimator.limit_gib
     each = len(layouts) // kinds  # recompute is spread last: the same row is once in each of `kinds` parts
     table, speed = peaks.reshape(kinds, each), times.reshape(kinds, each)
-    over = np.flatnonzero((speed[0] <= kept.horizon) & (table[:-1] > limit).all(axis=0))
+    over = np.flatnonzero((speed[0] <= kept.horizon) & (table[:-1] > limit).all(axis=0) & np.isfinite(table[0]))
     for part in _by_speed(speed[0][over], kept):
-        full = (kinds - 1) * each + over[part]
+        rows = over[part]
+        full = (kinds - 1) * each + rows
         unknown = full[np.isinf(peaks[full])]
         if len(unknown):
             peaks[unknown] = estimator.peak_gib(layouts.take(unknown))
-        full = full[peaks[full] <= limit]
+        # memory falls linearly with the recomputed blocks, and time rises
+        least = (table[0, rows] - limit) / np.maximum(table[0, rows] - peaks[full], 1e-12)
+        soonest = speed[0, rows] + np.clip(least, 0, 1) * (times[full] - speed[0, rows])
+        full = full[(peaks[full] <= limit) & (soonest * BOUND_SLACK <= kept.horizon)]
         if len(full) == 0:
             continue
         base = layouts.take(full)
         blocks = np.ceil(estimator.model.layers / base.pp).astype(np.int64)
         one = estimator.peak_gib(replace(base, recompute_blocks=np.ones(len(base), np.int64)))
-        share = (one - limit) / np.maximum(one - peaks[full], 1e-12)  # memory falls linearly with the blocks
+        share = (one - limit) / np.maximum(one - peaks[full], 1e-12)
         needed = 1 + np.ceil(np.clip(share, 0, 1) * (blocks - 1) - 1e-9).astype(np.int64)
         tried = replace(base, recompute_blocks=needed).take(needed < blocks)
         if len(tried):

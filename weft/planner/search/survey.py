@@ -42,6 +42,8 @@ class Point:
     nodes: int
     step_time_s: float
     """Effective step time, with failures and checkpoints."""
+    raw_step_time_s: float
+    """Step time without failures and checkpoints."""
     peak_gib: float
     usd: float | None
     """Of the whole run."""
@@ -141,10 +143,10 @@ def run_cost(start: PlanStart, found: SearchResult, seconds: float, world: int) 
 
 def _point(start: PlanStart, found: SearchResult, i: int, lacks: str = "") -> Point:
     plan = replace(found.layouts.plan(i, start.plan), nodes=start.job.cluster.nodes)
-    seconds = float(found.times[i])
-    seconds /= _goodput(start.job, plan, seconds).share
+    raw = float(found.times[i])
+    seconds = raw / _goodput(start.job, plan, raw).share
     usd, kwh = run_cost(start, found, seconds, plan.world)
-    return Point(plan, plan.nodes, seconds, float(found.peaks[i]), usd, kwh, lacks)
+    return Point(plan, plan.nodes, seconds, raw, float(found.peaks[i]), usd, kwh, lacks)
 
 
 def on_fewer_nodes(start: PlanStart, times: int) -> PlanStart | None:

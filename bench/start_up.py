@@ -1,0 +1,89 @@
+"""Seconds from `weft train` to its first step: with an empty compile cache, with a warm one under another run's name,
+and from the kill of a rank to the next step. Run it on a GPU: python bench/start_up.py --shape 1b"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from gpu import weft_job
+from shapes import SHAPES
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 300.0
+
+
+class Run:
+    """A `weft train` that is watched through its metrics."""
+
+    def __init__(self, folder: Path, job: dict[str, Any], name: str, changes: list[str]):
+        self.path, self.log = folder / name, folder / f"{name}.txt"
+        (folder / "job.yaml").write_text(json.dumps(job), encoding="utf-8")
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+        command = [sys.executable, "-m", "weft", "train", "job.yaml", f"name={name}", f"runs_dir={folder}", *changes]
+        self.began = time.time()
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=out, cwd=folder)
+
+    def steps(self) -> int:
+        try:
+            return (self.path / "metrics.jsonl").read_bytes().count(b"\n")
+        except OSError:
+            return 0
+
+    def wait_for(self, steps: int) -> float:
+        """Seconds until so many steps are recorded."""
+        began = time.time()
+        while self.steps() < steps:
+            if self.process.poll() is not None or time.time() - began > LIMIT_S:
+                raise SystemExit(self.log.read_text(encoding="utf-8")[-2000:])
+            time.sleep(0.02)
+        return time.time() - began
+
+    def kill_a_rank(self) -> bool:
+        """Kill a supervised rank, if there is one."""
+        ranks = [p for p in psutil.Process(self.process.pid).children(recursive=True) if "WEFT_SLOT" in p.environ()]
+        for rank in ranks[:1]:
+            rank.send_signal(signal.SIGKILL)
+        return bool(ranks)
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait(LIMIT_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", default="1b", choices=SHAPES)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("changes", nargs="*", help="key=value for the job")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="weft-start-") as made:
+        folder = Path(made)
+        job = weft_job(SHAPES[asked.shape], asked.precision, made)
+        found: dict[str, list[float]] = {"cold": [], "warm": [], "after a kill": []}
+        for number in range(asked.rounds + 1):
+            run = Run(folder, job, f"run-{number}", asked.changes)
+            found["warm" if number else "cold"].append(run.wait_for(1))
+            run.wait_for(10)
+            if number == asked.rounds:
+                steps = run.steps()
+                if run.kill_a_rank():
+                    found["after a kill"].append(run.wait_for(steps + 2))
+            run.end()
+    for what, seconds in found.items():
+        print(f"{what:14}", " ".join(f"{s:6.1f} s" for s in seconds))
+
+
+if __name__ == "__main__":
+    main()

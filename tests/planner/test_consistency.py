@@ -1,0 +1,85 @@
+"""Everything that `weft plan`, `weft estimate` and --why-not report of a job comes from one estimator and agrees."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from weft.job import parse_job
+from weft.job.errors import JobError
+from weft.planner.advice.why_not import why_not
+from weft.planner.estimate import estimate_job
+from weft.planner.make_plan import start_plan
+from weft.planner.search.frontier import TIME_TOLERANCE
+from weft.planner.search.survey import survey
+
+JOBS, PARTS = 500, 10
+MODELS: tuple[Any, ...] = (
+    "tiny", "llama-1b", "llama-8b", "llama-13b", "llama-70b", "gpt2-125m", "gpt2-1.5b", "moe-tiny", "qwen3-30b-a3b",
+    "mlp",
+    {"family": "vit", "dim": 768, "layers": 12, "heads": 12, "ffn": 3072, "vocab": 1000},
+)  # fmt: skip
+DEVICES = ("a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm", "h200-sxm", "v100-sxm-32gb", "l40s", "b200")
+
+
+def random_job(rng: random.Random) -> Any:
+    nodes, per_node = rng.choice((1, 1, 2, 4)), rng.choice((1, 2, 4, 8))
+    job: dict[str, Any] = {
+        "model": rng.choice(MODELS),
+        "data": {"source": "synthetic", "seq_len": rng.choice((512, 1024, 4096, 8192, 32768))},
+        "train": {"global_batch": nodes * per_node * rng.choice((1, 2, 6, 16, 32))},
+        "optim": {"name": rng.choice(("adamw", "sgd", "muon", "adafactor"))},
+        "precision": rng.choice(("bf16", "bf16", "fp32", "fp16")),
+        "memory": {"recompute": rng.choice(("auto", "auto", "none", "full"))},
+        "cluster": {"device": rng.choice(DEVICES), "nodes": nodes, "devices_per_node": per_node},
+    }
+    if rng.random() < 0.2:
+        job["parallel"] = {"dp_shard": -1, "zero": rng.choice((1, 2, 3))}
+    if rng.random() < 0.2:
+        job["train"]["ema"] = 0.999
+    return job
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_reports_of_a_job_agree(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("reasons", "gains_of_other_settings"):  # further searches, which take most of the time
+        monkeypatch.setattr(f"weft.planner.search.survey.{name}", lambda *args, **kwargs: [])
+    rng, made = random.Random(part), 0
+    while made < JOBS // PARTS:
+        raw = random_job(rng)
+        try:
+            start = start_plan(parse_job(raw))
+            found = survey(start, top=4, front=False)
+        except JobError:  # settings that exclude each other
+            continue
+        made += 1
+        _check(raw, found)
+
+
+def _check(raw: Any, made: Any) -> None:
+    told, plan, limit = made.estimate, made.plan, made.found.estimator.limit_gib
+    assert sum(told["memory"].values()) == pytest.approx(told["peak_memory_gib"], rel=1e-12), raw
+    assert min(told["memory"].values()) >= -1e-9, raw
+    assert plan.predicted["memory_gib"] == pytest.approx(told["peak_memory_gib"], rel=1e-12), raw
+    if "step_time_s" in plan.predicted:
+        assert plan.predicted["step_time_s"] == pytest.approx(told["step_time_s"], rel=1e-12), raw
+    assert told == estimate_job(made.job, plan)
+    if not made.fits:
+        assert told["peak_memory_gib"] > limit and not told["fits"], raw
+        return
+    assert told["fits"] and told["peak_memory_gib"] <= limit, raw
+    assert told["step_time_s"] == pytest.approx(float(made.found.times[0]), rel=1e-9), raw
+    assert told["peak_memory_gib"] == pytest.approx(float(made.found.peaks[0]), rel=1e-9), raw
+    for other in made.runner_ups:
+        assert other.peak_gib <= limit, raw
+        assert told["step_time_s"] <= other.raw_step_time_s * (1 + TIME_TOLERANCE), raw
+        again = estimate_job(made.job, other.plan)
+        assert again["peak_memory_gib"] == pytest.approx(other.peak_gib, rel=1e-9), (raw, other.plan.layout())
+        assert again["step_time_s"] == pytest.approx(other.raw_step_time_s, rel=1e-9), (raw, other.plan.layout())
+    axes = " ".join(f"{axis}={degree}" for axis, degree in plan.axes.items() if degree > 1)
+    if made.job.parallel == "auto" and axes and plan.pp == 1:
+        asked = why_not(made, f"{axes} zero={plan.zero} microbatch={plan.microbatch}" if plan.dp_shard > 1 else axes)
+        assert asked["verdict"] in ("as fast", "faster", "slower", "fits"), (raw, asked)
+        assert asked["step_time_s"] <= told["step_time_s"] * (1 + TIME_TOLERANCE), (raw, asked)
