@@ -34,7 +34,7 @@ from weft.launch.rank_pool import RankFailed, RankPool
 from weft.mesh import connect
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.planner.rules.layout_syntax import parse_layout, ranks
-from weft.verify.compare import TOLERANCE, Trace, compare
+from weft.verify.compare import TOLERANCE, TRACE_FILE, Trace, compare
 from weft.verify.prove import trace_on, with_layout
 
 PRECISIONS = ("fp32", "bf16", "fp8")
@@ -197,9 +197,7 @@ def first_step(one: Trace, other: Trace) -> float:
 
 
 def load(folder: Path) -> Trace | None:
-    file = folder / "trace.pt"
-    found: Trace | None = torch.load(file, weights_only=False) if file.exists() else None
-    return found
+    return Trace.load(folder) if (folder / TRACE_FILE).exists() else None
 
 
 def command(*words: str) -> str:

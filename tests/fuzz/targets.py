@@ -352,7 +352,7 @@ def checkpoint(rng: random.Random, folder: Path) -> None:
     """A checkpoint with a damaged manifest, index or data file."""
     from weft.checkpoint.format import newest_good
     from weft.checkpoint.reader import load_full
-    from weft.training.export import load_model
+    from weft.training.export import load_model, saved_job
 
     bad = folder / "checkpoints"
     shutil.rmtree(bad, ignore_errors=True)
@@ -364,7 +364,7 @@ def checkpoint(rng: random.Random, folder: Path) -> None:
     def use() -> None:
         found = newest_good(bad)
         if found is not None:
-            load_model(found)
+            load_model(found, saved_job(found))
         for path in bad.iterdir():
             load_full(path)
 

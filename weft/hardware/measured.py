@@ -146,5 +146,5 @@ def load_measured(name: str, folder: str | Path = FOLDER) -> Measured | None:
         return None
     try:
         return Measured.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise JobError(f"{path} is not a valid measurement file ({error}); run weft calibrate again") from None

@@ -16,7 +16,7 @@ def weft_adamw(
     COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (at < size) & (tl.load(taken) != 0)  # a skipped step reads and writes nothing
+    inside = at < tl.where(tl.load(taken) != 0, size, 0)  # a skipped step reads and writes nothing
     g = tl.load(grad + at, mask=inside).to(tl.float32) * tl.load(factor)
     m = tl.load(mean + at, mask=inside)
     v = tl.load(square + at, mask=inside)

@@ -125,7 +125,7 @@ def read_calibration(name: str) -> dict[str, Any]:
         )
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise JobError(f"the calibration {name} is not JSON: {error}") from None
     if not isinstance(told, dict):
         raise JobError(f'the calibration {name} is {told!r:.40}; it must be an object such as {{"matmul": 0.8}}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ TOLERANCE: dict[str, Tolerance] = {
     "fp8": Tolerance(0.35, 0.1, 0.15, 0.25, 0.6),
 }
 
+TRACE_FILE = "trace.pt"
+
 FLOOR = 1e-3
 """A parameter's gradient is compared to its own norm, or to this share of the norm of all if its own is smaller.
 Moments and updates of parameters below it are not compared: a key's bias has no gradient but rounding."""
@@ -59,6 +62,18 @@ class Trace:
     seconds: float
     routing: Routing | None = None
     """Where a model with experts would have sent its tokens, if it was made to send them where one process did."""
+
+    def save(self, folder: Path) -> None:
+        """Write it as tensors and numbers, which load() reads without building objects."""
+        routing = None if self.routing is None else vars(self.routing)
+        torch.save(vars(self) | {"routing": routing}, folder / TRACE_FILE)
+
+    @classmethod
+    def load(cls, folder: Path) -> Trace:
+        """Read what save() wrote."""
+        found = torch.load(folder / TRACE_FILE, weights_only=True)
+        routing = found.pop("routing")
+        return cls(**found, routing=None if routing is None else Routing(**routing))
 
 
 @dataclass(frozen=True)

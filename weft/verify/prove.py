@@ -139,8 +139,7 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
     routing = guided.end(mesh)
     if mesh.rank == 0:
         seconds = time.perf_counter() - began
-        found = Trace(losses, norms, gradients, start, parameters, moments, seconds, routing)
-        torch.save(found, Path(folder) / "trace.pt")
+        Trace(losses, norms, gradients, start, parameters, moments, seconds, routing).save(Path(folder))
     mesh.barrier()
 
 
@@ -244,5 +243,4 @@ def _run(pool: RankPool, job: Job, world: int, steps: int, folder: str, referenc
         if isinstance(failure.error, WeftError):  # what only the ranks could tell, in its own words
             raise failure.error from None
         raise
-    found: Trace = torch.load(Path(folder) / "trace.pt", weights_only=False)
-    return found
+    return Trace.load(Path(folder))

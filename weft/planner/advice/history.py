@@ -103,7 +103,7 @@ def _read(run: RunDir, calibration: Calibration) -> PastRun | None:
         job = resolve(load_job(str(run.path)))
         records = _records(run.metrics)
         predicted = estimate_job(job, plan, calibration)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, WeftError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, WeftError):
         return None  # a damaged plan or job
     times = _numbers(records, "step_time_s")
     if len(times) < 3:
@@ -126,7 +126,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # a killed run may leave an incomplete last line
         if isinstance(value, dict):
             out.append(value)

@@ -1,0 +1,148 @@
+"""Attention kernels (cuDNN, flash, torch's choice) against the fp32 reference: masks, documents, odd shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.models import attention as module
+from weft.models.attention import (
+    KERNELS,
+    REFERENCE,
+    Docs,
+    TokenInfo,
+    attend,
+    attend_backward,
+    attention,
+    find_kernel,
+    merge,
+)
+
+DEVICE = "cuda"
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def make(
+    queries: int, keys: int, dtype: torch.dtype, head_dim: int = 64, heads: int = 4, kv: int = 2, batch: int = 2
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of the output."""
+    random = torch.Generator(DEVICE).manual_seed(queries * 7 + keys)
+    shapes = ((batch, n, count, head_dim) for n, count in ((queries, heads), (keys, kv), (keys, kv), (queries, heads)))
+    q, k, v, dout = (torch.randn(s, generator=random, device=DEVICE).to(dtype) for s in shapes)
+    return q, k, v, dout
+
+
+def close(found: Tensor, right: Tensor, dtype: torch.dtype) -> None:
+    found, right = found.detach().float(), right.float()
+    assert found.shape == right.shape and bool(torch.isfinite(found).all())
+    assert float((found - right).norm()) <= TOLERANCE[dtype] * float(right.norm()) + 1e-6
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, docs: Docs | None = None
+) -> tuple[Tensor, ...]:
+    """Output, log-sum-exp and gradients in fp32."""
+    q, k, v, dout = (t.float() for t in (q, k, v, dout))
+    out, lse = REFERENCE.forward(q, k, v, causal, docs)
+    return out, lse, *REFERENCE.backward(dout, q, k, v, out, lse, causal, docs)
+
+
+def test_fast_kernels_are_available() -> None:
+    """cuDNN and flash run here and agree with the reference; else `attend` would silently be slow."""
+    q, k, *_ = make(256, 256, torch.bfloat16)
+    assert find_kernel(q, k, masked=False).name == KERNELS["cuda"][0].name
+    for kernel in KERNELS["cuda"]:
+        assert kernel is REFERENCE or module._agrees(kernel, DEVICE, torch.bfloat16, 64, 2), kernel.name
+
+
+@pytest.mark.parametrize("kernel", KERNELS["cuda"], ids=lambda k: k.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("length", "causal"), [(1, True), (17, True), (199, True), (199, False), (1024, True)])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_kernels(
+    kernel: module.Kernel, dtype: torch.dtype, group: int, length: int, causal: bool, head_dim: int
+) -> None:
+    q, k, v, dout = make(length, length, dtype, head_dim, heads=2 * group)
+    out, lse = kernel.forward(q, k, v, causal, None)
+    found = (out, lse, *kernel.backward(dout, q, k, v, out, lse, causal, None))
+    for mine, right in zip(found, reference(q, k, v, dout, causal), strict=True):
+        close(mine, right, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [32, 72, 192])
+@pytest.mark.parametrize(("queries", "keys"), [(128, 128), (64, 200), (200, 33)])
+def test_attend_takes_any_shape(queries: int, keys: int, head_dim: int, dtype: torch.dtype) -> None:
+    """`attend` finds a kernel for every shape and dtype; blocks that are not square are not causal."""
+    q, k, v, dout = make(queries, keys, dtype, head_dim)
+    causal = queries == keys
+    out, lse = attend(q, k, v, causal, None)
+    found = (out, lse, *attend_backward(dout, q, k, v, out, lse, causal, None))
+    for mine, right in zip(found, reference(q, k, v, dout, causal), strict=True):
+        close(mine, right, dtype)
+
+
+def test_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors too large for a kernel's 32-bit offsets are computed in groups of heads."""
+    q, k, v, dout = make(256, 256, torch.bfloat16, heads=8, kv=4)
+    whole = attend(q, k, v, True, None)
+    monkeypatch.setattr(module, "MAX_KERNEL_ELEMENTS", q.numel() // 4)
+    out, lse = attend(q, k, v, True, None)
+    close(out, whole[0], torch.bfloat16)
+    found = (out, lse, *attend_backward(dout, q, k, v, out, lse, True, None))
+    for mine, right in zip(found, reference(q, k, v, dout, True), strict=True):
+        close(mine, right, torch.bfloat16)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_documents(causal: bool, dtype: torch.dtype) -> None:
+    """Tokens attend within their document, in `attend` and in the attention of a whole sequence, with gradients."""
+    q, k, v, dout = make(130, 130, dtype)
+    ids = (torch.arange(130, device=DEVICE) // 37).expand(2, -1)
+    right = reference(q, k, v, dout, causal, (ids, ids))
+    out, lse = attend(q, k, v, causal, (ids, ids))
+    for mine, exact in zip(
+        (out, lse, *attend_backward(dout, q, k, v, out, lse, causal, (ids, ids))), right, strict=True
+    ):
+        close(mine, exact, dtype)
+    for docs, wanted in ((ids, right), (None, reference(q, k, v, dout, causal))):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        y = attention(*leaves, causal, TokenInfo(None, docs, None, torch.arange(130, device=DEVICE), 130))
+        for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (wanted[0], *wanted[2:]), strict=True):
+            close(mine, exact, dtype)
+
+
+def test_queries_without_keys() -> None:
+    """A query that sees no key gives 0 and a log-sum-exp of -inf, and does not change what it is merged with."""
+    q, k, v, _ = make(16, 24, torch.bfloat16)
+    docs = (torch.zeros(2, 16, dtype=torch.int64, device=DEVICE), torch.ones(2, 24, dtype=torch.int64, device=DEVICE))
+    out, lse = attend(q, k, v, False, docs)
+    assert not out.any() and bool((lse == float("-inf")).all())
+    other, other_lse = attend(q, k, v, False, None)
+    merged, total = merge(out.float(), lse, other, other_lse)
+    assert torch.equal(merged, other.float()) and torch.equal(total, other_lse)
+
+
+def test_blocks_merge_to_the_whole() -> None:
+    q, k, v, dout = make(96, 256, torch.bfloat16)
+    right = reference(q, k, v, dout, False)
+    out, lse = None, None
+    for a in range(0, 256, 64):
+        y, log = attend(q, k[:, a : a + 64], v[:, a : a + 64], False, None)
+        out, lse = (y.float(), log) if out is None or lse is None else merge(out, lse, y, log)
+    assert out is not None and lse is not None
+    close(out, right[0], torch.bfloat16)
+    close(lse, right[1], torch.bfloat16)
+
+
+def test_compiled() -> None:
+    q, k, v, dout = make(256, 256, torch.bfloat16)
+    info = TokenInfo(None, None, None, torch.arange(256, device=DEVICE), 256)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    y = torch.compile(attention, fullgraph=True)(*leaves, True, info)
+    right = reference(q, k, v, dout, True)
+    for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (right[0], *right[2:]), strict=True):
+        close(mine, exact, torch.bfloat16)

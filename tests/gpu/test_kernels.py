@@ -1,0 +1,182 @@
+"""Every Triton kernel against a plain torch reference, over odd shapes and dtypes.
+
+On CPUs they run under Triton's interpreter: TRITON_INTERPRET=1 python -m pytest tests/gpu/test_kernels.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.models import fp8_kernels, grouped_kernels, loss_kernels
+from weft.models.fp8_linear import E4M3, E5M2, cast
+from weft.optim.adamw_kernels import adamw_, corrections_of
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+FP8 = [E4M3, E5M2]
+MATRICES = [(1, 1), (1, 130), (16, 16), (63, 65), (64, 128), (257, 129), (70, 33)][-2 if INTERPRETED else 0 :]
+SIZES = [1, 2048, 10_007, 7, 2049][-2 if INTERPRETED else 0 :]
+"""The interpreter is slow and gets the odd ones."""
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def rounded(found: Tensor, exact: Tensor) -> bool:
+    """Whether fp32 values were rounded as torch does. The interpreter truncates, and does not carry into the exponent
+    of fp8: there the last digit may differ, and values just below a power of two are left out."""
+    if not INTERPRETED:
+        return same_bytes(found, exact.to(found.dtype))
+    return float(_off(found, exact).max()) <= torch.finfo(found.dtype).smallest_normal
+
+
+def _off(found: Tensor, right: Tensor) -> Tensor:
+    """Difference beyond one step of the dtype."""
+    off = (found.float() - right).abs() - torch.finfo(found.dtype).eps * right.abs()
+    small = found.dtype.itemsize == 1 and INTERPRETED
+    return torch.where(right.abs().frexp().mantissa > 0.9, -1.0, off) if small else off
+
+
+@pytest.mark.parametrize("taken", [1, 0])
+@pytest.mark.parametrize("copy", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", SIZES)
+def test_adamw(size: int, dtype: torch.dtype, copy: torch.dtype | None, taken: int) -> None:
+    lr, betas, eps, decay, step, factor = 3e-3, (0.9, 0.95), 1e-8, 0.1, 3.0, 0.25
+    master, mean, square = random(size), random(size, seed=1), random(size, seed=2).abs()
+    grad = random(size, dtype=dtype, seed=3)
+    before = [t.clone() for t in (master, mean, square)]
+    compute = None if copy is None else torch.zeros(size, dtype=copy, device=DEVICE)
+    adamw_(
+        master, compute, grad, mean, square, torch.tensor(factor, device=DEVICE),
+        torch.tensor(taken, dtype=torch.int32, device=DEVICE),
+        corrections_of(torch.tensor(step, device=DEVICE), betas), lr, betas, eps, decay,
+    )  # fmt: skip
+    w, m, v = (t.double() for t in before)
+    g = grad.double() * factor
+    m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
+    w = w * (1 - lr * decay)
+    w = w - lr / (1 - betas[0] ** step) * m / (v.sqrt() / (1 - betas[1] ** step) ** 0.5 + eps)
+    wanted = (w, m, v) if taken else before
+    for found, right in zip((master, mean, square), wanted, strict=True):
+        torch.testing.assert_close(found, right.float(), rtol=2e-6 if taken else 0, atol=2e-6 if taken else 0)
+    if compute is not None:
+        assert rounded(compute, master if taken else torch.zeros_like(master))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("rows", "vocab", "stride"), [(1, 1, 1), (3, 2, 5), (5, 257, 257), (2, 8193, 8200), (3, 20_001, 20_001)]
+)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_cross_entropy(
+    rows: int, vocab: int, stride: int, dtype: torch.dtype, smoothing: float, in_place: bool
+) -> None:
+    logits = (4 * random(rows, stride)).to(dtype)[:, :vocab]
+    targets = torch.arange(rows, device=DEVICE) * 7919 % vocab
+    valid = torch.arange(rows, device=DEVICE) % 3 != 1
+    targets = torch.where(
+        valid, targets, torch.tensor([-100, 10**12], device=DEVICE)[torch.arange(rows, device=DEVICE) % 2]
+    )
+    exact = logits.float().clone().requires_grad_()
+    losses = F.cross_entropy(exact, torch.where(valid, targets, 0), reduction="none", label_smoothing=smoothing)
+    right = (losses * valid).sum()
+    (grad,) = torch.autograd.grad(right, exact)
+    plain = loss_kernels.cross_entropy(logits, targets, valid, smoothing, None)
+    room = logits if in_place else torch.full((rows, vocab), 7.0, dtype=torch.float32, device=DEVICE)
+    times = 1.0 if in_place else 2.0**10
+    found = loss_kernels.cross_entropy(logits, targets, valid, smoothing, room, times)
+    torch.testing.assert_close(plain, right.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, right.detach(), rtol=1e-5, atol=1e-5)
+    step = torch.finfo(room.dtype).eps
+    torch.testing.assert_close(room.float() / times, grad, rtol=2 * step + 1e-5, atol=step * 1e-2 + 1e-6)
+
+
+@pytest.mark.parametrize("low", FP8)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", MATRICES)
+def test_casts_and_transposes(shape: tuple[int, int], dtype: torch.dtype, low: torch.dtype) -> None:
+    x = random(*shape, dtype=dtype)
+    for size in (8.0, 2.0**18):  # the second exceeds the range, which clamps
+        scale, seen = torch.tensor(size, device=DEVICE), torch.full((1,), 0.125, device=DEVICE)
+        by_rows, by_columns = fp8_kernels.cast_both(x, scale, seen, low)
+        right = cast(x, scale, low)
+        exact = (x.float() * scale).clamp(-torch.finfo(low).max, torch.finfo(low).max)
+        assert rounded(by_rows, exact) and same_bytes(by_columns, by_rows.t())
+        assert seen.item() == max(0.125, x.abs().max().item()), "the running maximum"
+        assert rounded(fp8_kernels.cast_rows(x, scale, low), exact)
+    out = torch.zeros(shape[1], shape[0] + 5, device=DEVICE).to(low)
+    fp8_kernels.transpose(right, out[:, : shape[0]])
+    assert same_bytes(out[:, : shape[0]], right.t())
+    assert not out[:, shape[0] :].float().any(), "nothing is written beside the transpose"
+
+
+def close_fp8(found: Tensor, exact: Tensor, scale: Tensor) -> None:
+    """Within one step of fp8 of an exact value: exponentials differ in their last bits."""
+    limit = torch.finfo(found.dtype).max
+    right = (exact.float() * scale).clamp(-limit, limit)
+    assert float(_off(found, right).max()) <= torch.finfo(found.dtype).smallest_normal
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", MATRICES)
+def test_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    gate, up, grad = (random(*shape, dtype=dtype, seed=i) for i in range(3))
+    g, u, d = (t.float() for t in (gate, up, grad))
+    scale, seen = torch.tensor(16.0, device=DEVICE), torch.zeros(1, device=DEVICE)
+    by_rows, by_columns = fp8_kernels.swiglu_both(gate, up, scale, seen, E4M3)
+    close_fp8(by_rows, F.silu(g) * u, scale)
+    assert same_bytes(by_rows.t(), by_columns)
+    torch.testing.assert_close(seen[0], (F.silu(g) * u).abs().max(), rtol=1e-5, atol=1e-6)
+    scales, sizes = (torch.tensor(32.0, device=DEVICE), scale), (seen.zero_(), torch.zeros(1, device=DEVICE))
+    made = fp8_kernels.swiglu_back_both(gate, up, grad, *scales, *sizes, E5M2)
+    s = torch.sigmoid(g)
+    for i, exact in enumerate((d * u * s * (1 + g * (1 - s)), d * g * s)):
+        close_fp8(made[2 * i], exact, scales[i])
+        assert same_bytes(made[2 * i].t(), made[2 * i + 1])
+        torch.testing.assert_close(sizes[i][0], exact.abs().max(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 2, 8])
+@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 1), (5, 17), (33, 64), (130, 1000)])
+def test_rows_of_experts(tokens: int, width: int, k: int, dtype: torch.dtype) -> None:
+    places = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(1)).view(tokens, k).to(DEVICE)
+    x, weights = random(tokens, width, dtype=dtype), random(tokens, k, dtype=dtype, seed=2)
+    rows = grouped_kernels.spread(x, places)
+    expected = torch.empty_like(rows)
+    expected[places.flatten()] = x.repeat_interleave(k, 0)
+    assert torch.equal(rows, expected)
+    rows, grad = random(tokens * k, width, dtype=dtype, seed=3), random(tokens, width, dtype=dtype, seed=4)
+    uses = rows.float()[places.flatten()].view(tokens, k, width)
+    tolerance = {"rtol": 2.0**-7, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(grouped_kernels.gather(rows, None, places).float(), uses.sum(1), **tolerance)
+    weighted = (uses * weights.float()[..., None]).sum(1)
+    torch.testing.assert_close(grouped_kernels.gather(rows, weights, places).float(), weighted, **tolerance)
+    of_rows, of_weights = grouped_kernels.gather_back(grad, rows, weights, places)
+    right = torch.empty_like(rows, dtype=torch.float32)
+    right[places.flatten()] = (grad.float()[:, None] * weights.float()[..., None]).flatten(0, 1)
+    torch.testing.assert_close(of_rows.float(), right, **tolerance)
+    by_weight = (uses * grad.float()[:, None]).sum(2)
+    scale = width**0.5
+    torch.testing.assert_close(of_weights.float(), by_weight, rtol=tolerance["rtol"], atol=tolerance["atol"] * scale)
+
+
+def test_sums_are_deterministic() -> None:
+    """The same bytes every time, as for runs that resume."""
+    rows, weights = random(512, 130, dtype=torch.bfloat16), random(64, 8, dtype=torch.bfloat16)
+    places = torch.randperm(512, generator=torch.Generator().manual_seed(0)).view(64, 8).to(DEVICE)
+    first = grouped_kernels.gather(rows, weights, places)
+    assert all(same_bytes(first, grouped_kernels.gather(rows, weights, places)) for _ in range(5))
