@@ -172,8 +172,8 @@ def test_prove_knows_ep(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.family=vit", "parallel={dp_shard: 1}"], "model.experts needs a decoder, and model.family=vit is none"),
-        (["model.family=mlp", "parallel={dp_shard: 1}"], "model.experts needs a decoder, and model.family=mlp is none"),
+        (["model.family=vit", "parallel={dp_shard: 1}"], "model.experts needs a decoder, and model.family=vit is not one"),
+        (["model.family=mlp", "parallel={dp_shard: 1}"], "model.experts needs a decoder, and model.family=mlp is not one"),
         (["parallel={dp_shard: 2, ep: 4}"], "ep=4 is laid over dp_shard × cp × tp, which are 2 ranks"),
         (["parallel={dp_shard: 3, ep: 3}", "train.global_batch=9", "train.accumulation=1"],
          "parallel.ep=3 does not divide model.experts.count=4; ep=1 would work"),
