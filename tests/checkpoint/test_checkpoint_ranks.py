@@ -62,9 +62,9 @@ class Ranks:
         return Checkpointer(self.root / name, on_event=lambda n, **fields: self.events.append((n, fields)), **chosen)
 
     def agree(self, ok: bool) -> bool:
-        votes: list[Any] = [None] * self.world
-        dist.all_gather_object(votes, ok)
-        return all(votes)
+        votes = torch.tensor(int(ok))
+        dist.all_reduce(votes)
+        return int(votes) == self.world
 
 
 def cut(full: torch.Tensor, mesh: Any, placements: list[Placement]) -> DTensor:

@@ -37,6 +37,9 @@ def plan(
     apply: Annotated[
         Path | None, typer.Option("--apply", help="Write a job file with the chosen layout and the settings of --tune.")
     ] = None,
+    explain: Annotated[
+        str | None, typer.Option("--explain", help="Show the arithmetic behind a figure: memory.")
+    ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the plan as an HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -51,7 +54,9 @@ def plan(
     named = [name for text in [compare, *offers] if text for name in text.split(",")]
     front = pareto or as_json or html is not None
     made = show(
-        described, nproc, PlanOptions(top, front, gantt, why_not, named, history, tune, tokens, apply is not None)
+        described,
+        nproc,
+        PlanOptions(top, front, gantt, why_not, named, history, tune, tokens, apply is not None, explain),
     )
     if as_json:
         failure = {"error": str(made.failed), "code": int(made.failed.exit_code)} if made.failed else {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cli.views import plan_tables as tables
-from weft.job.errors import FitError
+from weft.job.errors import FitError, JobError
 from weft.job.schema import Job
 from weft.planner.advice.compare import compare_offers
 from weft.planner.advice.fitting_changes import changes
@@ -21,6 +21,7 @@ from weft.planner.advice.why_not import why_not
 from weft.planner.calibration import Calibration
 from weft.planner.describe import describe_plan, draw_schedule
 from weft.planner.make_plan import PlanStart, check_fits, complete_plan, pick_layout, runs_here, start_plan
+from weft.planner.memory.explain import explain_memory
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.search.survey import Survey, survey
@@ -39,6 +40,7 @@ class PlanOptions:
     tune: bool = False
     tokens: float | None = None
     apply: bool = False
+    explain: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class PlanOutput:
 
 def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
     """Plan a job and collect the requested output."""
+    if asked.explain not in (None, "memory"):
+        raise JobError(f"--explain {asked.explain} is not a figure that can be explained; memory would work")
     start = start_plan(job, nproc)
     if asked.apply and asked.tune:
         settings = tune(start.job, start.world, asked.tokens)
@@ -74,6 +78,8 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
     text = [describe_plan(made.job, made.plan), tables.estimates(made, _trainable_instead(made, start, calibration))]
     if asked.gantt:
         text.append(draw_schedule(made.job, made.plan))
+    if asked.explain == "memory":
+        text.append(explain_memory(made.job, made.plan, made.found.estimator.limit_gib))
     if made.fits:
         blocks = [tables.runners_up(made), *([tables.pareto_front(made)] if asked.front else []), *blocks]
     failed = None if made.fits else _fit_error(made)

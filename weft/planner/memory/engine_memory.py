@@ -98,6 +98,23 @@ class EngineMemory:
             "optimizer": held.optimizer, "average": FP32_BYTES * held.held * bool(self.job.train.ema),
         }  # fmt: skip
 
+    def step_facts(self, layouts: Layouts, place: Place) -> dict[str, Size]:
+        """Figures of one layout's rank: parameters before and after sharding, blocks, bytes that a block keeps on
+        average, and microbatches in flight."""
+        ((chosen, flags),) = self._groups(layouts)
+        at = np.broadcast_to(place.pp, 1)
+        group = _Group(self, layouts.take(chosen), flags, at, _expanded(self.job, layouts, place))
+        blocks, dense = self.stages.at(layouts, place.pp)
+        held, in_flight = group.held(blocks, dense), _by_schedule("in_flight", layouts, at)
+        stage = group.stage(self.tables.passes(layouts, flags), blocks, dense, in_flight, 0.0 * in_flight)
+        kept = sum(unit.passes.kept * count for unit, count in stage.blocks) / np.maximum(blocks, 1)
+        return {"whole": held.whole, "held": held.held, "blocks": blocks, "kept": kept, "in_flight": in_flight}
+
+    def keeps_low_precision_gradients(self, layouts: Layouts) -> bool:
+        """Whether gradients of a layout stay in the compute dtype, as nothing is summed."""
+        ((_, flags),) = self._groups(layouts)
+        return bool(flags["alone"])
+
     def least(self, layouts: Layouts) -> Size:
         """Bytes that the fullest rank has at least, however the model is split into stages."""
         blocks = np.maximum((self.job.model.layers or 0) // layouts.pp, 1).astype(float)
@@ -240,7 +257,7 @@ class _Group:
         pending = _by_schedule("pending", layouts, self.at)
         if flags["splits"] and not flags["split_passes"]:
             in_flight = _by_schedule("awaiting_backward", layouts, self.at)
-        stage = self._stage(passes, blocks, dense, in_flight, pending)
+        stage = self.stage(passes, blocks, dense, in_flight, pending)
         gradients = self.gradients(held)
         base = self._states(held)
         lasting = sum(base.values())
@@ -305,7 +322,7 @@ class _Group:
             return 2 * held.whole
         return FP32_BYTES * (held.aligned if self.flags["buckets"] else held.whole)
 
-    def _stage(self, passes: Passes, blocks: Size, dense: Size, in_flight: Size, pending: Size) -> Stage:
+    def stage(self, passes: Passes, blocks: Size, dense: Size, in_flight: Size, pending: Size) -> Stage:
         layouts, u = self.layouts, self.units
         mlp = self.job.model.is_stack
         some = layouts.recompute_blocks >= 0

@@ -75,7 +75,8 @@ class PassTables:
             keys, table = keys[order], table[:, order]
             self._known[name] = keys, table
         assert table is not None
-        return Passes.from_table(table[:, np.searchsorted(keys, wanted)[inverse.ravel()]])
+        places = np.asarray(np.searchsorted(keys, wanted))
+        return Passes.from_table(table[:, places[inverse.ravel()]])
 
 
 def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], fused: bool) -> Sizes:

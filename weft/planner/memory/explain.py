@@ -1,0 +1,60 @@
+"""`weft plan --explain memory`: the arithmetic of a rank's memory, component by component."""
+
+from __future__ import annotations
+
+from weft.job.schema import Job
+from weft.planner.describe import human_count
+from weft.planner.memory.engine_memory import GIB, EngineMemory, Place
+from weft.planner.model.counts import count_parameters
+from weft.planner.plan import Plan
+from weft.planner.search.candidates import Layouts
+
+
+def explain_memory(job: Job, plan: Plan, limit_gib: float) -> str:
+    """One line for each component of the fullest rank: its GiB, and the terms it is made of."""
+    memory, layouts = EngineMemory(job, plan), Layouts.one(plan)
+    ranks = [memory.rank(layouts, Place(index)) for index in range(plan.pp)]
+    totals = [sum(float(held[0]) for held in parts.values()) for parts in ranks]
+    index = totals.index(max(totals))
+    parts = {part: float(held[0]) / GIB for part, held in ranks[index].items()}
+    terms = _terms(job, plan, memory, index)
+    rows = [f"  {part:14} {gib:9.3f} GiB   {terms[part]}".rstrip() for part, gib in parts.items()]
+    where = f" of pipeline rank {index}, the fullest," if plan.pp > 1 else ""
+    total = sum(parts.values())
+    head = f"memory of a rank{where} when it holds most"
+    return "\n".join([head, *rows, f"  {'total':14} {total:9.3f} GiB   of {limit_gib:.3f} usable"])
+
+
+def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, str]:
+    layouts, place = Layouts.one(plan), Place(index)
+    states = {name: float(held[0]) for name, held in memory.states(layouts, place).items()}
+    facts = {name: float(value[0]) for name, value in memory.step_facts(layouts, place).items()}
+    counts = count_parameters(job.model)
+    every = human_count(counts.total if counts else 0)
+    cuts = [f"{axis} {degree}" for axis, degree in (("tp", plan.tp), ("pp", plan.pp), ("ep", plan.ep)) if degree > 1]
+    here = human_count(facts["whole"])
+    held = f"{every} parameters" + (f", {here} on this rank of {' × '.join(cuts)}" if cuts else "")
+    shards = plan.dp_shard * plan.cp_cut
+    cut = f" / {shards} shards" if shards > 1 else ""
+    copies = "" if shards > 1 or plan.precision == "fp32" else f" + 2 B ({plan.precision} copy)"
+    average = " + 4 B (ema)" if job.train.ema else ""
+    whole = shards > 1 and plan.zero == 1 and plan.accumulation > 1
+    width = 2 if memory.keeps_low_precision_gradients(layouts) else 4
+    gradients = f"{here}{'' if whole else cut} × {width} B"
+    gradients += ": whole until the last microbatch is done" if whole else ", as far as they exist at the peak"
+    state = states["optimizer"] / max(facts["held"], 1.0)
+    tokens = plan.microbatch * (1 if job.model.is_stack else job.data.seq_len) / plan.cp
+    blocks = f"{facts['blocks']:.0f} blocks × {facts['kept'] / GIB:.3f} GiB kept ({tokens:,.0f} tokens, recompute "
+    flight = f" × {facts['in_flight']:g} microbatches in flight" if plan.pp > 1 else ""
+    gathered = {0: "", 1: "gathered weights stay for the step", 2: "gathered weights stay for the step"}
+    words = gathered.get(plan.zero if shards > 1 else 0, "weights of two blocks are gathered at a time")
+    return {
+        "parameters": f"{held}{cut} × (4 B (fp32 master){copies}{average})",
+        "gradients": gradients,
+        "optimizer": f"{job.optim.name}: {human_count(facts['held'])} × {state:.3g} B",
+        "activations": f"{blocks}{plan.recompute}){flight}, and the step's data",
+        "communication": ", ".join([w for w in (words,) if w] + ["gradients being reduced"] * (shards > 1)
+                                   + ["messages between stages"] * (plan.pp > 1)) or "none",
+        "temporary": "tensors of the operator that runs at the peak, such as the logits of the loss",
+        "runtime": "torch and its libraries" if states else "",
+    }  # fmt: skip
