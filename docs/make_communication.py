@@ -14,7 +14,7 @@ CELL, GAP, LEFT, TOP = 30, 26, 70, 70
 
 
 def ring_steps() -> list[tuple[list[list[set[int]]], list[int | None]]]:
-    """Before each step: of every rank's every piece, whose numbers it holds; and the piece that each rank sends."""
+    """Before each step: the ranks whose numbers are in each shard of each rank; and the shard that each rank sends."""
     held = [[{rank} for _ in range(RANKS)] for rank in range(RANKS)]
     steps: list[tuple[list[list[set[int]]], list[int | None]]] = []
     for phase in range(2):
@@ -30,7 +30,7 @@ def ring_steps() -> list[tuple[list[list[set[int]]], list[int | None]]]:
 
 
 def ring_svg(title: str) -> str:
-    """Every rank before every step: each piece in four strips, one for each rank whose numbers are in it."""
+    """Every rank before every step: each shard in four strips, one for each rank whose numbers are in it."""
     steps = ring_steps()
     side = RANKS * CELL
     width, height = LEFT + len(steps) * (side + GAP), TOP + RANKS * (CELL + GAP) + 30
@@ -83,7 +83,7 @@ def sent_bits(setting: str) -> float:
 
 
 def compression_svg(title: str) -> str:
-    """One bar a setting, as long as what travels."""
+    """One bar a setting."""
     height = 50 + 26 * len(SETTINGS)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="680" height="{height}" viewBox="0 0 680 {height}" '
@@ -104,7 +104,7 @@ def compression_svg(title: str) -> str:
 
 def images() -> dict[Path, str]:
     return {
-        HERE / "images" / "ring-all-reduce.svg": ring_svg("A ring sums: 4 ranks, 4 pieces; what is framed is sent"),
+        HERE / "images" / "ring-all-reduce.svg": ring_svg("Ring all-reduce: 4 ranks, 4 shards; framed shards are sent"),
         HERE / "images" / "compression.svg": compression_svg(
             "What a rank of two sends for each number of a 1024 × 1024 gradient"
         ),

@@ -53,8 +53,12 @@ def ring_svg(halves: int, title: str) -> str:
 
 def images() -> dict[Path, str]:
     return {
-        HERE / "images" / "ring-zigzag.svg": ring_svg(2, "A ring of 4 ranks, 8 chunks: every rank works in every hop"),
-        HERE / "images" / "ring-in-order.svg": ring_svg(1, "The same in order: rank 0 waits, rank 3 works"),
+        HERE / "images" / "ring-zigzag.svg": ring_svg(
+            2, "A ring of 4 ranks, 8 chunks: every rank computes in every hop"
+        ),
+        HERE / "images" / "ring-in-order.svg": ring_svg(
+            1, "The same with the sequence in order: rank 0 waits, rank 3 computes"
+        ),
     }
 
 

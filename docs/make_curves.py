@@ -11,13 +11,13 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
-"""Okabe and Ito's: colour-blind eyes tell them apart."""
+"""Okabe and Ito's colour-blind safe palette."""
 WIDTH, PANEL, LEFT, TOP, GAP = 760, 220, 70, 54, 56
 Points = Sequence[Sequence[float]]
 
 
 def draw(result: dict[str, Any]) -> str:
-    """Two panels over the steps: validation loss, and how far it is from the first case's, in per cent."""
+    """Two panels over the steps: validation loss, and its difference from the first case's in per cent."""
     runs: dict[str, dict[str, Any]] = result["runs"]
     first = next(iter(runs))
     base = dict(map(tuple, runs[first]["val_loss"]))

@@ -8,15 +8,15 @@ HERE = Path(__file__).parent
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 RANKS, EXPERTS, TOP = 2, 4, 2
 CHOICES = (((0, 2), (1, 3), (0, 1), (2, 0)), ((3, 1), (0, 3), (2, 1), (3, 0)))
-"""Of each rank's four tokens, the experts that it wants."""
+"""The experts of each rank's four tokens."""
 CELL, LEFT, TOP_EDGE, COLUMN, ROW = 22, 90, 92, 250, 170
 
 Use = tuple[int, int, int]
-"""The rank and number of a token, and an expert that it wants."""
+"""The rank and number of a token, and one of its experts."""
 
 
 def columns() -> list[tuple[str, str, list[list[Use]]]]:
-    """What each rank holds as a step goes on: a heading, what happens, and the uses of tokens in order."""
+    """What each rank holds in each stage: a heading, what happens, and the uses of tokens in order."""
     own = [[(rank, t, e) for t, both in enumerate(CHOICES[rank]) for e in both] for rank in range(RANKS)]
     ordered = [sorted(uses, key=lambda u: u[2]) for uses in own]
     here = EXPERTS // RANKS

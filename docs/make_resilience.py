@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 COLOURS = {"compute": "#4477aa", "wait": "#bbccee", "regroup": "#ccbb44", "dead": "#ee6677", "spare": "#eeeeee"}
-WORDS = {"compute": "a step", "wait": "waits in a collective", "regroup": "meets and loads", "spare": "warm spare"}
+WORDS = {"compute": "a step", "wait": "waits in a collective", "regroup": "regroups and loads", "spare": "warm spare"}
 LEFT, TOP, ROW, BAR, SECOND = 120, 66, 40, 24, 150
 KILLED, SEEN, READY, END = 2.3, 2.6, 3.6, 5.6
-"""Moments of the picture, in steps' lengths: not measured, only in order. Figures are in bench/chaos.md."""
+"""Times in the picture, in lengths of a step; not measured. Figures are in bench/chaos.md."""
 
 
 class Bar(NamedTuple):
@@ -70,9 +70,7 @@ def svg(title: str) -> str:
         out.append(f'<path d="M{x:g} {TOP - 12}V{TOP + 5 * ROW}" stroke="black" stroke-dasharray="3 3"/>')
         out.append(f'<text x="{x:g}" y="{TOP - 18}" text-anchor="{"end" if at == KILLED else "start"}">{words}</text>')
     y = TOP + 5 * ROW + 14
-    lost = (
-        "after step 2 each rank's part lies in shared memory, which outlives the process: step 3 is computed once more"
-    )
+    lost = "after step 2 each rank's state is in shared memory, which survives the process: step 3 is computed again"
     out.append(f'<text x="{LEFT}" y="{y + 6}">{lost}</text>')
     for i, (what, words) in enumerate(WORDS.items()):
         x = LEFT + i * 190
@@ -84,7 +82,7 @@ def svg(title: str) -> str:
 
 def images() -> dict[Path, str]:
     return {
-        HERE / "images" / "resilience.svg": svg("A rank is killed in the middle of step 3, and a spare takes its place")
+        HERE / "images" / "resilience.svg": svg("A rank is killed in the middle of step 3, and a spare replaces it")
     }
 
 

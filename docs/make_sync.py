@@ -11,18 +11,18 @@ END = 24
 """Units of time in the picture."""
 
 Bars = list[list[tuple[float, float]]]
-"""For each worker, when it computes, from … to."""
+"""For each worker, the intervals in which it computes."""
 
 
 def every_step(speeds: list[int]) -> tuple[Bars, list[float]]:
-    """All wait for the slowest in every step; and when they exchange."""
+    """All wait for the slowest in every step; returns the bars and the times of the exchanges."""
     slowest = max(speeds)
     starts = [s for s in range(0, END, slowest) if s + slowest <= END]
     return [[(s, s + speed) for s in starts] for speed in speeds], [float(s + slowest) for s in starts]
 
 
 def rounds(speeds: list[int], every: int) -> tuple[Bars, list[float]]:
-    """Each goes its own way for some steps; and when they exchange."""
+    """Each trains alone for some steps; returns the bars and the times of the exchanges."""
     length = max(speeds) * every
     starts = [s for s in range(0, END, length) if s + length <= END]
     bars = [[(s + i * speed, s + (i + 1) * speed) for s in starts for i in range(every)] for speed in speeds]
@@ -30,7 +30,7 @@ def rounds(speeds: list[int], every: int) -> tuple[Bars, list[float]]:
 
 
 def server(speeds: list[int], staleness: int) -> tuple[Bars, list[tuple[float, int]], list[float]]:
-    """Nobody waits while no gradient is too old: when each computes, when it delivers, when an update is made."""
+    """Workers wait only if a gradient would be too old: the bars, the times of gradients and of updates."""
     version, held = 0, 0
     free, used = [0.0] * len(speeds), [0] * len(speeds)
     bars: Bars = [[] for _ in speeds]
@@ -54,7 +54,7 @@ def server(speeds: list[int], staleness: int) -> tuple[Bars, list[tuple[float, i
 def panel(
     top: int, title: str, names: list[str], bars: Bars, meets: list[float], thin: list[tuple[float, int]]
 ) -> list[str]:
-    """One way to train: a row for each worker, blocks where it computes, a line where all come together."""
+    """One mode: a row for each worker, blocks where it computes, a line at each exchange."""
     out = [f'<text x="10" y="{top - 10}" font-size="13" font-weight="bold">{title}</text>']
     bottom = top + ROW * len(names)
     for row, (name, spans) in enumerate(zip(names, bars, strict=True)):
@@ -78,7 +78,7 @@ def picture() -> str:
     speeds, names = [1, 1, 3], ["worker 0", "worker 1", "worker 2, slow"]
     parts: list[tuple[str, Bars, list[float], list[tuple[float, int]]]] = []
     bars, meets = every_step(speeds)
-    parts.append(("step: gradients are summed in every step (black lines: everybody exchanges)", bars, meets, []))
+    parts.append(("step: gradients are summed in every step (black lines: all exchange)", bars, meets, []))
     bars, meets = rounds(speeds, 4)
     parts.append(("local:4, diloco:4: an exchange every 4 steps", bars, meets, []))
     bars, delivered, updates = server(speeds, 4)

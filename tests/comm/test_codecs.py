@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.comm.codecs import Codec, Dice, Largest, sum_of, way_of
+from weft.comm.codecs import Codec, Largest, RoundingNoise, codecs_of, sum_of
 from weft.job.compression import parse_compression
 from weft.launch.rank_pool import RankPool
 
@@ -20,7 +20,7 @@ OWING = [name for name in ALL if name not in ("fp16", "bf16", "int8")]
 
 
 def codec(name: str) -> Codec:
-    found = way_of(parse_compression(name)).gradients
+    found = codecs_of(parse_compression(name)).gradients
     assert found is not None
     return found
 
@@ -42,7 +42,7 @@ several = given(seed=st.integers(0, 999), rows=st.integers(1, 3), n=st.integers(
 @settings(max_examples=15, deadline=None)
 def test_what_comes_back_is_close_and_as_long_as_said(name: str, seed: int, rows: int, n: int, size: float) -> None:
     x, c = draw(seed, rows, n, size), codec(name)
-    payload = c.encode(x, Dice(seed, x.device), alone)
+    payload = c.encode(x, RoundingNoise(seed, x.device), alone)
     back = c.decode(payload, n)
     assert payload.dtype == torch.uint8 and back.shape == x.shape and back.dtype == torch.float32
     if "threshold" not in name:
@@ -58,8 +58,8 @@ def test_what_comes_back_is_close_and_as_long_as_said(name: str, seed: int, rows
 @settings(max_examples=5, deadline=None)
 def test_rounding_has_no_side(name: str, seed: int, size: float) -> None:
     x, c, rounds = draw(seed, 1, 40, size), codec(name), 200
-    dice = Dice(seed, x.device)
-    mean = torch.stack([c.decode(c.encode(x, dice, alone), 40) for _ in range(rounds)]).double().mean(0)
+    rounding = RoundingNoise(seed, x.device)
+    mean = torch.stack([c.decode(c.encode(x, rounding, alone), 40) for _ in range(rounds)]).double().mean(0)
     # a rounded number is at most half a step, and a mean of so many a twentieth of that, from where it should be
     assert float((mean - x).abs().max()) <= 5 * 0.5 / rounds**0.5 * UNBIASED[name] * float(x.abs().max())
 
@@ -68,13 +68,13 @@ def test_rounding_has_no_side(name: str, seed: int, size: float) -> None:
 @given(seed=st.integers(0, 999), n=st.integers(20, 600))
 @settings(max_examples=6, deadline=None)
 def test_what_is_owed_is_paid(name: str, seed: int, n: int) -> None:
-    c, dice = codec(name), Dice(seed, torch.device("cpu"))
+    c, rounding = codec(name), RoundingNoise(seed, torch.device("cpu"))
     steady, owed = draw(seed, 1, n, 1.0), torch.zeros(1, n)
     sent, wanted = torch.zeros(1, n), torch.zeros(1, n)
     for step in range(60):
         g = steady + draw(step, 1, n, 0.3)
         x = g + owed
-        got = c.decode(c.encode(x, dice, alone), n)
+        got = c.decode(c.encode(x, rounding, alone), n)
         owed = x - got
         sent, wanted = sent + got, wanted + g
     assert torch.allclose(sent + owed, wanted, atol=1e-2)
@@ -84,20 +84,20 @@ def test_what_is_owed_is_paid(name: str, seed: int, n: int) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_extremes(name: str) -> None:
-    c, dice = codec(name), Dice(0, torch.device("cpu"))
+    c, rounding = codec(name), RoundingNoise(0, torch.device("cpu"))
     for bad in (float("inf"), float("-inf"), float("nan")):
         x = draw(1, 2, 900, 1.0)
         x[1, 7] = bad
-        back = c.decode(c.encode(x, dice, alone), 900)
+        back = c.decode(c.encode(x, rounding, alone), 900)
         assert bool(torch.isfinite(back[0]).all()) and not bool(torch.isfinite(back[1]).all())
-    assert c.decode(c.encode(torch.zeros(2, 300), dice, alone), 300).count_nonzero() == 0
+    assert c.decode(c.encode(torch.zeros(2, 300), rounding, alone), 300).count_nonzero() == 0
     large = torch.full((4, 300), 3e37)  # fp16 ends at 65504; four of these still fit into fp32
-    assert torch.allclose(sum_of(c, c.encode(large, dice, alone), 300).max(), torch.tensor(1.2e38), rtol=0.02)
+    assert torch.allclose(sum_of(c, c.encode(large, rounding, alone), 300).max(), torch.tensor(1.2e38), rtol=0.02)
 
 
 def test_few_of_many_are_the_largest() -> None:
     for seed, x in enumerate([draw(5, 2, 70_000, 1.0), torch.ones(1, 70_000), draw(6, 1, 70_000, 1.0).pow(5)]):
-        back = codec("topk:0.01").decode(codec("topk:0.01").encode(x, Dice(seed, x.device), alone), 70_000)
+        back = codec("topk:0.01").decode(codec("topk:0.01").encode(x, RoundingNoise(seed, x.device), alone), 70_000)
         for row, got in zip(x, back, strict=True):
             assert int(got.count_nonzero()) == 700
             assert float(row[got != 0].abs().min()) >= float(row[got == 0].abs().max())
@@ -113,7 +113,7 @@ def test_each_part_sends_its_own_largest() -> None:
 
 
 def test_rounded_to_the_nearest_it_is_the_same_each_time() -> None:
-    weights = way_of(parse_compression("topk")).weights
+    weights = codecs_of(parse_compression("topk")).weights
     assert weights is not None
     x = draw(3, 1, 5000, 1.0)
     once = weights.decode(weights.encode(x, None, alone), 5000)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.comm.codecs import Codec, Integers, Largest, Signs, way_of
-from weft.comm.compression_warmup import codec_at, fitted
+from weft.comm.codecs import Codec, Integers, Largest, Signs, codecs_of
+from weft.comm.compression_warmup import codec_at, fit_basis
 from weft.job import parse_job
 from weft.job.compression import parse_compression
 from weft.planner import make_plan
@@ -14,7 +14,7 @@ from weft.planner.time.compression_warmup import age, age_ranges, rank_at, setti
 
 
 def at(name: str, step: int, warmup: int = 300) -> Codec | None:
-    return codec_at(way_of(parse_compression(name)).gradients, age(step, warmup))
+    return codec_at(codecs_of(parse_compression(name)).gradients, age(step, warmup))
 
 
 @pytest.mark.parametrize("name", ["topk:0.01", "threshold:3", "onebit"])
@@ -32,8 +32,8 @@ def test_what_travels_at_an_age() -> None:
     assert isinstance(at("topk:0.01", 299), Integers) and isinstance(at("topk:0.01", 0, warmup=0), Largest)
     shares = [c.share for step in (300, 600, 3000, 5000) if isinstance(c := at("topk:0.01", step), Largest)]
     assert shares == pytest.approx([1 / 6, 1 / 12, 1 / 60, 0.01])
-    assert at("topk:0.5", 300) == way_of(parse_compression("topk:0.5")).gradients
-    lists = way_of(parse_compression("topk:0.01")).gradients
+    assert at("topk:0.5", 300) == codecs_of(parse_compression("topk:0.5")).gradients
+    lists = codecs_of(parse_compression("topk:0.01")).gradients
     assert isinstance(codec_at(lists, 3.9, gathering=8), Integers)
     assert isinstance(codec_at(lists, 4.0, gathering=8), Largest)
     assert isinstance(at("onebit", 1199), Integers) and isinstance(at("onebit", 1200), Signs)
@@ -80,8 +80,8 @@ def test_a_plan_tells_the_mean_of_the_run_and_its_last_step() -> None:
 
 def test_a_base_follows_the_rank() -> None:
     base, first = torch.ones(5, 2), torch.zeros(5, 4)
-    assert torch.equal(fitted(torch.ones(5, 4), torch.zeros(5, 2)), base)
-    assert torch.equal(fitted(base, first), torch.cat([base, torch.zeros(5, 2)], 1)) and not first.any()
+    assert torch.equal(fit_basis(torch.ones(5, 4), torch.zeros(5, 2)), base)
+    assert torch.equal(fit_basis(base, first), torch.cat([base, torch.zeros(5, 2)], 1)) and not first.any()
 
 
 @pytest.mark.parametrize(

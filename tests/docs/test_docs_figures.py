@@ -10,7 +10,7 @@ from helpers.docs_pages import maker
 FIGURES = maker("figures")
 
 
-@pytest.mark.parametrize("path", FIGURES.pages(), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", list(FIGURES.pages()), ids=lambda p: p.name)
 def test_generated_blocks_are_current(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert FIGURES.page(text) == text, f"{path.name} is out of date: run python docs/make_figures.py"

@@ -15,6 +15,7 @@ from helpers.command import run_of, weft
 
 from weft.checkpoint.format import newest_good, verify
 from weft.checkpoint.reader import Index
+from weft.cli.results import export, generate, report
 from weft.watch.journal import read_jsonl
 
 HERE = Path(__file__).parent
@@ -38,15 +39,16 @@ def test_the_checkpoint_opens_and_names_no_module_of_weft() -> None:
     assert not any(b"weft" in path.read_bytes() for path in found.path.iterdir() if path.suffix != ".json")
 
 
-def test_it_generates_exports_and_reports(folder: Path) -> None:
-    made = weft(folder, "generate", "run-0.1.0", "--tokens", "8", "--temperature", "0", "--json")
-    assert made.code == 0, made.err
-    assert json.loads(made.out)["step"] == STOPPED_AT
-    exported = weft(folder, "export", "run-0.1.0", "--ema", "--json")
-    assert exported.code == 0, exported.err
-    reported = weft(folder, "report", "run-0.1.0")
-    assert reported.code == 0, reported.err
-    assert (run_of(folder, "run-0.1.0").report).stat().st_size > 0
+def test_it_generates_exports_and_reports(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    generate("run-0.1.0", tokens=8, temperature=0, as_json=True)
+    assert json.loads(capsys.readouterr().out)["step"] == STOPPED_AT
+    export("run-0.1.0", ema=True, as_json=True)
+    assert json.loads(capsys.readouterr().out)["step"] == STOPPED_AT
+    report("run-0.1.0")
+    assert run_of(folder, "run-0.1.0").report.stat().st_size > 0
 
 
 LAYOUTS = {"same layout": ("{dp_shard: 2, zero: 3}", 2), "one rank": ("{dp_shard: 1}", 1)}

@@ -14,7 +14,7 @@ from weft.watch.figures.slices import group, parse_slices, slice_map, slice_numb
 from weft.watch.figures.steps import figures, smooth, thin
 from weft.watch.journal import Journal, read_metrics
 from weft.watch.report import write_report
-from weft.watch.report_summary import key_figures, layout_in_words, status_of, total_tokens
+from weft.watch.report_summary import describe_layout, key_figures, status_of, total_tokens
 
 Make = Callable[..., Any]
 
@@ -105,14 +105,14 @@ def test_the_last_event_is_the_status(last: dict[str, Any], word: str, tone: str
     assert (status.word, status.tone, status.detail) == (word, tone, detail)
 
 
-def test_a_layout_in_words() -> None:
+def test_a_describe_layout() -> None:
     axes = {"pp": 2, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 8}
     plan = {"world": 64, "axes": axes, "zero": 2, "precision": "bf16", "microbatch": 1, "accumulation": 16}
-    assert layout_in_words(plan) == (
+    assert describe_layout(plan) == (
         "64 ranks: layers in 2 pipeline stages × state sharded over 4 (ZeRO 2) × matrices cut over 8, bf16, "
         "microbatch 1 × 16 accumulated."
     )
-    assert layout_in_words({"world": 1, "axes": {"tp": 1}}) == "1 rank: the whole model on it."
+    assert describe_layout({"world": 1, "axes": {"tp": 1}}) == "1 rank: the whole model on it."
 
 
 def test_key_figures_count_steps_restarts_and_tokens(tmp_path: Path, make_run: Make) -> None:

@@ -27,7 +27,7 @@ from weft.checkpoint.format import (
 from weft.checkpoint.reader import Index
 from weft.checkpoint.retention import retain, sweep
 from weft.checkpoint.writer import SaveFailed, write_checkpoint
-from weft.comm.agreement import Agreement, T, in_words
+from weft.comm.agreement import Agreement, T, error_text
 from weft.job.errors import JobError
 
 DISK_TIMEOUT_S = 600.0
@@ -147,7 +147,7 @@ class Checkpointer:
                 self._write(manifest, contents)
             except Exception as error:  # training continues
                 final = self.folder / checkpoint_name(manifest.step)
-                self._note("checkpoint_failed", step=manifest.step, path=final, why=in_words(error))
+                self._note("checkpoint_failed", step=manifest.step, path=final, why=error_text(error))
 
     def newest(self, at_most: int | None = None) -> SavedCheckpoint | None:
         """The newest good checkpoint, of step `at_most` or before, the same on all ranks; damaged ones are reported and
@@ -164,7 +164,7 @@ class Checkpointer:
             index = Index(found.path)
             mismatch = index.mismatch(tensors)
         except Exception as error:
-            damage = error.why if isinstance(error, Damaged) else in_words(error)
+            damage = error.why if isinstance(error, Damaged) else error_text(error)
         problems = self.everyone.gather((damage, mismatch))
         for why, _ in problems:
             if why:
@@ -176,7 +176,7 @@ class Checkpointer:
         try:
             index.fill(tensors)
         except Exception as error:
-            why = in_words(error)
+            why = error_text(error)
         for rank, text in enumerate(self.everyone.gather(why)):
             if text:
                 text = f"its files are intact, but rank {rank} cannot load it: {text}"
@@ -206,7 +206,7 @@ class Checkpointer:
                 contents, self.folder, manifest, self.everyone, replaces_damaged=damaged, fence=self._fence
             )
         except Exception as error:
-            text = str(error) if isinstance(error, SaveFailed) else in_words(error)
+            text = str(error) if isinstance(error, SaveFailed) else error_text(error)
             self._note("checkpoint_failed", step=manifest.step, path=final, why=text)
             return
         seconds = round(time.monotonic() - began, 3)
@@ -236,7 +236,7 @@ class Checkpointer:
             mine = sorted(files)[self.everyone.rank :: self.everyone.world]
             whys = [why for name in mine if (why := check_file(path, name, files[name], cached=False))]
         except Exception as error:
-            whys = [in_words(error)]
+            whys = [error_text(error)]
         return next((why for found in self.everyone.gather(whys) for why in found), None)
 
     def _good(self, at_most: int | None = None) -> Iterator[SavedCheckpoint]:

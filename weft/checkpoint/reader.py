@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from weft.checkpoint.dcp_internals import INDEX_FILE, StorageInfo, read_index
 from weft.checkpoint.format import Damaged, check_file, read_manifest
-from weft.comm.agreement import in_words
+from weft.comm.agreement import error_text
 from weft.comm.shards import local_of, shard_of
 
 
@@ -122,7 +122,7 @@ def load_full(path: Path, prefix: str = "") -> dict[str, Tensor]:
     try:
         index.fill(tensors)
     except Exception as error:
-        raise Damaged(path, f"its files are intact, but it cannot be loaded: {in_words(error)}") from error
+        raise Damaged(path, f"its files are intact, but it cannot be loaded: {error_text(error)}") from error
     return tensors
 
 

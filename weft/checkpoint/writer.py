@@ -35,7 +35,7 @@ from weft.checkpoint.format import (
     sync_folder,
     write_manifest,
 )
-from weft.comm.agreement import Agreement, T, in_words
+from weft.comm.agreement import Agreement, T, error_text
 
 MAX_FAILURES_NAMED = 3
 
@@ -119,7 +119,7 @@ def on_every_rank(ranks: Agreement, work: Callable[[], T]) -> list[T]:
     try:
         result = work()
     except Exception as error:
-        why = in_words(error)
+        why = error_text(error)
     answers = ranks.gather((result, why))
     failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
     if failed:

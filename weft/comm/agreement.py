@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
 from weft.comm.axis import native_all_gather
 
@@ -81,16 +80,13 @@ class Agreement:
             try:
                 answer = (ask(), None)
             except Exception as error:
-                answer = (None, in_words(error))
+                answer = (None, error_text(error))
         value, why = all_gather_json(answer, self.group)[0]
         if why is not None:
             raise failed(why)
-        return value  # type: ignore[no-any-return]
+        return value
 
 
-def in_words(error: BaseException) -> str:
-    """One line of text, also for DCP's exception, which has one error a rank with its traceback."""
-    if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}"
-    lines = [f"rank {rank}: {in_words(cause[0])}" for rank, cause in sorted(error.failures.items())]
-    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more ranks" if len(lines) > 3 else "")
+def error_text(error: BaseException) -> str:
+    """An error in one line: its type and message."""
+    return f"{type(error).__name__}: {error}"

@@ -72,8 +72,8 @@ def _update(worker: Worker, task: dict[str, Any]) -> tuple[dict[str, Any], dict[
     if not worker.shares:
         worker.shares = client_shares(worker.job, worker.dataset)
     worker.pull(task["servers"], task["version"])
-    told: dict[str, list[float]] = {"losses": [], "counts": [], "norms": []}
-    return told, (_one_step if task["steps"] == 1 else _several)(worker, task, told)
+    figures: dict[str, list[float]] = {"losses": [], "counts": [], "norms": []}
+    return figures, (_one_step if task["steps"] == 1 else _several)(worker, task, figures)
 
 
 def _publish_keys(worker: Worker, task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -103,32 +103,32 @@ def _masked_update(worker: Worker, task: dict[str, Any]) -> tuple[dict[str, Any]
 
 
 def _reveal_shares(worker: Worker, task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    told = worker.secure[task["client"]].reveal(task["survivors"])
-    return {"shares": {str(c): [kind, hex(share)] for c, (kind, share) in told.items()}}, {}
+    revealed = worker.secure[task["client"]].reveal(task["survivors"])
+    return {"shares": {str(c): [kind, hex(share)] for c, (kind, share) in revealed.items()}}, {}
 
 
 _PHASES = {"keys": _publish_keys, "shares": _share_keys, "train": _masked_update, "unmask": _reveal_shares}
 """What a client does in each phase of a round with secure aggregation."""
 
 
-def _gradients(worker: Worker, task: dict[str, Any], step: int, told: dict[str, list[float]]) -> Gradients:
+def _gradients(worker: Worker, task: dict[str, Any], step: int, figures: dict[str, list[float]]) -> Gradients:
     batches = client_batches(worker, task["client"], step)
     grads = worker.stepper.gradients([to_device(b, worker.stepper.mesh.device) for b in batches])
-    told["losses"].append(float(grads.loss))
-    told["counts"].append(float(grads.count))
+    figures["losses"].append(float(grads.loss))
+    figures["counts"].append(float(grads.count))
     return grads
 
 
-def _one_step(worker: Worker, task: dict[str, Any], told: dict[str, list[float]]) -> dict[str, Tensor]:
+def _one_step(worker: Worker, task: dict[str, Any], figures: dict[str, list[float]]) -> dict[str, Tensor]:
     """The gradient of the mean loss."""
-    grads = _gradients(worker, task, task["step"], told)
+    grads = _gradients(worker, task, task["step"], figures)
     grad_params = worker.stepper.state.model.grad_params
     mean = {n: local_of(x.grad).float() * grads.factor for n, x in grad_params.items() if x.grad is not None}
-    told["norms"].append(float(torch.stack([g.norm() for g in mean.values()]).norm()))
+    figures["norms"].append(float(torch.stack([g.norm() for g in mean.values()]).norm()))
     return mean
 
 
-def _several(worker: Worker, task: dict[str, Any], told: dict[str, list[float]]) -> dict[str, Tensor]:
+def _several(worker: Worker, task: dict[str, Any], figures: dict[str, list[float]]) -> dict[str, Tensor]:
     """The change of the weights and, if the round carries it, the optimizer state."""
     job, stepper, carries, parts = worker.job, worker.stepper, task["carries"], task["parts"]
     spread_model, optim = stepper.state.model, job.optim
@@ -140,11 +140,11 @@ def _several(worker: Worker, task: dict[str, Any], told: dict[str, list[float]])
     # the clipping threshold is set for the mean over all clients, whose noise is smaller by sqrt(parts)
     stepper.job = job.model_copy(update={"optim": optim.model_copy(update={"clip": optim.clip * math.sqrt(parts)})})
     for step in range(task["step"], task["step"] + task["steps"]):
-        grads = _gradients(worker, task, step, told)
+        grads = _gradients(worker, task, step, figures)
         old = _moments(optimizers, "exp_avg") if carries else {}
         norm, _ = stepper.update(grads, learning_rate(job, step + 1))
         _as_of_all(optimizers, old, optim.betas, parts)
-        told["norms"].append(float(norm))
+        figures["norms"].append(float(norm))
     stepper.job = job
     sent = {n: local_of(m.detach()) - before[n] for n, m in spread_model.master_params.items()}
     state = optimizers.shards() if carries else {}

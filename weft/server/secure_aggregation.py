@@ -172,7 +172,9 @@ def unmask(
     total = torch.stack(list(masked.values())).sum(0)
     for client, public in mask_publics.items():
         kind = "own" if client in masked else "mask"
-        shares = {holder: told[client][1] for holder, told in revealed.items() if told[client][0] == kind}
+        shares = {
+            holder: shares_of[client][1] for holder, shares_of in revealed.items() if shares_of[client][0] == kind
+        }
         if len(shares) < threshold:
             raise ValueError(f"{len(shares)} shares of client {client}, of which {threshold} are needed")
         key = join_secret(dict(list(shares.items())[:threshold]))

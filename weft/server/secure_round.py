@@ -67,12 +67,12 @@ class SecureRound:
                     )
                 self.masked[client] = vector
             case "unmask":
-                told = {int(c): (str(kind), int(share, 16)) for c, (kind, share) in head["shares"].items()}
-                if {c: kind for c, (kind, _) in told.items()} != {
+                shares = {int(c): (str(kind), int(share, 16)) for c, (kind, share) in head["shares"].items()}
+                if {c: kind for c, (kind, _) in shares.items()} != {
                     c: "own" if c in self.masked else "mask" for c in self.sharing
                 }:
                     raise ValueError("it did not reveal the shares that are needed")
-                self.revealed[client] = told
+                self.revealed[client] = shares
         self.answered.add(client)
         self._advance()
 

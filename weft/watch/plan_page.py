@@ -18,7 +18,7 @@ COLOURS = (
     "#332288",
 )  # fmt: skip
 MAX_STAGES = 64
-WORDS = {
+LABELS = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations",
     "logits": "logits", "communication": "communication", "reserve": "context and fragments", "compute": "computing",
     "tp": "tensor-parallel traffic", "cp": "context-parallel traffic", "ep": "expert traffic",
@@ -67,17 +67,17 @@ def _header(name: str, data: Data) -> str:
 
 
 def _keys(data: Data) -> str:
-    told, kept = data.get("estimate"), data.get("goodput")
-    if not told or not kept:
+    estimate, kept = data.get("estimate"), data.get("goodput")
+    if not estimate or not kept:
         return ""
     share = kept["share"] or 1.0
-    cost = told.get("cost_usd")
+    cost = estimate.get("cost_usd")
     items = [
-        ("step", f"{told['step_time_s']:.4g} s", f"{told['range_s'][0]:.3g} to {told['range_s'][1]:.3g} s"),
-        ("MFU", f"{100 * told['mfu']:.1f} %", f"{told['tokens_per_s_per_gpu']:,.0f} tokens/s a device"),
-        ("memory", f"{told['peak_memory_gib']:.1f} GiB", f"of {told['memory_limit_gib']:.1f} GiB"),
-        ("run", f"{told['hours'] / share:,.4g} h", f"{told['steps']:,} steps"),
-        ("energy", f"{told['energy_kwh'] / share:,.0f} kWh", "" if cost is None else f"{cost / share:,.0f} USD"),
+        ("step", f"{estimate['step_time_s']:.4g} s", f"{estimate['range_s'][0]:.3g} to {estimate['range_s'][1]:.3g} s"),
+        ("MFU", f"{100 * estimate['mfu']:.1f} %", f"{estimate['tokens_per_s_per_gpu']:,.0f} tokens/s a device"),
+        ("memory", f"{estimate['peak_memory_gib']:.1f} GiB", f"of {estimate['memory_limit_gib']:.1f} GiB"),
+        ("run", f"{estimate['hours'] / share:,.4g} h", f"{estimate['steps']:,} steps"),
+        ("energy", f"{estimate['energy_kwh'] / share:,.0f} kWh", "" if cost is None else f"{cost / share:,.0f} USD"),
         ("goodput", f"{100 * share:.1f} %", f"checkpoint every {kept['checkpoint_every']} steps"),
     ]
     inner = "".join(f"<div><dt>{a}</dt><dd>{esc(b)}<small>{esc(c)}</small></dd></div>" for a, b, c in items)
@@ -86,20 +86,20 @@ def _keys(data: Data) -> str:
 
 def memory_figure(data: Data) -> Figure | None:
     """Memory by part, one bar a stage, with the device's limit."""
-    told = data.get("estimate")
-    if not told:
+    estimate = data.get("estimate")
+    if not estimate:
         return None
-    stages = told.get("memory_by_stage") or [{"stage": 0, **told["memory"]}]
+    stages = estimate.get("memory_by_stage") or [{"stage": 0, **estimate["memory"]}]
     shown = stages[:MAX_STAGES]
     names = [f"stage {s['stage']}" if len(stages) > 1 else "each rank" for s in shown]
-    parts = [p for p in told["memory"] if any(s.get(p, 0) > 0.005 for s in shown)]
+    parts = [p for p in estimate["memory"] if any(s.get(p, 0) > 0.005 for s in shown)]
     traces: list[Data] = [
-        {"type": "bar", "name": WORDS.get(part, part), "x": names, "y": [s.get(part, 0.0) for s in shown],
+        {"type": "bar", "name": LABELS.get(part, part), "x": names, "y": [s.get(part, 0.0) for s in shown],
          "marker": {"color": COLOURS[i % len(COLOURS)]},
          "hovertemplate": "%{x}: %{y:.2f} GiB<extra>%{fullData.name}</extra>"}
         for i, part in enumerate(parts)
     ]  # fmt: skip
-    limit = told["memory_limit_gib"]
+    limit = estimate["memory_limit_gib"]
     layout = {
         "barmode": "stack", "showlegend": True, "yaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"},
         "bargap": 0.25 if len(names) > 1 else 0.8,
@@ -114,13 +114,13 @@ def memory_figure(data: Data) -> Figure | None:
 
 def time_figure(data: Data) -> Figure | None:
     """Step time by part."""
-    told = data.get("estimate")
-    if not told:
+    estimate = data.get("estimate")
+    if not estimate:
         return None
-    parts = sorted(((v, k) for k, v in told["time"].items() if v > 1e-3 * told["step_time_s"]), reverse=True)
+    parts = sorted(((v, k) for k, v in estimate["time"].items() if v > 1e-3 * estimate["step_time_s"]), reverse=True)
     traces: list[Data] = [
-        {"type": "bar", "orientation": "h", "name": WORDS.get(k, k), "x": [v], "y": ["a step"],
-         "marker": {"color": COLOURS[i % len(COLOURS)]}, "text": [f"{100 * v / told['step_time_s']:.0f} %"],
+        {"type": "bar", "orientation": "h", "name": LABELS.get(k, k), "x": [v], "y": ["a step"],
+         "marker": {"color": COLOURS[i % len(COLOURS)]}, "text": [f"{100 * v / estimate['step_time_s']:.0f} %"],
          "textposition": "inside", "hovertemplate": "%{x:.4g} s<extra>%{fullData.name}</extra>"}
         for i, (v, k) in enumerate(parts)
     ]  # fmt: skip
@@ -150,8 +150,8 @@ def front_figure(data: Data) -> Figure | None:
         "showlegend": True, "xaxis": {"title": {"text": "seconds a step, failures counted in"}},
         "yaxis": {"title": {"text": "GiB of the fullest rank"}, "rangemode": "tozero"},
     }  # fmt: skip
-    said = f"No other layout is better in time, memory, money and energy at once. A larger mark costs more {unit}."
-    return Figure("front", "The front", said, traces, layout, height=380)
+    caption = f"No other layout is better in time, memory, money and energy at once. A larger mark costs more {unit}."
+    return Figure("front", "The front", caption, traces, layout, height=380)
 
 
 def _hover(point: Data, by: str, unit: str) -> str:

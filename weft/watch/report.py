@@ -21,7 +21,7 @@ from weft.watch.html_page import card as _figure
 from weft.watch.html_page import esc as _esc
 from weft.watch.html_page import shell
 from weft.watch.journal import read_jsonl, read_metrics, to_plain
-from weft.watch.report_summary import Status, key_figures, layout_in_words, measured, started, status_of
+from weft.watch.report_summary import Status, describe_layout, key_figures, measured, started, status_of
 
 HEAD_EVENTS, TAIL_EVENTS = 40, 160
 # labels of the plan's figures; others keep their own names
@@ -72,7 +72,7 @@ def _header(name: str, status: Status, plan: Record, events: Sequence[Record]) -
     meta = " · ".join(_esc(part) for part in started(events))
     return f"""<header>
 <div class="top"><h1>{_esc(name)}</h1><span class="status {status.tone}">{_esc(status.word)}</span></div>
-{why}<p>{_esc(layout_in_words(plan))}</p>
+{why}<p>{_esc(describe_layout(plan))}</p>
 <p class="meta">{meta}</p>
 </header>"""
 
@@ -129,8 +129,8 @@ def _predicted(records: Sequence[Record], plan: Record) -> str:
 def _slices(raw: Any) -> str:
     slices = parse_slices(raw) if raw is not None else None
     if slices is None:
-        said = "This run has no slices.json." if raw is None else "slices.json could not be understood."
-        return _figure(Figure("slices", "Which rank holds which slice", empty=said))
+        message = "This run has no slices.json." if raw is None else "slices.json could not be understood."
+        return _figure(Figure("slices", "Which rank holds which slice", empty=message))
     mesh = mesh_picture(slices)
     above = f"<h3>The mesh</h3>{mesh}<h3>The parameters</h3>" if mesh else ""
     return _figure(slice_map(slices), above)

@@ -51,14 +51,14 @@ def status_of(events: Sequence[Record], records: Sequence[Record]) -> Status:
         kind = str(event.get("event"))
         if kind in _STANDS:
             word, tone = _STANDS[kind]
-            said = next((event[k] for k in ("reason", "message", "error", "why") if event.get(k)), "")
+            reason = next((event[k] for k in ("reason", "message", "error", "why") if event.get(k)), "")
             step = number(event.get("step"))
             at = f"At step {step:.0f}" if step is not None and kind not in ("start", "resume", "done") else ""
-            return Status(word, tone, ": ".join(part for part in (at, str(said)) if part))
+            return Status(word, tone, ": ".join(part for part in (at, str(reason)) if part))
     return Status("Running or cut off" if records else "Not started", "open")
 
 
-def layout_in_words(plan: Record) -> str:
+def describe_layout(plan: Record) -> str:
     """The plan in one sentence."""
     if not plan:
         return "The layout is not known: this run has no plan.json."
@@ -74,27 +74,27 @@ def layout_in_words(plan: Record) -> str:
     world = number(plan.get("world"))
     ranks = "" if world is None else "1 rank" if world == 1 else f"{world:.0f} ranks"
     spread = " × ".join(parts) or ("the whole model on it" if world == 1 else "")
-    said = [": ".join(p for p in (ranks, spread) if p)]
+    phrases = [": ".join(p for p in (ranks, spread) if p)]
     if plan.get("precision"):
-        said.append(str(plan["precision"]))
+        phrases.append(str(plan["precision"]))
     if plan.get("microbatch") is not None and plan.get("accumulation") is not None:
-        said.append(f"microbatch {plan['microbatch']} × {plan['accumulation']} accumulated")
+        phrases.append(f"microbatch {plan['microbatch']} × {plan['accumulation']} accumulated")
     if plan.get("recompute") is not None:
-        said.append(f"recompute {plan['recompute']}")
-    text = ", ".join(part for part in said if part)
+        phrases.append(f"recompute {plan['recompute']}")
+    text = ", ".join(part for part in phrases if part)
     return text[:1].upper() + text[1:] + "." if text else "The layout is not described in plan.json."
 
 
 def started(events: Sequence[Record]) -> list[str]:
     """When the run started and where; the report's own date and host where no event tells."""
-    said = []
+    phrases = []
     times = _times(events)
-    said.append(f"started {times[0]:%Y-%m-%d %H:%M} UTC" if times else "start not recorded")
+    phrases.append(f"started {times[0]:%Y-%m-%d %H:%M} UTC" if times else "start not recorded")
     hosts = list(dict.fromkeys(str(h) for e in events if (h := e.get("host") or e.get("hostname"))))
     if hosts:
-        said.append(f"on {', '.join(hosts[:4])}{' …' if len(hosts) > 4 else ''}")
-    said.append(f"report written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC on {platform.node() or 'an unnamed host'}")
-    return said
+        phrases.append(f"on {', '.join(hosts[:4])}{' …' if len(hosts) > 4 else ''}")
+    phrases.append(f"report written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC on {platform.node() or 'an unnamed host'}")
+    return phrases
 
 
 def key_figures(records: Sequence[Record], events: Sequence[Record], plan: Record) -> list[tuple[str, str, str]]:

@@ -18,7 +18,7 @@ from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.models.attention import REFERENCE, TokenInfo, attend, attend_backward, attention, merge
 from weft.parallel.context.attention import Context
-from weft.parallel.context.sequence_split import Cut
+from weft.parallel.context.sequence_split import SequenceSplit
 from weft.planner.plan import Plan
 from weft.planner.rules.layout_syntax import parse_layout, ranks
 from weft.planner.time.context import choose_style, context_bytes
@@ -62,7 +62,7 @@ def compare(cases: list[Case]) -> list[dict[str, Any]]:
         full = [t.float().requires_grad_() for t in (q, k, v)]
         y = attention(*full, case["causal"], TokenInfo(None, docs, None, torch.arange(length), length))
         right = [y.detach(), *torch.autograd.grad(y, full, dout.float())]
-        cut = Cut.of(plan_of(axis.size, case), axis.rank)
+        cut = SequenceSplit.of(plan_of(axis.size, case), axis.rank)
         rows = cut.rows(length)
         inside = rows < length
         axis.bytes.clear()
@@ -131,7 +131,7 @@ def step_bytes(job: Any) -> dict[str, Any]:
         return {"memory": memory, "sent": {}, "formula": {}}
     axis.bytes.clear()
     stepper.gradients([to_device(b, mesh.device) for b in batches])
-    tokens = job.train.global_batch * Cut.of(plan, axis.rank).padded(job.data.seq_len)
+    tokens = job.train.global_batch * SequenceSplit.of(plan, axis.rank).padded(job.data.seq_len)
     formula = context_bytes(job.model, plan, tokens, 4, axis.rank // plan.cp_group)
     return {"memory": memory, "sent": {k: axis.bytes[k] for k in formula}, "formula": formula}
 

@@ -12,7 +12,7 @@ from weft.hardware.catalog import find_device
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
-from weft.parallel.data.bucket_queue import LEARN_AT, send_order
+from weft.parallel.data.bucket_queue import PROFILED_STEP, send_order
 from weft.parallel.data.data_parallel import Replicas
 from weft.planner import make_plan
 from weft.planner.plan import Plan
@@ -44,7 +44,7 @@ def orders(job: Job) -> tuple[list[int], list[int], int]:
     data = stepper.state.model.data  # type: ignore[union-attr]
     assert isinstance(data, Replicas)
     first = list(data.queue.order)
-    for _, batches in zip(range(LEARN_AT + 2), loader, strict=False):
+    for _, batches in zip(range(PROFILED_STEP + 2), loader, strict=False):
         stepper.update(stepper.gradients(batches), stepper.learning_rate())
     return first, data.queue.order, len(data.buckets)
 

@@ -57,14 +57,14 @@ def mesh_figure(data: dict[str, Any]) -> Figure | None:
         "textfont": {"color": "#14171a", "size": 11},
     }  # fmt: skip
     named = ", ".join(f"{short[a]} {a}" for a in split) or "one rank"
-    words = {"pp": "stage", "dp_shard": "shard", "dp_replicate": "replica"}[axis]
-    said = f"The colour is the {words}; {named}. Placement: {plan.placement}."
-    said += f" The first {shown} of {nodes} nodes." if shown < nodes else ""
+    unit = {"pp": "stage", "dp_shard": "shard", "dp_replicate": "replica"}[axis]
+    caption = f"The colour is the {unit}; {named}. Placement: {plan.placement}."
+    caption += f" The first {shown} of {nodes} nodes." if shown < nodes else ""
     layout = {
         "yaxis": {"autorange": "reversed", "showgrid": False}, "xaxis": {"side": "bottom", "showgrid": False},
         "margin": {"l": 70, "r": 20, "t": 40, "b": 40},
     }  # fmt: skip
-    return Figure("mesh", "The mesh on the nodes", said, [trace], layout, height=90 + 30 * shown)
+    return Figure("mesh", "The mesh on the nodes", caption, [trace], layout, height=90 + 30 * shown)
 
 
 def pipeline_text(data: dict[str, Any]) -> str:

@@ -65,7 +65,7 @@ def _panel(name: str, raw: Any) -> Panel | None:
 def _figure(schedule: str, panels: Sequence[Panel]) -> Figure:
     ranks = max(s.rank for p in panels for s in p.spans) + 1
     shown = min(ranks, MAX_RANKS)
-    notes = [_said(schedule, panels)]
+    notes = [_caption(schedule, panels)]
     if shown < ranks:
         notes.append(f"The first {shown} of {ranks} ranks are shown.")
     # a simulation in other units than seconds has its own scale
@@ -97,7 +97,7 @@ def _figure(schedule: str, panels: Sequence[Panel]) -> Figure:
     return Figure("pipeline", TITLE, " ".join(notes), data, layout, height=height)
 
 
-def _said(schedule: str, panels: Sequence[Panel]) -> str:
+def _caption(schedule: str, panels: Sequence[Panel]) -> str:
     bubble = {p.name: f"{p.bubble:.1%}" for p in panels}
     if len(panels) == 2:
         what = f"The ranks waited {bubble['measured']} of the step; the simulator expected {bubble['simulated']}."

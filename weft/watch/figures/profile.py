@@ -60,7 +60,7 @@ def profile_figure(text: str) -> Figure | None:
         "legend": {"orientation": "h", "x": 0, "y": 1.04, "yanchor": "bottom", "traceorder": "normal"},
         "margin": {"l": 70, "r": 20, "t": 60, "b": 48},
     }
-    return Figure("profile", TITLE, _said(text, ranks), data, layout, height=150 + 44 * len(shown))
+    return Figure("profile", TITLE, _caption(text, ranks), data, layout, height=150 + 44 * len(shown))
 
 
 def _trace(name: str, rows: list[ProfileRow | None]) -> dict[str, Any]:
@@ -87,15 +87,15 @@ def _hover(row: ProfileRow) -> str:
     return "<br>".join(lines)
 
 
-def _said(text: str, ranks: list[list[ProfileRow]]) -> str:
+def _caption(text: str, ranks: list[list[ProfileRow]]) -> str:
     raw = json.loads(text)
-    words = [f"One step of {raw.get('layout') or 'the job'} in {raw.get('precision') or 'its precision'}"]
+    sentences = [f"One step of {raw.get('layout') or 'the job'} in {raw.get('precision') or 'its precision'}"]
     if isinstance(raw.get("step_ms"), int | float):
-        words.append(f"takes {raw['step_ms']:.4g} ms.")
-    words.append("A roof is the rate measured on random data, or that of the data sheet. The table is for rank 0.")
+        sentences.append(f"takes {raw['step_ms']:.4g} ms.")
+    sentences.append("A roof is the rate measured on random data, or that of the data sheet. The table is for rank 0.")
     if len(ranks) > MAX_RANKS:
-        words.append(f"The first {MAX_RANKS} of {len(ranks)} ranks are drawn.")
-    return " ".join(words)
+        sentences.append(f"The first {MAX_RANKS} of {len(ranks)} ranks are drawn.")
+    return " ".join(sentences)
 
 
 def profile_table(text: str) -> tuple[list[str], list[list[str]]]:

@@ -87,9 +87,9 @@ def speed_figure(records: Sequence[Record], marks: Sequence[float]) -> Figure:
     figure = _over_steps("speed", "Bandwidth", seen, "comm_gb_per_s", "GB/s", marks, noisy=False, zero=True)
     sent = [v for v in column(seen, "comm_mib")[1] if v is not None]
     between = [v for v in column(seen, "comm_between_mib")[1] if v is not None]
-    words = f"{median(sent):.3g} MiB a step from rank 0" if sent else ""
-    words += f", {median(between):.3g} of it to other nodes" if between else ""
-    return replace(figure, caption=words)
+    caption = f"{median(sent):.3g} MiB a step from rank 0" if sent else ""
+    caption += f", {median(between):.3g} of it to other nodes" if between else ""
+    return replace(figure, caption=caption)
 
 
 def memory_figure(records: Sequence[Record], plan: Record, marks: Sequence[float]) -> Figure:
