@@ -1,7 +1,8 @@
-"""Collectives that autograd can go back through: each is the other's gradient, in pairs (Megatron's f and g)."""
+"""Differentiable collectives, in pairs of which each is the gradient of the other (Megatron's f and g)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,120 +10,78 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return axis.all_gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.reduce_scatter(grads[0], ctx.dim), None, None
+Operation = Callable[[Axis, Tensor, int], Tensor]
+"""Takes an axis, a tensor and a dim."""
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return axis.reduce_scatter(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.all_gather(grads[0], ctx.dim), None, None
+def _gather(axis: Axis, x: Tensor, dim: int) -> Tensor:
+    return axis.all_gather(x, dim)
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return axis.narrow(x, dim).contiguous()
+def _scatter(axis: Axis, x: Tensor, dim: int) -> Tensor:
+    return axis.reduce_scatter(x, dim)
+
+
+def _narrow(axis: Axis, x: Tensor, dim: int) -> Tensor:
+    return axis.narrow(x, dim).contiguous()
+
+
+def _sum(axis: Axis, x: Tensor, dim: int) -> Tensor:
+    return axis.all_reduce(x.contiguous().clone())
+
+
+def _same(axis: Axis, x: Tensor, dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+class _Pair(torch.autograd.Function):
+    """One operation in the forward pass, another one on the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.all_gather(grads[0], ctx.dim), None, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return axis.all_gather(x, dim)
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, there: Operation, back: Operation) -> Tensor:
+        ctx.axis, ctx.dim, ctx.back = axis, dim, back
+        return there(axis, x, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.narrow(grads[0], ctx.dim).contiguous(), None, None
+        return ctx.back(ctx.axis, grads[0], ctx.dim), None, None, None, None
 
 
-class _CopyIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.all_reduce(grads[0].contiguous().clone()), None
-
-
-class _ReduceOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return axis.all_reduce(x.contiguous().clone())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None
-
-
-class _SumUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return axis.all_reduce(x.contiguous().clone())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.all_reduce(grads[0].contiguous().clone()), None
+def _apply(x: Tensor, axis: Axis, dim: int, there: Operation, back: Operation) -> Tensor:
+    out: Tensor = _Pair.apply(x, axis, dim, there, back)
+    return out
 
 
 def gather_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Join the ranks' shards along dim; the gradient is summed and cut again."""
-    out: Tensor = _Gather.apply(x, axis, dim)
-    return out
+    """Concatenate the ranks' shards along dim; the gradient is reduce-scattered."""
+    return _apply(x, axis, dim, _gather, _scatter)
 
 
 def scatter_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Sum over the ranks and keep this rank's shard along dim; the gradient is gathered."""
-    out: Tensor = _Scatter.apply(x, axis, dim)
-    return out
+    return _apply(x, axis, dim, _scatter, _gather)
 
 
 def split_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's shard of what all ranks hold; the gradient is gathered."""
-    out: Tensor = _Split.apply(x, axis, dim)
-    return out
+    """This rank's shard of a tensor that all ranks hold; the gradient is gathered."""
+    return _apply(x, axis, dim, _narrow, _gather)
 
 
 def join_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The ranks' shards, joined for all of them to go on in the same way; the gradient is cut again."""
-    out: Tensor = _Join.apply(x, axis, dim)
-    return out
+    """Concatenate the ranks' shards for a computation that all ranks repeat; the gradient is narrowed."""
+    return _apply(x, axis, dim, _gather, _narrow)
 
 
 def copy_in(x: Tensor, axis: Axis) -> Tensor:
-    """The same on every rank going in; the gradient is summed coming back."""
-    out: Tensor = _CopyIn.apply(x, axis)
-    return out
+    """The input, equal on every rank; the gradient is summed."""
+    return _apply(x, axis, 0, _same, _sum)
 
 
 def reduce_out(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the ranks going out; the gradient passes unchanged."""
-    out: Tensor = _ReduceOut.apply(x, axis)
-    return out
+    """Sum over the ranks; the gradient is passed on."""
+    return _apply(x, axis, 0, _sum, _same)
 
 
 def sum_up(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the ranks, each of which goes on in its own way: their gradients are summed too."""
-    out: Tensor = _SumUp.apply(x, axis)
-    return out
+    """Sum over the ranks, which then compute different things; the gradient is summed too."""
+    return _apply(x, axis, 0, _sum, _sum)
