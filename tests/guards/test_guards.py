@@ -77,7 +77,7 @@ def test_bitflip_costs_at_most_check_every_steps(pool: RankPool, tmp_path: Path)
         if faults:
             [(step, _, rank)] = faults
             unsure, back, named = events
-            assert "it cannot be told which is right" in unsure["why"]
+            assert "there is no majority" in unsure["why"]
             assert unsure["step"] < step + every
             assert back["steps_lost"] <= every
             assert named["rank"] == rank
