@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weft.comm.codecs import Dice, way_of
+from weft.comm.codecs import RoundingNoise, codecs_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device, val_batches
 from weft.job.compression import parse_compression
@@ -75,14 +75,14 @@ def _bytes(mesh: Any) -> int:
 
 def speed(setting: str) -> tuple[float, float]:
     """Nanoseconds to encode and to decode a number on one core; best of five."""
-    codec = way_of(parse_compression(setting)).gradients
+    codec = codecs_of(parse_compression(setting)).gradients
     if codec is None:
         return 0.0, 0.0
-    x, dice = torch.randn(1, 2**20), Dice(0, torch.device("cpu"))
+    x, rounding = torch.randn(1, 2**20), RoundingNoise(0, torch.device("cpu"))
     best = [1e9, 1e9]
     for _ in range(5):
         began = time.perf_counter()
-        payload = codec.encode(x, dice, lambda k: k)
+        payload = codec.encode(x, rounding, lambda k: k)
         middle = time.perf_counter()
         codec.decode(payload, x.numel())
         end = time.perf_counter()

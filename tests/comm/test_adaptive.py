@@ -1,4 +1,4 @@
-"""The least compression that hides communication: what is chosen on which link, and that it does not swing."""
+"""Adaptive compression: the level chosen on each link, without oscillation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.comm.adaptive import LADDER, PATIENCE, WARY, Adviser, Figures, costs, least, sent, stands_out
+from weft.comm.adaptive import (
+    LEVELS,
+    LOOKS_BEFORE_LOWERING,
+    WARY_LOOKS,
+    AdaptiveChoice,
+    Figures,
+    exposed_seconds,
+    lowest_levels,
+    seconds_by_level,
+    sent_bytes,
+)
 
 SIZES = [6_000_000] * 4
 MBIT = 1e6 / 8
@@ -15,79 +25,79 @@ FIGURES = Figures(0.0005, 1e4 * MBIT, 1.0, (0.3, 0.5, 0.7, 0.9), (0.0, 4e-9, 8e-
 """Four buckets of 24 MB that a backward pass makes ready one after the other; 10 Gb/s hides them."""
 
 
-def adviser() -> Adviser:
-    return Adviser(list(SIZES), ranks=2, scattered=False)
+def choice() -> AdaptiveChoice:
+    return AdaptiveChoice(list(SIZES), ranks=2, scattered=False)
 
 
-def test_a_fast_link_needs_none() -> None:
-    one = adviser()
-    assert one.look(FIGURES) is None and one.rungs == [0] * 4 and one.words() == "none × 4"
+def test_no_compression_on_a_fast_link() -> None:
+    one = choice()
+    assert one.look(FIGURES) is None and one.levels == [0] * 4 and one.describe() == "none × 4"
 
 
-def test_the_slower_the_link_the_more() -> None:
+def test_slower_links_get_more_compression() -> None:
     highest = []
     for mbit in (10_000, 2_000, 1_000, 300, 100, 30):
-        one = adviser()
+        one = choice()
         why = one.look(replace(FIGURES, bytes_per_s=mbit * MBIT))
-        highest.append(sum(one.rungs))
+        highest.append(sum(one.levels))
         if why is not None:
             assert f"at {mbit} Mb/s" in why and "hold up a step of 1.00 s" in why
-    assert highest == sorted(highest) and highest[0] == 0 and highest[-1] == 4 * (len(LADDER) - 1)
+    assert highest == sorted(highest) and highest[0] == 0 and highest[-1] == 4 * (len(LEVELS) - 1)
     assert len(set(highest)) >= 4
 
 
-def test_before_the_first_step_int8_where_that_is_sooner() -> None:
+def test_int8_before_the_first_step_if_faster() -> None:
     unknown = replace(FIGURES, step_s=0.0, ready_s=(0.0,) * 4)
-    slow_to_encode = replace(unknown, code_s=(0.0, *[1e-6] * (len(LADDER) - 1)))
-    assert adviser().begin(slow_to_encode) is None
-    one = adviser()
+    slow_to_encode = replace(unknown, code_s=(0.0, *[1e-6] * (len(LEVELS) - 1)))
+    assert choice().begin(slow_to_encode) is None
+    one = choice()
     why = one.begin(replace(unknown, bytes_per_s=100 * MBIT))
-    assert why is not None and "at 100 Mb/s" in why and "is not known yet" in why and one.words() == "int8 × 4"
+    assert why is not None and "at 100 Mb/s" in why and "is not known yet" in why and one.describe() == "int8 × 4"
 
 
-def test_not_more_than_pays() -> None:
-    """Where encoding takes longer than sending, nothing is encoded, however much stands out."""
-    slow = replace(FIGURES, bytes_per_s=1000 * MBIT, code_s=(0.0, *[1e-6] * (len(LADDER) - 1)))
-    one = adviser()
-    assert one.look(slow) is None and one.rungs == [0] * 4
+def test_no_level_that_does_not_pay() -> None:
+    """If encoding takes longer than sending, nothing is compressed, however much is exposed."""
+    slow = replace(FIGURES, bytes_per_s=1000 * MBIT, code_s=(0.0, *[1e-6] * (len(LEVELS) - 1)))
+    one = choice()
+    assert one.look(slow) is None and one.levels == [0] * 4
 
 
-def test_it_rises_at_once_and_falls_with_patience() -> None:
-    one = adviser()
+def test_levels_rise_at_once_and_fall_slowly() -> None:
+    one = choice()
     assert one.look(replace(FIGURES, bytes_per_s=100 * MBIT)) is not None
-    high = list(one.rungs)
-    for _ in range(PATIENCE - 1):
-        assert one.look(FIGURES) is None and one.rungs == high
-    assert one.look(FIGURES) is not None and one.rungs == [0] * 4
+    high = list(one.levels)
+    for _ in range(LOOKS_BEFORE_LOWERING - 1):
+        assert one.look(FIGURES) is None and one.levels == high
+    assert one.look(FIGURES) is not None and one.levels == [0] * 4
 
 
-def test_a_link_that_wavers_does_not_make_it_swing() -> None:
-    one = adviser()
+def test_unsteady_links_do_not_cause_oscillation() -> None:
+    one = choice()
     one.look(replace(FIGURES, bytes_per_s=400 * MBIT))
-    high, changes = list(one.rungs), 0
+    high, changes = list(one.levels), 0
     for i in range(20):
         changes += one.look(replace(FIGURES, bytes_per_s=(400 if i % 2 else 2000) * MBIT)) is not None
-    assert changes == 0 and one.rungs == high
+    assert changes == 0 and one.levels == high
 
 
-def test_what_made_steps_slower_is_gone_back_from_and_not_tried_again_soon() -> None:
-    one, slow = adviser(), replace(FIGURES, bytes_per_s=300 * MBIT)
-    assert one.look(slow) is not None and any(one.rungs)
+def test_slower_levels_are_reverted_and_avoided() -> None:
+    one, slow = choice(), replace(FIGURES, bytes_per_s=300 * MBIT)
+    assert one.look(slow) is not None and any(one.levels)
     why = one.look(replace(slow, step_s=1.2))
-    assert why == "a step took 1.00 s with less compression and 1.20 s since" and one.rungs == [0] * 4
+    assert why == "a step took 1.00 s with less compression and 1.20 s since" and one.levels == [0] * 4
     looks = 0
     while one.look(slow) is None:
         looks += 1
-    assert looks == WARY - 1 and any(one.rungs)
-    assert one.look(replace(slow, step_s=0.9)) is None and any(one.rungs)  # sooner: it stays
+    assert looks == WARY_LOOKS - 1 and any(one.levels)
+    assert one.look(replace(slow, step_s=0.9)) is None and any(one.levels)  # sooner: it stays
 
 
 def test_bytes_of_both_halves() -> None:
     n = 25_600
-    assert sent("none", n, 4, scattered=False) == 2 * 3 / 4 * 4 * n
-    assert sent("int8", n, 4, scattered=False) == 2 * 3 / 4 * (n + 4 * n / 256)
-    assert sent("int8", n, 4, scattered=True) == 3 / 4 * (n + 4 * n / 256)
-    assert sent("topk:0.04", n, 4, scattered=False) == 3 * 6 * 1024
+    assert sent_bytes("none", n, 4, scattered=False) == 2 * 3 / 4 * 4 * n
+    assert sent_bytes("int8", n, 4, scattered=False) == 2 * 3 / 4 * (n + 4 * n / 256)
+    assert sent_bytes("int8", n, 4, scattered=True) == 3 / 4 * (n + 4 * n / 256)
+    assert sent_bytes("topk:0.04", n, 4, scattered=False) == 3 * 6 * 1024
 
 
 @given(
@@ -95,17 +105,17 @@ def test_bytes_of_both_halves() -> None:
     gap=st.floats(0.0, 1.0), ranks=st.integers(2, 8), scattered=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_the_least_is_enough_and_no_more(
+def test_lowest_levels_are_sufficient_and_minimal(
     sizes: list[int], mbit: float, gap: float, ranks: int, scattered: bool
 ) -> None:
     ready = [gap * (i + 1) / len(sizes) for i in range(len(sizes))]
     figures = replace(FIGURES, bytes_per_s=mbit * MBIT, ready_s=tuple(ready))
-    table = costs(figures, sizes, ranks, scattered)
-    rungs = least(ready, table, 0.05)
-    out = stands_out(ready, [row[r] for row, r in zip(table, rungs, strict=True)])
-    best = stands_out(ready, [min(row) for row in table])
+    table = seconds_by_level(figures, sizes, ranks, scattered)
+    levels = lowest_levels(ready, table, 0.05)
+    out = exposed_seconds(ready, [row[r] for row, r in zip(table, levels, strict=True)])
+    best = exposed_seconds(ready, [min(row) for row in table])
     assert best <= out + 1e-12
     if out > 0.05:  # then every bucket is where nothing more would pay
-        assert all(min(row[r:]) > 0.9 * row[r] - 1e-12 for row, r in zip(table, rungs, strict=True))
-    elif any(rungs):
-        assert stands_out(ready, [row[0] for row in table]) > 0.05
+        assert all(min(row[r:]) > 0.9 * row[r] - 1e-12 for row, r in zip(table, levels, strict=True))
+    elif any(levels):
+        assert exposed_seconds(ready, [row[0] for row in table]) > 0.05

@@ -16,7 +16,7 @@ from weft.job.schema import Model
 from weft.launch.rank_pool import RankPool
 from weft.models.attention import TokenInfo
 from weft.models.mixture_of_experts import MixtureOfExperts
-from weft.parallel.expert.expert_parallel import Spreading
+from weft.parallel.expert.expert_parallel import ExpertDispatch
 
 RANKS = 4
 
@@ -43,7 +43,7 @@ def both() -> tuple[float, int, int]:
     moe = MixtureOfExperts(Model.model_validate(described))
     moe.router.weight = nn.Parameter(router.clone())
     moe.experts.up.weight, moe.experts.down.weight = nn.Parameter(up[mine].clone()), nn.Parameter(down[mine].clone())
-    moe.spread = Spreading(None, False, None, axis)
+    moe.spread = ExpertDispatch(None, False, None, axis)
     tokens = x.clone().requires_grad_()
     info = TokenInfo(None, None, None, torch.arange(lesson.TOKENS), lesson.TOKENS)
     y = moe(tokens.unsqueeze(0), info)[0]

@@ -16,7 +16,7 @@ from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.models.attention import TokenInfo
 from weft.parallel.context.attention import Context
-from weft.parallel.context.sequence_split import Cut
+from weft.parallel.context.sequence_split import SequenceSplit
 from weft.planner.plan import Plan
 
 RANKS, LENGTH, HEADS, WIDTH = 4, 32, 2, 8
@@ -32,7 +32,7 @@ def both(length: int) -> tuple[float, bool]:
     mesh = connect(plan)
     axis = mesh.axis("cp")
     assert axis is not None and dist.get_world_size() == int(os.environ["WORLD_SIZE"])
-    cut = Cut.of(plan, axis.rank)
+    cut = SequenceSplit.of(plan, axis.rank)
     rows = cut.rows(length)
     random = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn((1, length, HEADS, WIDTH), generator=random)[:, rows] for _ in range(4))

@@ -84,7 +84,7 @@ class Agreement:
         value, why = all_gather_json(answer, self.group)[0]
         if why is not None:
             raise failed(why)
-        return value  # type: ignore[no-any-return]
+        return value
 
 
 def error_text(error: BaseException) -> str:

@@ -1,14 +1,13 @@
-"""Collectives by hand, of messages alone: ring, recursive halving and doubling, tree, and two levels; in chunks.
+"""Collectives composed of messages: ring, recursive halving and doubling, tree, and two levels, in pipelined chunks.
 
-Each is a generator that begins the messages of one round and yields them; who drives it waits and goes on. A tensor
-is cut into chunks, each with a generator of its own, and all go on in turn: while one waits for a round, the next is
-on its way. Messages between two ranks go by round, then by chunk, on both sides, so none needs a name; a rank that has
-nothing to say in a round yields an empty one, so that several sums may be under way at once.
+Each is a generator that starts the messages of a round and yields them; the caller waits and continues. A tensor is
+split into chunks with a generator each, which take turns: while one waits for a round, the next is sent. Messages
+between two ranks are ordered by round, then by chunk, on both sides, so they need no tags; a rank without messages in a
+round yields an empty one, so that several sums can run at once.
 
-A sum is added up in one order and handed out, or in a way that is the same on both sides, so all ranks end with the
-same bits. Ring and halving send 2 (n - 1) / n of the tensor from each rank, which is the least there is; tree and
-doubling send more in fewer rounds, log n of them; two levels send little between nodes.
-"""
+A sum is computed in one order and sent to all, or symmetrically, so all ranks end with the same bits. Ring and halving
+send 2 (n - 1) / n of the tensor from each rank, which is optimal; tree and doubling send more in log n rounds; two
+levels send little between nodes."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from weft.comm.axis import Axis, Exchange, Pending
 Rounds = Iterator[Exchange]
 Op = dist.ReduceOp.RedOpType
 
-CHUNK_BYTES, MOST_CHUNKS = 2**20, 8
-"""A tensor travels in as many chunks of this size as it has, but not in more than so many."""
+CHUNK_BYTES, MAX_CHUNKS = 2**20, 8
+"""A tensor is sent in chunks of this size, but not in more than so many."""
 
-JOIN: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
+COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.PRODUCT: torch.mul,
     dist.ReduceOp.MIN: torch.minimum,
@@ -34,35 +33,35 @@ JOIN: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class ByHand:
-    """Generators under way; wait() drives them to their end."""
+class RunningRounds:
+    """Running generators; wait() runs them to their end."""
 
     def __init__(self, chunks: list[Rounds], after: Callable[[], object] | None = None):
-        self.under_way = [(rounds, next(rounds)) for rounds in chunks]
+        self.running = [(rounds, next(rounds)) for rounds in chunks]
         self.after = after
 
     def wait(self) -> None:
-        """Every chunk a round further, in turn, until all are done."""
-        while self.under_way:
+        """Advance the chunks in turn, round by round, until all are done."""
+        while self.running:
             going = []
-            for rounds, exchange in self.under_way:
+            for rounds, exchange in self.running:
                 exchange.wait()
                 following = next(rounds, None)
                 if following is not None:
                     going.append((rounds, following))
-            self.under_way = going
+            self.running = going
         if self.after is not None:
             self.after()
 
 
 def cut(flat: Tensor, parts: int) -> list[Tensor]:
-    """Parts of nearly the same size, as views; some are empty where there are fewer elements than parts."""
+    """Views of nearly equal size; some are empty if there are fewer elements than parts."""
     count = flat.numel()
     return [flat[i * count // parts : (i + 1) * count // parts] for i in range(parts)]
 
 
-def _pass(axis: Axis, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
-    """One round; what is empty is not sent."""
+def _exchange(axis: Axis, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
+    """One round; empty tensors are not sent."""
     return axis.start_exchange([(to, t) for to, t in sends if t.numel()], [(of, t) for of, t in receives if t.numel()])
 
 
@@ -71,9 +70,9 @@ def ring_reduce_scatter(axis: Axis, shards: list[Tensor], op: Op, members: Seque
     n, me = len(members), members.index(axis.rank)
     for step in range(n - 1):
         mine, theirs = ring_places(me, step, n)
-        came = torch.empty_like(shards[theirs])
-        yield _pass(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], came)])
-        shards[theirs].copy_(JOIN[op](shards[theirs], came))
+        received = torch.empty_like(shards[theirs])
+        yield _exchange(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], received)])
+        shards[theirs].copy_(COMBINE[op](shards[theirs], received))
 
 
 def ring_all_gather(axis: Axis, shards: list[Tensor], members: Sequence[int]) -> Rounds:
@@ -81,16 +80,16 @@ def ring_all_gather(axis: Axis, shards: list[Tensor], members: Sequence[int]) ->
     n, me = len(members), members.index(axis.rank)
     for step in range(n - 1):
         mine, theirs = ring_places(me + 1, step, n)
-        yield _pass(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], shards[theirs])])
+        yield _exchange(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], shards[theirs])])
 
 
 def ring_places(me: int, step: int, n: int) -> tuple[int, int]:
-    """Which shard a member of the ring hands on at a step of a reduce-scatter, and which it gets."""
+    """Which shard a member of the ring sends at a step of a reduce-scatter, and which it receives."""
     return (me - 1 - step) % n, (me - 2 - step) % n
 
 
 def ring(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
-    """All-reduce as it is taught: a reduce-scatter, then an all-gather."""
+    """All-reduce as a reduce-scatter and an all-gather."""
     shards = cut(flat, len(members))
     yield from ring_reduce_scatter(axis, shards, op, members)
     yield from ring_all_gather(axis, shards, members)
@@ -98,7 +97,7 @@ def ring(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
 
 def halving(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
     """Recursive halving, then doubling (Rabenseifner): the bytes of a ring in 2 log n rounds."""
-    yield from _folded(axis, flat, op, members, 1 << (len(members).bit_length() - 1), _halving)
+    yield from _with_extra_ranks(axis, flat, op, members, 1 << (len(members).bit_length() - 1), _halving)
 
 
 def _halving(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
@@ -114,27 +113,28 @@ def _halving(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds
         upper = me >= middle
         kept, given = halves[upper], halves[not upper]
         other = members[me ^ (high - middle)]
-        came = torch.empty_like(kept)
-        yield _pass(axis, [(other, given)], [(other, came)])
-        kept.copy_(JOIN[op](kept, came))
+        received = torch.empty_like(kept)
+        yield _exchange(axis, [(other, given)], [(other, received)])
+        kept.copy_(COMBINE[op](kept, received))
         passed.append((other, kept, given))
         low, high = (middle, high) if upper else (low, middle)
     for other, kept, given in reversed(passed):
-        yield _pass(axis, [(other, kept)], [(other, given)])
+        yield _exchange(axis, [(other, kept)], [(other, given)])
 
 
 def doubling(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
-    """Recursive doubling: everything to a partner twice as far each round; the fewest rounds, for small tensors."""
-    yield from _folded(axis, flat, op, members, 1 << (len(members).bit_length() - 1), _doubling)
+    """Recursive doubling: the whole tensor to a partner twice as far each round; the fewest rounds, for small
+    tensors."""
+    yield from _with_extra_ranks(axis, flat, op, members, 1 << (len(members).bit_length() - 1), _doubling)
 
 
 def _doubling(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
     me, distance = members.index(axis.rank), 1
     while distance < len(members):
         other = members[me ^ distance]
-        came = torch.empty_like(flat)
-        yield _pass(axis, [(other, flat)], [(other, came)])
-        flat.copy_(JOIN[op](flat, came))
+        received = torch.empty_like(flat)
+        yield _exchange(axis, [(other, flat)], [(other, received)])
+        flat.copy_(COMBINE[op](flat, received))
         distance *= 2
 
 
@@ -149,13 +149,13 @@ def tree_reduce(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rou
     n, me, distance = len(members), members.index(axis.rank), 1
     while distance < n:
         if me % (2 * distance) == distance:
-            yield _pass(axis, [(members[me - distance], flat)], [])
+            yield _exchange(axis, [(members[me - distance], flat)], [])
         elif me % (2 * distance) == 0 and me + distance < n:
-            came = torch.empty_like(flat)
-            yield _pass(axis, [], [(members[me + distance], came)])
-            flat.copy_(JOIN[op](flat, came))
+            received = torch.empty_like(flat)
+            yield _exchange(axis, [], [(members[me + distance], received)])
+            flat.copy_(COMBINE[op](flat, received))
         else:
-            yield _pass(axis, [], [])
+            yield _exchange(axis, [], [])
         distance *= 2
 
 
@@ -164,9 +164,9 @@ def tree_broadcast(axis: Axis, flat: Tensor, members: Sequence[int]) -> Rounds:
     n, me = len(members), members.index(axis.rank)
     for distance in (1 << i for i in reversed(range((n - 1).bit_length()))):
         if me % (2 * distance) == distance:
-            yield _pass(axis, [], [(members[me - distance], flat)])
+            yield _exchange(axis, [], [(members[me - distance], flat)])
         elif me % (2 * distance) == 0 and me + distance < n:
-            yield _pass(axis, [(members[me + distance], flat)], [])
+            yield _exchange(axis, [(members[me + distance], flat)], [])
 
 
 def hierarchical(axis: Axis, flat: Tensor, op: Op, members: Sequence[int], near: int) -> Rounds:
@@ -182,30 +182,30 @@ def hierarchical(axis: Axis, flat: Tensor, op: Op, members: Sequence[int], near:
         yield from ring(axis, shards[me % near], op, members[me % near :: near])
         yield from ring_all_gather(axis, shards, inside)
 
-    yield from _folded(axis, flat, op, members, core, levels)
+    yield from _with_extra_ranks(axis, flat, op, members, core, levels)
 
 
-def _folded(
+def _with_extra_ranks(
     axis: Axis, flat: Tensor, op: Op, members: Sequence[int], core: int,
     algorithm: Callable[[Axis, Tensor, Op, Sequence[int]], Rounds],
 ) -> Rounds:  # fmt: skip
-    """An algorithm that wants another number of members: those beyond `core` go through another's."""
+    """Run an algorithm on the first `core` members; each of the others sends its tensor to one of them first."""
     me = members.index(axis.rank)
     if me >= core:
         other = members[me - core]
-        yield _pass(axis, [(other, flat)], [])
-        yield _pass(axis, [], [(other, flat)])
+        yield _exchange(axis, [(other, flat)], [])
+        yield _exchange(axis, [], [(other, flat)])
         return
     served = me + core < len(members)
     if served:
-        came = torch.empty_like(flat)
-        yield _pass(axis, [], [(members[me + core], came)])
-        flat.copy_(JOIN[op](flat, came))
+        received = torch.empty_like(flat)
+        yield _exchange(axis, [], [(members[me + core], received)])
+        flat.copy_(COMBINE[op](flat, received))
     elif core < len(members):
-        yield _pass(axis, [], [])
+        yield _exchange(axis, [], [])
     yield from algorithm(axis, flat, op, members[:core])
     if served:
-        yield _pass(axis, [(members[me + core], flat)], [])
+        yield _exchange(axis, [(members[me + core], flat)], [])
 
 
 ALGORITHMS = ("native", "ring", "halving", "doubling", "tree", "hierarchical")
@@ -215,9 +215,9 @@ _FLAT = {"ring": ring, "halving": halving, "doubling": doubling, "tree": tree}
 def start_all_reduce(
     axis: Axis, tensor: Tensor, algorithm: str, op: Op = dist.ReduceOp.SUM, near: int = 1, chunks: int | None = None
 ) -> Pending:
-    """Begin to reduce in place; wait() on what is returned. Those begun on an axis are waited for in the same order.
+    """Start to reduce in place; call wait() on the results of an axis in the order in which they were started.
 
-    `near` is how many ranks of the axis share a node (hierarchical); `chunks` are pipelined, left out as the size asks.
+    `near` is the number of ranks of the axis on a node (hierarchical); `chunks` defaults to a number by size.
     """
     if algorithm == "native":
         assert op == dist.ReduceOp.SUM
@@ -225,13 +225,13 @@ def start_all_reduce(
     held = tensor.detach().contiguous()
     flat, members = held.view(-1), range(axis.size)
     if chunks is None:
-        chunks = min(MOST_CHUNKS, max(1, flat.numel() * flat.element_size() // CHUNK_BYTES))
+        chunks = min(MAX_CHUNKS, max(1, flat.numel() * flat.element_size() // CHUNK_BYTES))
     parts = [part for part in cut(flat, chunks) if part.numel()] if axis.size > 1 else []
     if algorithm == "hierarchical":
         rounds = [hierarchical(axis, part, op, members, near) for part in parts]
     else:
         rounds = [_FLAT[algorithm](axis, part, op, members) for part in parts]
-    return ByHand(rounds, None if tensor.is_contiguous() else lambda: tensor.detach().copy_(held))
+    return RunningRounds(rounds, None if tensor.is_contiguous() else lambda: tensor.detach().copy_(held))
 
 
 def all_reduce(
@@ -243,37 +243,37 @@ def all_reduce(
 
 
 def reduce_scatter(axis: Axis, tensor: Tensor, op: Op = dist.ReduceOp.SUM) -> Tensor:
-    """By a ring: this rank's shard, of cut(), of the flat sum. The tensor stays as it was."""
+    """By a ring: this rank's shard, of cut(), of the flat sum. The input is not changed."""
     shards = cut(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1), axis.size)
     if axis.size > 1:
-        ByHand([ring_reduce_scatter(axis, shards, op, range(axis.size))]).wait()
+        RunningRounds([ring_reduce_scatter(axis, shards, op, range(axis.size))]).wait()
     return shards[axis.rank]
 
 
 def all_gather(axis: Axis, shard: Tensor, count: int) -> Tensor:
-    """By a ring: the whole flat tensor of `count` elements of which each rank has its shard, of cut()."""
+    """By a ring: the flat tensor of `count` elements of which each rank has its shard, of cut()."""
     whole = shard.new_empty(count)
     shards = cut(whole, axis.size)
     shards[axis.rank].copy_(shard.reshape(-1))
     if axis.size > 1:
-        ByHand([ring_all_gather(axis, shards, range(axis.size))]).wait()
+        RunningRounds([ring_all_gather(axis, shards, range(axis.size))]).wait()
     return whole
 
 
-def ranks_near(axis: Axis, per_node: int) -> int:
-    """How many ranks of an axis share this rank's node, where nodes hold `per_node` ranks in order."""
+def ranks_on_node(axis: Axis, per_node: int) -> int:
+    """The largest number of ranks of an axis on one node, if nodes have `per_node` ranks in order."""
     ranks = dist.get_process_group_ranks(axis.group)
     return max(sum(1 for r in ranks if r // per_node == node) for node in {r // per_node for r in ranks})
 
 
 Start = Callable[[Tensor], Pending]
-"""Begins to sum a tensor over the ranks, in place."""
+"""Starts to sum a tensor over the ranks, in place."""
 
 
 def summing(axis: Axis, algorithm: str, per_node: int) -> Start:
-    """How the tensors of an axis are summed, as `comm.allreduce` says; nodes hold `per_node` ranks in order."""
+    """The function that sums tensors over an axis, by `comm.allreduce`; nodes have `per_node` ranks in order."""
     if algorithm in ("auto", "native"):
         return axis.start_all_reduce
-    near = ranks_near(axis, per_node)
+    near = ranks_on_node(axis, per_node)
     axis.open()
     return lambda tensor: start_all_reduce(axis, tensor, algorithm, near=near)

@@ -1,8 +1,8 @@
-"""What numbers travel as: each codec turns rows of fp32 into rows of bytes and back.
+"""Codecs: each turns rows of fp32 into rows of bytes and back.
 
-A codec is either unbiased, by stochastic rounding, so that errors cancel over ranks and steps; or it tells what it did
-not send (`feedback`), and who uses it adds that to what is sent next. Sums are made of decoded fp32 numbers, so none
-overflows. What is not finite arrives as something not finite, so that a loss scale learns of it on every rank.
+A codec is either unbiased, by stochastic rounding, so that errors cancel over ranks and steps, or has error feedback
+(`feedback`): what it did not send is added to the next message. Decoded fp32 numbers are summed, so no sum overflows.
+Values that are not finite stay so, so that the loss scale sees them on every rank.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from weft.job.compression import Compression, share_of
 from weft.job.registry import find_object
 
 TABLE = 2**17
-"""Different values that the dice show."""
+"""Different values of the noise."""
 
 Agree = Callable[[list[int]], list[int]]
-"""Of each number the largest that a rank has."""
+"""Returns the largest of the ranks' numbers, for each number."""
 
 
-class Dice:
-    """Noise for stochastic rounding: a window, at a random place, of one table of evenly spread numbers.
+class RoundingNoise:
+    """Noise for stochastic rounding: a window, at a random position, of a table of uniformly spread numbers.
 
-    Every number is as likely as any other at every place, which is all that being unbiased needs, and a window costs a
-    copy where random numbers cost a generator. `rolls` is the whole state.
+    Every number is equally likely at every position, which is all that unbiased rounding needs; a window costs a copy
+    instead of a random generator. `draws` is the whole state.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self.seed, self.rolls = seed, 0
+        self.seed, self.draws = seed, 0
         order = torch.randperm(TABLE, generator=torch.Generator().manual_seed(0))
         self.table = ((order.float() + 0.5) / TABLE).repeat(2).to(device)
 
     def noise(self, rows: int, count: int) -> Tensor:
         """[rows, count] numbers between 0 and 1."""
-        self.rolls += 1
-        place = random.Random(f"{self.seed} {self.rolls}").randrange(TABLE)
+        self.draws += 1
+        place = random.Random(f"{self.seed} {self.draws}").randrange(TABLE)
         window, wanted = self.table[place : place + TABLE], rows * count
         if wanted > TABLE:
             window = window.repeat(-(-wanted // TABLE))
@@ -60,7 +60,7 @@ class Codec(Protocol):
     @property
     def sparse(self) -> bool: ...
 
-    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor: ...
+    def encode(self, x: Tensor, rounding: RoundingNoise | None, agree: Agree) -> Tensor: ...
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor: ...
 
@@ -68,7 +68,7 @@ class Codec(Protocol):
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
-    """[rows, n] → [rows, blocks, block], filled up with zeros."""
+    """[rows, n] → [rows, blocks, block], padded with zeros."""
     rows, n = x.shape
     if n % block:
         x = functional.pad(x, (0, -n % block))
@@ -83,7 +83,7 @@ def _joined(*parts: Tensor) -> Tensor:
 def _taken(payload: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
     """`count` numbers of a dtype that begin at a byte of each row."""
     part = payload[:, start : start + count * dtype.itemsize]
-    return part.clone(memory_format=torch.contiguous_format).view(dtype)  # bytes may lie at odd places
+    return part.clone(memory_format=torch.contiguous_format).view(dtype)  # bytes may be unaligned
 
 
 def _put(values: Tensor, out: Tensor | None) -> Tensor:
@@ -91,29 +91,29 @@ def _put(values: Tensor, out: Tensor | None) -> Tensor:
 
 
 def _largest(blocks: Tensor) -> Tensor:
-    """The largest size in each block: thirty times as fast on a CPU as torch's own norm of that kind."""
+    """The largest absolute value in each block: thirty times as fast on a CPU as torch's infinity norm."""
     return torch.maximum(blocks.amax(-1), -blocks.amin(-1))
 
 
 def _power(largest: Tensor) -> Tensor:
-    """The power of two just above a size, by which to divide without an error; 1 for a size of nothing."""
+    """The power of two just above a value, so that division is exact; 1 for zero."""
     some = largest > 1e-30
     return torch.where(some | ~torch.isfinite(largest), torch.exp2(torch.ceil(torch.log2(largest))), 1.0)
 
 
 @dataclass(frozen=True)
 class BFloat:
-    """bfloat16: the upper half of an fp32 number, after its lower half was raised by chance."""
+    """bfloat16: the upper half of an fp32 number, after noise was added to its lower half."""
 
     feedback: bool = False
     sparse: bool = False
 
-    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
-        if dice is None:
+    def encode(self, x: Tensor, rounding: RoundingNoise | None, agree: Agree) -> Tensor:
+        if rounding is None:
             return _joined(x.bfloat16())
         flat = x.contiguous().view(torch.int32).view(-1)
         some = min(len(flat), TABLE) if x.device.type == "cpu" else len(flat)
-        noise = (dice.noise(1, some)[0] * 65536).int()
+        noise = (rounding.noise(1, some)[0] * 65536).int()
         parts = [((part + noise[: len(part)]) >> 16).to(torch.int16) for part in flat.split(max(1, some))]
         return _joined(torch.cat(parts).view(x.shape))
 
@@ -127,18 +127,18 @@ class BFloat:
 
 @dataclass(frozen=True)
 class Half:
-    """fp16 of numbers that were brought into its range, block by block, by a power of two."""
+    """fp16 of numbers that were scaled into its range by a power of two for each block."""
 
     block: int = 512
     feedback: bool = False
     sparse: bool = False
 
-    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
+    def encode(self, x: Tensor, rounding: RoundingNoise | None, agree: Agree) -> Tensor:
         blocks = _blocks(x, self.block)
         power = _power(_largest(blocks))  # [rows, blocks]
         near = (blocks / power[..., None]).flatten(1)
-        if dice is not None:  # fp16 keeps 10 of the 23 digits behind the point
-            raised = near.view(torch.int32) + (dice.noise(*near.shape) * 8192).int()
+        if rounding is not None:  # fp16 keeps 10 of the 23 fraction bits
+            raised = near.view(torch.int32) + (rounding.noise(*near.shape) * 8192).int()
             near = (raised & -8192).view(torch.float32)
         return _joined(near.half(), power)
 
@@ -153,13 +153,13 @@ class Half:
 
 
 def _nibbles(whole: Tensor) -> Tensor:
-    """Two bytes' lower halves as one byte: [rows, n] → [rows, n / 2]. As pairs, which a CPU takes many at a time."""
+    """Two bytes' lower halves as one byte, [rows, n] → [rows, n / 2], in pairs, which CPUs vectorise."""
     pairs = whole.view(torch.int16)
     return ((pairs & 0x000F) | ((pairs & 0x0F00) >> 4)).to(torch.uint8)
 
 
 def _from_nibbles(packed: Tensor) -> Tensor:
-    """The numbers of four bits, with their signs: shifted up and down again each keeps its own."""
+    """The four-bit numbers with their signs: an arithmetic shift up and down extends the sign."""
     pairs = packed.view(torch.uint8).to(torch.int16)
     whole = ((pairs & 0x000F) | ((pairs & 0x00F0) << 4)).view(torch.int8)
     return (whole << 4) >> 4
@@ -167,28 +167,28 @@ def _from_nibbles(packed: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Integers:
-    """Whole numbers of a few bits, with one scale a block; two to a byte where they have four bits."""
+    """Integers of 8 or 4 bits with one scale for each block; two to a byte with 4 bits."""
 
     bits: int
     block: int
     feedback: bool
     sparse: bool = False
 
-    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
+    def encode(self, x: Tensor, rounding: RoundingNoise | None, agree: Agree) -> Tensor:
         rows, n = x.shape
         payload = torch.empty(rows, self.bytes_of(n), dtype=torch.uint8, device=x.device)
-        noise = self._noise(dice, rows, n, x.device)
+        noise = self._noise(rounding, rows, n, x.device)
         for first, last in self._cuts(rows, n, x.device):
             blocks = _blocks(x[:, first * self.block : last * self.block], self.block)
             self._write(payload, n, first, last, *self._rounded(blocks, noise))
         return payload
 
-    def passed_on(self, came: Tensor, own: Tensor, dice: Dice | None, missing: Tensor | None) -> Tensor:
-        """encode() of the sum of own, [n], and of what came, [rows, bytes], and in `missing` what that loses: piece by
-        piece, for memory is what takes the time."""
+    def encode_sum(self, came: Tensor, own: Tensor, rounding: RoundingNoise | None, missing: Tensor | None) -> Tensor:
+        """encode() of the sum of own, [n], and of received rows, [rows, bytes]; `missing` becomes what that loses. In
+        parts that fit the cache, since memory traffic takes the time."""
         rows, n = len(came), own.numel()
         payload = torch.empty(1, self.bytes_of(n), dtype=torch.uint8, device=own.device)
-        noise = self._noise(dice, rows, n, own.device)
+        noise = self._noise(rounding, rows, n, own.device)
         for first, last in self._cuts(rows, n, own.device):
             near = self._read(came, n, first, last)
             total = near if rows == 1 else near.sum(0, keepdim=True)
@@ -200,39 +200,39 @@ class Integers:
                 place.copy_(torch.addcmul(total, steps, scale[..., None], value=-1).view(-1)[: len(place)])
         return payload
 
-    def _noise(self, dice: Dice | None, rows: int, n: int, device: torch.device) -> Tensor | None:
-        if dice is None or not n:
+    def _noise(self, rounding: RoundingNoise | None, rows: int, n: int, device: torch.device) -> Tensor | None:
+        if rounding is None or not n:
             return None
         first, last = next(self._cuts(rows, n, device))
-        return dice.noise(rows * (last - first), self.block)
+        return rounding.noise(rows * (last - first), self.block)
 
     def _write(self, payload: Tensor, n: int, first: int, last: int, steps: Tensor, scale: Tensor) -> None:
-        """Some blocks' numbers, [rows, blocks, block], and scales, [rows, blocks], to where they belong."""
+        """Write the numbers, [rows, blocks, block], and scales, [rows, blocks], of some blocks."""
         whole, scales = self._parts(payload, n)
         scales[:, first:last] = scale
         whole[:, first:last] = steps if self.bits == 8 else _nibbles(steps.to(torch.int8))
 
     def _read(self, payload: Tensor, n: int, first: int, last: int) -> Tensor:
-        """Some blocks of what travelled, [rows, blocks, block]."""
+        """Decode some blocks, [rows, blocks, block]."""
         whole, scales = self._parts(payload, n)
         part = whole[:, first:last]
         near = (part if self.bits == 8 else _from_nibbles(part)).float()
         return near.mul_(scales[:, first:last, None])
 
     def _parts(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Views of the whole numbers, [rows, blocks, bytes of a block], and of the scales, [rows, blocks]."""
+        """Views of the integers, [rows, blocks, bytes of a block], and of the scales, [rows, blocks]."""
         count, each = -(-n // self.block), self.block * self.bits // 8
         whole = payload[:, : count * each].view(torch.int8 if self.bits == 8 else torch.uint8)
         return whole.unflatten(1, (count, each)), payload[:, count * each :].view(torch.float32)
 
     def _cuts(self, rows: int, n: int, device: torch.device) -> Iterator[tuple[int, int]]:
-        """The first and last blocks of what is done at a time: what stays in a CPU's cache; a GPU takes all at once."""
+        """The first and last blocks of each part: on a CPU what fits its cache, on a GPU everything."""
         count = -(-n // self.block)
         some = max(1, TABLE // self.block // rows) if device.type == "cpu" else max(1, count)
         return ((first, min(first + some, count)) for first in range(0, count, some))
 
     def _rounded(self, blocks: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Whole numbers, not yet of a type of their own, and the scales of some blocks, [rows, blocks, block]."""
+        """Integers, still as floats, and scales of some blocks, [rows, blocks, block]."""
         top = 2 ** (self.bits - 1) - 1
         largest = _largest(blocks)
         scale = torch.where(largest < 1e-30, 0.0, largest) / top
@@ -263,10 +263,10 @@ class Signs:
     feedback: bool = True
     sparse: bool = False
 
-    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
+    def encode(self, x: Tensor, rounding: RoundingNoise | None, agree: Agree) -> Tensor:
         blocks = _blocks(x, self.block)
         size = blocks.abs().div_(self.block).sum(-1)  # divided first, the sum cannot overflow
-        size[:, -1] *= self.block / (self.block - -x.shape[1] % self.block)  # what fills it up does not count
+        size[:, -1] *= self.block / (self.block - -x.shape[1] % self.block)  # without the padding
         bits = (blocks >= 0).view(x.shape[0], -1, 8).to(torch.uint8)
         weight = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
         return _joined((bits * weight).sum(-1, dtype=torch.uint8), size)
@@ -283,16 +283,16 @@ class Signs:
         return -(-n // self.block) * (self.block // 8 + 4)
 
 
-SKIP, SURELY = 64, 1.3
-"""Of how many numbers one is looked at to guess a limit, and how many more than wanted shall lie above it."""
+SAMPLE_STRIDE, OVERSAMPLING = 64, 1.3
+"""One number in how many is sampled to estimate a limit, and how many times the wanted count should exceed it."""
 
 
 def _top(size: Tensor, k: int) -> Tensor:
-    """Places of the k largest. Few of many are found among those above a guessed limit, which a CPU does in a fraction
-    of the time; a GPU would have to wait for their count."""
-    few = math.ceil(SURELY * k / SKIP) + 4
-    if size.device.type == "cpu" and few < size.numel() // SKIP // 4 and not is_fake(size):
-        limit = size[::SKIP].topk(few).values[-1]
+    """Indices of the k largest. On a CPU they are searched among those above an estimated limit, in a fraction of the
+    time; a GPU would have to synchronise for their count."""
+    few = math.ceil(OVERSAMPLING * k / SAMPLE_STRIDE) + 4
+    if size.device.type == "cpu" and few < size.numel() // SAMPLE_STRIDE // 4 and not is_fake(size):
+        limit = size[::SAMPLE_STRIDE].topk(few).values[-1]
         above = (size >= limit).nonzero().squeeze(1)
         if k <= above.numel() < size.numel() // 4:
             return above[size[above].topk(k, sorted=False).indices]
@@ -301,10 +301,10 @@ def _top(size: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest numbers with their places: a share of all, or those above a multiple of the root mean square.
+    """The largest numbers with their indices: a share of all, or those above a multiple of the root mean square.
 
-    Each of `parts`, columns of so many numbers, has its own: gradients of one weight are smaller than those of another,
-    and would never be sent. All ranks send as many as the one with the most, so that messages are of one size.
+    They are chosen within each of `parts`, columns of so many numbers: some weights have smaller gradients than others,
+    which would never be sent. All ranks send as many as the one with the most, so that messages have one size.
     """
 
     share: float = 0.0
@@ -313,11 +313,11 @@ class Largest:
     feedback: bool = True
     sparse: bool = True
 
-    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
+    def encode(self, x: Tensor, rounding: RoundingNoise | None, agree: Agree) -> Tensor:
         columns = self.parts or (x.shape[1],)
         size = x.abs().split(columns, 1)
         counts = [self._count(n) for n in columns]
-        if self.times and not is_fake(x):  # a dry run has no numbers to count
+        if self.times and not is_fake(x):  # a dry run has no values
             counts = agree([self._above(part) for part in size])
         starts = accumulate(columns, initial=0)
         places = [
@@ -336,7 +336,7 @@ class Largest:
         return _put(values.new_zeros(payload.shape[0], n).scatter_(1, places, values), out)
 
     def read(self, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """Places and values, [rows, k] each."""
+        """Indices and values, [rows, k] each."""
         k = payload.shape[1] // 6
         return _taken(payload, 0, k, torch.int32).long(), _taken(payload, 4 * k, k, torch.bfloat16).float()
 
@@ -348,7 +348,7 @@ class Largest:
 
 
 def sum_of(codec: Codec, payload: Tensor, n: int) -> Tensor:
-    """The sum of all rows' numbers, added up in the order of the rows."""
+    """The sum of the decoded rows, in row order."""
     if not isinstance(codec, Largest):
         rows = codec.decode(payload, n)
         return rows[0] if len(rows) == 1 else rows.sum(0)
@@ -359,68 +359,68 @@ def sum_of(codec: Codec, payload: Tensor, n: int) -> Tensor:
     return total
 
 
-def passed_on(
-    codec: Codec, payload: Tensor, own: Tensor, dice: Dice | None, agree: Agree, missing: Tensor | None
+def encode_sum(
+    codec: Codec, payload: Tensor, own: Tensor, rounding: RoundingNoise | None, agree: Agree, missing: Tensor | None
 ) -> Tensor:
-    """Encoded, the sum of own, [n], and of what came, [rows, bytes]; `missing` [n] becomes what that leaves out."""
+    """The encoded sum of own, [n], and of received rows, [rows, bytes]; `missing`, [n], becomes what that loses."""
     if isinstance(codec, Integers):
-        return codec.passed_on(payload, own, dice, missing)
+        return codec.encode_sum(payload, own, rounding, missing)
     total = sum_of(codec, payload, own.numel()).add_(own)
-    out = codec.encode(total[None], dice, agree)
+    out = codec.encode(total[None], rounding, agree)
     if missing is not None:
         torch.sub(total, codec.decode(out, own.numel())[0], out=missing)
     return out
 
 
 WEIGHTS = Integers(8, 128, feedback=False)
-"""What weights travel as where gradients are smaller still: they are rounded to the nearest, and nothing is owed."""
+"""How gathered weights are sent where gradients are smaller still: rounded to nearest, without a residual."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """How gradients and gathered weights travel under a setting."""
+class Codecs:
+    """The codecs of gradients and of gathered weights under a setting."""
 
     gradients: Codec | None
     weights: Codec | None = WEIGHTS
 
 
-def none(number: float) -> Way:
-    return Way(None, None)
+def none(number: float) -> Codecs:
+    return Codecs(None, None)
 
 
-def fp16(number: float) -> Way:
-    return Way(Half(), Half())
+def fp16(number: float) -> Codecs:
+    return Codecs(Half(), Half())
 
 
-def bf16(number: float) -> Way:
-    return Way(BFloat(), BFloat())
+def bf16(number: float) -> Codecs:
+    return Codecs(BFloat(), BFloat())
 
 
-def int8(number: float) -> Way:
-    return Way(Integers(8, 256, feedback=False))
+def int8(number: float) -> Codecs:
+    return Codecs(Integers(8, 256, feedback=False))
 
 
-def int4(number: float) -> Way:
-    return Way(Integers(4, 128, feedback=True))
+def int4(number: float) -> Codecs:
+    return Codecs(Integers(4, 128, feedback=True))
 
 
-def topk(share: float) -> Way:
-    return Way(Largest(share=share))
+def topk(share: float) -> Codecs:
+    return Codecs(Largest(share=share))
 
 
-def threshold(times: float) -> Way:
-    return Way(Largest(share_of(Compression("threshold", times)), times))
+def threshold(times: float) -> Codecs:
+    return Codecs(Largest(share_of(Compression("threshold", times)), times))
 
 
-def powersgd(rank: float) -> Way:
-    return Way(None)  # a matrix is sent as two thin ones, not by a codec
+def powersgd(rank: float) -> Codecs:
+    return Codecs(None)  # a matrix is sent as two thin ones, not by a codec
 
 
-def onebit(number: float) -> Way:
-    return Way(Signs())
+def onebit(number: float) -> Codecs:
+    return Codecs(Signs())
 
 
-def way_of(compression: Compression) -> Way:
+def codecs_of(compression: Compression) -> Codecs:
     """The codecs of a setting; that of gradients is None for none and for powersgd, which is not a codec."""
-    found: Way = find_object(compression.entry.build, "comm.compression")(compression.number)
+    found: Codecs = find_object(compression.entry.build, "comm.compression")(compression.number)
     return found

@@ -1,7 +1,7 @@
-"""Sums over an axis of numbers that travel encoded: in two halves, by lists of the largest, or as low-rank matrices.
+"""Sums over an axis with encoded messages: as reduce-scatter and all-gather, as lists of the largest, or of low rank.
 
-Each function returns the sum and, where the codec does not send everything, what this rank's peers did not get of it.
-All ranks end with the same bits: what is handed out is decoded by everyone alike, also by who encoded it.
+Each function returns the sum and, if the codec loses something, the part of this rank's input that was not sent. All
+ranks end with the same bits: every rank decodes the same message, also the one that encoded it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.comm.axis import Axis
-from weft.comm.codecs import Agree, Codec, Dice, passed_on, sum_of
+from weft.comm.codecs import Agree, Codec, RoundingNoise, encode_sum, sum_of
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Work that pauses wherever something is on its way, so that other work can be done meanwhile."""
+"""Work that yields while a message is under way, so that other work can run."""
 
 
-def finished(steps: Steps[T]) -> T:
-    """All of them at once."""
+def run_to_end(steps: Steps[T]) -> T:
+    """Run all steps and return the result."""
     while True:
         try:
             next(steps)
@@ -31,85 +31,89 @@ def finished(steps: Steps[T]) -> T:
             return cast(T, end.value)
 
 
-def largest_of(axis: Axis, device: torch.device) -> Agree:
-    """How the ranks of an axis agree on the largest of their numbers."""
+def agree_on_largest(axis: Axis, device: torch.device) -> Agree:
+    """A function that returns the largest of the ranks' numbers, for each number."""
     return lambda values: axis.all_reduce(torch.tensor(values, device=device), dist.ReduceOp.MAX).tolist()
 
 
 def _others(x: Tensor, rank: int) -> Tensor:
-    """The rows of all ranks but one; no copy where they are contiguous."""
+    """The rows of all ranks but one; without a copy if they are contiguous."""
     if rank in (0, len(x) - 1):
         return x[1:] if rank == 0 else x[:-1]
     return torch.cat([x[:rank], x[rank + 1 :]])
 
 
-def _apart(x: Tensor, rank: int) -> list[Tensor]:
-    """The rows before a rank's and after it."""
+def _before_and_after(x: Tensor, rank: int) -> list[Tensor]:
+    """The rows before and after a rank's."""
     return [x[:rank], x[rank + 1 :]]
 
 
-def _exchange(axis: Axis, codec: Codec, x: Tensor, dice: Dice | None) -> Steps[tuple[Tensor, Tensor | None]]:
-    """Of x, [ranks, n], each row to its rank: what came of the others' for this one, and what they did not get."""
+def _exchange(
+    axis: Axis, codec: Codec, x: Tensor, rounding: RoundingNoise | None
+) -> Steps[tuple[Tensor, Tensor | None]]:
+    """Send each row of x, [ranks, n], to its rank. Returns the rows received for this rank, and what was not sent."""
     n, rank = x.shape[1], axis.rank
-    sent = codec.encode(_others(x, rank), dice, largest_of(axis, x.device))
+    sent = codec.encode(_others(x, rank), rounding, agree_on_largest(axis, x.device))
     nothing = sent.new_zeros(1, sent.shape[1])
-    came, travelling = axis.start_swap(torch.cat([sent[:rank], nothing, sent[rank:]]))
+    received, pending = axis.start_swap(torch.cat([sent[:rank], nothing, sent[rank:]]))
     error = None
     if codec.feedback:
         error = torch.empty_like(x)
         error[rank].zero_()
-        each = zip(_apart(x, rank), _apart(error, rank), (sent[:rank], sent[rank:]), strict=True)
-        for theirs, missing, told in each:
-            if len(told):
-                torch.sub(theirs, codec.decode(told, n, missing), out=missing)
+        each = zip(_before_and_after(x, rank), _before_and_after(error, rank), (sent[:rank], sent[rank:]), strict=True)
+        for theirs, missing, encoded in each:
+            if len(encoded):
+                torch.sub(theirs, codec.decode(encoded, n, missing), out=missing)
     yield
-    travelling.wait()
-    return _others(came, rank), error
+    pending.wait()
+    return _others(received, rank), error
 
 
-def scatter_sum(axis: Axis, codec: Codec, x: Tensor, dice: Dice | None) -> tuple[Tensor, Tensor | None]:
-    """A reduce-scatter: of x, [ranks, n], rank i gets the sum of all ranks' x[i]; its own part of it never travels."""
-    came, error = finished(_exchange(axis, codec, x, dice))
-    return sum_of(codec, came, x.shape[1]).add_(x[axis.rank]), error
+def scatter_sum(axis: Axis, codec: Codec, x: Tensor, rounding: RoundingNoise | None) -> tuple[Tensor, Tensor | None]:
+    """A reduce-scatter: of x, [ranks, n], rank i gets the sum of all ranks' x[i]; its own row is not encoded."""
+    received, error = run_to_end(_exchange(axis, codec, x, rounding))
+    return sum_of(codec, received, x.shape[1]).add_(x[axis.rank]), error
 
 
-def hand_out(axis: Axis, codec: Codec, x: Tensor, dice: Dice | None) -> tuple[Tensor, Tensor | None]:
-    """An all-gather: everyone's x, [n], as [ranks, n]."""
-    payload = codec.encode(x[None], dice, largest_of(axis, x.device))
-    came, travelling = axis.start_gather(payload)
-    travelling.wait()
-    everyone = codec.decode(came, x.numel())
-    return everyone, x - everyone[axis.rank] if codec.feedback else None
+def gather_encoded(axis: Axis, codec: Codec, x: Tensor, rounding: RoundingNoise | None) -> tuple[Tensor, Tensor | None]:
+    """An all-gather of x, [n], as [ranks, n]."""
+    payload = codec.encode(x[None], rounding, agree_on_largest(axis, x.device))
+    received, pending = axis.start_gather(payload)
+    pending.wait()
+    gathered = codec.decode(received, x.numel())
+    return gathered, x - gathered[axis.rank] if codec.feedback else None
 
 
 def sum_all(
-    axis: Axis, codec: Codec, x: Tensor, dice: Dice | None, in_place: bool = False
+    axis: Axis, codec: Codec, x: Tensor, rounding: RoundingNoise | None, in_place: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """An all-reduce of x, [n]; the sum takes its place if that is wanted."""
-    return finished(summing(axis, codec, x, dice, in_place))
+    """An all-reduce of x, [n], in place if asked."""
+    return run_to_end(summing(axis, codec, x, rounding, in_place))
 
 
 def summing(
-    axis: Axis, codec: Codec, x: Tensor, dice: Dice | None, in_place: bool = False
+    axis: Axis, codec: Codec, x: Tensor, rounding: RoundingNoise | None, in_place: bool = False
 ) -> Steps[tuple[Tensor, Tensor | None]]:
-    """sum_all() in steps, between which something is on its way."""
-    n, agree = x.numel(), largest_of(axis, x.device)
+    """sum_all() in steps."""
+    n, agree = x.numel(), agree_on_largest(axis, x.device)
     if codec.sparse:
-        payload = codec.encode(x[None], dice, agree)
+        payload = codec.encode(x[None], rounding, agree)
         left = x - codec.decode(payload, n)[0]
-        everyone, travelling = axis.start_gather(payload)
+        gathered, pending = axis.start_gather(payload)
         yield
-        travelling.wait()
-        total = sum_of(codec, everyone, n)
+        pending.wait()
+        total = sum_of(codec, gathered, n)
         return x.copy_(total) if in_place else total, left
     whole = n % axis.size == 0
     halves = (x if whole else functional.pad(x, (0, -n % axis.size))).view(axis.size, -1)
-    came, error = yield from _exchange(axis, codec, halves, dice)
-    payload = passed_on(codec, came, halves[axis.rank], dice, agree, None if error is None else error[axis.rank])
-    everyone, travelling = axis.start_gather(payload)
+    received, error = yield from _exchange(axis, codec, halves, rounding)
+    payload = encode_sum(
+        codec, received, halves[axis.rank], rounding, agree, None if error is None else error[axis.rank]
+    )
+    gathered, pending = axis.start_gather(payload)
     yield
-    travelling.wait()
-    total = codec.decode(everyone, halves.shape[1], halves if in_place else None).reshape(-1)[:n]
+    pending.wait()
+    total = codec.decode(gathered, halves.shape[1], halves if in_place else None).reshape(-1)[:n]
     if in_place and not whole:
         total = x.copy_(total)
     return total, None if error is None else error.view(-1)[:n]
@@ -118,8 +122,8 @@ def summing(
 def sum_low_rank(
     axes: Sequence[Axis], matrices: list[Tensor], bases: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """PowerSGD (Vogels et al. 2019): the sums of [m, n] matrices as products of [m, r] and [r, n], of which the bases,
-    [n, r], are last time's. Returns the sums, the errors and the bases for the next time."""
+    """PowerSGD (Vogels et al. 2019): the sums of [m, n] matrices as products of [m, r] and [r, n], with the bases,
+    [n, r], of the last step. Returns the sums, the errors and the bases for the next step."""
     columns = _summed(axes, [m @ q for m, q in zip(matrices, bases, strict=True)])
     columns = _from_first(axes, [torch.linalg.qr(p).Q for p in columns])
     own = [m.t() @ p for m, p in zip(matrices, columns, strict=True)]

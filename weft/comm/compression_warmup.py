@@ -1,4 +1,4 @@
-"""What gradients travel as at an age of the run (planner/time/compression_warmup.py), in codecs and bases."""
+"""Codecs and low-rank bases while compression is ramped up (planner/time/compression_warmup.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from weft.comm.codecs import Codec, Largest, Signs, way_of
+from weft.comm.codecs import Codec, Largest, Signs, codecs_of
 from weft.job.compression import Compression
 from weft.planner.time.compression_warmup import (
     RAMP_FACTOR,
@@ -15,13 +15,13 @@ from weft.planner.time.compression_warmup import (
     sparse_waits,
 )
 
-INT8 = way_of(WARMUP_COMPRESSION).gradients
-_MIDDLE = way_of(Compression("int4")).gradients
+INT8 = codecs_of(WARMUP_COMPRESSION).gradients
+_MIDDLE = codecs_of(Compression("int4")).gradients
 
 
 def codec_at(codec: Codec | None, at: float, gathering: int = 1) -> Codec | None:
-    """What gradients travel as at an age, instead of a codec that is wanted in the end. Lists of the largest, which so
-    many ranks gather from each other, wait until they are less than int8 in two halves."""
+    """The codec of gradients at an age of the run, given the final one. Lists of the largest, which `gathering` ranks
+    gather from each other, are used once they are smaller than int8 sums."""
     if at < 1 or (isinstance(codec, Largest) and sparse_waits(at, gathering)):
         return INT8
     if isinstance(codec, Largest) and (share := share_at(at)) > codec.share:
@@ -29,8 +29,8 @@ def codec_at(codec: Codec | None, at: float, gathering: int = 1) -> Codec | None
     return _MIDDLE if isinstance(codec, Signs) and at < RAMP_FACTOR else codec
 
 
-def fitted(base: Tensor, first: Tensor) -> Tensor:
-    """A base of as many columns as another has: some of its own, and the other's where it has too few."""
+def fit_basis(base: Tensor, first: Tensor) -> Tensor:
+    """A base with as many columns as `first`: its own, and those of `first` where it has too few."""
     rank = first.shape[1]
     if base.shape[1] >= rank:
         return base[:, :rank]

@@ -1,4 +1,4 @@
-"""MPI on stock wheels: a backend of torch over mpi4py, known as `mpi4py`, how it begins, where its ranks meet, its end.
+"""The MPI backend: a torch backend over mpi4py, known as `mpi4py`, for stock wheels of torch.
 
 torch's own MPI backend needs a source build and keeps the name mpi for it.
 """
@@ -25,7 +25,7 @@ ADDRESS_BYTES = 512
 
 
 def register() -> None:
-    """Let torch know the backend; once a process."""
+    """Register the backend with torch, once per process."""
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
@@ -38,7 +38,7 @@ def _create(options: Any, _: Any) -> MpiGroup:
             f"this process is rank {ranks[options.group_rank]} of {len(ranks)}, but rank {everyone.Get_rank()} of "
             f"{everyone.Get_size()} of MPI's: comm.backend=mpi wants them to be the same; start it by mpirun alone"
         )
-    # only the members call, each with the group's own number, since several groups may be made at once
+    # only members call this, with a tag for the group, since several groups may be created at once
     members = everyone.Get_group().Incl(ranks)
     tag = zlib.crc32(str(options.group_id).encode()) % 32749
     with engine().lock:
@@ -46,7 +46,7 @@ def _create(options: Any, _: Any) -> MpiGroup:
 
 
 def meet(timeout: datetime.timedelta) -> dist.Store:
-    """A store that all ranks of an MPI world share: rank 0 opens it on a free port, and tells the others over MPI."""
+    """A store that all ranks of an MPI world share: rank 0 opens it on a free port and broadcasts the address."""
     everyone, here = mpi().COMM_WORLD, rank_info()
     message = bytearray(ADDRESS_BYTES)  # mpi4py would pickle anything but a buffer
     if here.rank > 0:

@@ -1,6 +1,6 @@
-"""A communicator of MPI as a process group of torch: CPU tensors of every dtype, every collective and message.
+"""An MPI communicator as a torch process group: CPU tensors of every dtype, all collectives and messages.
 
-Halves are added up in fp32, since MPI knows neither fp16 nor bf16; what only moves is moved as it is.
+fp16 and bf16 are reduced in fp32, since MPI has neither; data that is only moved is sent as it is.
 """
 
 from __future__ import annotations
@@ -14,52 +14,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.mpi_work import MpiWork, Together, engine, mpi
+from weft.comm.mpi_work import CombinedWork, MpiWork, engine, mpi
 
-ADDED_AS: dict[torch.dtype, torch.dtype] = {
+REDUCED_AS: dict[torch.dtype, torch.dtype] = {
     torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8,
 }  # fmt: skip
-NUMBERS: dict[torch.dtype, str] = {
+REDUCTION_TYPES: dict[torch.dtype, str] = {
     torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int8: "INT8_T", torch.uint8: "UINT8_T",
     torch.int16: "INT16_T", torch.int32: "INT32_T", torch.int64: "INT64_T", torch.complex64: "C_FLOAT_COMPLEX",
     torch.complex128: "C_DOUBLE_COMPLEX",
 }  # fmt: skip
 NAME = "mpi4py"
-"""By which torch knows the backend."""
+"""The name of the backend in torch."""
 
-BLOCKS: dict[int, str] = {1: "BYTE", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
-"""What only moves, by the bytes of an element: MPI counts elements in 31 bits."""
+MOVE_TYPES: dict[int, str] = {1: "BYTE", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
+"""Types of data that is only moved, by element size: MPI counts elements in 31 bits."""
 
 R: Any = dist.ReduceOp.RedOpType
 OPS: dict[Any, str] = {
     R.SUM: "SUM", R.AVG: "SUM", R.PRODUCT: "PROD", R.MIN: "MIN", R.MAX: "MAX", R.BAND: "BAND", R.BOR: "BOR",
     R.BXOR: "BXOR",
 }  # fmt: skip
-OF_TRUTHS = {"SUM": "MAX", "PROD": "MIN"}
-"""Of bools a sum is whether any is true, and a product whether all are."""
+BOOL_OPS = {"SUM": "MAX", "PROD": "MIN"}
+"""Of bools a sum is any(), a product all()."""
 
 Group: Any = dist.ProcessGroup
-"""Its stubs know the overloads of C++, of which a Python group is only ever called by the first."""
+"""torch's stubs list C++ overloads, of which a Python group is called by the first only."""
 
 
 def _buffer(tensor: Tensor) -> Any:
     return mpi().buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
-def _moved(tensor: Tensor) -> list[Any]:
-    """A contiguous tensor as MPI takes it where nothing is computed."""
-    return [_buffer(tensor), tensor.numel(), getattr(mpi(), BLOCKS[tensor.element_size()])]
+def _move_buffer(tensor: Tensor) -> list[Any]:
+    """A contiguous tensor as MPI takes it to move."""
+    return [_buffer(tensor), tensor.numel(), getattr(mpi(), MOVE_TYPES[tensor.element_size()])]
 
 
-def _added(tensor: Tensor) -> list[Any]:
-    """A contiguous tensor as MPI takes it where it is added up."""
-    return [_buffer(tensor), tensor.numel(), getattr(mpi(), NUMBERS[tensor.dtype])]
+def _reduce_buffer(tensor: Tensor) -> list[Any]:
+    """A contiguous tensor as MPI takes it to reduce."""
+    return [_buffer(tensor), tensor.numel(), getattr(mpi(), REDUCTION_TYPES[tensor.dtype])]
 
 
-def _spread(flat: Tensor, counts: Sequence[int]) -> list[Any]:
-    """A flat tensor whose shards of these sizes belong to the ranks in turn."""
+def _split_buffer(flat: Tensor, counts: Sequence[int]) -> list[Any]:
+    """A flat tensor of which the ranks get parts of these sizes, in order."""
     places = list(accumulate(counts, initial=0))[:-1]
-    return [_buffer(flat), (list(counts), places), getattr(mpi(), BLOCKS[flat.element_size()])]
+    return [_buffer(flat), (list(counts), places), getattr(mpi(), MOVE_TYPES[flat.element_size()])]
 
 
 class MpiGroup(Group):
@@ -116,7 +116,7 @@ class MpiGroup(Group):
             raise ValueError(f"MPI cannot reduce by {kind}")
         name = OPS[kind]
         if dtype == torch.bool:
-            name = OF_TRUTHS.get(name, name)
+            name = BOOL_OPS.get(name, name)
         return getattr(mpi(), name), kind == R.AVG
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> MpiWork:
@@ -129,13 +129,13 @@ class MpiGroup(Group):
 
         def begin() -> list[Any]:
             return [
-                self.comm.Iallreduce(mpi().IN_PLACE, _added(h), op=self._reduction(t.dtype, by)[0])
+                self.comm.Iallreduce(mpi().IN_PLACE, _reduce_buffer(h), op=self._reduction(t.dtype, by)[0])
                 for h, t in zip(held, tensors, strict=True)
             ]
 
         def after() -> None:
             for h, t in zip(held, tensors, strict=True):
-                self._give_back(h, t, by)
+                self._write_result(h, t, by)
 
         return self._start("all_reduce", begin, held, tensors, after)
 
@@ -147,21 +147,24 @@ class MpiGroup(Group):
 
         def begin() -> list[Any]:
             if mine:
-                return [self.comm.Ireduce(mpi().IN_PLACE, _added(held), op=operator, root=root)]
-            return [self.comm.Ireduce(_added(held), None, op=operator, root=root)]
+                return [self.comm.Ireduce(mpi().IN_PLACE, _reduce_buffer(held), op=operator, root=root)]
+            return [self.comm.Ireduce(_reduce_buffer(held), None, op=operator, root=root)]
 
-        after = (lambda: self._give_back(held, tensor, opts.reduceOp)) if mine else None
+        after = (lambda: self._write_result(held, tensor, opts.reduceOp)) if mine else None
         return self._start("reduce", begin, held, tensors, after)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> MpiWork:
         op = R.SUM if opts is None else opts.reduceOp
-        held, into = _working(given), torch.empty(output.shape, dtype=ADDED_AS.get(output.dtype, output.dtype))
+        held, into = _working(given), torch.empty(output.shape, dtype=REDUCED_AS.get(output.dtype, output.dtype))
         operator, _ = self._reduction(given.dtype, op)
         counts = [output.numel()] * self.size()
         return self._start(
-            "reduce_scatter", lambda: [self.comm.Ireduce_scatter(_added(held), _added(into), counts, op=operator)],
-            (held, into), [output], lambda: self._give_back(into, output, op),
-        )  # fmt: skip
+            "reduce_scatter",
+            lambda: [self.comm.Ireduce_scatter(_reduce_buffer(held), _reduce_buffer(into), counts, op=operator)],
+            (held, into),
+            [output],
+            lambda: self._write_result(into, output, op),
+        )
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> MpiWork:
         (output,), (shards,) = outputs, inputs
@@ -171,17 +174,20 @@ class MpiGroup(Group):
         operator, _ = self._reduction(output.dtype, op)
         counts = [p.numel() for p in shards]
         return self._start(
-            "reduce_scatter", lambda: [self.comm.Ireduce_scatter(_added(held), _added(into), counts, op=operator)],
-            (held, into), outputs, lambda: self._give_back(into, output, op),
-        )  # fmt: skip
+            "reduce_scatter",
+            lambda: [self.comm.Ireduce_scatter(_reduce_buffer(held), _reduce_buffer(into), counts, op=operator)],
+            (held, into),
+            outputs,
+            lambda: self._write_result(into, output, op),
+        )
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        return Together([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+        return CombinedWork([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
-    def _give_back(self, held: Tensor, tensor: Tensor, op: Any) -> None:
-        """The sum, or the mean, where it is wanted."""
+    def _write_result(self, held: Tensor, tensor: Tensor, op: Any) -> None:
+        """Write the sum or mean to the output."""
         if self._reduction(tensor.dtype, op)[1]:
             held.copy_(held / self.size())
         if held is not tensor:
@@ -193,42 +199,50 @@ class MpiGroup(Group):
         root = 0 if opts is None else opts.rootRank
         held = [t.contiguous() for t in tensors]
         return self._start(
-            "broadcast", lambda: [self.comm.Ibcast(_moved(h), root=root) for h in held], held, tensors,
+            "broadcast", lambda: [self.comm.Ibcast(_move_buffer(h), root=root) for h in held], held, tensors,
             lambda: _copy_back(held, tensors),
         )  # fmt: skip
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> MpiWork:
         held, into = given.contiguous(), output if output.is_contiguous() else torch.empty_like(output).contiguous()
         # each rank's part is as large as ours, and MPI reads the count of one part
-        part = [_buffer(into), held.numel(), getattr(mpi(), BLOCKS[into.element_size()])]
+        part = [_buffer(into), held.numel(), getattr(mpi(), MOVE_TYPES[into.element_size()])]
         return self._start(
-            "all_gather", lambda: [self.comm.Iallgather(_moved(held), part)], (held, into), [output],
+            "all_gather", lambda: [self.comm.Iallgather(_move_buffer(held), part)], (held, into), [output],
             lambda: _copy_back([into], [output]),
         )  # fmt: skip
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        return Together([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+        return CombinedWork([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MpiWork:
         (shards,), (given,) = outputs, inputs
         held, into = given.contiguous(), torch.empty(sum(p.numel() for p in shards), dtype=given.dtype)
         counts = [p.numel() for p in shards]
         return self._start(
-            "all_gather", lambda: [self.comm.Iallgatherv(_moved(held), _spread(into, counts))], (held, into), shards,
-            lambda: _hand_out(into, shards),
-        )  # fmt: skip
+            "all_gather",
+            lambda: [self.comm.Iallgatherv(_move_buffer(held), _split_buffer(into, counts))],
+            (held, into),
+            shards,
+            lambda: _split_into(into, shards),
+        )
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> MpiWork:
         (given,), root = inputs, opts.rootRank
         held = given.contiguous()
         if self.rank() != root:
-            return self._start("gather", lambda: [self.comm.Igatherv(_moved(held), None, root=root)], held, inputs)
+            return self._start(
+                "gather", lambda: [self.comm.Igatherv(_move_buffer(held), None, root=root)], held, inputs
+            )
         (shards,) = outputs
         into, counts = torch.empty(sum(p.numel() for p in shards), dtype=given.dtype), [p.numel() for p in shards]
         return self._start(
-            "gather", lambda: [self.comm.Igatherv(_moved(held), _spread(into, counts), root=root)], (held, into),
-            shards, lambda: _hand_out(into, shards),
-        )  # fmt: skip
+            "gather",
+            lambda: [self.comm.Igatherv(_move_buffer(held), _split_buffer(into, counts), root=root)],
+            (held, into),
+            shards,
+            lambda: _split_into(into, shards),
+        )
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MpiWork:
         (output,), root = outputs, opts.rootRank
@@ -237,9 +251,9 @@ class MpiGroup(Group):
         if self.rank() == root:
             (shards,) = inputs
             held = _flat(shards)
-            given = _spread(held, [p.numel() for p in shards])
+            given = _split_buffer(held, [p.numel() for p in shards])
         return self._start(
-            "scatter", lambda: [self.comm.Iscatterv(given, _moved(into), root=root)], (held, into), outputs,
+            "scatter", lambda: [self.comm.Iscatterv(given, _move_buffer(into), root=root)], (held, into), outputs,
             lambda: _copy_back([into], outputs),
         )  # fmt: skip
 
@@ -251,9 +265,12 @@ class MpiGroup(Group):
         into = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         sent, got = self._counts(held, input_splits), self._counts(into, output_splits)
         return self._start(
-            "all_to_all", lambda: [self.comm.Ialltoallv(_spread(held, sent), _spread(into, got))], (held, into),
-            [output], lambda: _copy_back([into], [output]),
-        )  # fmt: skip
+            "all_to_all",
+            lambda: [self.comm.Ialltoallv(_split_buffer(held, sent), _split_buffer(into, got))],
+            (held, into),
+            [output],
+            lambda: _copy_back([into], [output]),
+        )
 
     def _counts(self, tensor: Tensor, splits: list[int] | None) -> list[int]:
         """Elements for each rank, of splits along the first dim or of even ones."""
@@ -267,21 +284,26 @@ class MpiGroup(Group):
         sent, got = [t.numel() for t in inputs], [t.numel() for t in outputs]
         into = torch.empty(sum(got), dtype=held.dtype)
         return self._start(
-            "all_to_all", lambda: [self.comm.Ialltoallv(_spread(held, sent), _spread(into, got))], (held, into),
-            outputs, lambda: _hand_out(into, outputs),
-        )  # fmt: skip
+            "all_to_all",
+            lambda: [self.comm.Ialltoallv(_split_buffer(held, sent), _split_buffer(into, got))],
+            (held, into),
+            outputs,
+            lambda: _split_into(into, outputs),
+        )
 
     def barrier(self, opts: Any = None) -> MpiWork:
         return self._start("barrier", lambda: [self.comm.Ibarrier()], None, [])
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> MpiWork:
         held = [t.contiguous() for t in tensors]
-        return self._start("send", lambda: [self.comm.Isend(_moved(h), dest=to, tag=tag) for h in held], held, tensors)
+        return self._start(
+            "send", lambda: [self.comm.Isend(_move_buffer(h), dest=to, tag=tag) for h in held], held, tensors
+        )
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MpiWork:
         into = [t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
         return self._start(
-            "receive", lambda: [self.comm.Irecv(_moved(i), source=source, tag=tag) for i in into], into, tensors,
+            "receive", lambda: [self.comm.Irecv(_move_buffer(i), source=source, tag=tag) for i in into], into, tensors,
             lambda: _copy_back(into, tensors),
         )  # fmt: skip
 
@@ -297,8 +319,8 @@ class MpiGroup(Group):
 
 
 def _working(tensor: Tensor) -> Tensor:
-    """What MPI adds up in place: the tensor itself where it can, else a copy of another kind."""
-    return tensor.to(ADDED_AS.get(tensor.dtype, tensor.dtype)).contiguous()
+    """The tensor that MPI reduces in place: the tensor itself, or a copy in another dtype."""
+    return tensor.to(REDUCED_AS.get(tensor.dtype, tensor.dtype)).contiguous()
 
 
 def _flat(shards: Sequence[Tensor]) -> Tensor:
@@ -311,6 +333,6 @@ def _copy_back(held: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
             w.copy_(h)
 
 
-def _hand_out(flat: Tensor, shards: Sequence[Tensor]) -> None:
+def _split_into(flat: Tensor, shards: Sequence[Tensor]) -> None:
     for part, shard in zip(flat.split([p.numel() for p in shards]), shards, strict=True):
         shard.copy_(part.view(shard.shape))

@@ -1,9 +1,8 @@
-"""MPI calls under way: each polled, never waited for inside MPI, by whoever waits and by one thread beside.
+"""Pending MPI calls: polled by waiters and by a background thread, never waited for inside MPI.
 
-MPI moves messages only while somebody calls it. A thread calls it as long as something is under way, so that a sum
-begun in the backward pass travels while the pass goes on, and a rank that waits for a file or a socket does not hold
-up those that wait for its message. All calls go through one lock: MPI need not be built for several threads at once.
-"""
+MPI makes progress only while it is called. A thread calls it as long as something is pending, so that a sum started in
+the backward pass overlaps with it, and a rank that waits for a file or a socket does not delay its peers. All calls
+take one lock: MPI need not support several threads at once."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ import torch.distributed as dist
 
 from weft.job.errors import MachineError
 
-SPINS = 20
-"""Polls before a waiter begins to sleep: a small message is there by then, if the others run at all."""
-FIRST_NAP_S, LAST_NAP_S = 2e-5, 5e-4
-BESIDE_S = 1e-3
-"""How often the thread beside looks."""
+POLLS_BEFORE_SLEEP = 20
+"""Polls before a waiter begins to sleep; small messages usually complete within them."""
+MIN_SLEEP_S, MAX_SLEEP_S = 2e-5, 5e-4
+BACKGROUND_POLL_S = 1e-3
+"""Interval of the background thread."""
 
 
 Base: Any = dist.Work
 
 
 class MpiWork(Base):
-    """One collective or message; wait() returns when it is done here."""
+    """One collective or message."""
 
     def __init__(
         self, engine: Engine, what: str, requests: Sequence[Any], limit_s: float, held: object,
@@ -70,15 +69,15 @@ class MpiWork(Base):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Completed by whoever sees the end: a waiter, or the thread beside."""
+        """Completed by a waiter or by the background thread."""
         with self.engine.lock:
             if self.future is None:
                 self.future = torch.futures.Future()
-                self._tell()
+                self._complete_future()
             return self.future
 
     def settle(self, error: BaseException | None = None) -> None:
-        """Called once, under the lock, when all requests have ended."""
+        """Called once, with the lock, when all requests have ended."""
         try:
             if error is None and self.after is not None:
                 self.after()
@@ -86,9 +85,9 @@ class MpiWork(Base):
             error = failed
         self.error, self.done = error, True
         self.held = self.after = None
-        self._tell()
+        self._complete_future()
 
-    def _tell(self) -> None:
+    def _complete_future(self) -> None:
         if self.future is None or not self.done or self.future.done():
             return
         if self.error is not None:
@@ -97,7 +96,7 @@ class MpiWork(Base):
             self.future.set_result(self.results)
 
 
-class Together(Base):
+class CombinedWork(Base):
     """Several works as one."""
 
     def __init__(self, works: list[MpiWork]):
@@ -115,7 +114,7 @@ class Together(Base):
 
 
 class Engine:
-    """What drives the works of this process."""
+    """Runs the pending works of this process."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -130,19 +129,19 @@ class Engine:
         self, what: str, begin: Callable[[], Sequence[Any]], limit_s: float, held: object = None,
         after: Callable[[], object] | None = None, results: list[torch.Tensor] | None = None,
     ) -> MpiWork:  # fmt: skip
-        """Begin some requests; `held` is kept until they end, `after` is called then."""
+        """Start some requests; `held` is kept until they end, then `after` is called."""
         with self.lock:
             work = MpiWork(self, what, begin(), limit_s, held, after, results or [])
             if not self.poll(work):
                 self.under_way.append(work)
                 if self.thread is None:
-                    self.thread = threading.Thread(target=self._beside, name="weft-mpi", daemon=True)
+                    self.thread = threading.Thread(target=self._poll_in_background, name="weft-mpi", daemon=True)
                     self.thread.start()
                 self.something.notify()
             return work
 
     def poll(self, work: MpiWork) -> bool:
-        """Whether a work has ended; looks, and finishes it if so."""
+        """Whether a work has ended; completes it if so."""
         with self.lock:
             if work.done:
                 return True
@@ -159,16 +158,16 @@ class Engine:
 
     def drive(self, work: MpiWork, limit_s: float) -> None:
         """Poll until a work has ended."""
-        deadline, polls, nap = time.monotonic() + limit_s, 0, FIRST_NAP_S
+        deadline, polls, sleep_s = time.monotonic() + limit_s, 0, MIN_SLEEP_S
         while not self.poll(work):
             polls += 1
-            if polls > SPINS:
+            if polls > POLLS_BEFORE_SLEEP:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"MPI {work.what} timed out after {limit_s:.0f} s: not every rank has joined it")
-                time.sleep(nap)
-                nap = min(LAST_NAP_S, nap * 1.5)
+                time.sleep(sleep_s)
+                sleep_s = min(MAX_SLEEP_S, sleep_s * 1.5)
 
-    def _beside(self) -> None:
+    def _poll_in_background(self) -> None:
         while True:
             with self.something:
                 self.under_way = [work for work in self.under_way if not self.poll(work)]
@@ -176,10 +175,10 @@ class Engine:
                     self.something.wait()
                 if self.ending:
                     return
-                self.something.wait(BESIDE_S)
+                self.something.wait(BACKGROUND_POLL_S)
 
     def stop(self) -> None:
-        """End the thread; nothing may be under way."""
+        """End the thread; nothing may be pending."""
         with self.something:
             self.ending = True
             self.something.notify_all()
@@ -191,7 +190,7 @@ class Engine:
 
 @functools.cache
 def mpi() -> Any:
-    """mpi4py's MPI, started; it is ended by leave(), and only where every group was closed."""
+    """mpi4py's MPI, initialised; leave() finalises it if every group was closed."""
     try:
         import mpi4py
 
@@ -210,14 +209,14 @@ def mpi() -> Any:
 
 @functools.cache
 def engine() -> Engine:
-    """MPI is one to a process, and so is what drives it."""
+    """The engine of this process."""
     found = Engine()
     atexit.register(leave)
     return found
 
 
 def leave() -> None:
-    """End MPI, if this process closed what it opened; else mpirun sees that it failed, and ends the others."""
+    """Finalise MPI if this process closed all groups; else mpirun sees a failure and ends the other ranks."""
     if "mpi4py.MPI" not in sys.modules:
         return
     MPI = sys.modules["mpi4py.MPI"]

@@ -1,4 +1,4 @@
-"""Rows that travel between the ranks of an axis while something else is computed, in both directions of autograd."""
+"""All-to-all of rows that overlaps with computation, in the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from weft.comm.axis import Axis, Pending
 
 
 @dataclass
-class Trip:
-    """One exchange of rows: how many go to each rank and come from it, and what is under way."""
+class RowExchange:
+    """One exchange of rows: how many are sent to and received from each rank, and the pending work."""
 
     axis: Axis
     send: list[int]
@@ -22,46 +22,46 @@ class Trip:
     back: Tensor | None = None
 
     def start(self, x: Tensor) -> Tensor:
-        """Send off; the rows are there after wait()."""
+        """Start the exchange; the rows are valid after wait()."""
         out: Tensor = _Start.apply(x, self)
         return out
 
     def wait(self, x: Tensor) -> Tensor:
-        """What start() returned, arrived."""
+        """The rows that start() returned, received."""
         out: Tensor = _Wait.apply(x, self)
         return out
 
     def go(self, x: Tensor) -> Tensor:
-        """There at once."""
+        """Exchange and wait."""
         return self.wait(self.start(x))
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, trip: Trip) -> Tensor:
-        ctx.trip = trip
-        out, trip.work = trip.axis.start_all_to_all(x, trip.send, trip.receive)
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        out, exchange.work = exchange.axis.start_all_to_all(x, exchange.send, exchange.receive)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        trip = ctx.trip
-        trip.work.wait()
-        back, trip.work, trip.back = trip.back, None, None
+        exchange = ctx.exchange
+        exchange.work.wait()
+        back, exchange.work, exchange.back = exchange.back, None, None
         return back, None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, trip: Trip) -> Tensor:
-        ctx.trip = trip
-        assert trip.work is not None
-        trip.work.wait()
-        trip.work = None  # it holds what was sent, and the trip lives until the backward pass
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        assert exchange.work is not None
+        exchange.work.wait()
+        exchange.work = None  # it keeps what was sent, and this object lives until the backward pass
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        trip = ctx.trip  # autograd goes through what was computed meanwhile before it comes to the start
-        trip.back, trip.work = trip.axis.start_all_to_all(grads[0], trip.receive, trip.send)
+        exchange = ctx.exchange  # autograd runs the overlapped computation before it reaches the start
+        exchange.back, exchange.work = exchange.axis.start_all_to_all(grads[0], exchange.receive, exchange.send)
         return grads[0], None

@@ -20,9 +20,23 @@ from weft.job.validation import sections_of
 MAX_YAML_NODES = 20_000
 """Nodes of a job file with aliases expanded: a few lines of nested aliases can expand to more than memory holds."""
 
+MAX_YAML_DEPTH = 50
+"""Nesting of a job file."""
+
 
 class _Loader(yaml.SafeLoader):
     """Safe YAML in which 3e-4 is a number and a repeated key is an error."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        """Limit the nesting: the time of PyYAML grows with its square."""
+        self.depth += 1
+        if self.depth > MAX_YAML_DEPTH:
+            raise RecursionError
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Check for repeated keys before << merges others, which may be overridden."""

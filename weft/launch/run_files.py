@@ -17,7 +17,8 @@ from weft.job.schema import Job
 from weft.planner import Plan
 
 START_FILES = (
-    ".lock", ".secret", ".supervisor.json", "events.jsonl", "slices.json", "logs/rank-*.log", "logs/failure-*.json",
+    ".lock", ".secret", ".supervisor.json", "metrics.jsonl", "events.jsonl", "slices.json",
+    "logs/rank-*.log", "logs/failure-*.json",
 )  # fmt: skip
 """What a start that is refused before its first step leaves in a new folder."""
 

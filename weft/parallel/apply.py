@@ -1,4 +1,4 @@
-"""How a model is spread: one function, one fixed order, the same for every model."""
+"""Spreads a model over the mesh: one function, one fixed order, the same for every model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm.algorithms import summing
-from weft.comm.background import Beside
+from weft.comm.background import BackgroundWorker
 from weft.comm.shards import sharded_axes
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
@@ -19,15 +19,15 @@ from weft.memory import HostOffload, recompute, recomputed_units, run_in_chunks
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.init import initialise
 from weft.parallel.context.attention import Context, split_context
-from weft.parallel.context.sequence_split import Cut
-from weft.parallel.data.compression import Compressor, worth_it
+from weft.parallel.context.sequence_split import SequenceSplit
+from weft.parallel.data.compression import Compressor, is_compressed
 from weft.parallel.data.data_parallel import Replicas, Shards, shard
 from weft.parallel.data.fsdp_collectives import meter_collectives
 from weft.parallel.expert.expert_parallel import (
     compile_around,
-    dress,
-    experts_apart,
-    keep_own,
+    expert_gradient_sum,
+    keep_local_experts,
+    mark_as_sharded,
     shard_experts,
     spread_experts,
 )
@@ -44,21 +44,21 @@ from weft.precision import COMPUTE_DTYPES
 def parallelize(
     model: nn.Module, mesh: Mesh, plan: Plan, seed: int = 0, bare_gradients: bool = False
 ) -> SpreadModel | Pipelined:
-    """Spread a model over a mesh as a plan says: first into stages, then each stage over the other axes.
+    """Spread a model over a mesh by a plan: first into stages, then each stage over the other axes.
 
     A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's. Set
     `bare_gradients` if the optimizer reads `grad_params`: gradients that are not summed then stay where they are.
     """
     pp = mesh.axis("pp")
-    beside = None
+    worker = None
     if (axis := mesh.axis(plan.joint_axis)) is not None and plan.compression != "none":
-        # cp's own messages go through its group meanwhile; peers that do not exist have nothing to do meanwhile
-        beside = Beside(mesh.device, at_once=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
+        # attention uses the group of cp at the same time, and fake peers need no worker
+        worker = BackgroundWorker(mesh.device, synchronous=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
     again = recomputed_units(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
     load = ExpertLoad(model, mesh.device, mesh.everyone, plan.ep)
     if pp is None:
-        spread_model = spread_stage(model, mesh, plan, seed, again, plan.accumulation > 1 or not bare_gradients, beside)
+        spread_model = spread_stage(model, mesh, plan, seed, again, plan.accumulation > 1 or not bare_gradients, worker)
         load.watch(spread_model.module)
         return replace(spread_model, load=load)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
@@ -67,7 +67,7 @@ def parallelize(
         stage = copy.deepcopy(model)
         first, end = plan.split[index]
         stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
-        stages[index] = spread_stage(stage, mesh, plan, seed, again, beside=beside)
+        stages[index] = spread_stage(stage, mesh, plan, seed, again, worker=worker)
     cut = plan.tp if plan.sequence else 1
     at_once = frozenset(i for i, stage in stages.items() if again.keys() & find_units(stage.module).keys())
     load.watch(*(stage.module for stage in stages.values()))
@@ -76,25 +76,25 @@ def parallelize(
 
 def spread_stage(
     model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, str], summed: bool = True,
-    beside: Beside | None = None,
+    worker: BackgroundWorker | None = None,
 ) -> SpreadModel:  # fmt: skip
     """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole.
 
-    `again` says which units are recomputed, and how; `summed` that a step adds up the gradients of several passes;
-    `beside` what compresses gradients while the backward pass goes on.
+    `again` are the recomputed units and how; `summed`: a step sums gradients of several passes; `worker` compresses
+    gradients during the backward pass.
     """
     dtype, fp8 = COMPUTE_DTYPES[plan.precision], recipe_of(plan)
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
-    context = Context(cp, Cut.of(plan, cp.rank)) if cp else None
+    context = Context(cp, SequenceSplit.of(plan, cp.rank)) if cp else None
     between = ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
     offload = HostOffload(mesh.device, plan.host_gib / plan.virtual_stages)
     units = find_units(model)
     for prefix, unit in [*units.items(), ("", model)]:
         modules = members(model, prefix, skip=() if prefix else tuple(units))
-        keep_own(modules, mesh)
+        keep_local_experts(modules, mesh)
         materialise(model, modules, mesh, seed)
-        dress(modules, mesh)
+        mark_as_sharded(modules, mesh)
         spread_experts(modules, mesh, split is not None and split.sequence, plan.ep_overlap)
         if split:
             split_tensors(split, model, modules)
@@ -115,18 +115,20 @@ def spread_stage(
         if sharded:
             _refuse_scalars(unit)
             shard_experts(modules, mesh, plan, dtype)
-            # compressed, shards are summed over their replicas by hand
-            copied = between if beside is None else ()
+            # with compression, shards are summed over their replicas by the compressor
+            copied = between if worker is None else ()
             shard(unit, mesh.submesh(*copied, plan.joint_axis), plan.zero, dtype)
     axis, compressor = mesh.axis(plan.joint_axis), None
-    if beside is not None:
-        compressor = compressor_of(plan, mesh, beside, seed, dict(model.named_parameters()), split)
+    if worker is not None:
+        compressor = compressor_of(plan, mesh, worker, seed, dict(model.named_parameters()), split)
     if sharded:
         meter_collectives(model, mesh, plan.joint_axis, bool(between))
         data: Replicas | Shards = Shards(model, plan.zero, bool(between), compressor)
     else:
         start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
-        data = Replicas(model, axis, dtype, plan.bucket_mb, summed, start, *experts_apart(model, mesh), compressor)
+        data = Replicas(
+            model, axis, dtype, plan.bucket_mb, summed, start, *expert_gradient_sum(model, mesh), compressor
+        )
     whole = [n for n, p in data.master_params.items() if split and not {"tp", "ep"}.intersection(sharded_axes(p))]
     partial = tuple(n for n in data.master_params if split and n in split.partial)
     replicated = tuple(n for n in whole if n not in partial)
@@ -137,9 +139,14 @@ def spread_stage(
 
 
 def compressor_of(
-    plan: Plan, mesh: Mesh, beside: Beside, seed: int, params: dict[str, nn.Parameter], split: TensorSplit | None
+    plan: Plan,
+    mesh: Mesh,
+    worker: BackgroundWorker,
+    seed: int,
+    params: dict[str, nn.Parameter],
+    split: TensorSplit | None,
 ) -> Compressor:
-    """What compresses the gradients of a stage over its data-parallel axes."""
+    """The compressor of a stage's gradients over its data-parallel axes."""
     axis, across = (
         mesh.axis(plan.joint_axis),
         mesh.axis("dp_replicate") if plan.dp_shard > 1 and not plan.alone else None,
@@ -149,17 +156,17 @@ def compressor_of(
     setting = parse_compression(plan.compression)
 
     def apart(name: str, param: Tensor) -> bool:
-        """Whether the ranks of a tp group make different gradients of it, or add them up later."""
+        """Whether the ranks of a tp group have different gradients of a weight, or sum them later."""
         return split is None or name in split.partial or "tp" in sharded_axes(param)
 
-    names = frozenset(n for n, p in params.items() if worth_it(setting, p.shape) and apart(n, p))
+    names = frozenset(n for n, p in params.items() if is_compressed(setting, p.shape) and apart(n, p))
     return Compressor(
-        setting, axis, across, beside, mesh.device, seed=seed, names=names, warmup=plan.compression_warmup
+        setting, axis, across, worker, mesh.device, seed=seed, names=names, warmup=plan.compression_warmup
     )
 
 
 def compile_parts(unit: nn.Module, parts: tuple[str, ...], backend: str = "inductor") -> None:
-    """Compile these methods of a unit; its hooks stay outside. Units of one class share what was compiled."""
+    """Compile these methods of a unit, without its hooks. Units of one class share the compiled code."""
     for part in parts:
         setattr(unit, part, torch.compile(getattr(unit, part), dynamic=False, backend=backend))
 
@@ -171,7 +178,7 @@ def _refuse_scalars(unit: nn.Module) -> None:
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
-    """The parts that are spread one after the other: those the model names, else the members of its lists of layers."""
+    """The modules that are spread one by one: those the model names, else the members of its lists of layers."""
     pattern = getattr(model, "units", None)
     if isinstance(pattern, str):
         return {
@@ -209,7 +216,7 @@ def members(model: nn.Module, prefix: str, skip: tuple[str, ...]) -> list[tuple[
 
 @torch.no_grad()
 def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Mesh, seed: int) -> None:
-    """Give the modules' parameters their values on this rank's device; ties between modules stay tied."""
+    """Give the modules' parameters values on this rank's device; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     described = any(p.is_meta for _, m in modules for p in m.parameters(recurse=False))  # one of Weft's own
     for path, module in modules:

@@ -1,4 +1,4 @@
-"""Which linear layers multiply in fp8, and what their scales must know of one another across ranks."""
+"""Which linear layers multiply in fp8, and their delayed scales across ranks."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from weft.parallel.tensor import ColumnLinear, RowLinear, local
 from weft.planner.model.fp8 import stays_bf16
 from weft.planner.plan import Plan
 
-FP8 = "fp8."
-"""What begins the names of maxima in a checkpoint."""
+FP8_PREFIX = "fp8."
+"""Prefix of the names of amax histories in a checkpoint."""
 
 
 class Fp8Column(Fp8Layer, ColumnLinear):
-    """Each rank multiplies its outputs in fp8."""
+    """A column-parallel layer that multiplies in fp8."""
 
 
 class Fp8Row(Fp8Layer, RowLinear):
-    """Each rank multiplies its inputs in fp8; the partial sums are added up in bf16."""
+    """A row-parallel layer that multiplies in fp8; the partial sums are summed in bf16."""
 
 
-BECOMES: dict[type[nn.Module], type[nn.Linear]] = {
+FP8_CLASSES: dict[type[nn.Module], type[nn.Linear]] = {
     nn.Linear: Fp8Linear,
     ColumnLinear: Fp8Column,
     RowLinear: Fp8Row,
 }
-"""The same parameters under the same names, so checkpoints stay as they are."""
+"""By class, the fp8 class with the same parameters."""
 
 
 def recipe_of(plan: Plan) -> Fp8Recipe | None:
-    """How a plan brings numbers into fp8; None where it does not."""
+    """The fp8 recipe of a plan; None without fp8."""
     if plan.precision != "fp8":
         return None
     said = dict(plan.fp8)
@@ -50,9 +50,9 @@ def recipe_of(plan: Plan) -> Fp8Recipe | None:
 
 
 def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Fp8Recipe) -> None:
-    """Let the linear layers among a block's modules multiply in fp8, but for those that are left out."""
+    """Make the linear layers of a block multiply in fp8, except those that the recipe skips."""
     for name, module in modules:
-        new = BECOMES.get(type(module))
+        new = FP8_CLASSES.get(type(module))
         if new is None or not isinstance(module, nn.Linear):
             continue
         weight: Tensor = local(module.weight)
@@ -77,7 +77,7 @@ def _share_input(*layers: nn.Module) -> None:
 
 
 def use_fp8_head(modules: list[tuple[str, nn.Module]], recipe: Fp8Recipe) -> None:
-    """Let the head multiply in fp8 where the job asks for it."""
+    """Make the head multiply in fp8 if the recipe asks for it."""
     for _, module in modules:
         if recipe.head and isinstance(module, Head):
             _check_device(module.weight.device)
@@ -85,7 +85,7 @@ def use_fp8_head(modules: list[tuple[str, nn.Module]], recipe: Fp8Recipe) -> Non
 
 
 def check_skip(model: nn.Module, plan: Plan) -> None:
-    """A pattern that names no layer is a mistake."""
+    """Refuse patterns of fp8.skip that match no layer."""
     recipe = recipe_of(plan)
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for pattern in recipe.skip if recipe else ():
@@ -100,10 +100,10 @@ def _check_device(device: torch.device) -> None:
 
 
 class DelayedScales:
-    """The maxima of every fp8 layer of a stage, brought together over the ranks that share it once a step.
+    """The amax history of every fp8 layer of a stage, reduced once a step over the ranks that share the stage.
 
-    They stand in three tables, of which the layers hold their rows. A checkpoint has them by layer, so that a run that
-    goes on rounds as if it had never stopped; one that finds none scales its first step by the tensors' own maxima.
+    The layers hold rows of three tables. A checkpoint has them by layer, so that a resumed run rounds as if it had not
+    stopped; without them the first step is scaled by the tensors' own maxima.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh):
@@ -126,7 +126,7 @@ class DelayedScales:
 
     @torch.no_grad()
     def step(self, taken: bool | Tensor = True) -> None:
-        """After an optimizer step: remember its maxima, forget the oldest. One that was not taken leaves no trace."""
+        """Call after an optimizer step: append its maxima and drop the oldest. A skipped step changes nothing."""
         if not self.maxima:
             return
         if taken is not False:
@@ -143,12 +143,12 @@ class DelayedScales:
             m.known = True
 
     def held(self) -> dict[str, Tensor]:
-        """The maxima of the steps remembered, by layer, in place."""
-        return {f"{FP8}{name}": self.steps[i] for i, name in enumerate(self.names)}
+        """The history, by layer, in place."""
+        return {f"{FP8_PREFIX}{name}": self.steps[i] for i, name in enumerate(self.names)}
 
     @torch.no_grad()
     def recall(self) -> None:
-        """Go on from what was just read into held(); zeros mean that no step has been."""
+        """Continue from values that were just read into held(); zeros mean that there was no step."""
         if not self.maxima:
             return
         self.seen.zero_()

@@ -1,4 +1,4 @@
-"""A model, or one stage of it, after it was spread: what the loop, the optimizer and checkpoints see of it."""
+"""A model, or a stage of it, spread over the mesh: the interface for the loop, the optimizer and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Batch = dict[str, Tensor]
 
 
 class LossOf(Protocol):
-    """The summed loss of a batch; of a stage that is not the last, what the next one takes."""
+    """The summed loss of a batch; for a stage before the last, its output."""
 
     def __call__(self, module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor: ...
 
@@ -38,13 +38,13 @@ class SpreadModel:
     """Weights that all ranks of tp hold whole, with gradients from the same data: those of the first rank are taken,
     since each rank's own could differ in the last bit."""
     frozen: dict[str, Tensor] = field(default_factory=dict)
-    """Weights that are not trained, by name: a checkpoint holds them, the optimizer never sees them."""
+    """Weights that are not trained, by name. Checkpoints contain them."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Names of weights that stand here for another stage's: a tied head is the embedding."""
+    """Names of weights of other stages that this stage holds a copy of: a tied head is the embedding."""
     scales: DelayedScales | None = None
-    """What fp8 layers remember of the steps before."""
+    """The amax history of fp8 layers."""
     load: ExpertLoad | None = None
-    """How even the experts' load is. A stage leaves this to its pipeline."""
+    """The experts' load; None in a stage of a pipeline, which has its own."""
 
     @property
     def master_params(self) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ class SpreadModel:
 
     @property
     def compute_params(self) -> dict[str, Tensor]:
-        """By the master weights' names, the weights that compute and must follow their master weights."""
+        """By the master weights' names, the weights of the forward pass, where they are copies."""
         return self._by_name(self.data.compute_params)
 
     def _by_name(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -69,11 +69,11 @@ class SpreadModel:
 
     @property
     def counted(self) -> list[Tensor]:
-        """The leaves whose gradients this rank adds to the norm."""
+        """The parameters whose gradients this rank adds to the norm."""
         return list(self.data.grad_params.values())
 
     def buffers(self) -> dict[str, Tensor]:
-        """What the module keeps beside its weights and wants saved."""
+        """The persistent buffers of the module, by name."""
         passing = {
             f"{path}.{key}" if path else key
             for path, module in self.module.named_modules()
@@ -82,14 +82,14 @@ class SpreadModel:
         return {n: b for n, b in self.module.named_buffers() if b.numel() and n not in passing}
 
     def begin(self, scale: float) -> None:
-        """A step begins, with gradients of the summed loss times `scale`."""
+        """Begin a step with gradients of the summed loss times `scale`."""
         if self.load is not None:
             self.load.begin(scale)
         if self.compressor is not None:
             self.compressor.begin(scale)
 
     def microbatch(self, last: bool) -> None:
-        """For a loop of one's own: say before each backward pass whether it is the step's last."""
+        """Call before each backward pass in a loop of your own; `last` for the last one of a step."""
         self.data.microbatch(last)
 
     def backward(
@@ -97,7 +97,7 @@ class SpreadModel:
     ) -> Tensor:
         """Forward and backward over a step's microbatches: the gradients of loss · scale. Returns the summed loss.
 
-        `meanwhile` is called once all gradients are made, while the last of them travel.
+        `meanwhile` is called after the last backward pass, while gradients are still being reduced.
         """
         total = torch.zeros((), device=batches[0]["inputs"].device)
         self.begin(scale)
@@ -111,7 +111,7 @@ class SpreadModel:
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch], loss_of: LossOf) -> Tensor:
-        """The summed loss of some batches, without dropout and without a trace left behind."""
+        """The summed loss of some batches, without dropout and without changing any state."""
         self.module.eval()
         losses = [loss_of(self.module, batch) for batch in batches]
         self.data.settle()
@@ -122,7 +122,7 @@ class SpreadModel:
         """Complete the gradients after the last backward pass; a weight that was not used has one of zeros."""
         self.data.finish(meanwhile)
         for leaf in self.data.grad_params.values():
-            if leaf.grad is None:  # else the optimizer would decay it in some layouts and pass over it in others
+            if leaf.grad is None:  # else the optimizer would decay it in some layouts only
                 leaf.grad = torch.zeros_like(leaf)
         if self.tp is not None:
             self._sum_over_tp(self.tp)
@@ -147,7 +147,7 @@ class SpreadModel:
         self.data.zero_grad()
 
     def follow(self, taken: bool | Tensor = True) -> None:
-        """After a step: let what the optimizer does not see learn from it, if it was taken."""
+        """Call after a step: updates fp8 scales, routers and residuals, if it was taken."""
         if self.scales is not None:
             self.scales.step(taken)
         if self.load is not None:
@@ -156,11 +156,11 @@ class SpreadModel:
             self.compressor.keep(taken)
 
     def figures(self) -> Tensor:
-        """Of the last step, what only the model knows; words() says it."""
+        """Values of the last step for words(), on the device."""
         return torch.empty(0) if self.load is None else self.load.figures()
 
     def words(self, figures: list[float], tokens: int) -> dict[str, Any]:
-        """Figures that the host has read, as the step's record tells them."""
+        """The fields of the step's metrics, from figures() read by the host."""
         return {} if self.load is None else self.load.words(figures, tokens)
 
     @property
@@ -168,23 +168,23 @@ class SpreadModel:
         return self.data.compressor
 
     def maxima(self) -> dict[str, Tensor]:
-        """What fp8 layers with delayed scales remember of the steps before, by layer, in place."""
+        """The amax history of fp8 layers with delayed scales, by layer, in place."""
         return {} if self.scales is None else self.scales.held()
 
     def recall_maxima(self) -> None:
-        """Go on from what was just read into maxima()."""
+        """Continue from values that were just read into maxima()."""
         if self.scales is not None:
             self.scales.recall()
 
-    def owed(self) -> dict[str, Tensor]:
-        """What compression has not sent yet and its bases, for a checkpoint. Each holder has its own share of what is
-        owed of a weight; a stage that holds another's weight a second time counts as a second set of holders."""
-        return {} if self.compressor is None else self.compressor.owed(self._holder, self.data.master_params)
+    def residuals(self) -> dict[str, Tensor]:
+        """The residuals and bases of compression, for a checkpoint. Each rank whose gradients are summed has its own
+        residual of a weight; a stage with a copy of another stage's weight counts as further ranks."""
+        return {} if self.compressor is None else self.compressor.residuals(self._holder, self.data.master_params)
 
-    def adopt_owed(self, held: dict[str, Tensor]) -> None:
-        """Take in what owed() had named."""
+    def load_residuals(self, held: dict[str, Tensor]) -> None:
+        """Load what residuals() named."""
         if self.compressor is not None:
-            self.compressor.adopt(self._holder, self.data.master_params, held)
+            self.compressor.load_residuals(self._holder, self.data.master_params, held)
 
     def _holder(self, name: str) -> tuple[int, str]:
         assert self.compressor is not None
@@ -196,5 +196,5 @@ class SpreadModel:
         return [] if self.compressor is None else [self.compressor]
 
     def refresh(self) -> None:
-        """After the master weights were changed by other hands than the optimizer's."""
+        """Call after the master weights were changed by anything but the optimizer."""
         self.data.refresh()

@@ -1,7 +1,7 @@
 """Tensor parallelism (Shoeybi et al. 2019) with sequence parallelism (Korthikanti et al. 2022).
 
-A model's table says which part each module plays; ROLES says what a part means. Parameters become DTensors, so that
-checkpoints, sharding and norms know which slice is where; the maths runs on local tensors with explicit collectives.
+A model's table gives the role of each module, and ROLES what a role means. Parameters become DTensors, so that
+checkpoints, sharding and norms know the slices; computation runs on local tensors with explicit collectives.
 
     x ──▶ region ──▶ column ──▶ (heads, hidden) ──▶ row ──▶ y
           gather      each rank its columns          sum, and cut along the sequence again
@@ -36,30 +36,30 @@ SEQ = 1  # activations are [batch, seq, dim]
 
 @dataclass
 class TensorSplit:
-    """The tp axis, whether the sequence is cut between the matrices, and what was learned while cutting."""
+    """The tp axis, whether activations are sharded along the sequence, and the parameters with partial gradients."""
 
     axis: Axis
     mesh: DeviceMesh
     sequence: bool
     partial: set[str] = field(default_factory=set)
-    """Parameters that are whole on every rank but see only a part of the data: their gradients are summed over tp."""
+    """Parameters that every rank holds whole but that see a part of the data: their gradients are summed over tp."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Into a region of cut matrices: every rank sees every token."""
+        """Enter a region of sharded matrices: every rank gets every token."""
         return gather_along(x, self.axis, SEQ) if self.sequence else copy_in(x, self.axis)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Out of it: partial sums are added up."""
+        """Leave it: partial sums are summed."""
         return scatter_along(x, self.axis, SEQ) if self.sequence else reduce_out(x, self.axis)
 
     def shard(self, size: int) -> tuple[int, int]:
-        """Where this rank's shard of `size` begins, and its length; the last shards may be shorter."""
+        """The start and length of this rank's shard of a dim of `size`; the last shards may be shorter."""
         step = -(-size // self.axis.size)
         start = min(self.axis.rank * step, size)
         return start, min(step, size - start)
 
     def cut(self, model: nn.Module, module: nn.Module, key: str, dim: int) -> None:
-        """Leave this rank's shard of module.key along dim; other modules of the model that share it share the shard."""
+        """Keep this rank's shard of module.key along dim; modules that share the parameter share the shard."""
         whole = getattr(module, key)
         if isinstance(whole, DTensor) or whole is None:
             return
@@ -83,7 +83,7 @@ def local(param: Tensor | None) -> Any:
 
 
 class ColumnLinear(nn.Linear):
-    """Each rank holds some of the outputs."""
+    """A linear layer of which each rank holds some outputs."""
 
     split: TensorSplit
     in_region: bool
@@ -95,7 +95,7 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Each rank holds some of the inputs; the outputs are partial sums until they are added up."""
+    """A linear layer of which each rank holds some inputs; its outputs are partial sums that are then summed."""
 
     split: TensorSplit
     in_region: bool
@@ -108,7 +108,7 @@ class RowLinear(nn.Linear):
 
 
 class VocabEmbedding(nn.Embedding):
-    """Each rank holds some rows of the table and gives zeros for the others' tokens."""
+    """An embedding of which each rank holds some rows, and returns zeros for other tokens."""
 
     split: TensorSplit
 
@@ -122,7 +122,7 @@ class VocabEmbedding(nn.Embedding):
 
 
 class VocabHead(Head):
-    """Each rank holds the logits of some of the vocabulary; no rank ever holds them all."""
+    """A head of which each rank computes the logits of some of the vocabulary; no rank has all of them."""
 
     split: TensorSplit
 
@@ -163,7 +163,7 @@ class SequenceDropout(Dropout):
 
 @dataclass
 class PartModule:
-    """One module that plays a part."""
+    """A module with a role."""
 
     model: nn.Module
     name: str
@@ -174,8 +174,8 @@ class PartModule:
     def in_region(self) -> bool:
         return any(self.name.startswith(r + ".") for r in self.regions)
 
-    def become(self, expected: type, new: type, role: str, split: TensorSplit, **attributes: Any) -> None:
-        """Give the module another class of the same parameters: names, and so checkpoints, stay as they are."""
+    def change_class(self, expected: type, new: type, role: str, split: TensorSplit, **attributes: Any) -> None:
+        """Change the class of the module; its parameters and their names stay."""
         if not isinstance(self.module, expected):
             kind = type(self.module).__name__
             raise JobError(f"{self.name} is a {kind}; the part {role!r} needs a {expected.__name__}")
@@ -190,64 +190,64 @@ class PartModule:
 Role = Callable[[TensorSplit, PartModule], None]
 
 
-def _column(split: TensorSplit, place: PartModule) -> None:
-    place.become(nn.Linear, ColumnLinear, "column", split, in_region=place.in_region)
-    split.cut(place.model, place.module, "weight", 0)
-    split.cut(place.model, place.module, "bias", 0)
+def _column(split: TensorSplit, module_role: PartModule) -> None:
+    module_role.change_class(nn.Linear, ColumnLinear, "column", split, in_region=module_role.in_region)
+    split.cut(module_role.model, module_role.module, "weight", 0)
+    split.cut(module_role.model, module_role.module, "bias", 0)
 
 
-def _row(split: TensorSplit, place: PartModule) -> None:
-    place.become(nn.Linear, RowLinear, "row", split, in_region=place.in_region)
-    split.cut(place.model, place.module, "weight", 1)
-    if place.module.bias is not None and place.in_region and split.sequence:
-        split.partial.add(f"{place.name}.bias")
+def _row(split: TensorSplit, module_role: PartModule) -> None:
+    module_role.change_class(nn.Linear, RowLinear, "row", split, in_region=module_role.in_region)
+    split.cut(module_role.model, module_role.module, "weight", 1)
+    if module_role.module.bias is not None and module_role.in_region and split.sequence:
+        split.partial.add(f"{module_role.name}.bias")
 
 
-def _vocab(split: TensorSplit, place: PartModule) -> None:
-    if isinstance(place.module, nn.Linear):  # patches have no vocabulary: every rank embeds them all
-        return _scatter(split, place)
-    place.become(nn.Embedding, VocabEmbedding, "vocab", split)
-    split.cut(place.model, place.module, "weight", 0)
+def _vocab(split: TensorSplit, module_role: PartModule) -> None:
+    if isinstance(module_role.module, nn.Linear):  # patches have no vocabulary: every rank embeds all of them
+        return _scatter(split, module_role)
+    module_role.change_class(nn.Embedding, VocabEmbedding, "vocab", split)
+    split.cut(module_role.model, module_role.module, "weight", 0)
 
 
-def _vocab_head(split: TensorSplit, place: PartModule) -> None:
-    place.become(Head, VocabHead, "vocab_head", split)
-    split.cut(place.model, place.module, "weight", 0)
+def _vocab_head(split: TensorSplit, module_role: PartModule) -> None:
+    module_role.change_class(Head, VocabHead, "vocab_head", split)
+    split.cut(module_role.model, module_role.module, "weight", 0)
 
 
-def _region(split: TensorSplit, place: PartModule) -> None:
-    if isinstance(place.module, MixtureOfExperts):
+def _region(split: TensorSplit, module_role: PartModule) -> None:
+    if isinstance(module_role.module, MixtureOfExperts):
         return  # each rank routes its own tokens (parallel/expert/expert_parallel.py)
-    if isinstance(place.module, Attention):
-        place.module.enter = split.enter
+    if isinstance(module_role.module, Attention):
+        module_role.module.enter = split.enter
     else:
-        place.module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
+        module_role.module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
 
 
-def _sequence(split: TensorSplit, place: PartModule) -> None:
+def _sequence(split: TensorSplit, module_role: PartModule) -> None:
     if split.sequence:
-        if isinstance(place.module, Dropout):
-            place.become(Dropout, SequenceDropout, "sequence", split)
-        place.mark_partial(split)
+        if isinstance(module_role.module, Dropout):
+            module_role.change_class(Dropout, SequenceDropout, "sequence", split)
+        module_role.mark_partial(split)
 
 
-def _heads(split: TensorSplit, place: PartModule) -> None:
-    place.mark_partial(split)
+def _heads(split: TensorSplit, module_role: PartModule) -> None:
+    module_role.mark_partial(split)
 
 
-def _routed(split: TensorSplit, place: PartModule) -> None:
-    if not any(isinstance(p, DTensor) for p in place.module.parameters()):  # else cut over ep, which knows better
-        place.mark_partial(split)
+def _routed(split: TensorSplit, module_role: PartModule) -> None:
+    if not any(isinstance(p, DTensor) for p in module_role.module.parameters()):  # else they are sharded over ep
+        module_role.mark_partial(split)
 
 
-def _inside(split: TensorSplit, place: PartModule) -> None:
-    """What is above has a part already."""
+def _inside(split: TensorSplit, module_role: PartModule) -> None:
+    """Nothing to do: the module above has a role."""
 
 
-def _scatter(split: TensorSplit, place: PartModule) -> None:
+def _scatter(split: TensorSplit, module_role: PartModule) -> None:
     if split.sequence:
-        place.module.register_forward_hook(lambda _, __, y: split.axis.narrow(y, -2))
-        place.mark_partial(split)
+        module_role.module.register_forward_hook(lambda _, __, y: split.axis.narrow(y, -2))
+        module_role.mark_partial(split)
 
 
 ROLES: dict[str, Role] = {
@@ -264,12 +264,12 @@ ROLES: dict[str, Role] = {
 }
 
 
-CUTTING = ("column", "row", "vocab", "vocab_head")
-"""Parts whose weights are cut; a table without one of them would do nothing."""
+SHARDING_ROLES = ("column", "row", "vocab", "vocab_head")
+"""Roles that shard weights; a table needs at least one of them."""
 
 
 def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
-    """Cut these modules of a model as its table says."""
+    """Shard these modules of a model by its table of roles."""
     table = getattr(model, "parts", None)
     if not table:
         raise JobError(
@@ -277,8 +277,8 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
             "attribute `parts` such as {'*.up': 'column', '*.down': 'row'}"
         )
     regions = {name for name, _ in model.named_modules() if _role(table, name) == "region"}
-    stage = hasattr(model, "keep")  # then it has a table for all stages, and this one may hold what tp leaves whole
-    if not stage and not any(_role(table, name) in CUTTING for name, _ in model.named_modules()):
+    stage = hasattr(model, "keep")  # the table is for all stages, and this one may have no sharded module
+    if not stage and not any(_role(table, name) in SHARDING_ROLES for name, _ in model.named_modules()):
         example = next((n for n, m in model.named_modules() if isinstance(m, nn.Linear)), "layers.0.up")
         raise JobError(
             f"the table of parts of {type(model).__name__} cuts none of its modules ({', '.join(table)}); write "
@@ -292,7 +292,7 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
 
 
 def _check_patterns(model: nn.Module, table: dict[str, str]) -> None:
-    """A pattern that fits nothing was misspelt: what it meant would stay whole, and the sums would be wrong."""
+    """Refuse patterns that match nothing: they are misspelt, and the module would not be sharded."""
     names = [name for name, _ in model.named_modules() if name]
     for pattern in table:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -15,7 +15,7 @@ from pathlib import Path
 from weft.job.errors import MachineError
 
 PREFIX, IN_USE, RESERVE = "weft-", "in-use", "reserve"
-RESERVE_BYTES = 1 << 20
+RESERVE_BYTES = 1 << 15
 """Allocated at the start and freed when small files no longer fit, so that a full /dev/shm does not end the run."""
 
 

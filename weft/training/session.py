@@ -225,7 +225,7 @@ def open_session(
         job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards
     )
     for compressor in state.model.compressors:
-        compressor.tell = session.compression
+        compressor.report = session.compression
     write_slices(run, plan, mesh, state.model)
     if not resume_from_memory(session):
         merge_old_snapshots(session)

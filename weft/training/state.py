@@ -14,7 +14,7 @@ from weft.mesh import Mesh
 from weft.optim.build_optimizers import Optimizers
 from weft.optim.ema import Ema
 from weft.parallel.data.local_sgd import EveryStep
-from weft.parallel.fp8 import FP8
+from weft.parallel.fp8 import FP8_PREFIX
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import SpreadModel
 from weft.planner.plan import Plan
@@ -53,7 +53,7 @@ class State:
         out |= {f"buffer.{n}": b for n, b in self.model.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
         out |= {f"ema.{n}": t for n, t in self.ema.averages.items()} | self.model.maxima()
-        return out | self.model.owed() | self._dice() | self.rounds.tensors() | self._random()
+        return out | self.model.residuals() | self._dice() | self.rounds.tensors() | self._random()
 
     @torch.no_grad()
     def shards(self) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ class State:
         out |= {f"buffer.{n}": local_of(b) for n, b in self.model.buffers().items()}
         out |= {f"optim.{n}": local_of(t) for n, t in self.optimizers.shards().items()}
         out |= {f"ema.{n}": local_of(t) for n, t in self.ema.averages.items()} | self.model.maxima()
-        out |= {n: local_of(t) for n, t in (self.model.owed() | self._dice() | self.rounds.tensors()).items()}
+        out |= {n: local_of(t) for n, t in (self.model.residuals() | self._dice() | self.rounds.tensors()).items()}
         return out | self._random()
 
     def restore_snapshot(self, shards: dict[str, Tensor], counts: dict[str, Any]) -> None:
@@ -73,14 +73,14 @@ class State:
 
     def restore_compression(self, held: dict[str, Tensor]) -> None:
         """Restore compression residuals, and how many random numbers were drawn for rounding."""
-        self.model.adopt_owed(held)
+        self.model.load_residuals(held)
         if (dice := held.get(f"dice.{self.mesh.rank}")) is not None:
-            for compressor, rolls in zip(self.model.compressors, dice.tolist(), strict=True):
-                compressor.dice.rolls = rolls
+            for compressor, draws in zip(self.model.compressors, dice.tolist(), strict=True):
+                compressor.rounding.draws = draws
 
     def _dice(self) -> dict[str, Tensor]:
-        rolls = [c.dice.rolls for c in self.model.compressors]
-        return {f"dice.{self.mesh.rank}": torch.tensor(rolls)} if rolls else {}
+        draws = [c.rounding.draws for c in self.model.compressors]
+        return {f"dice.{self.mesh.rank}": torch.tensor(draws)} if draws else {}
 
     def _random(self) -> dict[str, Tensor]:
         out = {f"random.{self.mesh.rank}": torch.get_rng_state()}
@@ -123,7 +123,7 @@ class State:
         """Tensors that every checkpoint has, to load it into. The random state only where `saved_world` is this world;
         compression residuals and fp8's amax history are loaded separately (training/optional_state.py)."""
         self.optimizers.allocate()
-        apart = (*COMPRESSION, FP8, "outer.", *(() if saved_world == self.mesh.world else ("random",)))
+        apart = (*COMPRESSION, FP8_PREFIX, "outer.", *(() if saved_world == self.mesh.world else ("random",)))
         return {n: t for n, t in self.tensors().items() if not n.startswith(apart)}
 
     def own(self, meta: dict[str, Any]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from weft.mesh import Mesh
 from weft.models.build_model import loss_sum
 from weft.optim.clip import grad_norm
 from weft.optim.schedule import learning_rate
-from weft.parallel.context.sequence_split import Cut
+from weft.parallel.context.sequence_split import SequenceSplit
 from weft.parallel.spread_model import Batch, LossOf
 from weft.planner.plan import Plan
 from weft.precision import COMPUTE_DTYPES
@@ -119,7 +119,7 @@ class Stepper:
         """The part of some batches that this rank computes under context parallelism."""
         if self.plan.cp == 1:
             return batches
-        cut = Cut.of(self.plan, self.mesh.coord("cp"))
+        cut = SequenceSplit.of(self.plan, self.mesh.coord("cp"))
         return [cut.batch(b) for b in batches]
 
     @property

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from weft.comm.codecs import Agree, Dice, Way
+from weft.comm.codecs import Agree, Codecs, RoundingNoise
 from weft.job.compression import COMPRESSORS, CompressionKind
 
 
 class Float8:
     feedback = sparse = False
 
-    def encode(self, x: Tensor, dice: Dice | None, agree: Agree) -> Tensor:
+    def encode(self, x: Tensor, rounding: RoundingNoise | None, agree: Agree) -> Tensor:
         scale = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 448
         return torch.cat([scale.view(torch.uint8), (x / scale).to(torch.float8_e4m3fn).view(torch.uint8)], 1)
 
@@ -23,8 +23,8 @@ class Float8:
         return n + 4
 
 
-def build(number: float) -> Way:
-    return Way(Float8())
+def build(number: float) -> Codecs:
+    return Codecs(Float8())
 
 
 COMPRESSORS.register(CompressionKind("float8", "E4M3.", f"{__name__}:build", gradient=1.0, weight=1.03, encoding=24.0))

@@ -1,11 +1,11 @@
-"""Context parallelism: the sequence is cut among the ranks of cp, and attention brings the shards together.
+"""Context parallelism: the sequence is sharded over cp, and attention runs over all shards.
 
-Ring attention (Liu et al. 2023): keys and values travel from rank to rank while the block before is computed; results
+Ring attention (Liu et al. 2023): keys and values are sent from rank to rank while the block before is computed; results
 over different keys are merged by their log-sum-exp. Ulysses (Jacobs et al. 2023): an all-to-all gives each rank the
-whole sequence of some heads. Both are one thing here, a ring of groups with Ulysses inside each: a ring is cp groups
-of one rank, Ulysses one group of cp ranks, and anything between is the hybrid (Fang and Zhao 2024).
+whole sequence of some heads. Both are cases of a ring of groups with Ulysses inside each: a ring has cp groups of one
+rank, Ulysses one group of cp ranks, and the hybrid (Fang and Zhao 2024) is between.
 
-parallel/context/sequence_split.py says who holds which tokens.
+parallel/context/sequence_split.py defines which rank holds which tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from weft.comm.autograd import sum_up
 from weft.comm.axis import Axis, Exchange
 from weft.models.attention import Grads, TokenInfo, attend, attend_backward, merge
 from weft.models.transformer import Attention, Head
-from weft.parallel.context.sequence_split import Blocks, Cut
+from weft.parallel.context.sequence_split import Blocks, SequenceSplit
 
 
 class Context:
-    """Attention over the ranks of cp. Called as any core is; its halves serve those who differentiate by hand."""
+    """Attention over the ranks of cp. Called like any attention core; forward() and backward() are for blocks that run
+    their own backward pass."""
 
-    def __init__(self, axis: Axis, cut: Cut):
+    def __init__(self, axis: Axis, cut: SequenceSplit):
         self.axis, self.cut = axis, cut
         self.last: Blocks | None = None
         axis.open()
@@ -40,7 +41,7 @@ class Context:
         return _ToRows.apply(self, out) if self.cut.ulysses > 1 else out
 
     def blocks(self, causal: bool, info: TokenInfo) -> Blocks:
-        """The chunks of a batch; the same for all its layers, so that documents are looked at once."""
+        """The chunks of a batch, computed once for all layers."""
         last = self.last
         if last is None or (last.length, last.causal) != (info.length, causal) or last.docs is not info.docs:
             self.last = last = Blocks(self.cut, info.length, causal, info.docs)
@@ -49,13 +50,13 @@ class Context:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The output, and what the backward pass must keep besides q, k and v."""
+        """The output, and what the backward pass needs besides q, k and v."""
         blocks = self.blocks(causal, info)
         out, lse = ring_forward(self, blocks, *self.to_heads(q, self.spread(k), self.spread(v)))
         return self.to_rows(out)[0], (out, lse)
 
     def again(self, kept: tuple[Tensor, Tensor]) -> Tensor:
-        """The output once more, from what was kept."""
+        """The output again, from what was kept."""
         return self.to_rows(kept[0])[0]
 
     def backward(
@@ -69,12 +70,12 @@ class Context:
         return dq, _gathered(dk, heads), _gathered(dv, heads)
 
     def spread(self, x: Tensor) -> Tensor:
-        """Copies of key or value heads where a group has more ranks than there are heads."""
+        """Repeat key or value heads if a group has more ranks than there are heads."""
         copies = self.cut.ulysses // x.shape[2] if x.shape[2] < self.cut.ulysses else 1
         return x.repeat_interleave(copies, 2) if copies > 1 else x
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """From some tokens of all heads to all the group's tokens of some heads, in one message to each peer."""
+        """From some tokens of all heads to all tokens of the group for some heads, in one message to each peer."""
         n = self.cut.ulysses
         if n == 1:
             return tensors
@@ -84,7 +85,7 @@ class Context:
         return whole.split([t.shape[2] // n for t in tensors], 2)
 
     def to_rows(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Back again."""
+        """The inverse of to_heads()."""
         n = self.cut.ulysses
         if n == 1:
             return tensors
@@ -94,7 +95,7 @@ class Context:
         return tuple(p.movedim(0, 2).flatten(2, 3) for p in parts)
 
     def peer(self, group: int) -> int:
-        """The rank of another group with which this one talks."""
+        """The rank of another group that this one exchanges with."""
         return group * self.cut.ulysses + self.cut.rank % self.cut.ulysses
 
 
@@ -142,7 +143,7 @@ Arrived = dict[int, Tensor]
 
 
 class _Hops:
-    """Keys and values of every group, one hop after the other. The next ones travel while these are in use."""
+    """Keys and values of every group, hop by hop; the next ones are received while these are used."""
 
     def __init__(self, context: Context, blocks: Blocks, k: Tensor, v: Tensor):
         self.context, self.blocks, self.me, self.ring = context, blocks, context.cut.group, context.cut.ring
@@ -152,7 +153,7 @@ class _Hops:
         }
 
     def __iter__(self) -> Iterator[tuple[int, Arrived]]:
-        """Each group and what was needed of it, this rank's own first."""
+        """Each group and its needed chunks, this rank's own first."""
         pending = self._start(1)
         yield self.me, self.own
         for hop in range(1, self.ring):
@@ -171,14 +172,14 @@ class _Hops:
         return wanted, self.context.axis.start_exchange(sends, receives)
 
     def like(self, j: int) -> Tensor:
-        """Room for a chunk's keys and values, or their gradients."""
+        """An empty tensor for a chunk's keys and values, or their gradients."""
         any_chunk = next(iter(self.own.values()))
         two, batch, _, heads, width = any_chunk.shape
         return any_chunk.new_empty((two, batch, self.blocks.tokens(j), heads, width))
 
 
 def _queries(context: Context, blocks: Blocks) -> dict[int, slice]:
-    """This group's chunks of queries, as slices of what it holds; padding left out."""
+    """This group's chunks of queries, as slices without padding."""
     return {
         i: slice(a * blocks.size, a * blocks.size + blocks.tokens(i))
         for a, i in enumerate(blocks.of(context.cut.group))
@@ -186,7 +187,7 @@ def _queries(context: Context, blocks: Blocks) -> dict[int, slice]:
 
 
 def ring_forward(context: Context, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of this group's queries over all keys that they see."""
+    """Output and log-sum-exp of this group's queries over all keys they attend to."""
     if context.cut.ring == 1 and blocks.length == q.shape[1]:
         return attend(q, k, v, blocks.causal, blocks.documents(0, 0))
     out = torch.zeros_like(q)
@@ -207,7 +208,7 @@ def ring_forward(context: Context, blocks: Blocks, q: Tensor, k: Tensor, v: Tens
 def ring_backward(
     context: Context, blocks: Blocks, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Grads:
-    """Keys and values travel again; the gradients of a block's go straight back to the group that owns them."""
+    """Keys and values are sent again; gradients of a block go back to the group that owns it."""
     if context.cut.ring == 1 and blocks.length == q.shape[1]:
         return attend_backward(dout, q, k, v, out, lse, blocks.causal, blocks.documents(0, 0))
     dq = torch.zeros_like(q, dtype=torch.float32)
@@ -230,7 +231,7 @@ def ring_backward(
         if of == hops.me:
             total = grads
             continue
-        to = 2 * hops.me - of  # who is as far on the other side: it has our keys now
+        to = 2 * hops.me - of  # as far on the other side: that group has our keys now
         back = blocks.wanted(to % hops.ring, hops.me)
         sends = [(context.peer(of), g.to(k.dtype)) for g in grads.values()]
         receives = [(context.peer(to % hops.ring), hops.like(j)) for j in back]
@@ -243,7 +244,7 @@ def ring_backward(
 
 
 def _add(total: Arrived, returned: list[tuple[list[int], Exchange]]) -> None:
-    """Take in what came back of the hop before."""
+    """Add the gradients returned from the hop before."""
     while returned:
         chunks, exchange = returned.pop()
         for j, grad in zip(chunks, exchange.wait(), strict=True):
@@ -251,7 +252,7 @@ def _add(total: Arrived, returned: list[tuple[list[int], Exchange]]) -> None:
 
 
 def split_context(context: Context, modules: list[tuple[str, nn.Module]]) -> None:
-    """Let attention, and an average over the sequence, reach over the ranks of cp."""
+    """Make attention, and means over the sequence, span the ranks of cp."""
 
     def mean(x: Tensor, info: TokenInfo | None) -> Tensor:
         assert info is not None

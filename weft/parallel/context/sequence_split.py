@@ -1,8 +1,7 @@
-"""Which tokens each rank of cp holds, and which chunks of a sequence see which.
+"""Which tokens each rank of cp holds, and which chunks of a sequence attend to which.
 
-Causal work is balanced by zig-zag: the sequence is cut into 2 · ring chunks and the r-th group holds the r-th from the
-front and the r-th from the end. Then every group computes the same number of scores in every hop.
-"""
+Causal work is balanced by zig-zag: the sequence is split into 2 · ring chunks, and the r-th group holds the r-th from
+the front and the r-th from the end, so that every group computes the same number of scores in every hop."""
 
 from __future__ import annotations
 
@@ -20,19 +19,19 @@ Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Which tokens a rank of cp holds: those of its group's chunks, cut once more among the group's ranks."""
+class SequenceSplit:
+    """The tokens of a rank of cp: its share of the chunks of its group."""
 
     ring: int
     ulysses: int
     halves: int
-    """Chunks a group holds: 2 where causal work is balanced, else 1."""
+    """Chunks of a group: 2 if causal work is balanced, else 1."""
     align: int
-    """A rank's tokens are a multiple of this: tp cuts them further."""
+    """A rank's tokens are a multiple of this, since tp shards them further."""
     rank: int
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> Cut:
+    def of(cls, plan: Plan, rank: int) -> SequenceSplit:
         ring, ulysses = plan.rings
         return cls(ring, ulysses, 2 if plan.zigzag else 1, plan.tp if plan.sequence else 1, rank)
 
@@ -46,18 +45,18 @@ class Cut:
         return range(self.group * self.ulysses, (self.group + 1) * self.ulysses)
 
     def padded(self, length: int) -> int:
-        """The length that divides evenly; what is added is never seen and has no target."""
+        """The length with padding, which is never attended to and has no target."""
         unit = self.ring * self.halves * self.ulysses * self.align
         return -(-length // unit) * unit
 
     def rows(self, length: int) -> Tensor:
-        """The places in the whole sequence of this rank's tokens."""
+        """The positions of this rank's tokens in the whole sequence."""
         size = self.padded(length) // (self.ring * self.halves)
         held = [torch.arange(j * size, (j + 1) * size) for j in chunks_of(self.group, self.ring, self.halves)]
         return torch.cat(held).chunk(self.ulysses)[self.rank % self.ulysses]
 
     def batch(self, batch: Batch) -> Batch:
-        """This rank's part of a batch. Documents stay whole: a mask needs those of other ranks' tokens too."""
+        """This rank's part of a batch. Document numbers stay whole, since masks need those of other ranks."""
         inputs = batch["inputs"]
         length = inputs.shape[1]
         rows = self.rows(length).to(inputs.device, non_blocking=True)
@@ -77,7 +76,7 @@ class Cut:
 class Blocks:
     """The chunks of one sequence, and which of them see which."""
 
-    cut: Cut
+    cut: SequenceSplit
     length: int
     causal: bool
     docs: Tensor | None

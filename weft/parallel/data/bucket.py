@@ -1,4 +1,4 @@
-"""Gradients of replicas that travel together."""
+"""Buckets of gradients that are reduced together."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from weft.planner.engine_constants import GRADIENT_ALIGNMENT
 
 
 class Bucket:
-    """Gradients that travel together in one buffer, in the order in which the backward pass makes them.
+    """Gradients that share a buffer, in the order in which the backward pass computes them.
 
-    A step's first gradient of a weight is copied into its place and the next are added: what the step before left need
-    not be cleared.
+    The first gradient of a weight in a step is copied into the buffer and the next are added, so the buffer need not be
+    cleared.
     """
 
     def __init__(self, names: list[str], master_params: dict[str, Tensor]):
@@ -32,27 +32,27 @@ class Bucket:
             self.views[name] = self.flat[first : first + size][: master.numel()].view(master.shape)
             self.segments.append(Segment(name, first, master.numel(), master.shape))
         self.grads = {name: like(view, master_params[name]) for name, view in self.views.items()}
-        """The places as what a master's .grad may be."""
+        """The views in the layout of the master weights, for their .grad."""
         self.stale: set[str] = set()
-        """Weights whose place still holds the gradient of the step before."""
+        """Weights whose view still holds the gradient of the last step."""
         self.missing = len(names)
         self.start: Start | None = None
-        """Begins to sum it over the replicas."""
+        """Starts to sum it over the replicas."""
 
     def add(self, name: str, grad: Tensor) -> None:
-        """One more gradient of this step."""
+        """Add a gradient of this step."""
         if name in self.stale:
             self.put(name, grad)
         else:
             self.views[name].add_(grad)
 
     def put(self, name: str, grad: Tensor) -> None:
-        """All there is of this step's gradient so far."""
+        """Set the gradient of this step."""
         self.stale.discard(name)
         self.views[name].copy_(grad)
 
     def clear_stale(self) -> None:
-        """Weights of which no gradient came have one of zeros."""
+        """Zero the gradients of weights that got none in this step."""
         for name in self.stale:
             self.views[name].zero_()
         self.stale.clear()

@@ -1,4 +1,4 @@
-"""In which order buckets of gradients leave: as they are ready, and of those that are, what the next forward needs."""
+"""The order in which buckets are reduced: when they are ready, those first that the next forward pass needs first."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 
-LEARN_AT = 3
-"""The step whose times decide; those before it compile and warm up."""
+PROFILED_STEP = 3
+"""The step that is profiled; those before it compile and warm up."""
 
 
 def send_order(ready: Sequence[float], seconds: Sequence[float]) -> list[int]:
-    """Buckets one after the other over one link, that are ready at these times and take so long each.
+    """The order of buckets over one link, given when each is ready and how long it takes.
 
-    Whenever the link is free, of those that are ready the one goes that the next forward pass needs first: buckets are
-    numbered from the model's end, so the highest number.
+    Whenever the link is free, of the ready ones the one is sent that the next forward pass needs first. Buckets are
+    numbered from the end of the model, so that is the highest number.
     """
     coming = sorted(range(len(ready)), key=lambda i: (ready[i], i))
     waiting: list[int] = []
@@ -36,10 +36,10 @@ def send_order(ready: Sequence[float], seconds: Sequence[float]) -> list[int]:
     return order
 
 
-class Queue:
-    """One order for all ranks, in which buckets leave: at first from the model's end, then as one step showed.
+class BucketQueue:
+    """The order in which all ranks reduce their buckets: first from the end of the model, then by a profiled step.
 
-    Ranks must begin their sums in the same order, so the order is the first rank's, and then stays.
+    Ranks must start reductions in the same order, so the first rank decides once.
     """
 
     def __init__(self, count: int = 0):
@@ -48,19 +48,19 @@ class Queue:
         self.times: dict[int, float] = {}
 
     def ready(self, number: int) -> None:
-        """A bucket's last gradient has come."""
-        if self.steps == LEARN_AT:
+        """Record that a bucket is complete."""
+        if self.steps == PROFILED_STEP:
             self.times[number] = time.perf_counter()
 
     def step_over(self, axis: Axis, buckets: Sequence[Tensor]) -> None:
-        """All sums are there; learn from the step that is to be learned from."""
-        if self.steps == LEARN_AT and len(buckets) > 1:
-            told = torch.tensor(self._order(buckets), device=buckets[0].device)
-            self.order = axis.broadcast(told, 0).tolist()
+        """Call after all reductions of a step; sets the order after the profiled one."""
+        if self.steps == PROFILED_STEP and len(buckets) > 1:
+            order = torch.tensor(self._order(buckets), device=buckets[0].device)
+            self.order = axis.broadcast(order, 0).tolist()
         self.steps += 1
 
     def _order(self, buckets: Sequence[Tensor]) -> list[int]:
-        if not self.times:  # a pipeline brings gradients without their hooks
+        if not self.times:  # gradients of a pipeline come without hooks
             return self.order
         ended, began = time.perf_counter(), min(self.times.values())
         whole = sum(flat.numel() for flat in buckets)

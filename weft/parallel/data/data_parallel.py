@@ -23,18 +23,18 @@ from weft.comm.algorithms import Start
 from weft.comm.axis import Axis, Pending
 from weft.comm.shards import local_of
 from weft.parallel.data.bucket import Bucket
-from weft.parallel.data.bucket_queue import Queue
+from weft.parallel.data.bucket_queue import BucketQueue
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.fsdp_compression import CompressedGather, CompressedScatter
 from weft.parallel.data.fsdp_internals import accumulate_gradients, reduce_now, sharded_params
 
 
 def nothing() -> None:
-    """What there is to do meanwhile, unless somebody has something."""
+    """Do nothing."""
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace every trained parameter by a copy in dtype; ties between modules stay tied, frozen ones as they were."""
+    """Replace every trained parameter by a copy in dtype; tied parameters stay tied, frozen ones are not changed."""
     cast: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for key, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
@@ -45,8 +45,8 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def arriving(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[Tensor], None]:
-    """A hook that does not keep its owner: Python cannot see through autograd's hooks, and a model of which one held
-    the whole, with its process groups and their threads, would stay for ever."""
+    """A hook with a weak reference to its owner. The garbage collector cannot follow autograd's hooks, so a strong one
+    would keep the model, its process groups and their threads alive."""
 
     def arrived(weight: Tensor) -> None:
         if (replicas := owner()) is not None:
@@ -84,17 +84,17 @@ class Replicas:
         self.buckets: list[Bucket] = []
         self.works: list[Pending] = []
         self.sent = 0
-        """Buckets on their way, or with no way to go."""
-        self.queue = Queue()
+        """Buckets whose reduction was started."""
+        self.queue = BucketQueue()
         if self.start or self.start_apart or (self.mixed and summed):
             self._fill_buckets(int(bucket_mb * 2**20 / 4))
-            self.queue = Queue(len(self.buckets))
+            self.queue = BucketQueue(len(self.buckets))
         elif self.mixed:
             self.grad_params = self.compute_params
 
     def _fill_buckets(self, limit: int) -> None:
         filling: dict[str, list[str]] = {}
-        for name in reversed(self.weights):  # the backward pass makes the last gradients first
+        for name in reversed(self.weights):  # the backward pass computes the last gradients first
             kind, size = self._kind(name), local_of(self.master_params[name]).numel()
             names = filling.setdefault(kind, [])
             if names and sum(local_of(self.master_params[n]).numel() for n in names) + size > limit:
@@ -109,7 +109,7 @@ class Replicas:
                 self.weights[name].register_post_accumulate_grad_hook(arriving(weakref.ref(self), number, name))
 
     def _kind(self, name: str) -> str:
-        """Which weights travel with which."""
+        """Which weights may share a bucket."""
         if name in self.apart:
             return "apart"
         if self.compressor is not None and name in self.compressor.names:
@@ -129,7 +129,7 @@ class Replicas:
         self.buckets.append(bucket)
 
     def arrived(self, number: int, name: str, weight: Tensor) -> None:
-        """Autograd has made the gradient of a weight in a bucket."""
+        """Called when autograd has computed the gradient of a weight in a bucket."""
         bucket = self.buckets[number]
         self._take_in(bucket, name, weight)
         if self.last:
@@ -139,8 +139,8 @@ class Replicas:
             self._send_ready()
 
     def _take_in(self, bucket: Bucket, name: str, weight: Tensor) -> None:
-        """Bring a weight's gradient to its place. In fp32 it lies there from a step's first on, and autograd adds the
-        next to it."""
+        """Move a weight's gradient into its bucket. In fp32 it stays there after the first microbatch, and autograd
+        adds to it."""
         if weight.grad is None:
             return
         if self.mixed:
@@ -161,20 +161,20 @@ class Replicas:
                 self.works.append(bucket.start(bucket.flat))
 
     def microbatch(self, last: bool) -> None:
-        """Only the last microbatch of a step talks to the other replicas."""
+        """Only the last microbatch of a step starts reductions."""
         self.last = last
 
     def hold(self, split_backward: bool) -> None:
-        """A pipeline is about to run: gradients of weights may come without their hooks."""
+        """Called before a pipeline runs, whose gradients may come without hooks."""
 
     def collect(self) -> None:
-        """Take in gradients that were set by hand instead of arriving through the hooks."""
-        for bucket in self.buckets:  # without buckets the gradients are where they belong
+        """Take gradients that were assigned without autograd's hooks."""
+        for bucket in self.buckets:  # without buckets nothing has to be moved
             for name in bucket.names:
                 self._take_in(bucket, name, self.weights[name])
 
     def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
-        """Every master's gradient is the sum over the replicas when this returns."""
+        """Complete the reductions: afterwards every gradient is the sum over the replicas."""
         self._send_ready(all_of_them=True)
         for bucket in self.buckets:
             for name, grad in bucket.grads.items():
@@ -187,9 +187,7 @@ class Replicas:
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self.works, self.sent = [], 0
-        if (
-            self.axis is not None and self.start_apart is None and self.compressor is None
-        ):  # each has an order of its own
+        if self.axis is not None and self.start_apart is None and self.compressor is None:  # these have a fixed order
             self.queue.step_over(self.axis, [bucket.flat for bucket in self.buckets])
 
     def zero_grad(self) -> None:
@@ -198,11 +196,11 @@ class Replicas:
                 weight.grad = None
         for bucket in self.buckets:
             bucket.stale.update(bucket.names)
-            for name in () if self.mixed else bucket.names:  # else autograd would add to the step before
+            for name in () if self.mixed else bucket.names:  # else autograd would add to the last step's
                 self.master_params[name].grad = None
 
     def refresh(self) -> None:
-        """The weights follow their master weights."""
+        """Copy the master weights to the compute weights."""
         if self.mixed:
             torch._foreach_copy_(
                 [local_of(w.detach()) for w in self.weights.values()],
@@ -210,17 +208,18 @@ class Replicas:
             )
 
     def settle(self) -> None:
-        """Nothing is left over from an evaluation."""
+        """Nothing to undo after an evaluation."""
 
 
 class Shards:
-    """ZeRO on FSDP2: master weights, gradients and optimizer state are cut over dp_shard, and summed over dp_replicate.
+    """ZeRO on FSDP2: master weights, gradients and optimizer state are sharded over dp_shard, and gradients are summed
+    over dp_replicate.
 
     | stage | weights between microbatches | gradients of a microbatch |
     |---|---|---|
-    | 1 | gathered | whole, added up, cut once a step |
-    | 2 | gathered | cut at once |
-    | 3 | cut after every use | cut at once |
+    | 1 | gathered | whole, summed, sharded once a step |
+    | 2 | gathered | sharded at once |
+    | 3 | sharded after every use | sharded at once |
     """
 
     def __init__(
@@ -268,7 +267,8 @@ class Shards:
             self.module.set_reshard_after_backward(last)
 
     def hold(self, split_backward: bool) -> None:
-        """Under a split backward gradients stay whole and weights gathered until finish(): no hook of FSDP2 sees it."""
+        """In a split backward pass FSDP2's hooks do not run: gradients stay whole, and weights gathered, until
+        finish()."""
         self.held = split_backward
         if split_backward:
             self.module.set_is_last_backward(False)
@@ -281,7 +281,7 @@ class Shards:
         accumulate_gradients(self.module)
 
     def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
-        """FSDP2 waits for its own collectives at the end of a backward pass; after a split one it is told to begin."""
+        """FSDP2 completes its collectives at the end of a backward pass; after a split one they are started here."""
         meanwhile()
         if self.held:
             self.module.set_is_last_backward(True)
@@ -294,10 +294,10 @@ class Shards:
             master.grad = None
 
     def refresh(self) -> None:
-        """FSDP2 gathers from the master weights anew."""
+        """Nothing to do: FSDP2 gathers from the master weights."""
 
     def settle(self) -> None:
-        """Drop weights gathered by an evaluation: they would be stale after the next update."""
+        """Free weights gathered by an evaluation: they would be stale after the next update."""
         for m in self.fsdp_modules:
             m.reshard()
 
@@ -306,7 +306,7 @@ def shard(
     module: nn.Module, mesh: DeviceMesh, zero: int, dtype: torch.dtype,
     dim_of: Callable[[nn.Parameter], Shard | None] | None = None,
 ) -> None:  # fmt: skip
-    """Cut one unit's parameters over dp_shard (and copy them over dp_replicate where the mesh has it)."""
+    """Shard one unit's parameters over dp_shard, and replicate them over dp_replicate if the mesh has it."""
     param_dtype = None if dtype == torch.float32 else dtype
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, shard_placement_fn=dim_of)

@@ -1,7 +1,7 @@
-"""FSDP2's own collectives, compressed: the reduce-scatter of a unit's gradients and the all-gather of its weights.
+"""Compressed collectives for FSDP2: the reduce-scatter of a unit's gradients and the all-gather of its weights.
 
-FSDP2 lays the weights of a unit side by side: row i of [ranks, columns] is what rank i keeps, of each weight its share
-of the rows, filled up with zeros.
+FSDP2 concatenates the weights of a unit: row i of [ranks, columns] is the shard of rank i, of each weight its share of
+the rows, padded with zeros.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.axis import native_all_gather, native_reduce_scatter
-from weft.comm.compressed_sum import hand_out
+from weft.comm.compressed_sum import gather_encoded
 from weft.parallel.data.compression import Compressor, Segment
 from weft.parallel.data.fsdp_collectives import Allocates
 
@@ -26,7 +26,7 @@ class Columns:
     def __init__(self, compressor: Compressor, weights: Weights) -> None:
         ranks = compressor.axis.size
         self.segments: list[Segment] = []
-        """Where each compressed weight lies, once they alone are side by side."""
+        """The place of each compressed weight among the compressed columns."""
         self.packed: list[slice] = []
         self.plain: list[slice] = []
         self.width, self.packed_width = 0, 0
@@ -43,12 +43,12 @@ class Columns:
 
     @staticmethod
     def pick(x: Tensor, columns: list[slice]) -> Tensor:
-        """These columns of [rows, width], side by side."""
+        """These columns of [rows, width], concatenated."""
         return torch.cat([x[:, c] for c in columns], 1)
 
     @staticmethod
     def put(x: Tensor, columns: list[slice], values: Tensor) -> None:
-        """Lay values, [rows, …], into these columns of x."""
+        """Copy values, [rows, …], into these columns of x."""
         for c, part in zip(columns, values.split([c.stop - c.start for c in columns], 1), strict=True):
             x[:, c].copy_(part)
 
@@ -79,8 +79,8 @@ class CompressedScatter(Allocates):
             columns.put(out, columns.plain, axis.reduce_scatter(columns.pick(x, columns.plain), 0))
 
     def across(self, part: Tensor) -> None:
-        """FSDP2 gives what this rank has of the sum over its shards, after each backward pass; the last one's is summed
-        over the replicas together with those before."""
+        """FSDP2's all-reduce hook: after the last backward pass of a step, sums this rank's part over the replicas,
+        together with those of the passes before."""
         compressor, columns = self.compressor, self.columns
         assert compressor.across is not None
         if not compressor.last:
@@ -111,7 +111,7 @@ class CompressedGather(Allocates):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         columns, axis, channel = self.columns, self.compressor.axis, self.scatter.channel
-        codec = channel.way.weights if channel is not None else None
+        codec = channel.codecs.weights if channel is not None else None
         n = input_tensor.numel()
         worth = codec is not None and codec.bytes_of(n) < n * input_tensor.element_size()
         if codec is None or not worth or n != columns.width or not input_tensor.is_floating_point():
@@ -119,9 +119,9 @@ class CompressedGather(Allocates):
             native_all_gather(output_tensor, input_tensor, group=group)
             return
         row = input_tensor.view(1, -1)
-        plain = columns.pick(row, columns.plain) if columns.plain else None  # the row is a part of the output
-        everyone, _ = hand_out(axis, codec, columns.pick(row, columns.packed)[0].float(), None)
+        plain = columns.pick(row, columns.plain) if columns.plain else None  # the row is a view of the output
+        gathered, _ = gather_encoded(axis, codec, columns.pick(row, columns.packed)[0].float(), None)
         out = output_tensor.view(axis.size, -1)
-        columns.put(out, columns.packed, everyone)
+        columns.put(out, columns.packed, gathered)
         if plain is not None:
             columns.put(out, columns.plain, axis.all_gather(plain, 0))

@@ -1,4 +1,4 @@
-"""Replicas that train alone for a while: their weights are averaged, or an outer step is made of the ways they went."""
+"""Local SGD and DiLoCo: replicas train alone for some steps, then average their weights or take an outer step."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ Tensors = dict[str, Tensor]
 
 
 class EveryStep:
-    """Gradients are summed in every step: nothing is left to do between steps, and nothing to remember."""
+    """Gradients are summed in every step, so nothing is done between steps."""
 
     def after(self, step: int, count: Tensor, refresh: Callable[[], None]) -> None:
-        """A step was taken, by so many valid targets."""
+        """Call after a step with its number of valid targets."""
 
     def tensors(self) -> Tensors:
-        """What it remembers, by name."""
+        """Its state, by name."""
         return {}
 
     def saved(self, tensors: Tensors) -> Tensors:
-        """What a checkpoint holds of a run's tensors, so that a run of any kind may go on from it."""
+        """The tensors of a checkpoint, so that a run with any `train.sync` can continue from it."""
         return tensors
 
     def meta(self) -> dict[str, Any]:
-        """What a checkpoint must say to be read again."""
+        """The metadata of a checkpoint."""
         return {}
 
     def own(self, meta: dict[str, Any], tensors: Tensors) -> Tensors:
-        """By its name in a checkpoint, what belongs to this replica alone and is read after what all have."""
+        """By name in a checkpoint, what only this replica has and is read after the shared tensors."""
         return {}
 
     def adopt(self, meta: dict[str, Any]) -> None:
-        """Everything was read, or nothing: go on from here."""
+        """Continue after a checkpoint was read."""
 
     def figures(self) -> dict[str, Any]:
-        """For the metrics of the step just taken."""
+        """For the metrics of the last step."""
         return {}
 
 
 class Rounds(EveryStep):
     """Local SGD (McMahan et al. 2017, Stich 2019) and DiLoCo (Douillard et al. 2023) over the replicas of an axis.
 
-    Each replica's weights and optimizer go their own way for `period` steps. Then what each learned is averaged, by the
-    valid targets it learned from: with a period of 1 and plain SGD that is ordinary training. DiLoCo takes the mean way
-    from the last common weights (the anchor) as a gradient, for an outer step of SGD with Nesterov momentum.
+    Each replica trains alone for `period` steps. Then the weights are averaged, weighted by the valid targets of each
+    replica: with a period of 1 and plain SGD that is ordinary training. DiLoCo uses the mean difference from the last
+    common weights (the anchor) as the gradient of an outer step of SGD with Nesterov momentum.
     """
 
     def __init__(
         self, sync: Sync, axis: Axis, start: Start, master_params: Tensors, averages: Tensors, last: int, limit: int
     ):
-        """`averages` are the EMA's; `last` is the step after which replicas come together in any case; `limit` is how
-        many numbers travel at once."""
+        """`averages` are the EMA's; after step `last` the replicas are averaged in any case; `limit` is the number of
+        elements of a message."""
         self.sync, self.axis, self.start, self.last, self.limit = sync, axis, start, last, limit
         self.master_params, self.averages = master_params, averages
         self.rate, self.momentum = sync.outer
@@ -74,7 +74,7 @@ class Rounds(EveryStep):
         device = local_of(next(iter(master_params.values()))).device
         self.tokens = torch.zeros((), dtype=torch.float64, device=device)
         self.since = 0
-        """Steps since the replicas were the same."""
+        """Steps since the replicas were equal."""
         self.sent = 0
         outer = sync.mode == "diloco"
         self.anchor = _copies(master_params) if outer or self.codec else {}
@@ -102,7 +102,7 @@ class Rounds(EveryStep):
         self.since = 0
 
     def _meet(self, names: list[str], share: Tensor) -> None:
-        """Bring some weights of all replicas together."""
+        """Average some weights over the replicas, or take the outer step."""
         weights = [local_of(self.master_params[n].detach()) for n in names]
         here = _flat(self.master_params, names)
         if not self.anchor:
@@ -121,7 +121,7 @@ class Rounds(EveryStep):
         _spread(anchor, weights)
 
     def _share(self) -> Tensor:
-        """This replica's weight in a mean: its part of the valid targets since the last exchange."""
+        """This replica's weight in the mean: its share of the valid targets since the last exchange."""
         total = self.axis.all_reduce(self.tokens.clone())
         return torch.where(total > 0, self.tokens / total.clamp(min=1), 1 / self.axis.size).float()
 
@@ -130,7 +130,7 @@ class Rounds(EveryStep):
         return flat
 
     def _groups(self, tensors: Tensors) -> Iterator[list[str]]:
-        """Names whose tensors travel together."""
+        """Names whose tensors are sent in one message."""
         names: list[str] = []
         held = 0
         for name, tensor in tensors.items():
@@ -150,8 +150,8 @@ class Rounds(EveryStep):
 
     @torch.no_grad()
     def saved(self, tensors: Tensors) -> Tensors:
-        """Under the ordinary names the mean of the replicas' weights and the first one's optimizer; under names of its
-        own what each replica has beside that. Replicas that just met have the same weights, and no names of their own.
+        """The mean of the replicas' weights and the first one's optimizer under the ordinary names, and what each
+        replica has besides under its own. After an exchange the weights are equal and have no names of their own.
         """
         share = self._share() if self.since else None
         out: Tensors = {}
@@ -178,7 +178,7 @@ class Rounds(EveryStep):
         }
 
     def own(self, meta: dict[str, Any], tensors: Tensors) -> Tensors:
-        """Other replicas than those that wrote a checkpoint begin as one, with what the outer optimizer remembers."""
+        """With another number of replicas than the checkpoint's, only the state of the outer optimizer is read."""
         mine = {n: t for n, t in self.tensors().items() if n.startswith("outer.velocity")}
         mine = mine if meta.get("mode") == "diloco" else {}
         if meta.get("replicas") != self.axis.size:
@@ -200,7 +200,7 @@ class Rounds(EveryStep):
                 anchor.copy_(local_of(self.master_params[name].detach()))
 
     def figures(self) -> dict[str, Any]:
-        """Bytes that this rank handed to other replicas in the step's exchange; 0 in a step without one."""
+        """Bytes that this rank sent in the exchange of the step; 0 without one."""
         return {"sync_bytes": self.sent}
 
 
@@ -213,6 +213,6 @@ def _flat(tensors: Tensors, names: list[str]) -> Tensor:
 
 
 def _spread(flat: Tensor, into: list[Tensor]) -> None:
-    """A flat tensor back into the shards it was made of."""
+    """Copy a flat tensor into the tensors it was concatenated from."""
     parts = flat.split([t.numel() for t in into])
     torch._foreach_copy_(into, [p.view_as(t) for p, t in zip(parts, into, strict=True)])

@@ -1,14 +1,13 @@
-"""Expert parallelism: each rank of ep holds some of the experts, and only routed tokens travel.
+"""Expert parallelism: each rank of ep holds some experts, and tokens are sent to them.
 
-ep is laid over dp_shard × cp × tp (mesh.FOLDED), so attention and experts are cut in different ways on the same ranks:
+ep is laid over dp_shard × cp × tp (mesh.FOLDED), so attention and experts are sharded differently on the same ranks:
 
     tokens of this rank ─ sorted by expert ─▶ all-to-all ─▶ its experts ─▶ all-to-all ─▶ weighted and summed
                                               └ meanwhile, the shared experts
 
-Each rank routes its own tokens: those that dp and cp give it, and of those that the ranks of tp share a part. Counts go
-ahead of the tokens. The host must know them before it can ask for the all-to-all, so on a GPU it waits once a layer and
-pass for them; without ep it never does.
-"""
+Each rank routes its own tokens: those of its dp and cp rank, shared out among the ranks of tp. Counts are exchanged
+before the tokens. The host needs them for the all-to-all, so a GPU is synchronised once per layer and pass; without ep
+never."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.comm.algorithms import Start
 from weft.comm.autograd import join_along, split_along
 from weft.comm.axis import Axis
-from weft.comm.overlapped_exchange import Trip
+from weft.comm.overlapped_exchange import RowExchange
 from weft.mesh import Mesh
 from weft.models.grouped import dispatch, known
 from weft.models.mixture_of_experts import (
@@ -37,15 +36,15 @@ from weft.models.mixture_of_experts import (
 from weft.parallel.data.data_parallel import shard
 from weft.parallel.expert.overlap import Halves
 from weft.parallel.expert.permutation import by_expert, sorted_by, swapped
-from weft.parallel.expert.replication import Copies
+from weft.parallel.expert.replication import ExpertCopies
 from weft.planner.plan import Plan
 
 SEQ = 1  # activations are [batch, seq, dim]
-NOWHERE = 2**62  # the place of a token that only fills up
+PADDING_ROW = 2**62  # the position of padding
 
 
-class Spreading(ExpertLayout):
-    """Tokens cut over tp and cp, experts over ep; each of the axes may be missing."""
+class ExpertDispatch(ExpertLayout):
+    """Tokens sharded over tp and cp, experts over ep; each axis may be missing."""
 
     def __init__(
         self, tp: Axis | None, sequence: bool, cp: Axis | None, ep: Axis | None, hops: tuple[Axis, Axis] | None = None
@@ -53,9 +52,9 @@ class Spreading(ExpertLayout):
         """`hops` are the ranks of ep on this node, and those at the same place on other nodes."""
         self.tp, self.sequence, self.cp, self.ep, self.hops = tp, sequence, cp, ep, hops
         self.halves = False
-        """Whether rows travel in two halves."""
-        self.copies: Copies | None = None
-        """Experts that more than one rank of ep computes."""
+        """Whether rows are sent in two halves."""
+        self.copies: ExpertCopies | None = None
+        """Experts with copies on other ranks of ep."""
 
     def enter(self, x: Tensor) -> Tensor:
         if self.tp is None or self.sequence:
@@ -70,7 +69,7 @@ class Spreading(ExpertLayout):
     def rows(self, rows: Tensor) -> Tensor:
         if self.tp is None:
             return rows
-        return self.tp.narrow(F.pad(rows, (0, -len(rows) % self.tp.size), value=NOWHERE), 0)
+        return self.tp.narrow(F.pad(rows, (0, -len(rows) % self.tp.size), value=PADDING_ROW), 0)
 
     def total(self, counts: Tensor) -> Tensor:
         for axis in (self.tp, self.cp):
@@ -96,44 +95,44 @@ class Spreading(ExpertLayout):
             under_way = halves.start(x[: halves.routed])
             always = meanwhile()
             return _filled(experts(under_way, counts, halves.compute), len(x)), always
-        way = self._way(self.ep, counts, len(x))
-        on_the_way = way.start(x[: way.routed])
+        route = self._route(self.ep, counts, len(x))
+        on_the_way = route.start(x[: route.routed])
         always = meanwhile()
-        order, inverse = by_expert(way.coming, way.total)
-        rows = dispatch(way.arrive(on_the_way), order, inverse)
-        y = way.back(dispatch(experts(rows, way.coming.sum(0), way.compute), inverse, order))
+        order, inverse = by_expert(route.coming, route.total)
+        rows = dispatch(route.arrive(on_the_way), order, inverse)
+        y = route.back(dispatch(experts(rows, route.coming.sum(0), route.compute), inverse, order))
         return _filled(y, len(x)), always
 
-    def _way(self, ep: Axis, counts: Tensor, most: int) -> _Direct | _TwoHops | _Dealt:
-        """How rows sorted by expert, so many of each and not more than `most`, reach those who compute them."""
+    def _route(self, ep: Axis, counts: Tensor, most: int) -> _Direct | _TwoHops | _Divided:
+        """How rows sorted by expert, `counts` of each and at most `most`, are sent to the ranks that compute them."""
 
         def make(leaving: Tensor, own: int | None = None) -> _Direct | _TwoHops:
             return _Direct(ep, leaving, most, own) if self.hops is None else _TwoHops(*self.hops, leaving, most, own)
 
-        return make(counts.view(ep.size, -1)) if self.copies is None else _Dealt(self.copies, ep, counts, make)
+        return make(counts.view(ep.size, -1)) if self.copies is None else _Divided(self.copies, ep, counts, make)
 
 
 def _filled(y: Tensor, length: int) -> Tensor:
     return y if len(y) == length else F.pad(y, (0, 0, 0, length - len(y)))
 
 
-def _of_guests(coming: Tensor, own: int | None) -> list[Tensor]:
-    """Rows that come for experts of other ranks, to be counted with the others."""
+def _borrowed_rows(coming: Tensor, own: int | None) -> list[Tensor]:
+    """The number of rows received for copies of other ranks' experts."""
     return [] if own is None else [coming[:, own:].sum().view(1)]
 
 
 class _Direct:
-    """Every rank of ep to every other."""
+    """An all-to-all over ep."""
 
     compute: ExpertCompute | None = None
 
     def __init__(self, ep: Axis, leaving: Tensor, most: int, own: int | None = None):
         self.coming = ep.swap(leaving)  # [ranks, experts of this one]
-        sums = [leaving.sum(1), self.coming.sum(1), *_of_guests(self.coming, own)]
+        sums = [leaving.sum(1), self.coming.sum(1), *_borrowed_rows(self.coming, own)]
         found = known(torch.cat(sums), 2 * most)
-        send, receive, self.guests = found[: ep.size], found[ep.size : 2 * ep.size], sum(found[2 * ep.size :])
+        send, receive, self.borrowed = found[: ep.size], found[ep.size : 2 * ep.size], sum(found[2 * ep.size :])
         self.routed, self.total = sum(send), sum(receive)
-        self.there, self.home = Trip(ep, send, receive), Trip(ep, receive, send)
+        self.there, self.home = RowExchange(ep, send, receive), RowExchange(ep, receive, send)
 
     def start(self, x: Tensor) -> Tensor:
         return self.there.start(x)
@@ -146,9 +145,9 @@ class _Direct:
 
 
 class _TwoHops:
-    """Inside the node to the rank that stands where the expert's rank stands in its own, and from there to its node.
+    """First inside the node, to the rank with the same place as the expert's rank on its node, then between nodes.
 
-    Each rank talks to one rank of each other node, with all that its node has for it: few large messages cross.
+    Each rank exchanges with one rank of each other node, so few large messages cross between nodes.
     """
 
     compute: ExpertCompute | None = None
@@ -159,9 +158,9 @@ class _TwoHops:
         last = far.swap(middle.transpose(0, 1))  # [from node, from place, expert]
         self.coming = last.flatten(0, 1)
         sums = [asked.sum((0, 2)), middle.sum((1, 2)), middle.sum((0, 2)), last.sum((1, 2))]
-        found = known(torch.cat([*sums, *_of_guests(self.coming, own)]), 4 * most)
+        found = known(torch.cat([*sums, *_borrowed_rows(self.coming, own)]), 4 * most)
         a, b, c, d = near.size, 2 * near.size, 2 * near.size + far.size, 2 * (near.size + far.size)
-        send, receive, send_far, receive_far, self.guests = (
+        send, receive, send_far, receive_far, self.borrowed = (
             found[:a],
             found[a:b],
             found[b:c],
@@ -170,8 +169,8 @@ class _TwoHops:
         )
         self.routed, self.total = sum(send), sum(receive_far)
         self.orders = swapped(asked.sum(2), self.routed), swapped(middle.sum(2), sum(receive))
-        self.there = Trip(near, send, receive), Trip(far, send_far, receive_far)
-        self.home = Trip(far, receive_far, send_far), Trip(near, receive, send)
+        self.there = RowExchange(near, send, receive), RowExchange(far, send_far, receive_far)
+        self.home = RowExchange(far, receive_far, send_far), RowExchange(near, receive, send)
 
     def start(self, x: Tensor) -> Tensor:
         return self.there[0].start(dispatch(x, *self.orders[0]))
@@ -185,35 +184,35 @@ class _TwoHops:
         return dispatch(self.home[1].go(middle), inverse, order)
 
 
-class _Dealt:
-    """Another way, on which the rows of one expert go to all ranks that hold it."""
+class _Divided:
+    """Another route in which the rows of an expert are divided among all ranks that have it."""
 
     def __init__(
-        self, copies: Copies, ep: Axis, counts: Tensor, make: Callable[[Tensor, int | None], _Direct | _TwoHops]
+        self, copies: ExpertCopies, ep: Axis, counts: Tensor, make: Callable[[Tensor, int | None], _Direct | _TwoHops]
     ):
-        leaving, places, shares = copies.deal(counts, ep.rank)
-        self.way = make(leaving, copies.own)
-        self.coming, self.routed, self.total = self.way.coming, self.way.routed, self.way.total
+        leaving, places, shares = copies.divide(counts, ep.rank)
+        self.route = make(leaving, copies.own)
+        self.coming, self.routed, self.total = self.route.coming, self.route.routed, self.route.total
         self.order, self.inverse = sorted_by(places, shares, self.routed)
-        self.compute: ExpertCompute | None = partial(copies.beside, ep, self.way.guests)
+        self.compute: ExpertCompute | None = partial(copies.compute_with_borrowed, ep, self.route.borrowed)
 
     def start(self, x: Tensor) -> Tensor:
-        return self.way.start(dispatch(x, self.order, self.inverse))
+        return self.route.start(dispatch(x, self.order, self.inverse))
 
     def arrive(self, x: Tensor) -> Tensor:
-        return self.way.arrive(x)
+        return self.route.arrive(x)
 
     def back(self, x: Tensor) -> Tensor:
-        return dispatch(self.way.back(x), self.inverse, self.order)
+        return dispatch(self.route.back(x), self.inverse, self.order)
 
 
 def stacks(modules: list[tuple[str, nn.Module]]) -> list[ExpertMatrices]:
-    """The experts' weights among some modules."""
+    """The stacks of expert weights among some modules."""
     return [m for _, m in modules if isinstance(m, ExpertMatrices)]
 
 
-def keep_own(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
-    """Of experts that have no values yet, keep those of this rank: no rank ever holds the others."""
+def keep_local_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
+    """Keep only this rank's experts, before they have values."""
     if (ep := mesh.axis("ep")) is None:
         return
     for stack in stacks(modules):
@@ -223,8 +222,8 @@ def keep_own(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
         stack.weight = nn.Parameter(own, requires_grad=stack.weight.requires_grad)
 
 
-def dress(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
-    """Let the weights know which experts they are of how many."""
+def mark_as_sharded(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
+    """Make the experts' weights DTensors sharded over ep."""
     if mesh.axis("ep") is None:
         return
     assert mesh.folded is not None
@@ -236,18 +235,18 @@ def dress(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
 
 
 def spread_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, sequence: bool, halves: bool) -> None:
-    """Let mixtures of experts reach over the ranks of tp, cp and ep."""
+    """Make mixtures of experts dispatch over the ranks of tp, cp and ep."""
     axes = {name: mesh.axis(name) for name in ("tp", "cp", "ep")}
     near, far = mesh.axis("ep_near"), mesh.axis("ep_far")
     hops = (near, far) if near is not None and far is not None else None
     for _, module in modules:
         if isinstance(module, MixtureOfExperts):
-            spread = Spreading(axes["tp"], sequence, axes["cp"], axes["ep"], hops)
+            spread = ExpertDispatch(axes["tp"], sequence, axes["cp"], axes["ep"], hops)
             spread.halves, module.layout = halves, spread
 
 
 def shard_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None:
-    """Cut the experts of a rank further, over the ranks that hold the same ones."""
+    """Shard the experts of a rank over the ranks that hold the same ones."""
     if mesh.axis("ep") is None:
         return
     assert mesh.folded is not None
@@ -255,14 +254,15 @@ def shard_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, plan: Plan, 
     parts = mesh.folded["ep_shard"].size()
     for _, module in modules:
         if isinstance(module, ExpertFeedForward):
-            # FSDP2 wants equal parts, but along the first dim
+            # FSDP2 needs equal parts except along the first dim
             shard(
                 module, rest, plan.zero, dtype, lambda p: Shard(next((d for d in (1, 2) if p.shape[d] % parts == 0), 0))
             )
 
 
-def experts_apart(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], Start | None]:
-    """Without shards: the weights whose copies are on other ranks than the rest's, and how those are summed."""
+def expert_gradient_sum(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], Start | None]:
+    """Without dp_shard: the experts' weights, which are replicated on other ranks than the rest, and how they are
+    summed."""
     if mesh.axis("ep") is None:
         return frozenset(), None
     names = frozenset(f"{n}.weight" for n, m in model.named_modules() if isinstance(m, ExpertMatrices))
@@ -271,7 +271,7 @@ def experts_apart(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], Start |
 
 
 def compile_around(modules: list[tuple[str, nn.Module]], backend: str = "inductor") -> None:
-    """What is compiled stops where tokens are sorted: how many go where is another number in every step."""
+    """Exclude dispatch from compilation: the number of rows changes in every step."""
     for _, module in modules:
         if isinstance(module, MixtureOfExperts):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]

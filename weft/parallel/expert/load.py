@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from weft.comm.axis import Axis, Pending
 from weft.models.mixture_of_experts import MixtureOfExperts
-from weft.parallel.expert.expert_parallel import Spreading
-from weft.parallel.expert.replication import Copies
+from weft.parallel.expert.expert_parallel import ExpertDispatch
+from weft.parallel.expert.replication import ExpertCopies
 
-MOST = 4096
+MAX_LOGGED_COUNTS = 4096
 """Numbers of tokens by block and expert that a step's record holds; of larger models, only their sums over blocks."""
 
 
@@ -39,44 +39,46 @@ class ExpertLoad:
         self.table = torch.zeros((len(found), width), dtype=torch.float64, device=device)
         """[blocks with experts, experts + 3], as MixtureOfExperts.tally has it."""
         self.since = torch.zeros_like(self.table)
-        """The tables of the steps since someone last asked, summed."""
+        """The sum of the tables since it was last read."""
         self.steps = 0
-        """How many these are."""
+        """Steps in `since`."""
         self.work: Pending | None = None
         self.parts: dict[int, MixtureOfExperts] = {}
         self.copies: dict[int, Pairs] = {}
-        """By block, the experts that other ranks than their home compute too, and those ranks of ep."""
+        """By block, the experts with copies on other ranks, and those ranks of ep."""
 
     def watch(self, *stages: nn.Module) -> None:
-        """What this rank holds of the model."""
+        """Set the stages that this rank holds."""
         self.parts = {i: m for stage in stages for i, m in mixtures(stage).items()}
 
     def place(self, copies: dict[int, Pairs]) -> None:
-        """From now on these are the copies of experts, and no others."""
+        """Replace the copies of experts by these."""
         self.copies = {block: tuple(sorted(pairs)) for block, pairs in copies.items() if pairs}
         for index, part in self.parts.items():
-            if isinstance(part.layout, Spreading):
+            if isinstance(part.layout, ExpertDispatch):
                 pairs = self.copies.get(index)
-                part.layout.copies = None if pairs is None else Copies(part.options.count // self.ep, self.ep, pairs)
+                part.layout.copies = (
+                    None if pairs is None else ExpertCopies(part.options.count // self.ep, self.ep, pairs)
+                )
 
     def told(self) -> dict[str, Any]:
-        """Where copies are, as a snapshot or a checkpoint keeps it."""
+        """The placement of copies, for snapshots and checkpoints."""
         pairs = {str(block): [list(pair) for pair in pairs] for block, pairs in self.copies.items()}
         return {"ep": self.ep, "copies": pairs} if pairs else {}
 
     def recall(self, told: dict[str, Any]) -> None:
-        """Place copies as told() had them, if the experts are spread as they were then; else there are none."""
+        """Place copies as told() returned them, if ep has the same size; else there are none."""
         found = told["copies"] if told.get("ep") == self.ep else {}
         self.place({int(block): tuple((expert, rank) for expert, rank in pairs) for block, pairs in found.items()})
 
     def begin(self, scale: float) -> None:
-        """Before a step's backward passes: what they begin with."""
+        """Call before a step's backward passes."""
         for part in self.parts.values():
             part.unit.fill_(scale)
 
     @torch.no_grad()
     def gather(self) -> None:
-        """After the last of them: bring the counts of all ranks together."""
+        """Call after the last of them: starts to sum the counts of all ranks."""
         if not self.blocks:
             return
         self.table.zero_()
@@ -94,7 +96,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def follow(self, taken: bool | Tensor = True) -> None:
-        """After a step, if it was taken: the routers learn from its load, the same on every rank."""
+        """Call after a step: updates the routers by its load, equally on every rank, if it was taken."""
         table = self.figures()
         if taken is False:
             return
@@ -110,7 +112,7 @@ class ExpertLoad:
                 part.past.copy_(new if taken is True else torch.where(taken, new, part.past))
 
     def words(self, values: list[float], tokens: int) -> dict[str, Any]:
-        """A step's table, read by the host, as its record tells it."""
+        """The fields of a step's metrics, from its table read by the host."""
         if not self.blocks:
             return {}
         table = torch.tensor(values, dtype=torch.float64).view(self.table.shape)
@@ -119,7 +121,7 @@ class ExpertLoad:
         share = counts / routed
         entropy = -torch.xlogy(share, share).sum(1) / torch.tensor(float(counts.shape[1])).log().clamp(min=1e-9)
         uneven = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
-        few = counts if counts.numel() <= MOST else counts.sum(0, keepdim=True)
+        few = counts if counts.numel() <= MAX_LOGGED_COUNTS else counts.sum(0, keepdim=True)
         return {
             "experts": {
                 "max_over_mean": float(uneven.max()),

@@ -1,11 +1,10 @@
-"""Tokens that travel to their experts in two halves: one half's experts compute while the other half is under way.
+"""Tokens are sent to their experts in two halves: experts compute on one half while the other is under way.
 
     first half    ─ there ─▶ experts ─ home ──────────▶
     second half   ─ there ─────────▶ experts ─ home ──▶
 
-Each expert's rows are halved, so each half is as even as the whole. Counts go ahead of both at once. Going back,
-autograd passes through the same steps from the end, so the halves' gradients travel by turns as well.
-"""
+Each expert's rows are halved, so each half is as balanced as the whole. Counts of both are exchanged first. The
+backward pass runs the same steps in reverse, so gradients overlap too."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ import torch
 from torch import Tensor
 
 from weft.comm.axis import Axis
-from weft.comm.overlapped_exchange import Trip
+from weft.comm.overlapped_exchange import RowExchange
 from weft.models.grouped import dispatch, known
 from weft.parallel.expert.permutation import by_expert, sorted_by
 
 
 class Halves:
-    """One exchange of rows that are sorted by expert, `counts` of each and at most `most` in all."""
+    """An exchange of rows sorted by expert, `counts` of each and at most `most` in all."""
 
     def __init__(self, ep: Axis, counts: Tensor, most: int):
         shares = torch.stack([(counts + 1) // 2, counts // 2], 1)  # [experts, halves]
@@ -32,19 +31,19 @@ class Halves:
         found = known(sums.permute(0, 2, 1).flatten(), 2 * most)
         cut = [found[i : i + ep.size] for i in range(0, len(found), ep.size)]
         self.coming, self.send, self.receive = coming.unbind(1), cut[:2], cut[2:]
-        self.there = [Trip(ep, s, r) for s, r in zip(self.send, self.receive, strict=True)]
-        self.home = [Trip(ep, r, s) for s, r in zip(self.send, self.receive, strict=True)]
+        self.there = [RowExchange(ep, s, r) for s, r in zip(self.send, self.receive, strict=True)]
+        self.home = [RowExchange(ep, r, s) for s, r in zip(self.send, self.receive, strict=True)]
         self.routed = sum(map(sum, self.send))
         places = torch.arange(2 * len(counts), device=counts.device).view(2, -1).t()  # first all of the first half
         self.order, self.inverse = sorted_by(places, shares, self.routed)
 
     def start(self, x: Tensor) -> list[Tensor]:
-        """Send off both halves."""
+        """Start to send both halves."""
         parts = dispatch(x, self.order, self.inverse).split([sum(s) for s in self.send])
-        return [trip.start(part) for trip, part in zip(self.there, parts, strict=True)]
+        return [exchange.start(part) for exchange, part in zip(self.there, parts, strict=True)]
 
     def compute(self, through: Callable[..., Tensor], matrices: Any, under_way: list[Tensor], counts: Tensor) -> Tensor:
-        """Each half through the experts and on its way home, as it comes; all rows when both are back."""
+        """Pass each half through the experts and send it back as it arrives; returns all rows."""
         back = []
         for there, home, half, coming in zip(self.there, self.home, under_way, self.coming, strict=True):
             order, inverse = by_expert(coming, sum(there.receive))

@@ -100,12 +100,12 @@ class Pipelined:
         for stage in self.stages.values():
             stage.recall_maxima()
 
-    def owed(self) -> dict[str, Tensor]:
-        return {n: t for stage in self.stages.values() for n, t in stage.owed().items()}
+    def residuals(self) -> dict[str, Tensor]:
+        return {n: t for stage in self.stages.values() for n, t in stage.residuals().items()}
 
-    def adopt_owed(self, held: dict[str, Tensor]) -> None:
+    def load_residuals(self, held: dict[str, Tensor]) -> None:
         for stage in self.stages.values():
-            stage.adopt_owed(held)
+            stage.load_residuals(held)
 
     def buffers(self) -> dict[str, Tensor]:
         return {n: b for stage in self.stages.values() for n, b in stage.buffers().items()}
