@@ -16,10 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from weft.job import parse_job
 from weft.job.shapes import resolve
-from weft.planner.calibration import load_calibration
-from weft.planner.make_plan import make_plan
-from weft.planner.model.facts import cluster_facts, model_facts
-from weft.planner.search.search import CHUNK, Estimator, find_layouts
+from weft.planner.estimator import Estimator, make_estimator
+from weft.planner.make_plan import make_plan, start_plan
+from weft.planner.search.search import CHUNK, find_layouts
 from weft.planner.search.space import Space, all_layouts, job_space
 
 JOBS = {
@@ -43,9 +42,9 @@ def described(model: str, device: str, nodes: int, seq: int, batch: int) -> Any:
 
 
 def setting(job: Any) -> tuple[Space, Estimator]:
-    world = job.cluster.nodes * 8
-    estimator = Estimator(model_facts(job), cluster_facts(job, world), load_calibration("weft"), job.train.global_batch)
-    return job_space(job, world, "bf16"), estimator
+    start = start_plan(job)
+    estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib)
+    return job_space(start.job, start.world, "bf16"), estimator
 
 
 def best_of(times: int, run: Callable[[], Any]) -> tuple[float, float, Any]:

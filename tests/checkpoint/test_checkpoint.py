@@ -1,4 +1,4 @@
-"""Checkpoints of one process: what is saved comes back, damage is seen, and a kill at any moment loses nothing."""
+"""Checkpoints of one process: save and load, detection of damage, and kills at any moment."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def reseal(path: Path) -> None:
     on_disk.write_manifest(path, on_disk.Manifest(manifest.step, manifest.meta, files))
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+def test_save_and_load(tmp_path: Path) -> None:
     events: Events = []
     checkpoints = open_folder(tmp_path, events)
     checkpoints.save(200, state(200), {"samples": 6400, "name": "Ωmega"})
@@ -116,7 +116,7 @@ def test_other_dcp_tools_read_the_folder(tmp_path: Path) -> None:
     assert_state(tensors, 7)
 
 
-def test_nothing_there_is_none(tmp_path: Path) -> None:
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
     tensors = state(3)
     assert open_folder(tmp_path / "none").load_newest(tensors) is None
     assert newest_good(tmp_path / "none") is None
@@ -153,7 +153,7 @@ def test_a_parameter_is_filled_in_place(tmp_path: Path) -> None:
     assert parameter.grad_fn is None
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_mismatches_are_named(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 1)
     found = checkpoints.newest()
     assert found is not None
@@ -217,7 +217,7 @@ def rename_in_manifest(path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_recognised_skipped_and_never_deleted(tmp_path: Path, kind: str) -> None:
+def test_damage_is_detected_skipped_and_not_deleted(tmp_path: Path, kind: str) -> None:
     harm, words = DAMAGE[kind]
     saved(tmp_path, 1, 2)
     bad = tmp_path / "step-00000002"
@@ -244,7 +244,7 @@ def test_damage_is_recognised_skipped_and_never_deleted(tmp_path: Path, kind: st
     assert open_folder(tmp_path, keep=1).newest().path == bad  # type: ignore[union-attr]
 
 
-def test_files_that_are_whole_but_cannot_be_loaded_count_as_damaged(tmp_path: Path) -> None:
+def test_intact_files_that_cannot_be_loaded_are_damaged(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     bad = tmp_path / "step-00000002"
     size = (bad / "__0_0.distcp").stat().st_size
@@ -300,14 +300,14 @@ def test_an_index_cannot_read_outside_the_checkpoint(tmp_path: Path) -> None:
         load_full(path)
 
 
-def test_the_page_about_checkpoints_says_what_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_the_docs_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     monkeypatch.chdir(tmp_path)
     for block in re.findall(r"```python\n(.*?)```", page, re.S):
         exec(block, {})  # noqa: S102 (the page's own examples)
 
 
-def test_a_part_of_a_tensor_is_not_a_tensor(tmp_path: Path) -> None:
+def test_an_incomplete_tensor_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, 1).folder / "step-00000001"
     metadata = FileSystemReader(path).read_metadata()
     metadata.state_dict_metadata["model.w"].chunks[0].sizes = torch.Size([2, 4])  # type: ignore[union-attr]
@@ -317,7 +317,7 @@ def test_a_part_of_a_tensor_is_not_a_tensor(tmp_path: Path) -> None:
         load_full(path)
 
 
-def test_the_newest_are_kept_and_the_multiples(tmp_path: Path) -> None:
+def test_keep_and_keep_every(tmp_path: Path) -> None:
     events: Events = []
     checkpoints = open_folder(tmp_path, events, keep=2, keep_every=30)
     for step in range(0, 100, 10):
@@ -330,7 +330,7 @@ def test_the_newest_are_kept_and_the_multiples(tmp_path: Path) -> None:
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(1, 5), st.integers(0, 7), st.integers(0, 60))
-def test_retention_never_takes_what_it_must_keep(steps: set[int], keep: int, keep_every: int, written: int) -> None:
+def test_retention_keeps_what_it_must(steps: set[int], keep: int, keep_every: int, written: int) -> None:
     steps.add(written)
     gone = set(on_disk.surplus(steps, keep=keep, keep_every=keep_every, written=written))
     left = steps - gone
@@ -340,7 +340,7 @@ def test_retention_never_takes_what_it_must_keep(steps: set[int], keep: int, kee
     assert len([s for s in left if not (keep_every and s % keep_every == 0)]) <= keep + 1
 
 
-def test_damaged_ones_are_not_counted_among_those_kept(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3)
     flip(tmp_path / "step-00000002/__0_0.distcp")
     flip(tmp_path / "step-00000003/__0_0.distcp")
@@ -359,7 +359,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert_state(tensors, 22)
 
 
-def test_a_full_disk_ends_neither_the_run_nor_the_last_good_one(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     events: Events = []
     checkpoints = open_folder(tmp_path, events)
     checkpoints.save(1, state(1), {}, wait=True)
@@ -381,7 +381,7 @@ def test_a_full_disk_ends_neither_the_run_nor_the_last_good_one(tmp_path: Path) 
     assert checkpoints.newest().step == 2  # type: ignore[union-attr]
 
 
-def test_a_folder_that_cannot_be_made_is_an_event(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_event(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     events: Events = []
     open_folder(tmp_path / "file" / "checkpoints", events).save(1, state(1), {}, wait=True)
@@ -390,7 +390,7 @@ def test_a_folder_that_cannot_be_made_is_an_event(tmp_path: Path) -> None:
 
 
 def in_a_child(work: Callable[[], None], watch: Callable[[int], None] = lambda pid: None) -> int:
-    """Run work in a forked process, let watch look on, and return how it ended."""
+    """Run work in a forked process, call watch with its pid, and return its exit code."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -404,7 +404,7 @@ def in_a_child(work: Callable[[], None], watch: Callable[[int], None] = lambda p
 
 
 def die_at(count: int, folder: Path) -> None:
-    """End this process at its count-th touch of the folder, as kill -9 would."""
+    """Kill this process at its count-th file operation in the folder."""
     left = [count]
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -417,7 +417,7 @@ def die_at(count: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("again", [2, 3], ids=["same step again", "next step"])
-def test_a_kill_at_any_touch_of_the_disk_loses_nothing(tmp_path: Path, again: int) -> None:
+def test_a_kill_at_any_file_operation_loses_nothing(tmp_path: Path, again: int) -> None:
     """The states before and after the save are the only ones ever found, whichever step the kill falls on."""
     seen, half_written = set(), 0
     for count in range(1, 200):
@@ -451,7 +451,7 @@ def test_a_kill_at_any_touch_of_the_disk_loses_nothing(tmp_path: Path, again: in
     assert half_written >= 3
 
 
-def test_a_kill_in_the_middle_of_a_write_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_kill_during_a_write_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     size = 4 << 20
     picks = random.Random(0)
 
@@ -490,7 +490,7 @@ def _bytes(folder: Path, step: int) -> int:
         return 0
 
 
-def test_a_half_written_one_is_kept_until_a_newer_one_is_good(tmp_path: Path) -> None:
+def test_an_unfinished_save_is_kept_until_a_newer_checkpoint_is_good(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     half = tmp_path / "step-00000002.tmp-abc"
     half.mkdir()

@@ -1,4 +1,4 @@
-"""Checkpoints of real ranks: written under one layout, opened under another; one rank's trouble is everyone's."""
+"""Checkpoints of real ranks: loaded under other layouts; an error on one rank reaches all."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def any_shape_from_any_layout_to_any(ranks: Ranks) -> None:
         return tuple(chosen)  # type: ignore[return-value]
 
     # Every rank must draw the same cases, and fail on the same one.
-    @settings(derandomize=True, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+    @settings(derandomize=True, database=None, deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
     @given(cases(), st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]))
     def round_trip(case: Any, dtype: torch.dtype) -> None:
         nonlocal step
@@ -410,7 +410,7 @@ def test_two_ranks(two: dict[str, list[str]]) -> None:
     assert outcome == ["ok"] * 2, "\n".join(outcome)
 
 
-def test_a_killed_rank_costs_the_others_only_that_checkpoint(folder: Path, two: dict[str, list[str]]) -> None:
+def test_a_killed_rank_fails_only_that_save(folder: Path, two: dict[str, list[str]]) -> None:
     outcome = two["a_killed_rank_ends_the_save_and_not_the_others"]
     assert outcome == ["ok", "began"], outcome[0]
     events: Events = []
@@ -431,7 +431,9 @@ def test_a_killed_rank_costs_the_others_only_that_checkpoint(folder: Path, two: 
 
 
 @pytest.mark.parametrize("name", ["rows", "square", "one", "two"])
-def test_one_process_opens_what_any_number_wrote(folder: Path, two: dict[str, list[str]], name: str) -> None:
+def test_one_process_loads_checkpoints_of_any_number_of_ranks(
+    folder: Path, two: dict[str, list[str]], name: str
+) -> None:
     found = newest_good(folder / name)
     assert found is not None
     assert verify(found.path) is None

@@ -61,7 +61,7 @@ class Lying(Checkpointer):
         return super()._read_back(path)
 
 
-def test_a_disk_that_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_disk_that_does_not_respond_delays_no_save(tmp_path: Path) -> None:
     events: Events = []
     slow: Slow = open_folder(tmp_path, events, Slow)
     slow.answers, slow.asked = threading.Event(), threading.Event()
@@ -81,7 +81,7 @@ def test_a_disk_that_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
     assert slow.durable == 6
 
 
-def test_what_reads_back_otherwise_than_it_was_written_never_costs_the_one_before(tmp_path: Path) -> None:
+def test_a_wrong_read_back_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     events: Events = []
     honest = open_folder(tmp_path, events)
     honest.save(1, tensors(1), {}, wait=True)
@@ -159,7 +159,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("how", HOSTILE, ids=lambda f: f.__name__)
-def test_a_hostile_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, how: Any) -> None:
+def test_a_hostile_checkpoint_is_skipped(tmp_path: Path, how: Any) -> None:
     events: Events = []
     folder = Checkpointer(
         tmp_path, group=None, keep=3, keep_every=0, background=False, on_event=lambda n, **f: events.append((n, f))
@@ -190,7 +190,7 @@ def test_invalid_metadata_is_refused() -> None:
         assert "not that of a run" in (meta_problem({**good, key: value}) or "")
 
 
-def test_a_full_disk_costs_the_journal_no_line(tmp_path: Path) -> None:
+def test_a_full_disk_loses_no_line_of_the_journal(tmp_path: Path) -> None:
     with Journal(RunDir(tmp_path)) as journal:
         journal.metrics({"step": 1})
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""A checkpoint has no layout: written under one it opens under any other, every tensor to the bit, and trains on."""
+"""A checkpoint has no layout: written under one, it loads under any other, bit-identical, and training continues."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_there_and_back(pool: RankPool, tmp_path: Path, name: str) -> None:
+def test_moving_between_layouts_keeps_every_tensor(pool: RankPool, tmp_path: Path, name: str) -> None:
     """dp_shard 4 → tp 2 × dp_shard 2 → 1 rank → dp_shard 2 × cp 2, with every tensor as it was."""
     batch = ("train.global_batch=12", "train.microbatch=1", "train.accumulation=auto")
     job = make_job(f"optim.name={name}", "model.vocab=51", "model.kv_heads=2", "train.ema=0.9", *batch)
@@ -80,7 +80,9 @@ def test_frozen_weights_are_kept(pool: RankPool, tmp_path: Path) -> None:
     vocab=st.integers(5, 53),
     dim=st.integers(5, 20),
 )
-def test_any_path_through_layouts_is_one_run(pool: RankPool, path: list[str], name: str, vocab: int, dim: int) -> None:
+def test_training_across_layouts_is_the_same_run(
+    pool: RankPool, path: list[str], name: str, vocab: int, dim: int
+) -> None:
     """Two steps in each layout are the steps of one process that was never moved."""
     job = make_job(
         f"optim.name={name}", "train.global_batch=12", "train.accumulation=auto", "train.ema=0.9",

@@ -1,4 +1,4 @@
-"""The functions layer: a loop of one's own over parallelize, save and load."""
+"""weft.parallelize, weft.save and weft.load in a custom loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import weft
 from weft.launch.rank_pool import RankPool
 
 
-def test_a_loop_of_ones_own(pool: RankPool, tmp_path: Path) -> None:
-    """Two sharded ranks train and save; a rank alone goes on; both are the loop that was never cut."""
+def test_a_custom_loop(pool: RankPool, tmp_path: Path) -> None:
+    """Two sharded ranks train and save, one rank continues: the same as one uninterrupted loop."""
     folder = str(tmp_path)
     first = pool.run(on_ranks.own_loop, 2, folder, 3)
     second = pool.run(on_ranks.own_loop, 1, folder, 3)
@@ -22,7 +22,7 @@ def test_a_loop_of_ones_own(pool: RankPool, tmp_path: Path) -> None:
     torch.testing.assert_close(second[0][1], whole[0][1], rtol=1e-5, atol=1e-6)
 
 
-def test_names_are_there_when_they_are_used() -> None:
+def test_public_names() -> None:
     assert {"Job", "Plan", "connect", "parallelize", "save", "load", "plan", "train"} <= set(weft.__all__)
     assert weft.plan(weft.Job(), world=1).layout() == "1 rank"
     assert weft.make_plan(weft.Job(), 2)[1].world == 2

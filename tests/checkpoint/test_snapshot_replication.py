@@ -1,4 +1,4 @@
-"""Snapshots that lie in another node's memory, and what can be put together from them."""
+"""Replicas of snapshots in the memory of another node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECRET = b"0123456789abcdef0123456789abcdef"
 AXES = {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1}
 
 
-def test_a_neighbour_keeps_the_steps_it_is_sent_and_they_are_whole(tmp_path: Path) -> None:
+def test_another_node_keeps_the_newest_steps(tmp_path: Path) -> None:
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     mine.mkdir()
     keeper, notes = ReplicaStore(theirs), []
@@ -65,7 +65,7 @@ def test_a_neighbour_keeps_the_steps_it_is_sent_and_they_are_whole(tmp_path: Pat
     assert notes == []
 
 
-def test_what_others_hold_copies_of_is_not_overwritten(tmp_path: Path) -> None:
+def test_replicated_steps_are_not_overwritten(tmp_path: Path) -> None:
     rings, tensors = Snapshots(tmp_path, 0), {"w": torch.zeros(3)}
     rings.wanted = lambda: (2, 4)
     for step in range(1, 30):
@@ -85,11 +85,11 @@ def test_what_others_hold_copies_of_is_not_overwritten(tmp_path: Path) -> None:
         ([], None),
     ],
 )
-def test_replicas_stand_in_for_one_another(held: list[tuple[int, int]], newest: int | None) -> None:
+def test_newest_complete_step(held: list[tuple[int, int]], newest: int | None) -> None:
     assert newest_complete(held, AXES) == newest
 
 
-def test_replicas_on_other_nodes_need_no_copies() -> None:
+def test_replicas_on_other_nodes_need_no_replication() -> None:
     def plan(**spread: int) -> Plan:
         return make_plan(parse_job({"parallel": spread, "cluster": {"device": "cpu"}}), 4)[1]
 

@@ -27,7 +27,7 @@ def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(b.forward_s > 0 and b.backward_s > 0 for b in found.blocks)
 
 
-def test_nothing_measured_is_none_and_a_broken_file_is_told(tmp_path: Path) -> None:
+def test_a_broken_file_is_reported(tmp_path: Path) -> None:
     assert load_measured("b200-sxm", tmp_path) is None
     (tmp_path / "cpu.json").write_text("{}")
     with pytest.raises(JobError, match=r"cpu.json is not a valid measurement file .*; run weft calibrate again"):

@@ -1,4 +1,4 @@
-"""`weft bench collectives`: what it measures, computes, prints and draws. How fast it is is no test's business."""
+"""`weft bench collectives`: what it measures, computes, prints and draws."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_axis_of_a_mesh(pool: RankPool, tmp_path: Path) -> None:
     assert 'id="axes"' in write_collectives_page(tmp_path / "page.html", found.to_json()).read_text(encoding="utf-8")
 
 
-def test_the_table_is_for_people() -> None:
+def test_table() -> None:
     rows = [
         CollectiveTime(kind, by, "bf16", size, 1e-4, size / 1e5, size / 1e5, group=2)
         for kind, by in (("all_reduce", "native"), ("all_reduce", "ring"), ("broadcast", "native"))
@@ -115,7 +115,7 @@ def test_sizes() -> None:
         sizes_between(2048, 1024)
 
 
-def test_the_line_is_found_again() -> None:
+def test_fitted_line() -> None:
     sizes = [1024.0 * 4**i for i in range(7)]
     alpha, beta = fit_line(sizes, [5e-5 + 2e-10 * s for s in sizes])
     assert (alpha, beta) == (pytest.approx(5e-5), pytest.approx(2e-10))
@@ -127,5 +127,5 @@ def test_the_line_is_found_again() -> None:
     assert lines_of(rows)[0].busbw_gb_s == pytest.approx(0.75)
 
 
-def test_cases_are_what_there_is() -> None:
+def test_cases() -> None:
     assert len(cases(KINDS, ["ring"], ["fp32"], [1])) == 3

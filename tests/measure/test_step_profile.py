@@ -1,4 +1,4 @@
-"""`weft bench step` as a person runs it: on real ranks, in a run of its own, with everything accounted for."""
+"""`weft bench step` on real ranks, in a run of its own."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_the_table(folder: Path) -> None:
     assert lines[-1].startswith("(rank 0 of 2; the others are in ")
 
 
-def test_a_training_of_that_name_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_checkpoints_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     trained = RunDir(Path("runs") / "other-bench")
     (trained.checkpoints / "step-00000002").mkdir(parents=True)

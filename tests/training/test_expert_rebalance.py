@@ -30,7 +30,7 @@ def test_every_expert_has_one_place(found: tuple[int, list[int]]) -> None:
     assert sorted(order) == list(range(len(load)))
 
 
-def test_hot_experts_part() -> None:
+def test_hot_experts_are_separated() -> None:
     load = [8.0, 8.0, 1.0, 1.0]
     order = better_order(load, 2)
     assert (fullest(load, 2), fullest([load[e] for e in order], 2)) == (16 / 9, 1.0)
@@ -43,7 +43,7 @@ def test_hot_experts_part() -> None:
     st.integers(0, 3),
     st.integers(0, 9),
 )
-def test_copies_pay(shape: tuple[int, int], counts: list[int], room: int, price: int) -> None:
+def test_replicas_are_made_where_they_pay(shape: tuple[int, int], counts: list[int], room: int, price: int) -> None:
     ranks, own = shape
     load = [float(c) for c in counts[: ranks * own]]
     copies, rows, cost = better_copies(load, ranks, room, price)
@@ -54,7 +54,7 @@ def test_copies_pay(shape: tuple[int, int], counts: list[int], room: int, price:
     assert sum(rows_of(load, ranks, copies)) == pytest.approx(sum(load))
 
 
-def test_one_hot_expert_is_shared() -> None:
+def test_one_hot_expert_is_replicated() -> None:
     load = [100.0, 0.0, 0.0, 0.0]
     found = place(load, 2, moves=True, room=1, price=5.0)
     assert (found.copies, found.rows, found.cost) == (((0, 1),), 50.0, 5.0)
@@ -78,7 +78,7 @@ def test_the_model_stays_the_same(pool: RankPool, optimizer: str, layout: str) -
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=4 ep=4", "dp_shard=2 tp=2 ep=2", "pp2 zbv dp_shard=2 ep=2"])
-def test_copies_compute_what_one_would(pool: RankPool, layout: str) -> None:
+def test_replicas_compute_the_same(pool: RankPool, layout: str) -> None:
     experts = {"count": 4, "top_k": 2, "ffn": 24, "shared": 1, "capacity": 1.2}
     again = "none" if "pp2" in layout else "full"
     job = make_job(f"memory.recompute={again}", model={"experts": experts}, optim={"name": "sgd", "momentum": 0.0})
@@ -93,7 +93,7 @@ def test_copies_compute_what_one_would(pool: RankPool, layout: str) -> None:
         torch.testing.assert_close(several.weights, one.weights, rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_goes_on_as_if_nothing_had_moved(pool: RankPool, tmp_path: Path) -> None:
+def test_a_run_continues_with_the_same_losses(pool: RankPool, tmp_path: Path) -> None:
     """Two experts on two ranks, of which one is hotter: only a copy can help, and no guard takes it for a fault."""
     experts = {"count": 2, "top_k": 1, "ffn": 24, "balance": "bias", "bias_rate": 1e-4}
     told = {}

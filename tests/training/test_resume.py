@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, moved and damaged are the run that never was: step for step, sample for sample."""
+"""Runs that are killed, stopped, moved or damaged resume as the undisturbed run: same losses, same samples."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> dict[int, float]:
-    """The losses of a run that torchrun started and nobody touched."""
+    """The losses of an undisturbed run under torchrun."""
     run = run_of(folder, "undisturbed")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     started = Started(folder, "train", "job.yaml", "name=undisturbed", under=torchrun)
@@ -73,10 +73,10 @@ def killed(folder: Path, undisturbed: dict[int, float]) -> tuple[Output, Output]
     return second.end(), weft(folder, "train", "job.yaml", "name=killed")
 
 
-def test_a_killed_run_is_bit_for_bit_the_run_that_was_not(
+def test_a_killed_run_is_bit_identical(
     folder: Path, killed: tuple[Output, Output], undisturbed: dict[int, float]
 ) -> None:
-    """Every telling of a step counts, also those that a resumed run told again."""
+    """Every record of a step counts, also the repeated ones of a resumed run."""
     _, last = killed
     assert last.code == 0, last.err
     told = losses(run_of(folder, "killed"))
@@ -107,14 +107,14 @@ STAGES: list[tuple[tuple[str, ...], signal.Signals | None, Exit]] = [
 
 
 def _hurry(ranks: list[psutil.Process], stop: signal.Signals) -> None:
-    """The same signal again and again, also while a rank closes: it is one wish."""
+    """Send a signal repeatedly, also while a rank exits: it counts once."""
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.send_signal(stop)
 
 
-def test_a_run_moves_through_layouts_and_reads_every_sample_once(folder: Path, undisturbed: dict[int, float]) -> None:
-    """Stopped by Ctrl-C and by a scheduler, it goes on at the next step under any other layout and number of ranks."""
+def test_resuming_under_other_layouts_reads_every_sample_once(folder: Path, undisturbed: dict[int, float]) -> None:
+    """Stopped by SIGINT and SIGTERM, it resumes at the next step under other layouts and numbers of ranks."""
     run, chance = run_of(folder, "moved"), random.Random(11)
     for stage, (overrides, stop, code) in enumerate(STAGES):
         before = step_of(run)
@@ -144,7 +144,7 @@ def test_a_run_moves_through_layouts_and_reads_every_sample_once(folder: Path, u
     }
 
 
-def test_an_evaluation_is_the_last_thing_done_after_ctrl_c(folder: Path) -> None:
+def test_ctrl_c_during_an_evaluation(folder: Path) -> None:
     """The record of step 4 is written when step 5 is taken, just before its evaluation."""
     run = run_of(folder, "evaluating")
     often = ("train.eval_every=5", "train.eval_batches=100")
@@ -157,7 +157,7 @@ def test_an_evaluation_is_the_last_thing_done_after_ctrl_c(folder: Path) -> None
     assert "stopped and saved" in said.err
 
 
-def test_a_finished_run_says_so(folder: Path, killed: tuple[Output, Output]) -> None:
+def test_a_finished_run_is_reported(folder: Path, killed: tuple[Output, Output]) -> None:
     run = run_of(folder, "killed")
     before = run.metrics.read_bytes()
     said = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dropout=0.2")
@@ -167,10 +167,10 @@ def test_a_finished_run_says_so(folder: Path, killed: tuple[Output, Output]) -> 
     assert run.metrics.read_bytes() == before
 
 
-def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
+def test_damaged_checkpoints_are_skipped(
     folder: Path, killed: tuple[Output, Output], undisturbed: dict[int, float]
 ) -> None:
-    """The newest truncated, the next with one bit flipped, the third without its manifest: the fourth goes on."""
+    """The newest truncated, the next with one bit flipped, the third without its manifest: the fourth is used."""
     shutil.copytree(run_of(folder, "killed").path, run_of(folder, "damaged").path)
     run = run_of(folder, "damaged")
     *_, fourth, third, second, newest = sorted(run.checkpoints.iterdir())
@@ -203,7 +203,7 @@ def own(folder: Path, name: str, model: str, *overrides: str) -> Output:
     return weft(folder, "train", "job.yaml", f"name={name}", f"model=helpers.own_models:{model}", *settings, *overrides)
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_says_that_it_begins_anew(
+def test_a_run_restarts_if_all_checkpoints_are_damaged(
     folder: Path, killed: tuple[Output, Output], undisturbed: dict[int, float]
 ) -> None:
     shutil.copytree(run_of(folder, "killed").path, run_of(folder, "ruined").path)
@@ -219,7 +219,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_that_it_begins_anew(
     assert all(path.exists() for path in paths)
 
 
-def test_a_refused_resume_leaves_the_description_of_the_run(folder: Path, killed: tuple[Output, Output]) -> None:
+def test_a_refused_resume_restores_job_and_plan(folder: Path, killed: tuple[Output, Output]) -> None:
     run = run_of(folder, "killed")
     before = run.job.read_bytes(), run.plan.read_bytes()
     said = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dim=32", f"train.steps={STEPS + 1}")
@@ -230,7 +230,7 @@ def test_a_refused_resume_leaves_the_description_of_the_run(folder: Path, killed
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(folder: Path) -> None:
-    """No file may grow beyond 40 KB, which is what a full disk is like: the run is done, and its weights are lost."""
+    """No file may grow beyond 40 KB, as on a full disk."""
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); "
         "from weft.cli import main; sys.argv[0] = 'weft'; main()"
@@ -243,8 +243,8 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(folder: Path) -> 
     assert "File too large" in failed[-1]["why"]
 
 
-def test_a_run_that_diverges_says_when(folder: Path) -> None:
-    """And --fresh keeps an earlier run of its name beside it."""
+def test_a_diverged_run_names_the_step(folder: Path) -> None:
+    """--fresh keeps an earlier run of that name in another folder."""
     earlier = run_of(folder, "diverged")
     earlier.path.mkdir(parents=True)
     earlier.job.write_text("name: diverged\n", encoding="utf-8")
@@ -258,7 +258,7 @@ def test_a_run_that_diverges_says_when(folder: Path) -> None:
     assert next(e for e in events if e["event"] == "diverged")["why"] in said.err
 
 
-def test_a_rank_that_raises_is_named_with_its_place_and_cause(folder: Path) -> None:
+def test_a_rank_that_raises_is_named(folder: Path) -> None:
     said = own(folder, "raised", "RaisesOnRankOne")
     assert said.code == Exit.DIFFERS
     cause, where = said.err.splitlines()[-2:]
@@ -271,8 +271,8 @@ def test_a_rank_that_raises_is_named_with_its_place_and_cause(folder: Path) -> N
     assert strays(["weft.training.rank", "runs/raised"]) == []
 
 
-def test_what_is_wrong_with_a_job_leaves_no_run(folder: Path) -> None:
-    """Four that are refused before a process starts, and one that only the ranks can tell."""
+def test_a_wrong_job_leaves_no_run_folder(folder: Path) -> None:
+    """Four jobs that are refused before a process starts, and one that only the ranks can refuse."""
     wrong = {
         "train.stps=3": "weft: train.stps: unknown key; did you mean train.steps?",
         "train.global_batch=7": "weft: train.global_batch=7 is not a multiple of the 2 data-parallel ranks; "

@@ -1,4 +1,4 @@
-"""The dry run traces the engine; what it finds are the formulas' own numbers, and those of real ranks."""
+"""Traces of dry runs equal the planner's estimates, and the memory of real ranks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def assert_exact(found: DryRun) -> None:
         ({**MLP, "layers": 6}, "pp2 tp2", 0, {}),
     ],
 )
-def test_traced_is_what_was_counted(model: dict[str, Any], layout: str, rank: int, sections: dict[str, Any]) -> None:
+def test_trace_equals_estimate(model: dict[str, Any], layout: str, rank: int, sections: dict[str, Any]) -> None:
     found = traced(make(model, layout, **sections), rank)
     assert_exact(found)
     assert found.traced["flops"] == pytest.approx(found.estimated["flops"], rel=0.01)
@@ -91,7 +91,7 @@ def test_under_cp_weights_are_cut_and_bytes_counted_with_the_data_s(layout: str)
     assert_exact(traced(make({**LLAMA, "kv_heads": 4}, layout), 3))
 
 
-def test_one_of_thousands_of_ranks() -> None:
+def test_large_worlds() -> None:
     raw = {
         "model": {**LLAMA, "layers": 4, "dim": 1024, "heads": 16, "kv_heads": 8},
         "data": {"source": "synthetic", "seq_len": 256},
@@ -114,7 +114,7 @@ def test_adafactor_is_refused_for_what_it_reads() -> None:
         traced(make(LLAMA, "1", optim={"name": "adafactor"}), 0)
 
 
-def test_the_command_speaks_json() -> None:
+def test_json_output() -> None:
     done = CliRunner().invoke(app, ["dryrun", "tiny", "--world", "4", "--rank", "3", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -128,7 +128,7 @@ DENSE = ["1", "ddp2", "zero1", "zero2", "zero3", "hsdp", "tp2", "dp_shard=2 tp=2
 
 
 @pytest.mark.parametrize(("layout", "experts"), [*((layout, None) for layout in DENSE), ("dp_shard=4 ep=2", EVEN)])
-def test_real_ranks_hold_what_was_predicted(pool: RankPool, layout: str, experts: dict[str, Any] | None) -> None:
+def test_peak_memory_of_real_ranks(pool: RankPool, layout: str, experts: dict[str, Any] | None) -> None:
     model = {**(experts or LLAMA), "dim": 128, "ffn": 352, "layers": 4}
     job = make(model, layout, train={"global_batch": 16, "microbatch": 2})
     _, plan = make_plan(job)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 from typing import Annotated
 
 import typer
@@ -42,7 +42,7 @@ def _exit_on_signals() -> None:
     from weft.supervisor.stop_signals import STOP_CODES, handled_signals
 
     for number in handled_signals():
-        signal.signal(number, lambda number, frame: sys.exit(int(STOP_CODES[signal.Signals(number)])))
+        signal.signal(number, lambda number, frame: os._exit(int(STOP_CODES[signal.Signals(number)])))
 
 
 def prove(

@@ -21,7 +21,7 @@ from weft.job.errors import Exit, JobError
 from weft.job.optim import OPTIMIZERS
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.run_files import RunFiles
+from weft.launch.run_files import RunFiles, check_is_run
 from weft.launch.train import prepare
 from weft.measure.device_peaks import measure_roofs
 from weft.measure.torch_internals import is_compiled
@@ -51,8 +51,8 @@ def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], Non
     job, plan = prepare(job, nproc)
     run = RunDir(Path(job.runs_dir) / job.name)
     with run_lock(run) as lock:
-        _clear(run)
         files = RunFiles(run, lock.created)
+        _clear(run)
         files.write(job, plan)
         code = launch(run, plan.world, lock, say, worker=("weft.measure.step_profile", str(steps)))
         if code == Exit.DONE:
@@ -66,8 +66,10 @@ def _clear(run: RunDir) -> None:
     """Delete the files of the last measurement; a run with checkpoints is refused."""
     if run.checkpoints.exists():
         raise JobError(f"{run.path} holds a training with checkpoints, not a measurement; give the job another name=")
-    for path in (run.metrics, run.events, run.profile, run.slices, run.report):
-        path.unlink(missing_ok=True)
+    check_is_run(run)
+    if run.job.exists():  # else they are not of a measurement
+        for path in (run.metrics, run.events, run.profile, run.slices, run.report):
+            path.unlink(missing_ok=True)
 
 
 def show(run: RunDir) -> str:

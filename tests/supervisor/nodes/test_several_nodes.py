@@ -124,7 +124,7 @@ def test_run_survives_lost_ranks_nodes_and_links(cluster: Cluster) -> None:
 
     cluster.hosts.cut(2)
     attempt = cluster.trains_in({0, 1}, after=attempt)
-    until(lambda: "the others went on without it" in cluster.said())
+    until(lambda: "the others continued without it" in cluster.said())
     cluster.hosts.join(2)
     attempt = cluster.trains_in({0, 1, 2}, after=attempt)
 
