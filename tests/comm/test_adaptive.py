@@ -1,4 +1,4 @@
-"""The least compression that hides communication: what is chosen on which link, and that it does not swing."""
+"""Adaptive compression: the level chosen on each link, without oscillation."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def choice() -> AdaptiveChoice:
     return AdaptiveChoice(list(SIZES), ranks=2, scattered=False)
 
 
-def test_a_fast_link_needs_none() -> None:
+def test_no_compression_on_a_fast_link() -> None:
     one = choice()
     assert one.look(FIGURES) is None and one.levels == [0] * 4 and one.describe() == "none × 4"
 
 
-def test_the_slower_the_link_the_more() -> None:
+def test_slower_links_get_more_compression() -> None:
     highest = []
     for mbit in (10_000, 2_000, 1_000, 300, 100, 30):
         one = choice()
@@ -46,7 +46,7 @@ def test_the_slower_the_link_the_more() -> None:
     assert len(set(highest)) >= 4
 
 
-def test_before_the_first_step_int8_where_that_is_sooner() -> None:
+def test_int8_before_the_first_step_if_faster() -> None:
     unknown = replace(FIGURES, step_s=0.0, ready_s=(0.0,) * 4)
     slow_to_encode = replace(unknown, code_s=(0.0, *[1e-6] * (len(LEVELS) - 1)))
     assert choice().begin(slow_to_encode) is None
@@ -55,14 +55,14 @@ def test_before_the_first_step_int8_where_that_is_sooner() -> None:
     assert why is not None and "at 100 Mb/s" in why and "is not known yet" in why and one.describe() == "int8 × 4"
 
 
-def test_not_more_than_pays() -> None:
-    """Where encoding takes longer than sending, nothing is encoded, however much stands out."""
+def test_no_level_that_does_not_pay() -> None:
+    """If encoding takes longer than sending, nothing is compressed, however much is exposed."""
     slow = replace(FIGURES, bytes_per_s=1000 * MBIT, code_s=(0.0, *[1e-6] * (len(LEVELS) - 1)))
     one = choice()
     assert one.look(slow) is None and one.levels == [0] * 4
 
 
-def test_it_rises_at_once_and_falls_with_patience() -> None:
+def test_levels_rise_at_once_and_fall_slowly() -> None:
     one = choice()
     assert one.look(replace(FIGURES, bytes_per_s=100 * MBIT)) is not None
     high = list(one.levels)
@@ -71,7 +71,7 @@ def test_it_rises_at_once_and_falls_with_patience() -> None:
     assert one.look(FIGURES) is not None and one.levels == [0] * 4
 
 
-def test_a_link_that_wavers_does_not_make_it_swing() -> None:
+def test_unsteady_links_do_not_cause_oscillation() -> None:
     one = choice()
     one.look(replace(FIGURES, bytes_per_s=400 * MBIT))
     high, changes = list(one.levels), 0
@@ -80,7 +80,7 @@ def test_a_link_that_wavers_does_not_make_it_swing() -> None:
     assert changes == 0 and one.levels == high
 
 
-def test_what_made_steps_slower_is_gone_back_from_and_not_tried_again_soon() -> None:
+def test_slower_levels_are_reverted_and_avoided() -> None:
     one, slow = choice(), replace(FIGURES, bytes_per_s=300 * MBIT)
     assert one.look(slow) is not None and any(one.levels)
     why = one.look(replace(slow, step_s=1.2))
@@ -105,7 +105,7 @@ def test_bytes_of_both_halves() -> None:
     gap=st.floats(0.0, 1.0), ranks=st.integers(2, 8), scattered=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_the_least_is_enough_and_no_more(
+def test_lowest_levels_are_sufficient_and_minimal(
     sizes: list[int], mbit: float, gap: float, ranks: int, scattered: bool
 ) -> None:
     ready = [gap * (i + 1) / len(sizes) for i in range(len(sizes))]

@@ -1,4 +1,4 @@
-"""Collectives by hand equal plain sums, on any number of ranks, of any size, shape and dtype, in the bytes they say."""
+"""Collectives composed of messages equal plain sums, with the stated bytes, for any ranks, size, shape and dtype."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check(pool: RankPool, world: int, cases: list[Case]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
-def test_every_algorithm_of_every_size_and_dtype(pool: RankPool, world: int) -> None:
+def test_every_algorithm_with_every_size_and_dtype(pool: RankPool, world: int) -> None:
     cases = [
         Case(name, shape, dtype, near, chunks, turned=len(shape) > 1)
         for name in BY_HAND
@@ -129,7 +129,7 @@ def test_up_to_eight_ranks(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("world", [3, 4])
-def test_other_ways_to_reduce(pool: RankPool, world: int) -> None:
+def test_other_reductions(pool: RankPool, world: int) -> None:
     check(pool, world, [Case(name, (31,), torch.float32, 2, op=op) for name in BY_HAND for op in OPS])
 
 
@@ -146,7 +146,7 @@ def test_any_case(pool: RankPool, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
-def test_bytes_are_what_the_formulas_say(pool: RankPool, world: int) -> None:
+def test_bytes_match_the_formulas(pool: RankPool, world: int) -> None:
     count = 60 * 7
     size = 4 * count
     even, odd = Case("ring", (count,), torch.float32, chunks=7), Case("ring", (count + 1,), torch.float32)
@@ -187,7 +187,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(pool: RankPool, wor
 
 
 def several(name: str) -> list[Tensor]:
-    """Buckets leave one after the other and are waited for at the end, as replicas do."""
+    """Start several sums one after the other and wait at the end, as replicas do."""
     axis = everyone()
     tensors = [torch.full((size,), float(axis.rank + i)) for i, size in enumerate((5, 300_000, 1, 700_000))]
     works = [algorithms.start_all_reduce(axis, t, name, near=2) for t in tensors]
@@ -197,6 +197,6 @@ def several(name: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_several_at_once_do_not_mix(pool: RankPool, name: str) -> None:
+def test_concurrent_sums_do_not_mix(pool: RankPool, name: str) -> None:
     for found in pool.run(several, 5, name):
         assert [t.tolist() for t in found] == [[10.0 + 5 * i] * 2 for i in range(4)]

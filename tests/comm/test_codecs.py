@@ -1,4 +1,4 @@
-"""Every codec is unbiased or says what it did not send; none overflows, and nothing that is not finite is hidden."""
+"""Every codec is unbiased or has error feedback; none overflows or hides values that are not finite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.launch.rank_pool import RankPool
 ALL = ["fp16", "bf16", "int8", "int4", "topk:0.1", "threshold:1.5", "onebit"]
 UNBIASED = {"fp16": 2**-10, "bf16": 2**-7, "int8": 1 / 127, "int4": 1 / 7}
 """The step of each, as a share of the largest number of a block."""
-OWING = [name for name in ALL if name not in ("fp16", "bf16", "int8")]
+WITH_FEEDBACK = [name for name in ALL if name not in ("fp16", "bf16", "int8")]
 
 
 def codec(name: str) -> Codec:
@@ -40,7 +40,7 @@ several = given(seed=st.integers(0, 999), rows=st.integers(1, 3), n=st.integers(
 @pytest.mark.parametrize("name", ALL)
 @several
 @settings(max_examples=15, deadline=None)
-def test_what_comes_back_is_close_and_as_long_as_said(name: str, seed: int, rows: int, n: int, size: float) -> None:
+def test_round_trip_error_and_size(name: str, seed: int, rows: int, n: int, size: float) -> None:
     x, c = draw(seed, rows, n, size), codec(name)
     payload = c.encode(x, RoundingNoise(seed, x.device), alone)
     back = c.decode(payload, n)
@@ -56,7 +56,7 @@ def test_what_comes_back_is_close_and_as_long_as_said(name: str, seed: int, rows
 @pytest.mark.parametrize("name", UNBIASED)
 @given(seed=st.integers(0, 999), size=st.sampled_from([1e-6, 1.0, 1e6]))
 @settings(max_examples=5, deadline=None)
-def test_rounding_has_no_side(name: str, seed: int, size: float) -> None:
+def test_rounding_is_unbiased(name: str, seed: int, size: float) -> None:
     x, c, rounds = draw(seed, 1, 40, size), codec(name), 200
     rounding = RoundingNoise(seed, x.device)
     mean = torch.stack([c.decode(c.encode(x, rounding, alone), 40) for _ in range(rounds)]).double().mean(0)
@@ -64,21 +64,21 @@ def test_rounding_has_no_side(name: str, seed: int, size: float) -> None:
     assert float((mean - x).abs().max()) <= 5 * 0.5 / rounds**0.5 * UNBIASED[name] * float(x.abs().max())
 
 
-@pytest.mark.parametrize("name", OWING)
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
 @given(seed=st.integers(0, 999), n=st.integers(20, 600))
 @settings(max_examples=6, deadline=None)
-def test_what_is_owed_is_paid(name: str, seed: int, n: int) -> None:
+def test_error_feedback_converges(name: str, seed: int, n: int) -> None:
     c, rounding = codec(name), RoundingNoise(seed, torch.device("cpu"))
-    steady, owed = draw(seed, 1, n, 1.0), torch.zeros(1, n)
+    steady, residual = draw(seed, 1, n, 1.0), torch.zeros(1, n)
     sent, wanted = torch.zeros(1, n), torch.zeros(1, n)
     for step in range(60):
         g = steady + draw(step, 1, n, 0.3)
-        x = g + owed
+        x = g + residual
         got = c.decode(c.encode(x, rounding, alone), n)
-        owed = x - got
+        residual = x - got
         sent, wanted = sent + got, wanted + g
-    assert torch.allclose(sent + owed, wanted, atol=1e-2)
-    assert owed.norm() < 30 * steady.norm()  # it does not grow with the steps
+    assert torch.allclose(sent + residual, wanted, atol=1e-2)
+    assert residual.norm() < 30 * steady.norm()  # it does not grow with the steps
     assert (sent - wanted).norm() < 0.5 * wanted.norm()
 
 
@@ -95,7 +95,7 @@ def test_extremes(name: str) -> None:
     assert torch.allclose(sum_of(c, c.encode(large, rounding, alone), 300).max(), torch.tensor(1.2e38), rtol=0.02)
 
 
-def test_few_of_many_are_the_largest() -> None:
+def test_topk_selects_the_largest() -> None:
     for seed, x in enumerate([draw(5, 2, 70_000, 1.0), torch.ones(1, 70_000), draw(6, 1, 70_000, 1.0).pow(5)]):
         back = codec("topk:0.01").decode(codec("topk:0.01").encode(x, RoundingNoise(seed, x.device), alone), 70_000)
         for row, got in zip(x, back, strict=True):
@@ -103,7 +103,7 @@ def test_few_of_many_are_the_largest() -> None:
             assert float(row[got != 0].abs().min()) >= float(row[got == 0].abs().max())
 
 
-def test_each_part_sends_its_own_largest() -> None:
+def test_topk_within_each_part() -> None:
     x = torch.cat([draw(7, 2, 1000, 1e-4), draw(8, 2, 500, 10.0)], 1)
     for one, least in ((Largest(share=0.01, parts=(1000, 500)), (10, 5)), (Largest(0.0, 2.0, (1000, 500)), (5, 5))):
         back = one.decode(one.encode(x, None, alone), 1500)
@@ -112,7 +112,7 @@ def test_each_part_sends_its_own_largest() -> None:
     assert Largest(share=0.01, parts=(1000, 500)).bytes_of(1500) == 6 * 15
 
 
-def test_rounded_to_the_nearest_it_is_the_same_each_time() -> None:
+def test_rounding_to_nearest_is_deterministic() -> None:
     weights = codecs_of(parse_compression("topk")).weights
     assert weights is not None
     x = draw(3, 1, 5000, 1.0)
@@ -121,8 +121,8 @@ def test_rounded_to_the_nearest_it_is_the_same_each_time() -> None:
     assert float((once - x).abs().max()) <= 0.51 / 127 * float(x.abs().max())
 
 
-def test_four_ranks_sum(pool: RankPool) -> None:
-    """All ranks end with the same bits, near the sum; what is missing is owed; and the bytes are those of the codec."""
+def test_sums_over_four_ranks(pool: RankPool) -> None:
+    """All ranks end with the same bits, close to the sum; residuals add up, and the bytes are those of the codec."""
     ranks, n = 4, 515
     told = pool.run(compression_ranks.sums, ranks, ALL, n)
     inputs = torch.stack([compression_ranks.numbers(r, ranks, n) for r in range(ranks)])  # [rank, row, n]
@@ -131,8 +131,8 @@ def test_four_ranks_sum(pool: RankPool) -> None:
         totals = [one["reduced"][0] for one in seen]
         assert all(torch.equal(totals[0], t) for t in totals), name
         if codec(name).feedback:
-            owed = sum(one["reduced"][1] for one in seen)
-            assert torch.allclose(totals[0] + owed, inputs.sum(0).flatten(), atol=1e-4), name
+            residual = sum(one["reduced"][1] for one in seen)
+            assert torch.allclose(totals[0] + residual, inputs.sum(0).flatten(), atol=1e-4), name
             missing = sum(one["scattered"][1] for one in seen)
             whole = torch.stack([one["scattered"][0] for one in seen]) + missing
             assert torch.allclose(whole, inputs.sum(0), atol=1e-4), name

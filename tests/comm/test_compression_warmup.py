@@ -1,4 +1,4 @@
-"""While a run is young more is sent, then less and less, and in the end what was asked for."""
+"""Compression is ramped up at the beginning of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def at(name: str, step: int, warmup: int = 300) -> Codec | None:
 
 
 @pytest.mark.parametrize("name", ["topk:0.01", "threshold:3", "onebit"])
-def test_bytes_never_rise_and_end_as_asked(name: str) -> None:
+def test_bytes_decrease_to_the_setting(name: str) -> None:
     wanted, seen = at(name, 0, warmup=0), []
     assert wanted is not None
     for step in (0, 299, 300, 600, 1200, 5000, 20000):
@@ -28,7 +28,7 @@ def test_bytes_never_rise_and_end_as_asked(name: str) -> None:
     assert seen == sorted(seen, reverse=True) and seen[-1] == wanted.bytes_of(100_000) and at(name, 20000) == wanted
 
 
-def test_what_travels_at_an_age() -> None:
+def test_codec_at_an_age() -> None:
     assert isinstance(at("topk:0.01", 299), Integers) and isinstance(at("topk:0.01", 0, warmup=0), Largest)
     shares = [c.share for step in (300, 600, 3000, 5000) if isinstance(c := at("topk:0.01", step), Largest)]
     assert shares == pytest.approx([1 / 6, 1 / 12, 1 / 60, 0.01])
@@ -39,14 +39,14 @@ def test_what_travels_at_an_age() -> None:
     assert isinstance(at("onebit", 1199), Integers) and isinstance(at("onebit", 1200), Signs)
 
 
-def test_the_rank_falls_by_halves_and_never_costs_more_than_it_saves() -> None:
+def test_rank_is_halved_while_it_pays() -> None:
     age_ranges = (1, 1.9, 2, 3.9, 4, 100)
     assert [rank_at(4, 512, 512, a) for a in age_ranges] == [16, 16, 8, 8, 4, 4]
     assert [rank_at(4, 64, 64, a) for a in age_ranges] == [8, 8, 8, 8, 4, 4]
     assert [rank_at(4, 16, 16, a) for a in age_ranges] == [4] * 6
 
 
-def test_matrices_stay_int8_while_the_thin_ones_would_be_more_bytes() -> None:
+def test_int8_while_low_rank_needs_more_bytes() -> None:
     ages_ = (0.5, 1, 2, 4)
     assert [thin_pays(4, [(512, 512)], a) for a in ages_] == [False, True, True, True]
     assert [thin_pays(4, [(64, 64)], a) for a in ages_] == [False, False, False, True]
@@ -55,7 +55,7 @@ def test_matrices_stay_int8_while_the_thin_ones_would_be_more_bytes() -> None:
 
 @pytest.mark.parametrize("name", ["topk:0.01", "threshold:3", "onebit"])
 @pytest.mark.parametrize(("steps", "warmup", "ranks"), [(500, 300, 2), (3000, 200, 8), (40, 0, 2), (7, 100, 3)])
-def test_the_mean_of_a_run_is_that_of_its_steps(name: str, steps: int, warmup: int, ranks: int) -> None:
+def test_mean_bytes_of_a_run(name: str, steps: int, warmup: int, ranks: int) -> None:
     wanted = parse_compression(name)
 
     def bytes_at(at: float) -> float:
@@ -66,7 +66,7 @@ def test_the_mean_of_a_run_is_that_of_its_steps(name: str, steps: int, warmup: i
     assert told == pytest.approx(sum(bytes_at(age(i + 0.5, warmup)) for i in range(steps)) / steps, rel=0.01)
 
 
-def test_a_plan_tells_the_mean_of_the_run_and_its_last_step() -> None:
+def test_plan_has_mean_and_final_bytes() -> None:
     written = {
         "train": {"steps": 1000, "global_batch": 2}, "comm": {"compression": "topk:0.01"},
         "model": {"shape": "llama-1b"}, "cluster": {"device": "h100-sxm", "nodes": 1, "devices_per_node": 2},
@@ -78,7 +78,7 @@ def test_a_plan_tells_the_mean_of_the_run_and_its_last_step() -> None:
     assert "communication_last_mib" not in as_int8
 
 
-def test_a_base_follows_the_rank() -> None:
+def test_base_fits_the_rank() -> None:
     base, first = torch.ones(5, 2), torch.zeros(5, 4)
     assert torch.equal(fit_basis(torch.ones(5, 4), torch.zeros(5, 2)), base)
     assert torch.equal(fit_basis(base, first), torch.cat([base, torch.zeros(5, 2)], 1)) and not first.any()
@@ -87,7 +87,7 @@ def test_a_base_follows_the_rank() -> None:
 @pytest.mark.parametrize(
     ("steps", "warmup"), [(10, 6), (300, 180), (500, 300), (2000, 500), (6000, 1500), (10**6, 2000)]
 )
-def test_the_warmup_fits_the_run(steps: int, warmup: int) -> None:
+def test_warmup_is_shorter_than_the_run(steps: int, warmup: int) -> None:
     written = {
         "train": {"steps": steps, "global_batch": 2}, "comm": {"compression": "topk"}, "model": {"shape": "llama-1b"},
         "cluster": {"device": "h100-sxm", "nodes": 1, "devices_per_node": 2}, "parallel": {"dp_shard": 2},

@@ -1,4 +1,4 @@
-"""MPI on stock wheels: what torch asks a group for, the parity matrix, and `weft train`, all started by mpirun."""
+"""The MPI backend: collectives, the parity matrix and `weft train`, started by mpirun."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_train_started_by_mpirun(tmp_path: Path, pool: RankPool) -> None:
     assert "model.heads=3" in again.err
 
 
-def test_who_a_process_is() -> None:
+def test_rank_from_the_environment_of_mpi() -> None:
     ours = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}  # fmt: skip
     assert rank_info(ours) == RankInfo(5, 8, 1, 4, "Open MPI")
@@ -69,7 +69,7 @@ def test_who_a_process_is() -> None:
     assert rank_info(by_hand).started_by == "torchrun"
 
 
-def test_refused_where_nobody_started_mpi() -> None:
+def test_refused_without_mpirun() -> None:
     assert not under_mpi(os.environ)
     job, plan = make_plan(parity.make_job("comm.backend=mpi"), 2)
     with pytest.raises(JobError, match=r"comm\.backend=mpi .* mpirun -n 2 .*; gloo would work"):

@@ -1,4 +1,4 @@
-"""Bytes by link, FSDP2's own messages on their axes, and the shares of a watched step in metrics and the report."""
+"""Bytes by link, FSDP2's messages on their axes, and communication of a timed step in metrics and the report."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_bytes_inside_a_node_and_between_nodes(pool: RankPool) -> None:
 
 
 def watched(job: Job) -> tuple[list[dict[str, float]], dict[str, Counted], bool]:
-    """Two steps, of which the second is watched: its figures, and what the axes counted in it."""
+    """Two steps, of which the second is timed: its figures and the counters of the axes."""
     job, _, mesh, stepper, loader = begin(job)
     comm = CommMetrics(mesh, 2)
     found: list[dict[str, float]] = []
@@ -85,7 +85,7 @@ def weights_of(job: Job) -> Tensor:
     return torch.tensor(sum(p.numel() for p in build_model(make_plan(job)[0].model, 0).parameters()))
 
 
-def test_a_watched_step_says_what_travelled(pool: RankPool) -> None:
+def test_figures_of_a_timed_step(pool: RankPool) -> None:
     for layout, axis, kinds in (
         ({"dp_replicate": 2}, "dp_replicate", {"all_reduce"}),
         ({"dp_shard": 2, "zero": 3}, "dp_shard", {"all_gather", "reduce_scatter"}),
@@ -107,7 +107,7 @@ def test_a_watched_step_says_what_travelled(pool: RankPool) -> None:
                 assert counts[axis]["reduce_scatter"].bytes == size
 
 
-def test_metrics_become_a_picture(tmp_path: Path) -> None:
+def test_communication_figures_in_the_report(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     journal = Journal(run)
     records: list[dict[str, Any]] = []
@@ -123,7 +123,7 @@ def test_metrics_become_a_picture(tmp_path: Path) -> None:
     assert "traffic" not in {f.id for f in figures([{"step": 1, "loss": 1.0}], [], {})}
 
 
-def test_an_axis_of_one_node_counts_nothing_between() -> None:
+def test_one_node_counts_no_bytes_between_nodes() -> None:
     axis = Axis("x", None, 2, 0)  # type: ignore[arg-type]
     axis.count("all_reduce", torch.ones(3))
     assert axis.read() == {"all_reduce": Tally(1, 12, 0)}

@@ -1,4 +1,4 @@
-"""What ranks do in tests of compressed gradients."""
+"""Functions that tests of compressed gradients run on ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numbers(rank: int, rows: int, n: int) -> Tensor:
 
 
 def sums(settings: list[str], n: int) -> dict[str, Any]:
-    """For each setting the three sums of everyone's numbers, what is owed, and what was counted."""
+    """For each setting the three sums of all ranks' numbers, the residuals and the counters."""
     axis = everyone()
     out = {}
     for setting in settings:
@@ -65,13 +65,13 @@ def journey(
     for compressor in spread_model.compressors if bare else []:
         for channel in compressor.channels:
             channel.codecs = Codecs(channel.codecs.gradients, None)
-    opened = _owed(stepper)
+    opened = _residual(stepper)
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
         dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, start_step=state.step,
     )  # fmt: skip
     gradients: dict[str, Tensor] = {}
-    taken, owed_after = [], []
+    taken, residual_after = [], []
     for i, batches in zip(range(steps), loader, strict=False):
         if scales:
             state.scale.value = scales[i]
@@ -79,7 +79,7 @@ def journey(
         found_now = wholes({n: x.grad for n, x in spread_model.grad_params.items() if x.grad is not None})
         gradients = {n: g / (grads.scale / grads.nominal) for n, g in found_now.items()}
         taken.append(stepper.update(grads, stepper.learning_rate())[1])
-        owed_after.append(_owed(stepper))
+        residual_after.append(_residual(stepper))
     if folder:
         checkpoints.save(state.step, state.tensors(), state.meta(job, plan), wait=True)
     bits = {
@@ -89,13 +89,13 @@ def journey(
     if steps:
         join_stages(gradients, mesh)
     return {
-        "opened": opened, "gradients": gradients, "owed_after": owed_after,
+        "opened": opened, "gradients": gradients, "residual_after": residual_after,
         "taken": taken, "bits": bits, "ways": [c.codecs for k in spread_model.compressors for c in k.channels],
     }  # fmt: skip
 
 
-def _owed(stepper: Any) -> dict[str, Tensor]:
-    """What all ranks together owe of each weight, in the units of the summed loss."""
+def _residual(stepper: Any) -> dict[str, Tensor]:
+    """The sum of all ranks' residuals of each weight, in units of the summed loss."""
     mesh, residuals = stepper.mesh, stepper.state.model.residuals()
     found = wholes({n: t for n, t in residuals.items() if n.startswith("residual.")})
     join_tensors(found, mesh.everyone, mesh)

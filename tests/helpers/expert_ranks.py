@@ -1,4 +1,4 @@
-"""What tests of experts let ranks do."""
+"""Functions that tests of experts run on ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Moved:
     counts: list[float]
     """Tokens of the first block's experts in the last step."""
     weights: dict[str, Tensor]
-    """This rank's shards of the experts, after the last step."""
+    """This rank's shards of the experts after the last step."""
     copies: int
 
 

@@ -1,4 +1,4 @@
-"""What tests run on ranks. It stands in a module of its own because a spawned rank imports its work by name."""
+"""Functions that tests run on ranks; spawned ranks import them by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holding a layout against one process: loss, every gradient, the norm, and what the update did to every weight."""
+"""Compares a layout with one process: loss, gradients, norm, optimizer state and updates."""
 
 from __future__ import annotations
 

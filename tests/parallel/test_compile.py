@@ -1,4 +1,4 @@
-"""Compiled blocks are the same blocks, and what is compiled for one serves them all."""
+"""Compiled blocks give the same gradients, and blocks of one class share compiled code."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_compiled_blocks_share_their_graphs_and_give_the_same_gradients(
         torch.testing.assert_close(ours[name], grad, rtol=1e-4, atol=1e-6)
 
 
-def test_compile_follows_the_device_unless_the_job_says() -> None:
+def test_compile_defaults_by_device() -> None:
     assert not make_plan(job_of())[1].compile
     gpu = {"cluster": {"device": "h100-sxm", "devices_per_node": 1}}
     assert make_plan(job_of(**gpu))[1].compile

@@ -1,4 +1,4 @@
-"""fp8 is one run in every layout, and layers that are left out stay in bf16."""
+"""fp8 gives the same run in every layout; skipped layers stay in bf16."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_layout_is_the_same_run(pool: RankPool, name: str) -> None:
     assert not wrong
 
 
-def test_delayed_scales_go_on_where_a_checkpoint_left_them(pool: RankPool, tmp_path: Path) -> None:
+def test_delayed_scales_resume_from_a_checkpoint(pool: RankPool, tmp_path: Path) -> None:
     job = make_job(model=WIDE, data={"seq_len": 16}, precision="fp8", fp8={"amax": "delayed", "history": 3})
 
     def go(job: Job, layout: str, *args: Any) -> list[Any]:
@@ -74,7 +74,7 @@ def test_other_models(pool: RankPool, name: str) -> None:
     assert wide.losses == pytest.approx(reference.result.trace.losses, rel=0.1)
 
 
-def test_a_layer_that_is_not_there_cannot_be_left_out(pool: RankPool) -> None:
+def test_fp8_skip_of_an_unknown_layer_is_refused(pool: RankPool) -> None:
     job = make_job(model=WIDE, precision="fp8", fp8={"skip": ["blocks.*.ff"]})
     (said,) = pool.run(on_ranks.refusal, 1, with_layout(job, section("1")))
     assert said == "JobError: fp8.skip names 'blocks.*.ff', which fits no layer; the first layer is 'blocks.0.attn.q'"

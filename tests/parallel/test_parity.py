@@ -47,7 +47,7 @@ def test_every_kind_of_model(pool: RankPool, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_documents_that_do_not_see_each_other(pool: RankPool, documents: Path, family: str) -> None:
+def test_masked_documents(pool: RankPool, documents: Path, family: str) -> None:
     """Ranks hold different counts of valid targets, and one sequence in eight may hold none at all."""
     data = {"source": str(documents), "mask_documents": True, "seq_len": 6}
     job = make_job(data=data, model={"family": family, "vocab": 256})

@@ -1,4 +1,4 @@
-"""The recipe is the same in every layout: optimizers, averages, clipping, loss scale, and when ranks talk."""
+"""Optimizers, averages, clipping, loss scale and number of collectives in every layout."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CUT = ("dp_shard 2 zero=2", "tp 2", "dp_shard 2 zero=3 × tp 2")
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
-def test_every_optimizer_on_cut_weights(pool: RankPool, name: str) -> None:
-    """51 rows over 2 × 2 ranks are cut unevenly twice; the average is held to the same as the weights."""
+def test_every_optimizer_on_sharded_weights(pool: RankPool, name: str) -> None:
+    """51 rows over 2 × 2 ranks give uneven shards twice; averages are compared like weights."""
     job = make_job(f"optim.name={name}", "model.vocab=51", "model.kv_heads=2", "model.bias=true", "train.ema=0.9")
     reference = run(pool, job, "1", 3)
     wrong = {layout: found for layout in CUT if (found := differences(reference, run(pool, job, layout, 3)))}
@@ -24,7 +24,7 @@ def test_every_optimizer_on_cut_weights(pool: RankPool, name: str) -> None:
 
 
 def test_clipping(pool: RankPool) -> None:
-    """With sgd a step is exactly as long as the clip lets it be, and so is every layout's."""
+    """With sgd the length of a step equals the clip, in every layout."""
     plain = ("optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.lr=1", "optim.clip=0.01")
     job = make_job(*plain)
     for layout in ("1", "dp_replicate 2", "dp_shard 2 zero=3 × tp 2", "tp 2 no-sequence"):
@@ -69,7 +69,7 @@ COUNTS: dict[str, tuple[Counter[str], Counter[str]]] = {
 
 
 @pytest.mark.parametrize("layout", COUNTS)
-def test_microbatches_talk_only_when_they_must(pool: RankPool, layout: str) -> None:
+def test_microbatches_communicate_only_when_needed(pool: RankPool, layout: str) -> None:
     for accumulation, expected in zip((1, 4), COUNTS[layout], strict=True):
         job = make_job(f"train.accumulation={accumulation}", "train.global_batch=16")
         for seen in run(pool, job, layout, 2, None, True).seen:

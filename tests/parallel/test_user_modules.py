@@ -1,4 +1,4 @@
-"""A module of one's own trains under replicas and shards as it is, and under tp with a table of its parts."""
+"""User modules train with replicas and shards unchanged, and under tp with a table of roles."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_a_frozen_weight_is_not_trained(pool: RankPool) -> None:
     assert "embed.weight" not in run(pool, own("Frozen"), "1").result.trace.parameters
 
 
-def test_running_statistics_are_the_same_on_every_rank_once_saved(pool: RankPool, tmp_path: Path) -> None:
-    """Their mean over the ranks, so that any layout opens what any rank would have saved."""
+def test_running_statistics_are_averaged_when_saved(pool: RankPool, tmp_path: Path) -> None:
+    """The mean over the ranks is saved, so that it does not depend on the layout."""
     states = {}
     for layout in ("dp_replicate 2", "dp_replicate 2 × dp_shard 2 zero=3", "1"):
         job, file = with_layout(own("Normed"), section(layout)), tmp_path / "states.pt"
@@ -79,7 +79,7 @@ def test_running_statistics_are_the_same_on_every_rank_once_saved(pool: RankPool
     assert torch.equal(after["scale"], before["scale"])
 
 
-def test_recompute_of_modules_that_weft_does_not_know(pool: RankPool) -> None:
+def test_recompute_of_user_modules(pool: RankPool) -> None:
     job = own("Plain", memory={"recompute": "full"})
     assert not differences(run(pool, own("Plain"), "1"), run(pool, job, "dp_shard 2 zero=3"))
 
@@ -98,7 +98,7 @@ def test_recompute_of_modules_that_weft_does_not_know(pool: RankPool) -> None:
         ("Missing", "1", "JobError: model.module='helpers.own_models:Missing': helpers.own_models has no 'Missing'"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_said(pool: RankPool, name: str, layout: str, says: str) -> None:
+def test_unsupported_user_modules_are_refused(pool: RankPool, name: str, layout: str, says: str) -> None:
     job = with_layout(own(name), section(layout))
     answers = pool.run(on_ranks.refusal, ranks(section(layout)), job)
     assert answers == [says] * len(answers)

@@ -1,4 +1,4 @@
-"""Attention over cp ranks is full attention, forward and backward; what it sends and keeps is what the plan says."""
+"""Attention over cp ranks equals full attention, forward and backward; bytes and activations match the plan."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_every_case_equals_full_attention(pool: RankPool, world: int, group: int
             assert found["padding"] == 0, (rank, case)
 
 
-def test_what_the_mask_empties_is_not_sent(pool: RankPool) -> None:
-    """Documents that end where chunks do need nobody else's keys; causal chunks at the end are for those behind."""
+def test_fully_masked_chunks_are_not_sent(pool: RankPool) -> None:
+    """Documents that end with a chunk need no keys of other ranks; causal chunks are sent to later ones only."""
     apart = {**BASE, "docs": [i // 2 for i in range(16)], "length": 16}
     bidirectional = {**BASE, "causal": False}
     seen = pool.run(compare, 4, [apart, BASE, bidirectional])
@@ -142,7 +142,7 @@ SECTIONS: dict[str, Any] = {
 STEPS = ("cp 2 ring", "cp 4 ring", "cp 2 ulysses", "cp 4 ulysses", "cp 4 hybrid", "cp 2 × tp 2")
 
 
-def test_a_step_sends_what_the_plan_says_and_keeps_its_share(pool: RankPool) -> None:
+def test_bytes_and_activations_match_the_plan(pool: RankPool) -> None:
     one = with_layout(make_job(**SECTIONS), {"dp_replicate": 1, "dp_shard": 1})
     alone = pool.run(step_bytes, 1, one)[0]["memory"]
     for layout in STEPS:
@@ -155,8 +155,8 @@ def test_a_step_sends_what_the_plan_says_and_keeps_its_share(pool: RankPool) -> 
                     assert seen["memory"] / alone == pytest.approx(1 / section["cp"], rel=0.05)
 
 
-def test_blocks_put_together_are_the_whole() -> None:
-    """Keys in two parts, merged, and a query that sees none of the first."""
+def test_merged_blocks_equal_full_attention() -> None:
+    """Keys in two parts, merged, and a query that attends to none of the first."""
     (q, k, v, dout), _ = draw({**BASE, "kv": 2})
     whole, lse = attend(q, k, v, False, None)
     parts = [attend(q, k[:, s], v[:, s], False, None) for s in (slice(0, 5), slice(5, None))]
@@ -170,7 +170,7 @@ def test_blocks_put_together_are_the_whole() -> None:
     assert REFERENCE.masked
 
 
-def test_the_style_follows_heads_links_and_length() -> None:
+def test_style_depends_on_heads_links_and_length() -> None:
     h100, nvlink, ndr = 989e12, 450e9, 50e9
     assert choose_style(8, 8, 32, 8, 16384, 2, h100, nvlink)[:2] == ("ring", 1)
     assert choose_style(8, 8, 32, 8, 128, 2, h100, nvlink)[:2] == ("ulysses", 8)

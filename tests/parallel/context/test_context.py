@@ -1,4 +1,4 @@
-"""The whole model under cp is the same run as one process, in every style and beside every other axis."""
+"""Models under cp are the same run as one process, in every style and with every other axis."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_every_kind_of_model(pool: RankPool, name: str) -> None:
 
 
 @pytest.mark.parametrize("offload", ["none", "activations"])
-def test_chunks_and_parked_activations(pool: RankPool, documents: Path, offload: str) -> None:
-    """Against a run that keeps everything; there is room in the host for some of the blocks only."""
+def test_chunks_and_offloaded_activations(pool: RankPool, documents: Path, offload: str) -> None:
+    """Compared with a run that keeps everything; the host has room for some blocks only."""
     sections: dict[str, Any] = {
         "model": {"family": "gpt2", "dropout": 0.2, "vocab": 256, "layers": 3, "positions": "rope"},
         "data": {"source": str(documents), "mask_documents": offload == "none", "seq_len": 16},
@@ -72,7 +72,7 @@ def test_chunks_and_parked_activations(pool: RankPool, documents: Path, offload:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_documents_that_do_not_see_each_other(pool: RankPool, documents: Path, family: str) -> None:
+def test_masked_documents(pool: RankPool, documents: Path, family: str) -> None:
     data = {"source": str(documents), "mask_documents": True, "seq_len": 22}
     check(pool, (*STYLES, "cp 2 × tp 2"), data=data, model={"family": family, "vocab": 256})
 

@@ -1,4 +1,4 @@
-"""`comm.allreduce`: replicas that sum by hand are the same run as one process; what cannot be chosen is refused."""
+"""`comm.allreduce`: every algorithm gives the same run as one process; unsupported choices are refused."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_replicas_are_the_same_run(pool: RankPool, reference: parity.Run, by: st
     assert all(bool(step["send"] or step["recv"]) == (by != "native") for one in run.seen for step in one.collectives)
 
 
-def test_two_nodes_sum_in_two_levels(pool: RankPool, reference: parity.Run) -> None:
-    """Nodes of two ranks each, on this machine; beside tp, whose neighbours are no neighbours of the sum."""
+def test_hierarchical_sum_over_two_nodes(pool: RankPool, reference: parity.Run) -> None:
+    """Two nodes of two ranks each, also with tp, whose neighbours are not neighbours of the sum."""
     for layout, nodes in (
         ({"dp_replicate": 4}, 2),
         ({"dp_replicate": 2, "tp": 2}, 1),
@@ -52,7 +52,7 @@ def test_two_nodes_sum_in_two_levels(pool: RankPool, reference: parity.Run) -> N
         assert not parity.differences(reference, run), layout
 
 
-def test_under_shards_it_is_refused() -> None:
+def test_refused_with_shards() -> None:
     job = parse_job({
         "model": {"shape": "tiny"}, "comm": {"allreduce": "ring"}, "train": {"global_batch": 8},
         "cluster": {"device": "cpu", "devices_per_node": 2}, "parallel": {"dp_shard": 2},
@@ -65,7 +65,7 @@ def test_under_shards_it_is_refused() -> None:
     )
 
 
-def test_the_search_keeps_to_replicas() -> None:
+def test_search_uses_replicas_only() -> None:
     job = parse_job({
         "model": {"shape": "llama-1b"}, "comm": {"allreduce": "ring"}, "train": {"global_batch": 16},
         "cluster": {"device": "h100-sxm", "nodes": 2, "devices_per_node": 4, "network": "ib-ndr"},
@@ -74,6 +74,6 @@ def test_the_search_keeps_to_replicas() -> None:
     assert (plan.dp_shard, plan.allreduce, plan.world) == (1, "ring", 8)
 
 
-def test_an_unknown_way_is_refused() -> None:
+def test_unknown_algorithm_is_refused() -> None:
     with pytest.raises(JobError, match="allreduce"):
         parity.make_job("comm.allreduce=rign")

@@ -1,4 +1,4 @@
-"""Buckets leave as they are ready, in one order on all ranks; their size weighs messages against bytes."""
+"""Buckets are sent when ready, in one order on all ranks; their size balances latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.planner.plan import Plan
 from weft.planner.time.buckets import MAX_BUCKET_MB, MIN_BUCKET_MB, all_reduce_cost, bucket_mb
 
 
-def test_of_those_that_are_ready_the_first_needed_goes() -> None:
+def test_ready_buckets_are_sent_in_order_of_need() -> None:
     assert send_order([0, 1, 2], [1, 1, 1]) == [0, 1, 2]  # each is gone before the next is ready
     assert send_order([0, 1, 2], [5, 1, 1]) == [0, 2, 1]  # both wait behind the first: the front of the model goes on
     assert send_order([2, 1, 0], [1, 1, 1]) == [2, 1, 0]  # a model that computes in another order than it was written
@@ -27,7 +27,7 @@ def test_of_those_that_are_ready_the_first_needed_goes() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=8))
-def test_every_bucket_goes_once_and_none_waits_for_a_later_one(times: list[tuple[float, float]]) -> None:
+def test_every_bucket_is_sent_once_and_waits_for_no_later_one(times: list[tuple[float, float]]) -> None:
     ready, seconds = [r for r, _ in times], [s for _, s in times]
     order = send_order(ready, seconds)
     assert sorted(order) == list(range(len(times)))
@@ -49,7 +49,7 @@ def orders(job: Job) -> tuple[list[int], list[int], int]:
     return first, data.queue.order, len(data.buckets)
 
 
-def test_ranks_learn_one_order(pool: RankPool) -> None:
+def test_ranks_use_one_order(pool: RankPool) -> None:
     told = pool.run(orders, 2, parity.make_job("comm.bucket_mb=0.004", parallel={"dp_replicate": 2}))
     first, learned, count = told[0]
     assert count > 3

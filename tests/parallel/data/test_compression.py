@@ -1,4 +1,4 @@
-"""Compressed gradients in every kind of layout: nothing is lost, ranks agree, and runs resume, move and skip steps."""
+"""Compressed gradients in every kind of layout: residuals, equal ranks, resuming, moving and skipped steps."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ OWING = [
 
 
 @pytest.mark.parametrize(("setting", "layout"), OWING)
-def test_what_is_not_sent_is_owed(
+def test_residual_and_sent_gradient_add_up(
     pool: RankPool, reference: dict[str, torch.Tensor], setting: str, layout: str
 ) -> None:
-    """After a step of two microbatches, what was summed and what all ranks owe make up the gradient."""
+    """After a step of two microbatches, the sum and the residuals of all ranks add up to the gradient."""
     seen = go(pool, job_of(setting), layout, 1, None, True)
-    sent, owed = seen[0]["gradients"], seen[0]["owed_after"][0]
-    assert owed and off(sent, reference) > 0.02
-    whole = {n: g + owed.get(n, 0.0) for n, g in sent.items()}
+    sent, residual = seen[0]["gradients"], seen[0]["residual_after"][0]
+    assert residual and off(sent, reference) > 0.02
+    whole = {n: g + residual.get(n, 0.0) for n, g in sent.items()}
     assert off(whole, reference) < 1e-5
 
 
@@ -65,19 +65,19 @@ def test_what_is_not_sent_is_owed(
     [("fp16", "dp_shard=4", 2e-3), ("bf16", "dp_replicate=2 dp_shard=2", 1e-2), ("int8", "dp_shard=4", 3e-2),
      ("int8", "dp_replicate=2 dp_shard=2", 4e-2), ("int8", "dp_replicate=4", 3e-2)],
 )  # fmt: skip
-def test_rounded_gradients_are_near(
+def test_rounded_gradients_are_close(
     pool: RankPool, reference: dict[str, torch.Tensor], setting: str, layout: str, most: float
 ) -> None:
     seen = go(pool, job_of(setting), layout, 1)
     assert 0 < off(seen[0]["gradients"], reference) < most
-    assert all(not value.count_nonzero() for value in seen[0]["owed_after"][0].values())
+    assert all(not value.count_nonzero() for value in seen[0]["residual_after"][0].values())
 
 
 @pytest.mark.parametrize(
     ("setting", "layout"),
     [("int4", "dp_replicate=2 dp_shard=2"), ("powersgd:1", "dp_replicate=2"), ("topk:0.1", "dp_shard=2 tp=2")],
 )
-def test_a_run_resumes_exactly_and_moves_with_what_it_owes(
+def test_runs_resume_exactly_and_residuals_move_to_other_layouts(
     pool: RankPool, tmp_path: Path, setting: str, layout: str
 ) -> None:
     job = job_of(setting, "comm.compression_warmup=1")  # what is sent falls between the two steps and the next two
@@ -85,21 +85,21 @@ def test_a_run_resumes_exactly_and_moves_with_what_it_owes(
     go(pool, job, layout, 2, str(tmp_path / "run"))
     resumed = go(pool, job, layout, 2, str(tmp_path / "run"))
     assert [one["bits"] for one in resumed] == [one["bits"] for one in straight]
-    owed = resumed[0]["owed_after"][-1]
-    assert any(value.count_nonzero() for value in owed.values())
+    residual = resumed[0]["residual_after"][-1]
+    assert any(value.count_nonzero() for value in residual.values())
     for other in ("dp_shard=4", "dp_replicate=2 tp=2") if setting == "int4" else ("dp_shard=3",):
         job = job if other != "dp_shard=3" else job_of(setting, "train.global_batch=6", "train.accumulation=1")
         moved = go(pool, job, other, 0, str(tmp_path / "run"))[0]["opened"]
-        assert moved.keys() == owed.keys()
-        assert all(torch.allclose(moved[n], owed[n], rtol=1e-5, atol=1e-6) for n in owed)
+        assert moved.keys() == residual.keys()
+        assert all(torch.allclose(moved[n], residual[n], rtol=1e-5, atol=1e-6) for n in residual)
 
 
-def test_a_skipped_step_leaves_what_is_owed(pool: RankPool) -> None:
+def test_skipped_steps_keep_the_residual(pool: RankPool) -> None:
     for layout in ("dp_shard=2", "dp_replicate=2"):
         seen = go(pool, job_of("topk:0.1", "precision=fp16"), layout, 3, None, False, [1024.0, 1e38, 512.0])
         one = seen[0]
         assert one["taken"] == [True, False, True]
-        first, skipped, last = one["owed_after"]
+        first, skipped, last = one["residual_after"]
         assert all(bool(torch.isfinite(v).all()) for v in (*skipped.values(), *last.values()))
         assert any(value.count_nonzero() for value in first.values())
         assert all(torch.equal(first[n], skipped[n]) for n in first)
@@ -110,14 +110,14 @@ def test_none_and_one_rank_have_no_compressor(pool: RankPool) -> None:
     assert go(pool, job_of("none"), "dp_replicate=2", 1)[0]["ways"] == []
 
 
-def test_adaptive_looks_at_the_link_and_all_ranks_choose_alike(pool: RankPool) -> None:
+def test_adaptive_choice_is_equal_on_all_ranks(pool: RankPool) -> None:
     for layout in ("dp_replicate=2", "dp_replicate=2 dp_shard=2"):
         seen = go(pool, job_of("adaptive"), layout, 4)
         assert len({str(one["ways"]) for one in seen}) == 1 and seen[0]["ways"]
         assert len({str(one["bits"]) for one in seen if one["bits"].keys()}) in (1, 2)
 
 
-def test_mistakes_are_told() -> None:
+def test_bad_settings_are_refused() -> None:
     for value, said in {
         "int9": "must be none, fp16, bf16, int8, int4, topk:0.01, threshold:3, powersgd:4, onebit or adaptive; "
         "did you mean int8?",
@@ -132,7 +132,7 @@ def test_mistakes_are_told() -> None:
     assert job_of("topk").comm.compression == "topk:0.01"
 
 
-def test_the_plan_keeps_it_and_reckons_with_it() -> None:
+def test_plan_accounts_for_compression() -> None:
     def planned(setting: str) -> Any:
         return make_plan(parse_job({
             "model": {"shape": "llama-1b"}, "comm": {"compression": setting}, "train": {"global_batch": 16},
@@ -146,7 +146,7 @@ def test_the_plan_keeps_it_and_reckons_with_it() -> None:
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
-def test_by_hand_and_compressed_is_refused() -> None:
+def test_allreduce_algorithm_with_compression_is_refused() -> None:
     with pytest.raises(JobError) as error:
         make_plan(with_layout(job_of("int8", "comm.allreduce=ring"), {"dp_replicate": 2}))
     assert str(error.value) == (

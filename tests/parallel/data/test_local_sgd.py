@@ -1,4 +1,4 @@
-"""Replicas that train alone: where they must equal ordinary training they do, and a run goes on exactly."""
+"""Local SGD and DiLoCo: equal to ordinary training where they must be, and exact resuming."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def weights(state: dict[str, Tensor]) -> Tensor:
 
 
 def near(one: Tensor, other: Tensor, start: Tensor) -> bool:
-    """Whether two runs ended at the same weights, beside the way they went."""
+    """Whether two runs ended with the same weights, relative to their updates."""
     return bool((one - other).norm() <= 1e-4 * (one - start).norm())
 
 
@@ -65,7 +65,7 @@ def test_diloco_with_a_plain_outer_step_is_averaging(pool: RankPool) -> None:
     assert max(coarse[0][1]) < 0.65 * size  # a quarter, twice, and the padding of so small a model
 
 
-def test_a_run_goes_on_exactly_from_the_middle_of_a_round(pool: RankPool, tmp_path: Path) -> None:
+def test_exact_resume_in_the_middle_of_a_round(pool: RankPool, tmp_path: Path) -> None:
     sync = {"mode": "diloco", "every": 4, "quantize": "int4"}
     args = {"train": {"ema": 0.9}}
     whole = train(pool, "dp_replicate 2 x dp_shard 2", sync, 9, **args)
@@ -76,7 +76,7 @@ def test_a_run_goes_on_exactly_from_the_middle_of_a_round(pool: RankPool, tmp_pa
         assert all(torch.equal(before[n], after[n]) for n in before)
 
 
-def test_any_run_goes_on_from_its_checkpoint(pool: RankPool, tmp_path: Path) -> None:
+def test_any_layout_resumes_from_the_checkpoint(pool: RankPool, tmp_path: Path) -> None:
     """In the middle of a round it holds the mean of the replicas, whatever layout or sync reads it."""
     sync = {"mode": "diloco", "every": 4}
     left = train(pool, "dp_replicate 2", sync, 6, str(tmp_path), [6])
@@ -92,8 +92,8 @@ def test_any_run_goes_on_from_its_checkpoint(pool: RankPool, tmp_path: Path) -> 
     assert torch.equal(weights(begun[0][0]), weights(begun[1][0]))
 
 
-def test_replicas_that_train_alone_are_not_taken_to_be_broken(pool: RankPool) -> None:
-    """Between exchanges their weights differ, as those of a rank with a broken memory would."""
+def test_guards_accept_differing_replicas(pool: RankPool) -> None:
+    """Between exchanges weights differ, as with corrupted memory."""
     alike = pool.run(sync_ranks.watched, 4, job_of("dp_replicate 2 x tp 2", "diloco"))[0]
     assert alike[()] == [(0, 1), (2, 3)] and not alike["tp",]
     alike = pool.run(sync_ranks.watched, 4, job_of("dp_replicate 2 x tp 2", "step"))[0]
@@ -137,13 +137,13 @@ def test_quantized_sums_are_equal_on_every_rank(pool: RankPool, world: int, size
         ("dp_replicate 4", {"mode": "server", "gather": 3}, {}, "gather=2 would work"),
     ],
 )
-def test_what_cannot_be_is_refused(layout: str, sync: Any, sections: Any, said: str) -> None:
+def test_unsupported_combinations_are_refused(layout: str, sync: Any, sections: Any, said: str) -> None:
     with pytest.raises(JobError) as refused:
         make_plan(job_of(layout, sync, **sections))
     assert said in str(refused.value)
 
 
-def test_replicas_are_what_auto_means() -> None:
+def test_auto_layout_uses_replicas() -> None:
     job = Job.model_validate({"cluster": {"device": "cpu"}, "train": {"sync": "diloco:20"}})
     plan = make_plan(job, 2)[1]
     assert (plan.dp_replicate, plan.dp_shard, plan.sync, plan.sync_every) == (2, 1, "diloco", 20)

@@ -1,4 +1,4 @@
-"""Experts cut over ep are the same run as one process: every router, every axis, every balance; and nothing hangs."""
+"""Experts sharded over ep are the same run as one process: every router, axis and balance."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_drops_the_same_tokens_in_every_layout(pool: RankPool) -> None:
 
 @pytest.mark.parametrize(("top_k", "seq_len"), [(1, 8), (2, 8), (1, 1)])
 def test_all_tokens_to_one_expert(pool: RankPool, top_k: int, seq_len: int) -> None:
-    """The others get none, or all get one that is not wanted by all; with one sequence of one token, one in all."""
+    """The other experts get no tokens; also with a single token."""
     batch = 1 if seq_len == 1 else 8
     job = experts_job(
         {**EXPERTS, "top_k": top_k, "balance": "bias", "bias_rate": 1e-9},
@@ -102,7 +102,7 @@ def test_all_tokens_to_one_expert(pool: RankPool, top_k: int, seq_len: int) -> N
             torch.testing.assert_close(seen.norms, alone.norms, rtol=1e-5, atol=1e-6)
 
 
-def test_only_routed_tokens_travel(pool: RankPool) -> None:
+def test_only_routed_tokens_are_sent(pool: RankPool) -> None:
     job = experts_job({**EXPERTS, "balance": "bias", "top_k": 1}, "train.accumulation=1")
     seen = run_loads(pool, job, "dp_shard=2 ep=2", 1, 1)
     tokens, dim, layers = 8 * 8 // 2, 16, 2  # of each rank
@@ -117,8 +117,8 @@ def test_only_routed_tokens_travel(pool: RankPool) -> None:
     assert sum(s.held for s in even) == 2 * 3 * 4 * 24 * dim, "each element of an expert is updated on one rank"
 
 
-def test_two_hops_are_one(pool: RankPool) -> None:
-    """Two nodes of two ranks each: tokens pass on inside the node first."""
+def test_two_hops_equal_one_all_to_all(pool: RankPool) -> None:
+    """Two nodes of two ranks each: tokens are first sent inside the node."""
     job = experts_job({**EXPERTS, "shared": 1, "capacity": 1.0}, "train.accumulation=1")
     direct = with_layout(job, section("dp_shard=4 ep=4"))
     hopping = direct.model_copy(
@@ -172,8 +172,8 @@ def test_prove_knows_ep(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.family=vit", "parallel={dp_shard: 1}"], "model.experts needs a decoder, and model.family=vit is none"),
-        (["model.family=mlp", "parallel={dp_shard: 1}"], "model.experts needs a decoder, and model.family=mlp is none"),
+        (["model.family=vit", "parallel={dp_shard: 1}"], "needs a decoder, and model.family=vit is not one"),
+        (["model.family=mlp", "parallel={dp_shard: 1}"], "needs a decoder, and model.family=mlp is not one"),
         (["parallel={dp_shard: 2, ep: 4}"], "ep=4 is laid over dp_shard × cp × tp, which are 2 ranks"),
         (["parallel={dp_shard: 3, ep: 3}", "train.global_batch=9", "train.accumulation=1"],
          "parallel.ep=3 does not divide model.experts.count=4; ep=1 would work"),
