@@ -68,12 +68,12 @@ def run_page(page, shell):
         if verb == "file":
             (shell[0] / word).write_text(block.text, encoding="utf-8")
         elif block.language in ("bash", "python") and block.marker != "not run":
-            assert verb in ("", "exit", "ctrl-c"), f"{block.where}: unknown marker {block.marker!r}"
+            assert verb in ("", "end", "exit", "ctrl-c"), f"{block.where}: unknown marker {block.marker!r}"
             command = ["bash", "-euo", "pipefail", "-c", block.text]
             if block.language == "python":
                 command = ["python", "-c", block.text]
             code, output = run_block(command, shell, interrupt=verb == "ctrl-c")
-            expected = {"": 0, "ctrl-c": 130}.get(verb, int(word) if word else 0)
+            expected = {"": 0, "end": 0, "ctrl-c": 130}.get(verb, int(word) if word else 0)
             assert code == expected, f"{block.where} ended with {code}, not {expected}:\n{output}"
             outputs.append(output)
     return outputs

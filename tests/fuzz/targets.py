@@ -7,6 +7,7 @@ another exception, a case that takes too long, an exit code that is not document
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -246,6 +247,7 @@ def arguments(rng: random.Random, folder: Path) -> None:
 
 def run_command(args: list[str], folder: Path) -> None:
     _sandbox(folder)
+    _import_commands()
     args = [text.replace("\0", "") for text in args]  # the system passes no NUL
     if any(text in ("/", "/dev/null", "/dev/full") or text.startswith(("/", "~")) for text in args):
         args = [text if not text.startswith(("/", "~")) else "." for text in args]
@@ -262,6 +264,17 @@ def _sandbox(folder: Path) -> None:
         (folder / "table.csv").write_text("layers,hidden,heads,seq_len,gpu,gpus\n32,4096,32,2048,H100,8\n")
         shutil.copytree(OLD_RUN, folder / "runs" / "old")
     (folder.parent / "precious.txt").write_text("not Weft's")
+
+
+@cache
+def _import_commands() -> None:
+    """Import what commands use, outside the time limit: an interrupted import of torch cannot be repeated."""
+    for name in (
+        "weft.cli.views.chaos", "weft.cli.views.prove", "weft.launch.node", "weft.launch.train", "weft.watch.report",
+        "weft.measure.collectives", "weft.measure.step_profile", "weft.verify.dryrun", "weft.training.generate",
+        "weft.data.build_store", "weft.measure.calibrate",
+    ):  # fmt: skip
+        importlib.import_module(name)
 
 
 def _command(args: list[str], folder: Path) -> None:

@@ -11,8 +11,8 @@ from weft.hardware.catalog import Device
 from weft.hardware.measured import load_measured
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
-from weft.planner.memory.engine_memory import GIB, EngineMemory, Place
-from weft.planner.memory.framework_memory import framework_memory, stage_memory
+from weft.planner.memory.engine_memory import EngineMemory, Place
+from weft.planner.memory.framework_memory import GIB, framework_memory, stage_memory
 from weft.planner.model.facts import ClusterFacts, ModelFacts, cluster_facts, model_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan

@@ -16,7 +16,7 @@ from weft.planner.advice.expert_placement import with_copies
 from weft.planner.calibration import Calibration
 from weft.planner.describe import run_lengths
 from weft.planner.estimator import Estimator, make_estimator, run_memory
-from weft.planner.memory.engine_memory import chunk_tokens, host_gib
+from weft.planner.memory.layout_group import chunk_tokens, host_gib
 from weft.planner.memory.stage_blocks import split_blocks
 from weft.planner.model.facts import cluster_facts
 from weft.planner.model.reference_rate import peak_flops

@@ -18,6 +18,7 @@ from weft.planner.search.candidates import Layouts
 from weft.planner.search.frontier import TIME_TOLERANCE
 from weft.planner.search.search import find_layouts
 from weft.planner.search.space import all_layouts, coarse, count, job_space
+from weft.planner.search.survey import survey
 
 
 def job_of(model: Any, nodes: int, batch: int, seq: int = 2048, device: str = "h100-sxm", **cluster: Any) -> Any:
@@ -193,3 +194,13 @@ def test_pinned_layouts_stay_pinned_and_the_rest_is_chosen() -> None:
     assert plan.recompute != "none", "keeping every activation would not fit"
     [reason] = [reason for reason in plan.reasons if reason.startswith("recompute ")]
     assert reason.startswith(f"recompute {plan.recompute}: with less the same layout would need")
+
+
+@pytest.mark.parametrize("style", [None, "ring", "ulysses", "hybrid"])
+def test_every_style_of_context_parallelism_can_be_pinned(style: str | None) -> None:
+    """Also where key and value heads are replicated, which the search itself does not consider."""
+    pinned = {"dp_shard": 1, "cp": 4, **({"cp_style": style} if style else {})}
+    job = parse_job({"model": {"shape": "tiny"}, "data": {"source": "synthetic", "seq_len": 64},
+                     "train": {"global_batch": 16}, "cluster": {"device": "cpu"}, "parallel": pinned})  # fmt: skip
+    found = survey(start_plan(job, 4))
+    assert found.plan.cp == 4 and found.plan.cp_style == (style or found.plan.cp_style)

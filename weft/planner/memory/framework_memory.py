@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.job.compression import COMPRESSORS
 from weft.planner.calibration import Calibration
-from weft.planner.memory.step_trace import PARTS
+from weft.planner.memory.peak_walk import PARTS
 from weft.planner.model.facts import ModelFacts, Size
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.estimator import Estimator
-from weft.planner.memory.engine_memory import SPLITS
+from weft.planner.memory.layout_group import SPLITS
 from weft.planner.model.facts import ModelFacts
 from weft.planner.schedules.registry import SCHEDULE_NAMES
 from weft.planner.search.candidates import RECOMPUTES, IntArray, Layouts

@@ -193,7 +193,8 @@ def count(space: Space, rows: Columns) -> int:
             pipes += rows["pp"] * each <= space.parts
     pipes = np.where(rows["pp"] > 1, pipes, 1)
     swaps = ("ulysses" in space.cp_style) & (space.kv_heads % np.maximum(rows["tp"] * rows["cp"], 1) == 0)
-    styles = np.where(rows["cp"] > 1, ("ring" in space.cp_style) + 1 * swaps, 1)
+    pinned = len(space.cp_style) == 1
+    styles = np.where((rows["cp"] > 1) & (not pinned), ("ring" in space.cp_style) + 1 * swaps, 1)
     far = (rows["pp"] > 1) & (rows["dp_shard"] * rows["dp_replicate"] > 1)
     places = np.where(far, len(space.placement), 1)
     return int((pipes * styles * places).sum()) * len(space.recompute)
@@ -281,10 +282,11 @@ def _schedules(space: Space, rows: Columns) -> Columns:
 
 
 def _styles(space: Space, rows: Columns) -> Columns:
-    """ring for any cp; ulysses where the heads divide by tp × cp."""
+    """ring for any cp; ulysses where the heads divide by tp × cp; a pinned style is not changed."""
     if len(space.cp) == 1 and space.cp[0] == 1:
         return {**rows, "cp_style": np.zeros(len(rows["cp"]), np.int64)}
     styles = [CP_STYLES.index(name) for name in space.cp_style]
     rows = _spread(rows, "cp_style", [np.where(rows["cp"] > 1, style, 0) for style in styles], unique=True)
     whole = space.kv_heads % np.maximum(rows["tp"] * rows["cp"], 1) == 0
-    return _keep(rows, (rows["cp_style"] != CP_STYLES.index("ulysses")) | whole)
+    pinned = len(styles) == 1
+    return _keep(rows, (rows["cp_style"] != CP_STYLES.index("ulysses")) | whole | pinned)
