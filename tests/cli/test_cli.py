@@ -208,7 +208,7 @@ def test_wrong_use(command: Command, run: RunDir, args: tuple[str, ...], says: s
     ("args", "says"),
     [
         (("export", "tiny", "--out", "text/model.safetensors"), "weft: File exists: text"),
-        (("train", "job.yaml", "runs_dir=text"), "weft: Not a directory: text/tiny"),
+        (("train", "job.yaml", "runs_dir=text"), "weft: File exists: text"),
         (("train", "job.yaml", "runs_dir=/proc/nowhere"), "weft: No such file or directory: /proc/nowhere"),
         (("data", "build", "text", "--out", "text/store"), "weft: "),
         (
