@@ -79,7 +79,7 @@ def sent_bits(setting: str) -> float:
     """Bits for each number of a 1024 × 1024 gradient that a rank of two sends to sum it."""
     if setting.startswith("powersgd"):
         return 32 * int(setting.partition(":")[2]) * 2 * SIDE / NUMBERS
-    return 8 * adaptive.sent(setting, NUMBERS, 2, scattered=False) / NUMBERS
+    return 8 * adaptive.sent_bytes(setting, NUMBERS, 2, scattered=False) / NUMBERS
 
 
 def compression_svg(title: str) -> str:

@@ -52,8 +52,8 @@ def test_all_recipes_plan_without_torch():
         "import sys, json\n"
         "from weft.job import load_job, recipes\n"
         "from weft.planner import make_plan\n"
-        "from weft.planner.describe import explain\n"
-        "shown = {name: explain(*make_plan(load_job(name))) for name in recipes()}\n"
+        "from weft.planner.describe import describe_plan\n"
+        "shown = {name: describe_plan(*make_plan(load_job(name))) for name in recipes()}\n"
         "assert 'torch' not in sys.modules\n"
         "print(json.dumps(shown))\n"
     )

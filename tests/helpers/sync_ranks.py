@@ -54,7 +54,7 @@ def watched(job: Job) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
     """Groups of ranks that the guards treat as holding the same weights."""
     job, plan, mesh, stepper, _ = begin(job)
     guards = Guards(job, plan, mesh, stepper.state, lambda kind, **fields: None, lambda text: None)
-    return guards.weights.alike
+    return guards.weights.same_shards
 
 
 def quantized_sums(size: int, kind: str) -> tuple[Tensor, Tensor, int]:

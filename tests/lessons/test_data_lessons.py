@@ -68,8 +68,7 @@ def make_job(**layout: Any) -> Job:
 def engine_of(pool: RankPool, job: Job) -> Trace:
     with tempfile.TemporaryDirectory() as folder:
         pool.run(trace, RANKS, job, 1, folder)
-        found: Trace = torch.load(Path(folder) / "trace.pt", weights_only=False)
-    return found
+        return Trace.load(Path(folder))
 
 
 def first_batch(job: Job) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ def both() -> tuple[float, int, int]:
     moe = MixtureOfExperts(Model.model_validate(described))
     moe.router.weight = nn.Parameter(router.clone())
     moe.experts.up.weight, moe.experts.down.weight = nn.Parameter(up[mine].clone()), nn.Parameter(down[mine].clone())
-    moe.spread = ExpertDispatch(None, False, None, axis)
+    moe.layout = ExpertDispatch(None, False, None, axis)
     tokens = x.clone().requires_grad_()
     info = TokenInfo(None, None, None, torch.arange(lesson.TOKENS), lesson.TOKENS)
     y = moe(tokens.unsqueeze(0), info)[0]

@@ -81,7 +81,7 @@ def test_the_lesson_has_the_gradients_of_the_engine(pool: RankPool, schedule: st
     job, _ = make_plan(make_job(schedule, m))
     with tempfile.TemporaryDirectory() as folder:
         pool.run(trace, RANKS, job, 1, folder)
-        engine: Trace = torch.load(Path(folder) / "trace.pt", weights_only=False)
+        engine = Trace.load(Path(folder))
     seen = pool.run(by_hand, RANKS, schedule, first_weights(job), first_batch(job), m)
     grads = {name: grad for rank in seen for name, grad in rank["grads"].items()}
     assert seen[-1]["loss"] == pytest.approx(engine.losses[0], rel=1e-6)
@@ -108,4 +108,4 @@ def test_lessons_are_listed_and_a_wrong_name_is_refused(tmp_path: Path) -> None:
     assert "\npipeline         A pipeline by hand" in listed.out
     wrong = weft(tmp_path, "lesson", "pipelin")
     assert wrong.code == 2
-    assert wrong.last == f"weft: no lesson is named 'pipelin'; lessons: {', '.join(lessons())}"
+    assert wrong.last == f"weft: unknown lesson 'pipelin'; lessons: {', '.join(lessons())}"
