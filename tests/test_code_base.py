@@ -54,6 +54,12 @@ def test_tool_passes(command: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_test_files_have_names_of_their_own() -> None:
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    twice = [name for name, count in names.items() if count > 1]
+    assert not twice, f"pytest cannot import two test files of one name: {twice}"
+
+
 def test_no_import_cycles() -> None:
     known = modules()
     graph = {name: imports_of(path, known) - {name} for name, path in known.items()}
