@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along
+from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along, sum_up
 from weft.comm.axis import Axis
 from weft.job.errors import JobError
 from weft.models.attention import TokenInfo
 from weft.models.dropout import Dropout
 from weft.models.loss import linear_cross_entropy
 from weft.models.mixture_of_experts import MixtureOfExperts
+from weft.models.norms import WideRMSNorm
 from weft.models.transformer import Attention, Head
 
 SEQ = 1  # activations are [batch, seq, dim]
@@ -139,6 +140,19 @@ class VocabHead(Head):
         return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab, self.products)
 
 
+class SplitRMSNorm(WideRMSNorm):
+    """A norm over all heads, of which each rank has some."""
+
+    split: TensorSplit
+
+    def mean_square(self, x: Tensor) -> Tensor:
+        return sum_up(x.square().sum(-1, keepdim=True), self.split.axis) / self.normalized_shape[0]
+
+    def local_weight(self) -> Tensor:
+        weight: Tensor = local(self.weight)
+        return weight
+
+
 class SplitVocab:
     """Sums and maxima over the ranks' parts of the vocabulary."""
 
@@ -232,7 +246,10 @@ def _sequence(split: TensorSplit, module_role: PartModule) -> None:
 
 
 def _heads(split: TensorSplit, module_role: PartModule) -> None:
-    module_role.mark_partial(split)
+    if not isinstance(module_role.module, WideRMSNorm):
+        return module_role.mark_partial(split)
+    module_role.change_class(WideRMSNorm, SplitRMSNorm, "heads", split)
+    split.cut(module_role.model, module_role.module, "weight", 0)
 
 
 def _routed(split: TensorSplit, module_role: PartModule) -> None:
