@@ -134,10 +134,16 @@ class VocabHead(Head):
         x = self.mean(x, info) if self.pool else x
         weight = local(self.weight)
         if targets is None:
-            return gather_along(F.linear(x, weight), self.split.axis, -1)
+            return self._whole(F.linear(x, weight))
         start, _ = self.split.shard(self.weight.shape[0])
         vocab = SplitVocab(self.split.axis, start, self.weight.shape[0])
         return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab, self.products)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """The logits of the whole vocabulary; the shards of the last ranks may be shorter and are padded."""
+        vocab, size = self.weight.shape[0], self.split.axis.size
+        padded = F.pad(logits, (0, -(-vocab // size) - logits.shape[-1]))
+        return gather_along(padded, self.split.axis, padded.dim() - 1)[..., :vocab]
 
 
 class SplitRMSNorm(WideRMSNorm):

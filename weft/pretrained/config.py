@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
@@ -73,7 +72,9 @@ def _written(family: PretrainedFamily, model: Model) -> Fields | None:
         fields = read_fields(out, CONFIG)[1]
     except JobError:
         return None
-    return out if described(Model.model_validate(fields)) == described(model) else None
+    if described(Model.model_validate(fields)) != described(model):
+        return None
+    return out | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # not the family's defaults
 
 
 _OF_EXPERTS = (
@@ -114,10 +115,3 @@ def described(model: Model) -> Fields:
         "max_len": None if rope else model.max_len,
         "experts": experts,
     }
-
-
-def original_config(name: str | None) -> Fields | None:
-    """The config.json that a model was made from, if it is still there."""
-    if name is None or not (Path(name) / CONFIG).is_file():
-        return None
-    return read_json(Path(name) / CONFIG)

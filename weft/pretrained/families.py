@@ -131,13 +131,13 @@ for entry in (
     ),
     PretrainedFamily(
         "phi3", "Phi-3 and Phi-4-mini", "Phi3ForCausalLM", "llama",
-        (*llama_like(1e-5), HeadWidth(), _UNTIED, Rope(), Windows(listed=False),
-         Without(("original_max_position_embeddings",))),
+        (*llama_like(1e-5), HeadWidth(), _UNTIED, Rope(partial=True, kinds=("default", "longrope")),
+         Windows(listed=False), Without(("original_max_position_embeddings",))),
         PHI3,
     ),
     PretrainedFamily(
         "gpt_neox", "GPT-NeoX and Pythia", "GPTNeoXForCausalLM", "llama",
-        (*SIZES, HeadWidth(), _UNTIED, Rope(10_000.0, "rotary_emb_base", 0.25, "rotary_pct"),
+        (*SIZES, HeadWidth(), _UNTIED, Rope(10_000.0, "rotary_emb_base", 0.25, "rotary_pct", partial=True),
          Key("norm_eps", "layer_norm_eps", 1e-5), Choice("activation", "hidden_act", PLAIN, "gelu"),
          Key("parallel_residual", "use_parallel_residual", True),
          Flags(("qkv_bias", "out_bias"), "attention_bias", True),

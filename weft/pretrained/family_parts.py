@@ -17,6 +17,7 @@ from weft.pretrained.config_fields import (
 )
 from weft.pretrained.registry import Fused
 
+Names = dict[str, str | Fused]
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 PLAIN = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu_exact"}
 
@@ -132,14 +133,14 @@ QWEN_MOE = {
         for part, there in (("experts", "experts.{e}"), ("shared", "shared_expert"))
     },
 }
-PHI3 = {
+PHI3: Names = {
     **ENDS, **NORMS,
     **{f"{_BLOCK}.attn.{n}.weight": Fused(f"{_LAYER}.self_attn.qkv_proj.weight", "rows") for n in "qkv"},
     f"{_BLOCK}.attn.o.weight": f"{_LAYER}.self_attn.o_proj.weight",
     **{f"{_BLOCK}.mlp.{n}.weight": Fused(f"{_LAYER}.mlp.gate_up_proj.weight", "rows") for n in ("gate", "up")},
     f"{_BLOCK}.mlp.down.weight": f"{_LAYER}.mlp.down_proj.weight",
 }  # fmt: skip
-GPT2 = {
+GPT2: Names = {
     "embed.weight": "transformer.wte.weight", "positions.weight": "transformer.wpe.weight",
     "norm.{p}": "transformer.ln_f.{p}", "head.weight": "lm_head.weight",
     f"{_BLOCK}.attn_norm.{{p}}": "transformer.h.{i}.ln_1.{p}",
@@ -150,7 +151,7 @@ GPT2 = {
     f"{_BLOCK}.mlp.down.{{p}}": Fused("transformer.h.{i}.mlp.c_proj.{p}", "columns"),
 }  # fmt: skip
 _NEOX = "gpt_neox.layers.{i}"
-NEOX = {
+NEOX: Names = {
     "embed.weight": "gpt_neox.embed_in.weight", "norm.{p}": "gpt_neox.final_layer_norm.{p}",
     "head.weight": "embed_out.weight",
     f"{_BLOCK}.attn_norm.{{p}}": f"{_NEOX}.input_layernorm.{{p}}",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
+from weft.job.load import recipes
 
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 SIDE_FILES = (
@@ -17,6 +18,8 @@ SIDE_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt",
 )  # fmt: skip
 """Files beside the weights that an export takes over."""
+SIDE_FOLDER = "pretrained"
+"""Folder of a run that keeps the config and the tokenizer of an imported checkpoint."""
 MAX_JSON_BYTES = 256 << 20
 """Larger files are neither a config nor an index."""
 FORMATS = (("model.safetensors", "safetensors"), ("pytorch_model.bin", "torch"))
@@ -37,10 +40,13 @@ class WeightFiles:
 
 
 def find_folder(name: str) -> Path:
-    """The folder of a checkpoint: a path, or the snapshot of a name in the local hub cache."""
+    """The folder of a checkpoint: a path, a name beside the recipes, or one in the local hub cache."""
     if "\0" in name or len(name) > 4096:
         raise JobError(f"model.pretrained: {name[:80]!r} is not a path")
     path = Path(name).expanduser()
+    if not path.is_dir() and name == path.name:
+        beside = {recipe.parent / name for recipe in recipes().values()}
+        path = next((found for found in beside if (found / CONFIG).is_file()), path)
     if path.is_dir():
         if not (path / CONFIG).is_file():
             raise JobError(f"{path} is not a Hugging Face checkpoint: it has no {CONFIG}")
@@ -50,6 +56,14 @@ def find_folder(name: str) -> Path:
         return cached
     where = f", and {name} is not in the hub cache {_hub_cache()}" if HUB_NAME.fullmatch(name) else ""
     raise JobError(f"no folder is at {name}{where}; download it first, for example with `hf download {name}`")
+
+
+def existing_folder(name: str | None) -> Path | None:
+    """The folder of the checkpoint that a model was made from, if it is still there."""
+    try:
+        return find_folder(name) if name else None
+    except JobError:
+        return None
 
 
 def _hub_cache() -> Path:

@@ -16,6 +16,7 @@ from weft.comm.shards import local_of, shard_of
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.models.build_model import build_model
+from weft.planner.model.counts import count_parameters
 from weft.pretrained.config import read_fields
 from weft.pretrained.folder import CONFIG, WeightFiles, find_folder, read_json, weight_files
 from weft.pretrained.tensor_forms import FileTensor, Part, Shape, file_tensors
@@ -31,18 +32,22 @@ class OpenFile:
         self.path, self.inner, self.names = path, inner, names
 
     def shape(self, name: str) -> Shape:
-        """The shape of a tensor; a JobError if it is not made of floating-point numbers."""
+        """The shape of a tensor."""
         if isinstance(self.inner, dict):
-            tensor = self.inner[name]
-            dtype, known = tensor.dtype, tensor.dtype in FLOATS.values()
-            shape = tensor.shape
+            return tuple(self.inner[name].shape)
+        return tuple(self.inner.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor; a JobError if it is not made of floating-point numbers."""
+        if isinstance(self.inner, dict):
+            kind = self.inner[name].dtype
+            found = kind if kind in FLOATS.values() else None
         else:
-            found = self.inner.get_slice(name)
-            dtype, shape = found.get_dtype(), found.get_shape()
-            known = dtype in FLOATS
-        if not known:
-            raise JobError(f"{self.path} holds {name} as {dtype}; Weft reads fp32, fp16 and bf16")
-        return tuple(shape)
+            kind = self.inner.get_slice(name).get_dtype()
+            found = FLOATS.get(kind)
+        if found is None:
+            raise JobError(f"{self.path} holds {name} as {kind}; Weft reads fp32, fp16 and bf16")
+        return found
 
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self.inner[name] if isinstance(self.inner, dict) else self.inner.get_tensor(name)
@@ -96,12 +101,22 @@ class PretrainedWeights:
         self.folder, self.model = find_folder(name), model
         self.family, _ = read_fields(read_json(self.folder / CONFIG), str(self.folder / CONFIG))
         self.files: WeightFiles = weight_files(self.folder)
+        self._check_size()
         module = build_model(model)
         self.shapes: dict[str, Shape] = {n: tuple(p.shape) for n, p in module.named_parameters()}
         self.tensors: list[FileTensor] = file_tensors(self.family, model, self.shapes.items())
         self.where: dict[str, tuple[str, str]] = {}
         """By the family's name of a tensor, its file and its name there."""
         self._find()
+
+    def _check_size(self) -> None:
+        """Refuse a config of a larger model than the files can hold, before anything is built from it."""
+        counts = count_parameters(self.model)
+        size = sum((self.folder / file).stat().st_size for file in self.files.files)
+        if counts is not None and counts.total > size:
+            raise JobError(
+                f"{self.folder} describes a model of {counts.total:,} parameters, and its weights have {size:,} bytes"
+            )
 
     def _find(self) -> None:
         """Find every tensor, and refuse files that lack one, hold another or hold one of another shape."""
@@ -116,6 +131,7 @@ class PretrainedWeights:
                     found[name] = file
                     if not self._is_ignored(name):
                         shapes[name] = opened.shape(name)
+                        opened.dtype(name)
         bare = self.family.prefix
         if not any(n.startswith(bare) for n in found) and any(bare + n in expected for n in found):
             self.where = {bare + n if bare + n in expected else n: (file, n) for n, file in found.items()}
@@ -159,13 +175,22 @@ class PretrainedWeights:
             if (target := targets.get(part.name)) is not None:
                 copy_part(part, value, target)
 
-    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """One whole parameter, in the dtype of the file or in another."""
-        first = next(t for t in self.tensors if any(part.name == name for part in t.parts))
-        if dtype is None:
-            file, there = self.where[first.name]
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each parameter in the files, by name."""
+        found: dict[str, torch.dtype] = {}
+        by_file: dict[str, list[FileTensor]] = {}
+        for tensor in self.tensors:
+            by_file.setdefault(self.where[tensor.name][0], []).append(tensor)
+        for file, tensors in by_file.items():
             with open_file(self.folder / file, self.files.format) as opened:
-                dtype = opened.tensor(there).dtype
+                for tensor in tensors:
+                    dtype = opened.dtype(self.where[tensor.name][1])
+                    for part in tensor.parts:
+                        found[part.name] = torch.promote_types(found.get(part.name, dtype), dtype)
+        return found
+
+    def load(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One whole parameter."""
         out = torch.empty(self.shapes[name], dtype=dtype)
         self.fill({name: out})
         return out

@@ -37,7 +37,11 @@ class Rope:
     theta: float = 10_000.0
     theta_key: str = "rope_theta"
     share: float = 1.0
+    """Rotated share of a head, if a config does not give it."""
     share_key: str = "partial_rotary_factor"
+    partial: bool = False
+    """Whether models of the family can rotate a part of a head."""
+    kinds: tuple[str, ...] = tuple(_KEYS)
 
     def read(self, config: Config) -> Fields:
         parameters = config.take("rope_parameters") or {}
@@ -51,17 +55,27 @@ class Rope:
         out: Fields = {"positions": "rope", "rope_theta": theta, **read_scaling(config, scaling)}
         if type(share) not in (int, float) or not 0 < share <= 1:
             raise config.wrong(self.share_key, share, "a share above 0 and up to 1")
+        if share != 1 and not self.partial:
+            raise config.wrong(self.share_key, share, "1")
+        kind = out.get("rope_scaling", {}).get("kind", "default")
+        if kind not in self.kinds:
+            raise config.wrong("rope_scaling type", kind, " or ".join(self.kinds))
         if share != 1:
             width = config.take("head_dim") or config.number("hidden_size") // config.number("num_attention_heads")
             out["rope_dim"] = int(width * share)
         return out
 
     def write(self, model: Model) -> Fields:
+        """Under the keys of transformers 5, rope_parameters, and of the versions before it."""
         share = (model.rope_dim or model.head_dim or 1) / (model.head_dim or 1)
         out: Fields = {self.theta_key: model.rope_theta}
+        parameters: Fields = {"rope_type": "default", "rope_theta": model.rope_theta}
         if self.share != 1 or share != 1:
-            out[self.share_key] = share
-        return out | write_scaling(model)
+            out[self.share_key] = parameters["partial_rotary_factor"] = share
+        scaling = write_scaling(model).get("rope_scaling")
+        if scaling:
+            parameters = out["rope_scaling"] = parameters | scaling
+        return out | {"rope_parameters": parameters}
 
 
 def read_scaling(config: Config, found: Mapping[str, Any]) -> Fields:

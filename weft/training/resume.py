@@ -15,7 +15,8 @@ from weft.data.dataset import fingerprint_of
 from weft.job.schema import Model
 from weft.parallel.data.local_sgd import Rounds
 from weft.planner.plan import Plan
-from weft.training.build import build_state, make_optimizers
+from weft.training.build import build_state
+from weft.training.initial_weights import initial_weights
 from weft.training.optional_state import load_amax_history, load_residuals
 from weft.watch.journal import read_jsonl
 
@@ -102,14 +103,14 @@ def resume_from_disk(session: Session, at_most: int | None = None) -> None:
     state, checkpoints = session.state, session.checkpoints
     newest = checkpoints.newest(at_most)
     if newest is None:
-        if state.step:
+        if state.step or checkpoints.damaged:  # weights to start from were not loaded, since there was a checkpoint
             _restart(session)
         _report_restart(session)
         return
     tensors = state.loadable_tensors(saved_world=0)
     found = checkpoints.load_newest(tensors, at_most)
     if found is None:
-        state.optimizers = make_optimizers(session.job, state.model, session.mesh)
+        _restart(session)
         _report_restart(session)
         return
     own = state.own(found.meta)
@@ -133,7 +134,8 @@ def resume_from_disk(session: Session, at_most: int | None = None) -> None:
 def _restart(session: Session) -> None:
     """Reset the session's state to step 0."""
     torch.manual_seed(session.job.train.seed + session.mesh.rank)
-    vars(session.state).update(vars(build_state(session.job, session.plan, session.mesh)))
+    weights = initial_weights(session.job, session.run, session.mesh, at_start=False)
+    vars(session.state).update(vars(build_state(session.job, session.plan, session.mesh, weights)))
     _truncate_sample_records(session)
 
 
