@@ -36,7 +36,7 @@ from weft.pretrained.family_parts import (
     llama_like,
 )
 from weft.pretrained.registry import PRETRAINED, PretrainedFamily
-from weft.pretrained.rope_config import LocalRope, Rope
+from weft.pretrained.rope_config import LocalRope, OriginalLength, Rope
 
 
 def _after_first(config: Config, layers: int) -> list[int]:
@@ -132,7 +132,7 @@ for entry in (
     PretrainedFamily(
         "phi3", "Phi-3 and Phi-4-mini", "Phi3ForCausalLM", "llama",
         (*llama_like(1e-5), HeadWidth(), _UNTIED, Rope(partial=True, kinds=("default", "longrope")),
-         Windows(listed=False), Without(("original_max_position_embeddings",))),
+         Windows(listed=False), OriginalLength()),
         PHI3,
     ),
     PretrainedFamily(

@@ -111,6 +111,18 @@ def write_scaling(model: Model) -> Fields:
 
 
 @dataclass(frozen=True)
+class OriginalLength:
+    """The length of the original training, which Phi-3's configs have outside of rope_scaling."""
+
+    def read(self, config: Config) -> Fields:
+        config.take("original_max_position_embeddings")
+        return {}
+
+    def write(self, model: Model) -> Fields:
+        return {"original_max_position_embeddings": model.rope_scaling.original_len if model.rope_scaling else None}
+
+
+@dataclass(frozen=True)
 class LocalRope:
     """Rotary positions with another base in blocks that have a sliding window (Gemma 3)."""
 
