@@ -94,7 +94,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Number(Key):
+class SizeKey(Key):
     """A whole number above 0 that must be given, unless there is a default."""
 
     def read(self, config: Config) -> Fields:

@@ -10,8 +10,8 @@ from weft.pretrained.config_fields import (
     Flags,
     HeadWidth,
     Key,
-    Number,
     Only,
+    SizeKey,
     Windows,
     Without,
 )
@@ -73,8 +73,8 @@ for entry in (
     ),
     PretrainedFamily(
         "gpt2", "GPT-2", "GPT2LMHeadModel", "gpt2",
-        (Number("dim", "n_embd", 768), Number("layers", "n_layer", 12), Number("heads", "n_head", 12), Gpt2Width(),
-         Number("vocab", "vocab_size", 50257), Number("max_len", "n_positions", 1024), _TIED,
+        (SizeKey("dim", "n_embd", 768), SizeKey("layers", "n_layer", 12), SizeKey("heads", "n_head", 12), Gpt2Width(),
+         SizeKey("vocab", "vocab_size", 50257), SizeKey("max_len", "n_positions", 1024), _TIED,
          Key("norm_eps", "layer_norm_epsilon", 1e-5), Choice("activation", "activation_function", PLAIN, "gelu_new"),
          Only("scale_attn_weights", (True,)), Without(("reorder_and_upcast_attn", "n_ctx"))),
         GPT2, "transformer.", ("*.attn.bias", "*.attn.masked_bias"),

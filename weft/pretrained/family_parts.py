@@ -12,8 +12,8 @@ from weft.pretrained.config_fields import (
     Converter,
     Fields,
     Key,
-    Number,
     Only,
+    SizeKey,
 )
 from weft.pretrained.registry import Fused
 
@@ -22,8 +22,8 @@ GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gel
 PLAIN = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu_exact"}
 
 SIZES: tuple[Converter, ...] = (
-    Number("dim", "hidden_size"), Number("layers", "num_hidden_layers"), Number("heads", "num_attention_heads"),
-    Number("ffn", "intermediate_size"), Number("vocab", "vocab_size"), Key("max_len", "max_position_embeddings"),
+    SizeKey("dim", "hidden_size"), SizeKey("layers", "num_hidden_layers"), SizeKey("heads", "num_attention_heads"),
+    SizeKey("ffn", "intermediate_size"), SizeKey("vocab", "vocab_size"), Key("max_len", "max_position_embeddings"),
 )  # fmt: skip
 
 

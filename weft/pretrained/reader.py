@@ -19,7 +19,7 @@ from weft.models.build_model import build_model
 from weft.planner.model.counts import count_parameters
 from weft.pretrained.config import read_fields
 from weft.pretrained.folder import CONFIG, WeightFiles, find_folder, read_json, weight_files
-from weft.pretrained.tensor_forms import FileTensor, Part, Shape, file_tensors
+from weft.pretrained.tensor_forms import FileTensor, Shape, TensorPart, file_tensors
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """The dtypes of safetensors that are read."""
@@ -196,14 +196,14 @@ class PretrainedWeights:
         return out
 
 
-def _overlaps(part: Part, target: Tensor) -> bool:
+def _overlaps(part: TensorPart, target: Tensor) -> bool:
     """Whether this rank holds any of a part."""
     shard = shard_of(target)
     inside = part.index is None or shard.offset[0] <= part.index < shard.offset[0] + shard.size[0]
     return inside and all(shard.size)
 
 
-def copy_part(part: Part, value: Tensor, target: Tensor) -> None:
+def copy_part(part: TensorPart, value: Tensor, target: Tensor) -> None:
     """Copy this rank's shard of a parameter, or of one expert's matrix of it."""
     shard, local = shard_of(target), local_of(target.detach())
     box = shard.box

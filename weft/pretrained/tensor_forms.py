@@ -49,7 +49,7 @@ head (GPT-NeoX)."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A parameter, or one expert's matrix of it."""
 
     name: str
@@ -63,7 +63,7 @@ class FileTensor:
 
     name: str
     form: Form
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
     def shape(self, model: Model) -> Shape:
         """The shape that it has in a file."""
@@ -76,14 +76,14 @@ _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 def file_tensors(family: PretrainedFamily, model: Model, shapes: Iterable[tuple[str, Shape]]) -> list[FileTensor]:
     """The tensors of a checkpoint's files, from the names and shapes of a model's parameters."""
-    found: dict[str, tuple[Form, list[Part]]] = {}
+    found: dict[str, tuple[Form, list[TensorPart]]] = {}
     for name, shape in shapes:
         there = _lookup(family, name)
         if "{e}" in there.name:
             for e in range(shape[0]):
-                found[there.name.replace("{e}", str(e))] = (FORMS[there.form], [Part(name, shape[1:], e)])
+                found[there.name.replace("{e}", str(e))] = (FORMS[there.form], [TensorPart(name, shape[1:], e)])
         else:
-            found.setdefault(there.name, (FORMS[there.form], []))[1].append(Part(name, shape))
+            found.setdefault(there.name, (FORMS[there.form], []))[1].append(TensorPart(name, shape))
     return [FileTensor(name, form, tuple(parts)) for name, (form, parts) in found.items()]
 
 
