@@ -23,7 +23,7 @@ from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
 from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, die_with_parent
 from weft.supervisor.memory_folder import write_file
 from weft.supervisor.process_name import set_process_name
-from weft.supervisor.rank_inspection import POLL_S, exit_fault, hang_fault, kill
+from weft.supervisor.rank_inspection import POLL_S, awaited_ranks, exit_fault, hang_fault, kill
 from weft.supervisor.restart_limit import backoff_s, entry, final_lines, give_up_code
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
 from weft.supervisor.stop_signals import STOP_SIGNALS
@@ -110,7 +110,7 @@ class Supervisor:
             return FaultReport(
                 "hang", None, "ranks lost their connections, though no rank has exited", step, "", LOST_S
             )
-        seconds = self.hangs.check(ranks)
+        seconds = self.hangs.check(ranks, lambda: awaited_ranks(self.folder, ranks))
         return self.hang_fault(ranks, seconds) if seconds is not None else None
 
     def hang_fault(self, ranks: dict[int, Record], seconds: float) -> FaultReport | None:
