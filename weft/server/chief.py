@@ -100,9 +100,9 @@ def make_shard(run: RunDir, job: Job, state: State, index: int) -> Shard:
     return Shard(held, make, servers_folder(run), f"shard-{index}-of-{servers}")
 
 
-def connect_shard(address: str, secret: bytes) -> RemoteShard:
+def connect_shard(address: str, secret: bytes, encrypt: bool = False) -> RemoteShard:
     """Connect the chief to another server's shard."""
-    link = open_tensor_channel(address, secret)
+    link = open_tensor_channel(address, secret, encrypt)
     link.request({"role": "chief", "name": "chief"})
     return RemoteShard(link)
 
@@ -196,13 +196,13 @@ def run_chief(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
         secret = run_secret(run.path)
         shard = make_shard(run, job, state, 0)
         coordinator: RunCoordinator = (
-            ParameterServer(job, plan.dp, shard, records, lambda a: connect_shard(a, secret))
+            ParameterServer(job, plan.dp, shard, records, lambda a: connect_shard(a, secret, job.comm.encrypt))
             if plan.sync == "server"
             else (SecureAveraging if job.train.sync.secure else FederatedAveraging)(
                 job, [len(s) for s in client_shares(job, dataset)], shard, records, secret
             )
         )
-        connections = Connections(job.train.sync.host, secret, coordinator, log)
+        connections = Connections(job, secret, coordinator, log)
         publish_address(run, connections.address)
         first = state.step
         stopped = _wait(coordinator.complete, signals)
