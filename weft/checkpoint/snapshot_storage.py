@@ -105,7 +105,7 @@ class Slot:
     def _copy(self, shards: Mapping[str, Tensor]) -> None:
         if shards:
             began = time.thread_time()  # without the time of other processes on a busy machine
-            torch._foreach_copy_([self.views[n] for n in shards], list(shards.values()))
+            torch._foreach_copy_([self.views[n] for n in shards], list(shards.values()), non_blocking=self.pinned)
             self.copy_s += time.thread_time() - began
 
     def _start_copies(self, shards: Mapping[str, Tensor]) -> None:
@@ -113,20 +113,16 @@ class Slot:
         before settle() is called (buffers and fp8 maxima in the forward pass, residuals in the backward pass) or are
         temporary, so they are copied in the stream of the step."""
         later = {n: t for n, t in shards.items() if n.startswith(UPDATE_ONLY)}
-        self._copy_async({n: t for n, t in shards.items() if n not in later})
+        self._copy({n: t for n, t in shards.items() if n not in later})
         stream = _copy_stream()
         stream.wait_stream(torch.cuda.current_stream())
         self.copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
             self.copied[0].record()
-            self._copy_async(later)
+            self._copy(later)
             self.copied[1].record()
         for shard in later.values():
             shard.record_stream(stream)
-
-    def _copy_async(self, shards: Mapping[str, Tensor]) -> None:
-        if shards:
-            torch._foreach_copy_([self.views[n] for n in shards], list(shards.values()), non_blocking=True)
 
     def settle(self) -> None:
         """Before the next update: copy the remaining tensors, and let later GPU work wait for the copies."""
