@@ -33,6 +33,7 @@ _HEAD = (
     "pause",
     "safe",
     "target",
+    "oom",
 )
 HEAD = {name: i for i, name in enumerate(_HEAD)}
 HEAD_WORDS = 16
