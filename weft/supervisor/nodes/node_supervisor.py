@@ -9,11 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from weft.checkpoint.snapshot_replication import ReplicaSender, ReplicaStore, ReplicationRequest, survives_node_loss
 from weft.hardware.network import GLOO, NCCL, interfaces
+from weft.job.compression import parse_compression
 from weft.job.errors import Exit, WeftError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
@@ -21,7 +22,7 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.diagnosis import FaultReport
 from weft.supervisor.local_ranks import CLEAN_EXITS, die_with_parent
-from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report
+from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report, keep_ranks_in_place
 from weft.supervisor.nodes.membership import Membership, incarnations
 from weft.supervisor.nodes.node_address import NodeAddress
 from weft.supervisor.process_name import set_process_name
@@ -50,8 +51,8 @@ class NodeSupervisor(Supervisor):
         self, run: RunDir, folder: Path, board: StatusBoard, job: Job, plan: Plan, place: NodeAddress, slots: int
     ):
         super().__init__(run, folder, board, job.resilience, plan)
-        self.copying = True
-        """Whether nodes hold copies of one another's snapshots."""
+        self.copying, self.own_only = True, False
+        """Whether nodes hold replicas of one another's snapshots, and only of what no other rank holds."""
         self.job, self.place, self.slots = job, place, slots
         self.free: list[int] | None = None
         """Slots that wait for the next attempt; None while an attempt runs."""
@@ -235,9 +236,9 @@ class NodeSupervisor(Supervisor):
         if (ranks := self.slots_for(range(assignment.first, assignment.first + assignment.ranks))) is None:
             return
         self.plan = Plan.from_json(decision.given["plan"])
-        self.copying = not survives_node_loss(
-            self.plan, [range(s.first, s.first + s.ranks) for s in decision.assignments]
-        )
+        nodes = [range(s.first, s.first + s.ranks) for s in decision.assignments]
+        self.own_only = survives_node_loss(self.plan, nodes)
+        self.copying = not self.own_only or parse_compression(self.plan.compression).entry.residual > 0
         if leads:
             self.store_server.open(decision.number)
             _write_plan(self.run, self.plan)
@@ -301,7 +302,7 @@ class NodeSupervisor(Supervisor):
         found, target = self.nodes.neighbour(), self.nodes.copies()[1]
         if self.free is not None or not self.attempt.ranks or not target or found is None:
             return None
-        return ReplicationRequest(self.attempt.number, frozenset(self.attempt.ranks), *found, target)
+        return ReplicationRequest(self.attempt.number, frozenset(self.attempt.ranks), *found, target, self.own_only)
 
     def end(self, code: int, lines: list[str]) -> int:
         """Report the end to the other nodes and wait briefly for their acknowledgement."""
@@ -313,21 +314,6 @@ class NodeSupervisor(Supervisor):
         self.closed = True
         self.nodes.close()
         return super().end(code, lines)
-
-
-def keep_ranks_in_place(nodes: Sequence[int], slots: Mapping[int, int], before: Decision | None) -> list[int]:
-    """Order the nodes so that as many as possible keep their ranks."""
-    if before is None or len(set(slots.values())) > 1:
-        return list(nodes)
-    size = next(iter(slots.values()))
-    copied = {
-        assignment.first // size: assignment.node
-        for assignment in before.assignments
-        if assignment.node in nodes and assignment.first % size == 0
-    }
-    copied = {position: node for position, node in copied.items() if position < len(nodes)}
-    rest = [node for node in nodes if node not in copied.values()]
-    return [copied[position] if position in copied else rest.pop(0) for position in range(len(nodes))]
 
 
 def _write_plan(run: RunDir, plan: Plan) -> None:
