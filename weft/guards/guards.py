@@ -161,8 +161,8 @@ class Guards:
         what, value = ("loss", step.loss) if not math.isfinite(step.loss) else ("gradient norm", step.norm)
         samples = self._samples(step.number)
         skipped = not math.isfinite(step.norm)
-        words = f"the {what} is {value} at step {step.number}{': its batch is skipped' if skipped else ''}"
-        self.faults.fault("nan", step.number, words, samples=samples)
+        why = f"the {what} is {value} at step {step.number}{': its batch is skipped' if skipped else ''}"
+        self.faults.fault("nan", step.number, why, samples=samples)
         if skipped:
             self.faults.recovered("nan", "skip", step.number + 1, samples=samples)
         if len(self.bad) < self.settings.bad_steps:
@@ -178,9 +178,9 @@ class Guards:
     def job_scales(self) -> bool:
         return self.plan.precision == "fp16"
 
-    def recall(self, told: Sequence[tuple[float, float]]) -> None:
+    def recall(self, recorded: Sequence[tuple[float, float]]) -> None:
         """Learn from the loss and norm of earlier steps, so that a resumed run judges the next step as before."""
-        for loss, norm in told[-REPLAY_STEPS:]:
+        for loss, norm in recorded[-REPLAY_STEPS:]:
             self.spikes.learn(loss, norm)
 
     def _spikes(self, step: StepFigures) -> None:
@@ -263,11 +263,11 @@ class Guards:
     def _stalls(self, step: StepFigures, rows: list[RankFigures]) -> None:
         for rank, row in enumerate(rows):
             if row.data > STALL_S and row.data > row.busy:
-                words = f"rank {rank} waited {row.data:.1f} s for data in step {step.number}"
-                self.faults.fault("stall", step.number, words, rank)
+                why = f"rank {rank} waited {row.data:.1f} s for data in step {step.number}"
+                self.faults.fault("stall", step.number, why, rank)
             if abs(row.jump) > STALL_S:
-                words = f"the clock of rank {rank} jumped by {row.jump:+.1f} s in step {step.number}"
-                self.faults.fault("stall", step.number, words, rank)
+                why = f"the clock of rank {rank} jumped by {row.jump:+.1f} s in step {step.number}"
+                self.faults.fault("stall", step.number, why, rank)
 
     def _samples(self, step: int) -> list[int]:
         """The first and last sample of a step."""

@@ -67,7 +67,7 @@ class BoardHeartbeat:
         self.on_fence: Callable[[], None] = lambda: None
         self.news = threading.Event()
         self._words, self._phase, self._step = board.words, board.at(slot, "phase"), board.at(slot, "step")
-        self._moved, self._bell = board.at(slot, "moved"), board.wakeup(str(slot))
+        self._moved, self._wakeup = board.at(slot, "moved"), board.wakeup(str(slot))
         self._fenced = 0
         self._finishes = False
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -111,7 +111,7 @@ class BoardHeartbeat:
     def _beat(self) -> None:
         board, slot, before = self.board, self.slot, (0, [0])
         while True:
-            if self._bell.wait(BEAT_INTERVAL_S):
+            if self._wakeup.wait(BEAT_INTERVAL_S):
                 self.news.set()
             progress, inside, counts = self.watch()
             board.put(slot, "progress", progress)

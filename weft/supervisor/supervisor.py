@@ -126,9 +126,9 @@ class Supervisor:
         self.board["attempt"] = self.attempt.number + 1
         self.open.append(fault)
         self.since = time.monotonic()
-        self.tell(fault)
+        self.log_fault(fault)
 
-    def tell(self, fault: FaultReport) -> None:
+    def log_fault(self, fault: FaultReport) -> None:
         after = None if fault.detected_after_s is None else round(fault.detected_after_s, 3)
         if fault.kind != "oom":  # the rank has written that event itself
             self.journal.event(
@@ -137,7 +137,7 @@ class Supervisor:
                 **({"stack": fault.stack} if fault.stack else {}),
             )  # fmt: skip
         joint = " " if fault.kind == "exit" else ": "
-        log(f"{fault.who}{joint}{fault.why}")
+        log(f"{fault.subject}{joint}{fault.why}")
 
     def regroup(self, records: list[Record]) -> None:
         """Wait until the remaining ranks are back, fill empty ranks with spares, and start the next attempt."""
@@ -150,7 +150,7 @@ class Supervisor:
                 if rank not in self.replaced:
                     self.replaced.add(rank)
                     self.open.append(exit_fault(self.run, self.folder, rank, record))
-                    self.tell(self.open[-1])
+                    self.log_fault(self.open[-1])
             elif record.phase == "waiting" and record.attempt == self.attempt.number:
                 back[rank] = slot
             else:

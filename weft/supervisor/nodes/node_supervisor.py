@@ -114,12 +114,12 @@ class NodeSupervisor(Supervisor):
         if self.free is not None:
             return None
         ranks = [records[slot] for slot in self.attempt.ranks.values()]
-        died = any(r.deaths > self.attempt.deaths[r.slot] for r in ranks)
+        exited = any(r.deaths > self.attempt.deaths[r.slot] for r in ranks)
         back = [r for r in ranks if r.phase == "waiting" and r.attempt == self.attempt.number]
         step = max((r.step for r in ranks), default=self.committed)
-        if self.board["pause"] == self.attempt.number and not died:
+        if self.board["pause"] == self.attempt.number and not exited:
             return FaultReport("grow", None, "others join", step) if len(back) == len(ranks) else None
-        if back and not died:  # it lost a connection to a rank of another node
+        if back and not exited:  # it lost a connection to a rank of another node
             return FaultReport("elsewhere", None, self.nodes.trouble() or "a rank of another node has exited", step)
         if why := self.nodes.trouble():
             return FaultReport("elsewhere", None, why, step)
@@ -142,19 +142,19 @@ class NodeSupervisor(Supervisor):
         self.blameless = self.blameless if self.blameless is not None and now - self.blameless < 10 else now
         return found if now - self.blameless > OTHER_NODES_WAIT_S else None
 
-    def tell(self, fault: FaultReport) -> None:
+    def log_fault(self, fault: FaultReport) -> None:
         """Faults of another node are logged there; a lost node is logged by the leader."""
         if fault.kind == "elsewhere":
             log(f"node {self.place.node}: {fault.why}; its ranks stop")
         elif fault.kind != "grow":
-            super().tell(fault)
+            super().log_fault(fault)
 
     def next(self, back: dict[int, int]) -> None:
         """The ranks of this node have stopped: agree on the next attempt with the other nodes."""
         self.free = sorted(back.values())
         fault = self.open[0]
-        who = "" if fault.rank is None else f"rank {fault.rank} "
-        self.nodes.halt("" if fault.kind == "elsewhere" else f"{who}{fault.why}")
+        subject = "" if fault.rank is None else f"rank {fault.rank} "
+        self.nodes.halt("" if fault.kind == "elsewhere" else f"{subject}{fault.why}")
 
     def wait_for_others(self) -> int | None:
         decision, now = self.nodes.decision, time.monotonic()
@@ -177,8 +177,8 @@ class NodeSupervisor(Supervisor):
             self.left_out = now
             if self.nodes.consensus.newest:  # otherwise only its supervisor was replaced
                 self.note("the others continued without it; it waits to rejoin")
-        told = (*(r.code for r in self.nodes.consensus.reports.values()), self.nodes.ended())
-        if over := [code for code in told if code is not None]:
+        codes = (*(r.code for r in self.nodes.consensus.reports.values()), self.nodes.ended())
+        if over := [code for code in codes if code is not None]:
             return self.end(over[0], [])
         if now - self.left_out > self.settings.gather_s:
             words = f"node {self.place.node} could not rejoin within {self.settings.gather_s:g} s"
@@ -263,13 +263,13 @@ class NodeSupervisor(Supervisor):
         A process cannot change its rank: torch caches the coordinates of a mesh of the same shape.
         """
         records = {r.slot: r for r in self.board.records()}
-        lives = {slot: r.rank for slot, r in records.items() if r.rank >= 0 and r.phase != "gone"}
-        placed = {rank: slot for slot, rank in lives.items() if rank in ranks}
-        unfit = [slot for slot in lives if slot not in placed.values()]
-        for slot in unfit:
+        alive = {slot: r.rank for slot, r in records.items() if r.rank >= 0 and r.phase != "gone"}
+        placed = {rank: slot for slot, rank in alive.items() if rank in ranks}
+        unusable = [slot for slot in alive if slot not in placed.values()]
+        for slot in unusable:
             kill(records[slot].pid)
-        if unfit or self.ending:  # the manager counts an exit shortly after the phase shows it
-            self.ending = bool(unfit)
+        if unusable or self.ending:  # the manager counts an exit shortly after the phase shows it
+            self.ending = bool(unusable)
             return None
         order = {"spare": 0, "start": 1, "gone": 2}
         fresh = sorted(records.keys() - placed.values(), key=lambda slot: order.get(records[slot].phase, 3))
