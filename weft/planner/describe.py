@@ -10,6 +10,7 @@ from weft.job.schema import Job
 from weft.planner.model.counts import count_parameters
 from weft.planner.model.fp8 import fp8_share
 from weft.planner.model.reference_rate import peak_flops
+from weft.planner.number_format import human_count
 from weft.planner.plan import Plan
 from weft.planner.schedules.gantt import gantt_text
 from weft.planner.schedules.stage_costs import simulated
@@ -96,10 +97,3 @@ def run_lengths(numbers: Sequence[int]) -> str:
 def draw_schedule(job: Job, plan: Plan) -> str:
     """The pipeline's simulated time line for the terminal."""
     return gantt_text(simulated(job, plan), width=min(shutil.get_terminal_size().columns, 140))
-
-
-def human_count(n: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g}{unit}"
-    return f"{n:.0f}"

@@ -88,7 +88,7 @@ class Survey:
         return {
             "job": self.job.model_dump(mode="json"), **self.plan.to_json(), "fits": self.fits,
             "estimate": {k: v for k, v in self.estimate.items() if k != "sources"}, "goodput": self.goodput.to_json(),
-            "search": {"candidates": found.size, "estimated": found.estimated, "seconds": found.seconds},
+            "search": {"candidates": found.size, "estimated": found.estimated},
             "candidates": [p.to_json() for p in self.runner_ups], "pareto": [p.to_json() for p in self.front],
             "trains": not self.untrainable, "beyond": [g.to_json() for g in self.gains],
         }  # fmt: skip

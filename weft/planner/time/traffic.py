@@ -24,7 +24,7 @@ from weft.planner.model.parameters import (
     stages_of,
 )
 from weft.planner.model.weight_table import Weight
-from weft.planner.plan import Plan
+from weft.planner.plan import AXES, Plan
 from weft.planner.schedules.actions import Schedule
 from weft.planner.schedules.registry import make_schedule
 from weft.planner.sync import exchange_bytes, one_replica
@@ -277,6 +277,22 @@ def communication_bytes(job: Job, plan: Plan, last: bool = False) -> dict[str, f
         for axis, kinds in traffic_of(job, inner, rank, at).items():
             out[axis] += share * sum(amount for kind, amount in kinds.items() if kind != "recv")
     return dict(out) | exchange_bytes(job, plan)
+
+
+AXIS_OF = {
+    "dp_shard_cp": "dp_shard", "dp_replicate_cp": "dp_replicate", "ep_near": "ep", "ep_far": "ep",
+    "ep_shard": "dp_shard", "expert_replicate": "dp_replicate", "server": "dp_replicate",
+}  # fmt: skip
+"""Axes under which the traffic of other groups of ranks is reported."""
+
+
+def axis_bytes(job: Job, plan: Plan) -> dict[str, float]:
+    """The sums of `communication_bytes` by axis of the layout, and `everyone` for all ranks."""
+    out = dict.fromkeys((*reversed(AXES[1:]), "ep", "pp"), 0.0)
+    for group, bytes_ in communication_bytes(job, plan).items():
+        axis = AXIS_OF.get(group, group)
+        out[axis] = out.get(axis, 0.0) + bytes_
+    return out
 
 
 def _approximate(job: Job, plan: Plan) -> dict[str, float]:
