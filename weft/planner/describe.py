@@ -30,7 +30,7 @@ def describe_plan(job: Job, plan: Plan) -> str:
     rows = [
         ("model", model),
         ("ranks", f"{plan.world} × {plan.device_name}, {plan.backend}, {plan.precision}"),
-        ("layout", plan.layout() + (", sequence cut with tp" if plan.sequence else "")),
+        ("layout", ", ".join([plan.layout(), *_layout_notes(plan)])),
         (
             "batch",
             f"{job.train.global_batch} sequences = {plan.dp} × {share}, in microbatches of {plan.microbatch}"
@@ -51,6 +51,11 @@ def describe_plan(job: Job, plan: Plan) -> str:
         rows.append(("traffic", f"{_amount(p['communication_mib'])} a rank and step{falls}"))
     lines = [f"{name:10} {text}" for name, text in rows]
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
+
+
+def _layout_notes(plan: Plan) -> list[str]:
+    notes = ["sequence cut with tp"] if plan.sequence else []
+    return [*notes, plan.placement] if plan.placement != Plan.placement else notes
 
 
 def _amount(mib: float) -> str:

@@ -53,7 +53,7 @@ def estimates(made: Survey, instead: str, took_s: float) -> str:
                             f"{duration(hours)}, {estimate['energy_kwh'] / kept.share:,.0f} kWh{money}"))  # fmt: skip
         stops = duration(kept.hours_between_stops)
         text = f"{100 * kept.share:.1f} % of the time is progress: a failure every {stops}"
-        rows.append(("goodput", f"{text}, a checkpoint every {kept.every} steps"))
+        rows.append(("goodput", f"{text}, a checkpoint every {kept.every:,} steps"))
     rows.append(("searched", f"{made.found.size:,} layouts; the command took {took_s:.1f} s"))
     if made.gains:
         gains = ", ".join(f"{g.setting} {100 * g.faster:.0f} % faster" for g in made.gains)
@@ -93,7 +93,7 @@ def pareto_front(made: Survey) -> str:
          f"{p.kwh:,.0f}", _choice(p))
         for p in made.front
     ]  # fmt: skip
-    return table(("front: ranks", "step", "GiB", "USD", "kWh", "layout"), rows)
+    return table(("front: ranks", "step with failures", "GiB", "USD", "kWh", "layout"), rows)
 
 
 def changes_that_fit(found: Sequence[Change]) -> str:

@@ -6,7 +6,9 @@ and is the independent check.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +28,8 @@ from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, hashed
 
 TRACED_AT_ONCE = 8192
 """Layouts traced at once: their arrays stay in the cache."""
+THREADS = min(2, os.cpu_count() or 1)
+"""Threads that trace many layouts; numpy works on large arrays without Python's lock."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,13 @@ class EngineMemory:
             layouts = replace(layouts, dp_replicate=np.ones(len(layouts), np.int64))
         size = len(layouts)
         piped = np.flatnonzero(layouts.pp > 1)
-        middle = self.stages.largest(layouts.take(piped))
-        if self.plan.backend == "gloo":  # send buffers of ranks with two neighbours
-            middle = np.where((middle == 0) & (layouts.pp[piped] > 2), 1, middle)
+        some = layouts.take(piped)
+        middle = self.stages.largest(some)
+        # the second rank has two neighbours: it holds more messages, where as many microbatches are in flight
+        held = [microbatches_by_schedule("in_flight", some, np.full(len(piped), index)) for index in (0, 1)]
+        middle = np.where(
+            (middle == 0) & (some.pp > 2) & ((self.plan.backend == "gloo") | (held[1] >= held[0])), 1, middle
+        )
         inner = middle > 0
         which = np.concatenate([np.arange(size), piped, piped[inner]])
         at = np.concatenate([np.zeros(size, np.int64), layouts.pp[piped] - 1, middle[inner]])
@@ -150,17 +158,26 @@ class EngineMemory:
                 least,
                 np.where(layouts.pp > 1, least if self.job.model.experts is None else 0.0, self.stages.first_dense),
             )
-        for chosen, flags in self._groups(layouts):
+
+        def trace(group: tuple[Any, dict[str, Any]]) -> None:
+            chosen, flags = group
             some = layouts.take(chosen)
             at = np.broadcast_to(place.pp, len(layouts))[chosen]
             mine = {kind: sizes.take(position[chosen]) for kind, sizes in units.items()}
-            group = LayoutGroup(self.tables, some, flags, at, mine)
+            rank = LayoutGroup(self.tables, some, flags, at, mine)
             if least is not None and flags["piped"]:
-                group.begins, group.ends = 0.0 * group.begins, 0.0 * group.ends
-            walk = group.trace(blocks[chosen], dense[chosen], detail)
+                rank.begins, rank.ends = 0.0 * rank.begins, 0.0 * rank.ends
+            walk = rank.trace(blocks[chosen], dense[chosen], detail)
             out["total"][chosen] = walk.peak
             for part, held in walk.at_peak.items():
                 out[part][chosen] = held
+
+        if len(layouts) <= 2 * TRACED_AT_ONCE:
+            for group in self._groups(layouts):
+                trace(group)
+        else:
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(trace, self._groups(layouts)))
         return out
 
     def _groups(self, layouts: Layouts) -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -9,7 +9,6 @@ above what was found.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.estimator import Estimator
+from weft.planner.memory.engine_memory import THREADS
 from weft.planner.memory.layout_group import SPLITS
 from weft.planner.model.facts import ModelFacts
 from weft.planner.schedules.registry import SCHEDULE_NAMES
@@ -33,7 +33,6 @@ FIRST_LAYOUTS, LAYOUTS_AT_ONCE = 1024, 8192
 """Layouts whose memory is computed at first, and at most at once after that."""
 FIRST_ROWS, ROWS_AT_ONCE = 64, 2048
 """Coarse rows opened at first, and at once after that."""
-THREADS = min(2, os.cpu_count() or 1)
 BOUND_SLACK = 0.98
 """Bounds are lowered by this much, for rounding in the estimator's curves."""
 
