@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration, load_calibration
 from weft.planner.estimator import Estimator, make_estimator, run_memory
+from weft.planner.memory.stage_blocks import split_blocks
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.ranks import device_memory, device_of
@@ -40,6 +42,8 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     """What `weft estimate JOB --json` prints."""
     if job.model.module:
         raise JobError(f"model.module={job.model.module} cannot be estimated before it is built; use weft dryrun")
+    if plan.pp > 1 and not plan.split:
+        plan = replace(plan, split=split_blocks(job, plan.pp * plan.virtual_stages, pairs=plan.tp > 1))
     device = device_of(job, plan)
     cal = own_calibration(device) if stack == "weft" else load_calibration(stack) if isinstance(stack, str) else stack
     estimator = make_estimator(job, plan, plan.world, device, device_memory(job, device, probe(), plan.world), cal)

@@ -16,29 +16,11 @@ from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import (
     CP_STYLES,
     OFFLOADS,
-    PLACEMENTS,
     PRECISIONS,
     RECOMPUTES,
     IntArray,
     Layouts,
 )
-
-__all__ = [
-    "CP_STYLES",
-    "OFFLOADS",
-    "PLACEMENTS",
-    "PRECISIONS",
-    "RECOMPUTES",
-    "Columns",
-    "Layouts",
-    "Space",
-    "all_layouts",
-    "coarse",
-    "count",
-    "expand",
-    "job_space",
-    "layouts_of",
-]  # fmt: skip
 
 MAX_MICROBATCH_TOKENS = 65_536
 """Tokens in one microbatch of a rank beyond which a larger one gains nothing."""

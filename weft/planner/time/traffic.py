@@ -51,12 +51,6 @@ def gradients_stay_low_precision(plan: Plan) -> bool:
     return plan.precision != "fp32" and plan.dp == plan.cp == plan.pp == plan.accumulation == 1
 
 
-def rank_shards(job: Job, plan: Plan, rank: int) -> list[list[ParamShard]]:
-    """What a rank holds of every weight, stage by stage."""
-    coords = coords_of(plan, rank)
-    return [param_shards(job.model, plan, s, coords) for s in stages_of(plan, coords["pp"])]
-
-
 def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> Traffic:
     """Bytes by axis and collective of one step on one rank; empty for a module of a person's own. `at` is the run's age
     where gradients are compressed (planner/time/compression_warmup.py); left out, that of the first step."""
