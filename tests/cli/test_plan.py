@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.command import Output
 
 from weft.cli.views.plan import PlanOptions, show
 from weft.job.load import parse_job
@@ -30,15 +30,21 @@ def job(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def weft(folder: Path, *words: str) -> tuple[int, str, str]:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-m", "weft", "plan", "job.yaml", *words], capture_output=True, text=True, cwd=folder, env=env
-    )
-    return done.returncode, done.stdout, done.stderr
+Weft = Callable[..., tuple[int, str, str]]
 
 
-def test_json_has_the_best_layout_the_runners_up_and_the_front(job: Path) -> None:
+@pytest.fixture
+def weft(in_process: Callable[..., Output]) -> Weft:
+    """`weft plan job.yaml …` in a folder: exit code and output."""
+
+    def plan(folder: Path, *words: str) -> tuple[int, str, str]:
+        done = in_process(folder, "plan", "job.yaml", *words)
+        return done.code, done.out, done.err
+
+    return plan
+
+
+def test_json_has_the_best_layout_the_runners_up_and_the_front(job: Path, weft: Weft) -> None:
     start = time.time()
     code, out, _ = weft(job, "--json", "--top", "3", "model=llama-3b")
     wall = time.time() - start
@@ -48,7 +54,7 @@ def test_json_has_the_best_layout_the_runners_up_and_the_front(job: Path) -> Non
     assert len(told["candidates"]) == 2 and all(c["lacks"] for c in told["candidates"])
     assert told["estimate"]["peak_memory_gib"] <= told["estimate"]["memory_limit_gib"]
     assert told["search"]["candidates"] > 10_000
-    assert 0.5 * wall - 0.5 < told["search"]["seconds"] < wall + 0.1, "the wall time of the command"
+    assert told["search"]["seconds"] > 0.9 * wall, "wall time since the process started"
     moved = sum(told["estimate"]["bytes"].values())
     assert told["predicted"]["communication_mib"] == pytest.approx(moved / 2**20, rel=1e-12)
     assert told["goodput"]["checkpoint_every"] >= 1
@@ -72,7 +78,7 @@ def test_a_large_cluster_is_planned_in_seconds() -> None:
     assert made.data["search"]["candidates"] > 250_000
 
 
-def test_text_has_reasons_and_runners_up(job: Path) -> None:
+def test_text_has_reasons_and_runners_up(job: Path, weft: Weft) -> None:
     code, out, _ = weft(job, "--why-not", "tp=8", "--compare", "aws", "nebius:spot", "own", "--tune", "--pareto")
     assert code == 0
     assert "because    dp_shard" in out and "left out: " in out
@@ -91,13 +97,13 @@ def test_text_has_reasons_and_runners_up(job: Path) -> None:
         ("dp_shard=8 zero3 tp=2", "slower; its best form, dp_shard 8 (zero 3) × tp 2, takes "),
     ],
 )
-def test_why_not(job: Path, asked: str, says: str) -> None:
+def test_why_not(job: Path, asked: str, says: str, weft: Weft) -> None:
     code, out, _ = weft(job, "--why-not", asked)
     assert code == 0
     assert f"why not {asked}: {says}" in out
 
 
-def test_a_plan_that_does_not_fit(job: Path) -> None:
+def test_a_plan_that_does_not_fit(job: Path, weft: Weft) -> None:
     code, out, said = weft(job, "model=llama-70b", "cluster.nodes=1", "--json")
     told = json.loads(out)
     assert code == 3 and not told["fits"]
@@ -112,7 +118,7 @@ def test_a_plan_that_does_not_fit(job: Path) -> None:
     assert "would fit with" in out and told["changes"][0]["change"] in out
 
 
-def test_own_catalog_and_topology(job: Path) -> None:
+def test_own_catalog_and_topology(job: Path, weft: Weft) -> None:
     (job / "mine.yaml").write_text(
         "devices: {x1: {memory_gib: 200, tflops: {bf16: 3000}, memory_tb_s: 10, link_gb_s: 1000, watts: 900}}\n"
         "networks: {fast: {gb_s: 200, latency_us: 1}}\n"
@@ -130,7 +136,7 @@ def test_own_catalog_and_topology(job: Path) -> None:
     assert code == 2 and "mine.yaml: x1 has memory_gb; it takes kind, link_gb_s, memory_gib" in said
 
 
-def test_page_in_a_browser(job: Path) -> None:
+def test_page_in_a_browser(job: Path, weft: Weft) -> None:
     code, _, said = weft(job, "model=llama-70b", "cluster.nodes=16", "--html", "plan.html")
     assert code == 0 and "written: plan.html" in said
     page = (job / "plan.html").read_text()

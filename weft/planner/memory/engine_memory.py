@@ -129,12 +129,12 @@ class EngineMemory:
             layouts = replace(layouts, dp_replicate=np.ones(len(layouts), np.int64))
         size = len(layouts)
         piped = np.flatnonzero(layouts.pp > 1)
-        some = layouts.take(piped)
-        middle = self.stages.largest(some)
+        pipelines = layouts.take(piped)
+        middle = self.stages.largest(pipelines)
         # the second rank has two neighbours: it holds more messages, where as many microbatches are in flight
-        held = [microbatches_by_schedule("in_flight", some, np.full(len(piped), index)) for index in (0, 1)]
+        held = [microbatches_by_schedule("in_flight", pipelines, np.full(len(piped), index)) for index in (0, 1)]
         middle = np.where(
-            (middle == 0) & (some.pp > 2) & ((self.plan.backend == "gloo") | (held[1] >= held[0])), 1, middle
+            (middle == 0) & (pipelines.pp > 2) & ((self.plan.backend == "gloo") | (held[1] >= held[0])), 1, middle
         )
         inner = middle > 0
         which = np.concatenate([np.arange(size), piped, piped[inner]])
