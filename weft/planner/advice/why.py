@@ -40,7 +40,7 @@ def _unused(search: LayoutSearch, one: Layouts, best: float) -> list[str]:
             continue
         other = search.find(**only)
         if len(other):
-            words.append(f"{axis} (best {slower_or_faster(float(other.times[0]), best)})")
+            words.append(f"{axis} (best {slower_or_faster(float(other.times.min()), best)})")
         elif other.size:
             words.append(f"{axis} (none fits)")
     return [f"left out: {', '.join(words)}"] if words else []
@@ -54,7 +54,8 @@ def _instead(search: LayoutSearch, best: float, limit: float, **only: Any) -> st
         if other.size == 0:
             return None
         return f"would need {gib(other.smallest_gib)} of {gib(limit)} GiB"
-    return f"would be {slower_or_faster(float(other.times[0]), best)} ({short(other.layouts, 0)})"
+    fastest = int(other.times.argmin())
+    return f"would be {slower_or_faster(float(other.times[fastest]), best)} ({short(other.layouts, fastest)})"
 
 
 def slower_or_faster(time: float, best: float) -> str:
