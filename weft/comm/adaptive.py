@@ -18,7 +18,8 @@ from torch import Tensor
 
 from weft.comm.axis import Axis, Pending
 from weft.comm.background import Done
-from weft.comm.codecs import RoundingNoise, codecs_of
+from weft.comm.codec_base import RoundingNoise
+from weft.comm.codecs import codecs_of
 from weft.comm.compressed_sum import sum_all
 from weft.job.compression import parse_compression
 

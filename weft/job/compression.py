@@ -25,7 +25,7 @@ class CompressionKind:
     name: str
     help: str
     build: str
-    """`module:function` that takes the number (0 where there is none) and returns a weft.comm.codecs.Way."""
+    """`module:function` that takes the number (0 where there is none) and returns a weft.comm.codecs.Codecs."""
     gradient: float
     """Sent for a gradient; 0 where that depends on the model."""
     weight: float

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.optim.foreach_internals import foreach_add_
+from weft.comm.foreach_internals import foreach_add_
 
 
 class AdamW(torch.optim.AdamW):

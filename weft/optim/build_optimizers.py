@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.comm.foreach_internals import foreach_copy_
 from weft.comm.shards import like, local_of
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.registry import find_object
@@ -17,7 +18,6 @@ from weft.mesh import Mesh
 from weft.optim.adafactor import Adafactor
 from weft.optim.adamw import AdamW
 from weft.optim.clip import scale_grads
-from weft.optim.foreach_internals import foreach_copy_
 from weft.optim.muon import Muon
 
 Params = dict[str, Tensor]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 
 from weft.comm.algorithms import Start
 from weft.comm.axis import Axis, Pending
+from weft.comm.foreach_internals import foreach_copy_
 from weft.comm.shards import local_of
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import BucketQueue
@@ -202,7 +203,7 @@ class Replicas:
     def refresh(self) -> None:
         """Copy the master weights to the compute weights."""
         if self.mixed:
-            torch._foreach_copy_(
+            foreach_copy_(
                 [local_of(w.detach()) for w in self.weights.values()],
                 [local_of(m.detach()) for m in self.master_params.values()],
             )
@@ -222,9 +223,7 @@ class Shards:
     | 3 | sharded after every use | sharded at once |
     """
 
-    def __init__(
-        self, module: nn.Module, zero: int, replicated: bool, compressor: Compressor | None = None
-    ):  # fmt: skip
+    def __init__(self, module: nn.Module, zero: int, replicated: bool, compressor: Compressor | None = None):
         assert isinstance(module, FSDPModule)
         self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
         self.compressor = compressor

@@ -25,8 +25,8 @@ from weft.parallel.spread_model import Batch, LossOf, SpreadModel
 from weft.planner.schedules.actions import Action, Schedule
 
 
-class Spans:
-    """When each action of one step began and ended, for the picture; nothing is kept unless `wanted`."""
+class ActionTimes:
+    """When each action of one step began and ended; recorded only if `wanted`."""
 
     def __init__(self, device: torch.device) -> None:
         self.wanted, self.device = False, device
@@ -45,14 +45,14 @@ class Spans:
 
 
 class Pipelined:
-    """The stages of this rank and the schedule they follow. To the loop it looks like one spread model."""
+    """The stages of this rank and the schedule they follow, with the interface of a SpreadModel."""
 
     def __init__(
         self, stages: dict[int, SpreadModel], schedule: Schedule, axis: Axis, device: torch.device, dtype: torch.dtype,
         sequence_cut: int, load: ExpertLoad, at_once: frozenset[int] = frozenset(),
     ):  # fmt: skip
-        """`at_once` are the stages with recomputed blocks: each pass back through a block computes it again, so theirs
-        makes the gradients of inputs and weights together, and nothing is left for a schedule's W."""
+        """`at_once` are the stages with recomputed blocks. A backward pass through a block recomputes it, so the
+        gradients of inputs and weights are computed together, and the schedule's W has nothing to do."""
         self.at_once, self.load = at_once, load
         self.stages, self.schedule, self.axis, self.sequence_cut = stages, schedule, axis, sequence_cut
         self.device = device
@@ -60,13 +60,13 @@ class Pipelined:
         self.transfers = transfers_of(schedule, axis.rank)
         self.evaluation: dict[int, tuple[Schedule, tuple[Transfer, ...]]] = {}
         """By the number of batches: the schedule of an evaluation and its transfers."""
-        self.spans = Spans(device)
+        self.spans = ActionTimes(device)
         self.last = schedule.stages - 1
         self.master_params: dict[str, Tensor] = {}
         self.compute_params: dict[str, Tensor] = {}
         self.twins: dict[str, Tensor] = {}
-        """Tied weights that this rank holds a second time, in its last stage. They follow their master and are nothing
-        else: the optimizer, checkpoints and proofs never see them."""
+        """Tied weights that this rank holds a second time, in its last stage: copies of the master weight, which the
+        optimizer, checkpoints and proofs do not use."""
         self.twin_compute_params: dict[str, Tensor] = {}
         self.counted: list[Tensor] = []
         for index in sorted(stages):
@@ -163,7 +163,7 @@ class Pipelined:
             stage.zero_grad()
 
     def follow(self, taken: bool | Tensor = True) -> None:
-        """After a step: a weight that is held twice is updated once, and its twin follows."""
+        """Call after a step. A weight that is held twice is updated once, and then copied."""
         for stage in self.stages.values():
             stage.follow(taken)
         self.load.follow(taken)
@@ -178,8 +178,8 @@ class Pipelined:
     def figures(self) -> Tensor:
         return self.load.figures()
 
-    def words(self, figures: list[float], tokens: int) -> dict[str, Any]:
-        return self.load.words(figures, tokens)
+    def metrics(self, figures: list[float], tokens: int) -> dict[str, Any]:
+        return self.load.metrics(figures, tokens)
 
     def refresh(self) -> None:
         self._renew_twins()
