@@ -74,6 +74,13 @@ def like(local: Tensor, other: Tensor) -> Tensor:
     )
 
 
+def placed_like(grad: Tensor, weight: Tensor) -> Tensor:
+    """A gradient with the placements of its weight: torch 2.11 replicates an unevenly sharded one when it copies it."""
+    if isinstance(grad, DTensor) and isinstance(weight, DTensor) and grad.placements != weight.placements:
+        return grad.redistribute(placements=weight.placements)
+    return grad
+
+
 def on_flat(tensors: Sequence[Tensor], operation: Callable[[Tensor], object]) -> list[Tensor]:
     """Run an in-place operation on the concatenation of some tensors, as one message; returns the results."""
     flat = torch.cat([t.reshape(-1) for t in tensors])

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
+from weft.comm.dtensor_internals import local_tensor
 from weft.memory.tracer_internals import (
     TorchDispatchMode,
     cpu_attention,
     cpu_attention_backward,
-    local_tensor,
     operator_name,
     overloads,
     patched,

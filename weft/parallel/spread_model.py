@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.axis import Axis
-from weft.comm.shards import local_of, on_flat_
+from weft.comm.shards import local_of, on_flat_, placed_like
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import Replicas, Shards, nothing
 from weft.parallel.expert.load import ExpertLoad
@@ -124,6 +124,7 @@ class SpreadModel:
         for leaf in self.data.grad_params.values():
             if leaf.grad is None:  # else the optimizer would decay it in some layouts only
                 leaf.grad = torch.zeros_like(leaf)
+            leaf.grad = placed_like(leaf.grad, leaf)
         if self.tp is not None:
             self._sum_over_tp(self.tp)
         if self.load is not None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from weft.comm.algorithms import Start
 from weft.comm.axis import Axis, Pending
 from weft.comm.foreach_internals import foreach_copy_
-from weft.comm.shards import local_of
+from weft.comm.shards import local_of, placed_like
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import BucketQueue
 from weft.parallel.data.compression import Compressor
@@ -145,10 +145,10 @@ class Replicas:
         if weight.grad is None:
             return
         if self.mixed:
-            bucket.add(name, local_of(weight.grad))
+            bucket.add(name, local_of(placed_like(weight.grad, weight)))
             weight.grad = None
         elif weight.grad is not bucket.grads[name]:
-            bucket.put(name, local_of(weight.grad))
+            bucket.put(name, local_of(placed_like(weight.grad, weight)))
             weight.grad = bucket.grads[name]
 
     def _send_ready(self, all_of_them: bool = False) -> None:
