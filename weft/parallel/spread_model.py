@@ -68,6 +68,11 @@ class SpreadModel:
         return {self.aliases.get(n, n): t for n, t in tensors.items()}
 
     @property
+    def parts(self) -> list[SpreadModel]:
+        """The stages on this rank: of a model without a pipeline, itself."""
+        return [self]
+
+    @property
     def counted(self) -> list[Tensor]:
         """The parameters whose gradients this rank adds to the norm."""
         return list(self.data.grad_params.values())

@@ -43,7 +43,7 @@ def write_report(run: RunDir) -> Path:
             _profile(_text(run.profile)),
             *(card(f) for f in figures(records, events, plan)),
             _experts(records),
-            pipeline_card(_text(run.path / "pipeline.json")),
+            pipeline_card(_text(run.pipeline)),
             _predicted(records, plan),
             _slices(_json(run.slices)),
             _events(events),
