@@ -2,11 +2,10 @@
 
     python bench/overhead.py [--rounds 3] [--steps 60] [--resilience] [--json]
 
-Same model, same data, same dtype and optimizer, two CPU ranks with one thread each. The bare loop is what a careful
-person would write: DDP with bucket views, fused AdamW, clipping, the batch sliced from one array in memory.
+Same model, data, dtype and optimizer, two CPU ranks with one thread each. The bare loop uses DDP with bucket views,
+fused AdamW, clipping, and batches sliced from one array in memory.
 
-With --resilience it is not the bare loop that Weft stands beside but itself: with a supervisor, snapshots and a spare,
-and without (`--no-resilient`).
+With --resilience, Weft with a supervisor, snapshots and a spare is compared with Weft without them (`--no-resilient`).
 """
 
 from __future__ import annotations
@@ -102,10 +101,10 @@ def run_weft(steps: int, layout: str, *more: str) -> list[float]:
 
 
 def compare_resilience(rounds: int, steps: int, layout: str, as_json: bool) -> None:
-    """The same run watched and unwatched. A spare is started while steps are counted, as it is in a real run.
+    """Compare the same run with and without a supervisor. A spare starts during the measured steps, as in a real run.
 
-    The two take turns, and take turns in who is first, so that a machine that becomes slower favours neither. The
-    overhead is that of the medians of all steps; what each round alone gives shows how far the figure can be trusted.
+    The two alternate, and which is first alternates too, so that a change in the machine's load affects both. The
+    overhead is that of the medians of all steps; the overheads of single rounds show the noise.
     """
     times: dict[str, list[list[float]]] = {"--no-resilient": [], "--resilient": []}
     for number in range(rounds):

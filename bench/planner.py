@@ -48,7 +48,7 @@ def setting(job: Any) -> tuple[Space, Estimator]:
 
 
 def best_of(times: int, run: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Least wall and processor seconds of several goes: other programs only add to them."""
+    """The least wall and processor seconds of several runs: other programs only add to them."""
     walls, cpus, made = [], [], None
     for _ in range(times):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -71,8 +71,8 @@ def main() -> None:
     number = sum(len(part) for part in some)
     rows.append({"what": "estimates on one core, a second", "value": number / wall, "by processor time": number / cpu})
 
-    for name, told in JOBS.items():
-        space, estimator = setting(described(*told))
+    for name, arguments in JOBS.items():
+        space, estimator = setting(described(*arguments))
         wall, cpu, found = best_of(3, lambda space=space, estimator=estimator: find_layouts(space, estimator, top=5))
         rows.append({"what": f"whole space of {name}, s", "value": wall, "by processor time": cpu,
                      "candidates": found.size, "estimated": found.estimated,

@@ -30,7 +30,7 @@ def _power(sizes: Tensor) -> Tensor:
     return torch.where(some | ~torch.isfinite(sizes), torch.exp2(torch.ceil(torch.log2(sizes))), 1.0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class BFloat(Codec):
     """bfloat16: the upper half of an fp32 number, after noise was added to its lower half."""
 
@@ -51,7 +51,7 @@ class BFloat(Codec):
         return 2 * n
 
 
-@dataclass
+@dataclass(frozen=True)
 class Half(Codec):
     """fp16 of numbers that were scaled into its range by a power of two for each block."""
 
@@ -76,7 +76,7 @@ class Half(Codec):
         return -(-n // self.block) * (2 * self.block + 4)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Signs(Codec):
     """One bit a number, and the mean size of each block (1-bit SGD, Seide et al. 2014)."""
 

@@ -24,7 +24,7 @@ def _from_nibbles(packed: Tensor) -> Tensor:
     return (whole << 4) >> 4
 
 
-@dataclass
+@dataclass(frozen=True)
 class Integers(Codec):
     """Integers of 8 or 4 bits with one scale for each block; two to a byte with 4 bits."""
 

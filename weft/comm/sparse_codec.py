@@ -28,7 +28,7 @@ def _top(size: Tensor, k: int) -> Tensor:
     return size.topk(k, sorted=False).indices
 
 
-@dataclass
+@dataclass(frozen=True)
 class Largest(Codec):
     """The largest numbers with their indices: a share of all, or those above a multiple of the root mean square.
 

@@ -68,16 +68,9 @@ def open_dataset(job: Job) -> Dataset:
         tokens, docs, vocab, eos = store.tokens, store.docs, store.meta.vocab, store.meta.eos
         fingerprint = store.fingerprint()
     return TextDataset(
-        tokens,
-        docs,
-        seq_len=data.seq_len,
-        val_fraction=data.val_fraction,
-        mask_documents=data.mask_documents,
-        vocab=vocab,
-        eos=eos,
-        name=data.source,
-        fingerprint=fingerprint,
-    )
+        tokens, docs, seq_len=data.seq_len, val_fraction=data.val_fraction, mask_documents=data.mask_documents,
+        vocab=vocab, eos=eos, name=data.source, fingerprint=fingerprint,
+    )  # fmt: skip
 
 
 def fingerprint_of(dataset: Dataset) -> str:

@@ -9,10 +9,9 @@ import numpy as np
 
 from weft.job.errors import JobError
 from weft.job.schema import Job
+from weft.job.shapes import PATCH_DIM
 
 TRAIN_LEN, VAL_LEN = 1 << 20, 1024
-PATCH_DIM = 48
-"""Numbers in one image patch: 4 × 4 pixels of 3 colours."""
 _TEACHER_WIDTH = 64
 _VAL, _TEACHER = 1 << 62, 1 << 63
 
@@ -80,9 +79,8 @@ class Regression(SyntheticDataset):
         teacher = self._random(_TEACHER)
         self._dim = dim
         self._first = teacher.standard_normal((_TEACHER_WIDTH, dim), dtype=np.float32) / np.float32(dim**0.5)
-        self._second = teacher.standard_normal((dim, _TEACHER_WIDTH), dtype=np.float32) / np.float32(
-            _TEACHER_WIDTH**0.5
-        )
+        self._second = teacher.standard_normal((dim, _TEACHER_WIDTH), dtype=np.float32)
+        self._second /= np.float32(_TEACHER_WIDTH**0.5)
 
     def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
         inputs = random.standard_normal(self._dim, dtype=np.float32)
