@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from overhead import BATCH, MODEL, ROOT, SEQ, WARM
+from overhead import BATCH, MODEL, ROOT, SEQ, WARMUP_STEPS
 
 NAMES = {"weft.supervisor.supervisor": "supervisor", "weft.training.supervised_rank": "rank", "-m weft": "manager"}
 
@@ -73,7 +73,7 @@ def main() -> None:
                 time.sleep(0.05)
             return threads_of(run)
 
-        before, began = after(WARM), time.monotonic()
+        before, began = after(WARMUP_STEPS), time.monotonic()
         then, seconds = after(args.steps - 2), time.monotonic() - began
         run.wait()
     rows = []

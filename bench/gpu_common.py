@@ -28,7 +28,7 @@ def make_parser(description: str | None, name: str) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments; exits with code 4 where there is no GPU and none was excused."""
+    """The arguments; exits with code 4 if the device is cuda and there is no GPU."""
     asked = parser.parse_args()
     if asked.device == "cuda" and not probe().gpus:
         print(f"{parser.prog} needs an NVIDIA GPU, and this machine has none; --device cpu would work")

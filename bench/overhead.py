@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SEQ, BATCH, WARM = 128, 32, 10
+SEQ, BATCH, WARMUP_STEPS = 128, 32, 10
 MODEL = {"family": "llama", "dim": 256, "layers": 4, "heads": 8, "ffn": 704}
 
 
@@ -109,7 +109,7 @@ def compare_resilience(rounds: int, steps: int, layout: str, as_json: bool) -> N
     times: dict[str, list[list[float]]] = {"--no-resilient": [], "--resilient": []}
     for number in range(rounds):
         for flag in list(times)[:: 1 if number % 2 == 0 else -1]:
-            times[flag].append(run_weft(steps, layout, flag)[WARM:])
+            times[flag].append(run_weft(steps, layout, flag)[WARMUP_STEPS:])
     plain, watched = (statistics.median(s for found in each for s in found) for each in times.values())
     pairs = zip(times["--resilient"], times["--no-resilient"], strict=True)
     result = {
@@ -145,8 +145,8 @@ def main() -> None:
     ours: list[float] = []
     theirs: list[float] = []
     for _ in range(args.rounds):  # alternating, so that a change in the machine's load affects both
-        theirs += run_bare(args.steps)[WARM:]
-        ours += run_weft(args.steps, args.layout)[WARM:]
+        theirs += run_bare(args.steps)[WARMUP_STEPS:]
+        ours += run_weft(args.steps, args.layout)[WARMUP_STEPS:]
     tokens = BATCH * SEQ
     result = {
         "bare_tokens_per_s": tokens / statistics.median(theirs),

@@ -239,7 +239,7 @@ def _await_all(store: dist.Store, world: int, limit: datetime.timedelta) -> None
     store.wait(["weft/all"], limit)
 
 
-def pretend(plan: Plan, rank: int) -> Mesh:
+def fake_mesh(plan: Plan, rank: int) -> Mesh:
     """The mesh of one rank of a plan, with peers that do not exist: nothing is sent or received."""
     device = torch.device("cpu")
     if plan.world == 1:

@@ -141,8 +141,8 @@ class AdaptiveChoice:
             return None
         plain, chosen = (sum(row[r] for row, r in zip(table, some, strict=True)) for some in (self.none, self.levels))
         return (
-            f"{_link(figures)}, uncompressed gradients would travel for {plain:.2f} s, these for {chosen:.2f} s; how "
-            "long a step computes is not known yet"
+            f"{_link(figures)}, uncompressed gradients would travel for {plain:.2f} s, these for {chosen:.2f} s; the "
+            "computation time of a step is not known yet"
         )
 
     @property

@@ -21,7 +21,7 @@ from weft.comm.timeline import CommTimeline, cuda_event
 class Meter:
     """One for each mesh. Counts only the training thread; checkpoints use a group of their own.
 
-    On a GPU the host only enqueues collectives. There the waited time is that in which the compute stream stands still,
+    On a GPU the host only enqueues collectives. There the waited time is that in which the compute stream is idle,
     measured by events that are read after they have passed, so that nothing synchronises.
     """
 

@@ -26,7 +26,7 @@ class CommTimeline:
     """The messages and waits of one step.
 
     On a CPU a wait of the training thread is time without computation. On a GPU the host never waits: the time is that
-    in which the stream stands still. Messages that FSDP2 sends in its own stream are recorded, waits for them are not.
+    in which the stream is idle. Messages that FSDP2 sends in its own stream are recorded, waits for them are not.
     """
 
     def __init__(self, device: torch.device):

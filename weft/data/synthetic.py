@@ -39,7 +39,7 @@ class SyntheticDataset(ABC):
     val_len = VAL_LEN
 
     def __init__(self, seed: int) -> None:
-        # a Philox key has two words: the seed (hashed, for it has no upper limit) and the sample's number
+        # a Philox key has two words: the seed (hashed, because it may be larger) and the sample's number
         self._key = int.from_bytes(hashlib.blake2b(f"weft synthetic {seed}".encode(), digest_size=8).digest(), "little")
 
     def train(self, index: int) -> dict[str, np.ndarray]:

@@ -44,7 +44,7 @@ class CompressionKind:
     low_rank: bool = False
     """Whether matrices are sent as two thin ones (powersgd)."""
     adaptive: bool = False
-    """Whether the kind is chosen anew every few steps."""
+    """Whether the kind is chosen again every few steps."""
 
     @property
     def example(self) -> str:

@@ -69,7 +69,7 @@ class Section(BaseModel, metaclass=_JobErrors):
 
 
 def limits(*fields: str, valid: Callable[[Any], bool], must: str) -> Any:
-    """A validator of fields that are a number or text such as auto: `must` tells what a number has to be."""
+    """A validator of fields that are a number or text such as auto: `must` is the rest of the message."""
 
     def check(cls: type[Section], value: Any) -> Any:
         if not isinstance(value, str) and not valid(value):

@@ -1,6 +1,6 @@
 """A tracer of live tensor bytes and their peak, FLOPs, and collectives with their bytes.
 
-It counts tensors, not memory that kernels or the process need besides. Fake tensors count as real.
+It counts tensors, not other memory of kernels or the process. Fake tensors count as real.
 """
 
 from __future__ import annotations

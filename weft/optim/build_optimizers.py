@@ -34,20 +34,11 @@ class Optimizers:
     """
 
     def __init__(
-        self,
-        parts: list[torch.optim.Optimizer],
-        master_params: Params,
-        params: Params,
-        grad_params: Params,
+        self, parts: list[torch.optim.Optimizer], master_params: Params, params: Params, grad_params: Params,
         compute_params: Params,
-    ):
-        self.parts, self.master_params, self.params, self.grad_params, self.compute_params = (
-            parts,
-            master_params,
-            params,
-            grad_params,
-            compute_params,
-        )
+    ):  # fmt: skip
+        self.parts, self.params = parts, params
+        self.master_params, self.grad_params, self.compute_params = master_params, grad_params, compute_params
         self.names = {id(p): n for n, p in params.items()}
 
     def step(self, lr: float, factor: Tensor | None = None, taken: Tensor | None = None) -> None:
@@ -151,8 +142,8 @@ def build_optimizers(
     optim: Optim, master_params: Params, is_block: Callable[[str], bool], grad_params: Params | None = None,
     compute_params: Params | None = None, mesh: Mesh | None = None,
 ) -> Optimizers:  # fmt: skip
-    """The job's optimizer. Matrices decay, vectors do not. `mesh` tells optimizers that sum or multiply over elements
-    which ranks hold the same shards."""
+    """The job's optimizer. Matrices decay, vectors do not. `mesh` is used by optimizers that combine elements, to
+    find the ranks with the same shards."""
     grad_params, compute_params = grad_params or master_params, compute_params or {}
     chosen: dict[str, Params] = {}
     for name, master in master_params.items():

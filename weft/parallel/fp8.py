@@ -118,7 +118,9 @@ class DelayedScales:
         self.seen, self.past, self.steps = (
             torch.stack([getattr(m, kind) for m in self.maxima]) for kind in ("seen", "past", "steps")
         )  # [layers, 3], [layers, 3], [layers, history, 3]
-        for i, m in enumerate(self.maxima):  # rows apart for autograd: a mark on one spoils no other's graph
+        for i, m in enumerate(
+            self.maxima
+        ):  # detached rows: an in-place change of one does not invalidate the graph of another
             m.seen, m.past, m.steps = self.seen[i].data, self.past[i].data, self.steps[i]
         for part in module.modules():
             if isinstance(part, Fp8FeedForward):  # its three layers follow one another

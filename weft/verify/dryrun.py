@@ -23,7 +23,7 @@ from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
 from weft.memory.tracer import Tracer
-from weft.mesh import Mesh, connect, pretend
+from weft.mesh import Mesh, connect, fake_mesh
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import Batch
 from weft.planner import RUNNABLE, check, make_plan
@@ -82,7 +82,7 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
         raise JobError(
             f"train.sync={plan.sync}: a dry run traces a step that sums gradients; train.sync=step would work"
         )
-    mesh = pretend(plan, rank)
+    mesh = fake_mesh(plan, rank)
     try:
         norms = fused_norms() if plan.device == "cuda" else nullcontext()
         with warnings.catch_warnings(), real_meshes(), norms, fake_tensors():

@@ -57,7 +57,7 @@ def arriving(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[
 
 
 class Replicas:
-    """Whole copies of the model: gradients are summed over the dp_replicate axis while the backward pass goes on.
+    """Whole copies of the model: gradients are summed over the dp_replicate axis during the backward pass.
 
     Weights compute in `dtype`; where that is not fp32 the master weights are a copy, and gradients are summed in fp32.
     Buckets are reduced in the same order on every rank (bucket_queue.py), whichever gradients a rank has. `summed`: a

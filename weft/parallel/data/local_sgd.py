@@ -148,8 +148,8 @@ class Rounds(EveryStep):
 
     @torch.no_grad()
     def saved(self, tensors: Tensors) -> Tensors:
-        """The mean of the replicas' weights and the first one's optimizer under the ordinary names, and what each
-        replica has besides under its own. After an exchange the weights are equal and have no names of their own.
+        """The mean of the replicas' weights and the first replica's optimizer under the ordinary names, and the rest
+        of each replica's state under `replica.N`. After an exchange the weights are equal and saved once.
         """
         share = self._share() if self.since else None
         out: Tensors = {}
