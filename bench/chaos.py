@@ -1,4 +1,4 @@
-"""The cost of faults: detection, resumption and lost steps by kind, and those of torchrun, torchft and NVIDIA's restart.
+"""The cost of faults: detection, resumption and lost steps by kind, also of torchrun, torchft and NVIDIA's restart.
 
     python bench/chaos.py [--parts kills,hangs,…] [--trials 45] [--others 5] [--minutes 10] [--again]
 

@@ -118,9 +118,7 @@ class DelayedScales:
         self.seen, self.past, self.steps = (
             torch.stack([getattr(m, kind) for m in self.maxima]) for kind in ("seen", "past", "steps")
         )  # [layers, 3], [layers, 3], [layers, history, 3]
-        for i, m in enumerate(
-            self.maxima
-        ):  # detached rows: an in-place change of one does not invalidate the graph of another
+        for i, m in enumerate(self.maxima):  # detached, so that a change of one row keeps the graphs of others valid
             m.seen, m.past, m.steps = self.seen[i].data, self.past[i].data, self.steps[i]
         for part in module.modules():
             if isinstance(part, Fp8FeedForward):  # its three layers follow one another
