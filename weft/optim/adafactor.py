@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import LocalShard, local_of, on_flat_, shard_of
+from weft.job.schema import Optim
 from weft.mesh import Mesh
 from weft.optim.clip import zero_if_skipped
 from weft.optim.replicas import take_from_first
@@ -112,6 +113,11 @@ class Adafactor(torch.optim.Optimizer):
         else:
             variance = local_of(state["variance"])
         return self._grad(param) * variance.clamp(min=eps * eps).rsqrt()
+
+
+def build(optim: Optim, groups: list[dict[str, Any]]) -> Adafactor:
+    """The optimizer of a job's parameter groups."""
+    return Adafactor(groups, optim.lr)
 
 
 def add_up(parts: list[list[Tensor]], shards: list[LocalShard]) -> None:

@@ -15,10 +15,8 @@ from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.registry import find_object
 from weft.job.schema import Optim
 from weft.mesh import Mesh
-from weft.optim.adafactor import Adafactor
 from weft.optim.adamw import AdamW
 from weft.optim.clip import scale_grads
-from weft.optim.muon import Muon
 
 Params = dict[str, Tensor]
 Groups = list[dict[str, Any]]
@@ -162,22 +160,6 @@ def build_optimizers(
 def _shard(master: Tensor) -> Tensor:
     """What an element-wise optimizer works on: a plain tensor over the master's shard on this rank."""
     return nn.Parameter(local_of(master.detach())) if isinstance(master, DTensor) else master
-
-
-def adamw(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
-    return AdamW(groups, optim.lr, optim.betas, optim.eps)
-
-
-def sgd(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
-
-
-def adafactor(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
-    return Adafactor(groups, optim.lr)
-
-
-def muon(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
-    return Muon(groups, optim.lr, optim.momentum, optim.weight_decay)
 
 
 def _groups(params: Params, weight_decay: float) -> Groups:
