@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the process that only hands out tests to others need not im
 WORLD = 4
 LONG = (
     "test_readme", "test_resume", "test_pipeline", "test_experts", "test_parity", "test_compression",
-    "test_state_moves", "test_chaos", "test_server_runs", "test_mpi", "test_context", "test_several_nodes", "test_recovery",
+    "test_chaos", "test_server_runs", "test_mpi", "test_context", "test_several_nodes", "test_recovery",
     "test_dryrun", "test_code_base", "test_pipeline_fault", "test_cli",
 )  # fmt: skip
 """Files that take half a minute and more, the longest first: one that came last would leave the other workers idle."""
