@@ -12,9 +12,10 @@ import yaml
 from weft.job.run_folder import RunDir
 from weft.watch.figures.experts import expert_figure
 from weft.watch.figures.figure import Figure, Record, number
+from weft.watch.figures.mesh import mesh_figure
 from weft.watch.figures.pipeline import pipeline_card
 from weft.watch.figures.profile import profile_figure, profile_table
-from weft.watch.figures.slices import mesh_picture, parse_slices, slice_map
+from weft.watch.figures.slices import parse_slices, slice_map
 from weft.watch.figures.steps import figures, predictions
 from weft.watch.html_page import card, esc, section, write_page
 from weft.watch.journal import read_jsonl, read_metrics, to_plain
@@ -45,6 +46,7 @@ def write_report(run: RunDir) -> Path:
             _experts(records),
             pipeline_card(_text(run.pipeline)),
             _predicted(records, plan),
+            _mesh(plan),
             _slices(_json(run.slices)),
             _events(events),
             _source(job, plan),
@@ -107,14 +109,19 @@ def _predicted(records: Sequence[Record], plan: Record) -> str:
     return section("Predicted beside measured", inner)
 
 
+def _mesh(plan: Record) -> str:
+    try:
+        return card(mesh_figure(plan)) if (number(plan.get("world")) or 1) > 1 else ""
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError):  # a damaged plan.json
+        return ""
+
+
 def _slices(raw: Any) -> str:
     slices = parse_slices(raw) if raw is not None else None
     if slices is None:
         message = "This run has no slices.json." if raw is None else "slices.json could not be understood."
         return card(Figure("slices", "Which rank holds which slice", empty=message))
-    mesh = mesh_picture(slices)
-    above = f"<h3>The mesh</h3>{mesh}<h3>The parameters</h3>" if mesh else ""
-    return card(slice_map(slices), above)
+    return card(slice_map(slices))
 
 
 def _events(events: Sequence[Record]) -> str:
