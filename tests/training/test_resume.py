@@ -159,7 +159,7 @@ def test_a_finished_run_is_reported(folder: Path, killed: tuple[Output, Output])
     said = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dropout=0.2")
     assert said.code == 0
     assert "model.dropout was 0.1 until here and is 0.2 now: the weights were trained with the former" in said.err
-    assert f"already done at step {STEPS}; raise train.steps to go on, or use --fresh to start again" in said.err
+    assert f"already done at step {STEPS}; raise train.steps to continue, or use --fresh to start again" in said.err
     assert run.metrics.read_bytes() == before
 
 
