@@ -12,9 +12,9 @@ from torch import Tensor
 from helpers.comm_axis import everyone
 from helpers.on_ranks import begin, wholes
 from weft.checkpoint.checkpointer import Checkpointer
-from weft.comm.codec_base import RoundingNoise
-from weft.comm.codecs import Codecs, codecs_of
-from weft.comm.compressed_sum import gather_encoded, scatter_sum, sum_all
+from weft.comm.compression.codec_base import RoundingNoise
+from weft.comm.compression.codecs import Codecs, codecs_of
+from weft.comm.compression.compressed_sum import gather_encoded, scatter_sum, sum_all
 from weft.comm.shards import local_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device

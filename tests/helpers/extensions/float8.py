@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from weft.comm.codec_base import Agree, Codec, RoundingNoise
-from weft.comm.codecs import Codecs
+from weft.comm.compression.codec_base import Agree, Codec, RoundingNoise
+from weft.comm.compression.codecs import Codecs
 from weft.job.compression import COMPRESSORS, CompressionKind
 
 

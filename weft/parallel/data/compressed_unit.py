@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from weft.comm.axis import Axis
-from weft.comm.codecs import Codecs
-from weft.comm.compressed_sum import sum_low_rank
-from weft.comm.compression_warmup import fit_basis
+from weft.comm.compression.codecs import Codecs
+from weft.comm.compression.compressed_sum import sum_low_rank
+from weft.comm.compression.warmup import fit_basis
 from weft.planner.time.compression_warmup import RAMP_FACTOR, rank_at, thin_pays
 
 

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.comm.adaptive import (
+from weft.comm.algorithms import Start
+from weft.comm.axis import Axis, Pending
+from weft.comm.background import BackgroundWorker
+from weft.comm.compression.adaptive import (
     LEVELS,
     MAX_WARMUP_LEVEL,
     AdaptiveChoice,
@@ -25,16 +28,13 @@ from weft.comm.adaptive import (
     measure_codes,
     measure_link,
 )
-from weft.comm.algorithms import Start
-from weft.comm.axis import Axis, Pending
-from weft.comm.background import BackgroundWorker
-from weft.comm.codec_base import Codec, RoundingNoise
-from weft.comm.codecs import codecs_of
-from weft.comm.compressed_sum import Steps, scatter_sum, sum_all, summing
-from weft.comm.compression_warmup import INT8, codec_at
+from weft.comm.compression.codec_base import Codec, RoundingNoise
+from weft.comm.compression.codecs import codecs_of
+from weft.comm.compression.compressed_sum import Steps, scatter_sum, sum_all, summing
+from weft.comm.compression.sparse_codec import Largest
+from weft.comm.compression.warmup import INT8, codec_at
 from weft.comm.fake_internals import is_fake
 from weft.comm.shards import local_of
-from weft.comm.sparse_codec import Largest
 from weft.job.compression import Compression, parse_compression
 from weft.parallel.data.compressed_unit import CompressedUnit, Segment
 from weft.planner.engine_constants import MIN_COMPRESSED_ELEMENTS
@@ -55,7 +55,7 @@ class Compressor:
     ):  # fmt: skip
         """`axis` is the axis over which gradients are summed or sharded, `across` that of the replicas of shards, and
         `names` the compressed weights. They are sent as int8 for `warmup` steps, then compression is ramped up
-        (comm/compression_warmup.py)."""
+        (comm/compression/warmup.py)."""
         self.setting, self.axis, self.across, self.worker, self.device = setting, axis, across, worker, device
         self.axes = [a for a in (axis, across) if a is not None]
         self.names, self.warmup = names, warmup

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.axis import native_all_gather, native_reduce_scatter
-from weft.comm.compressed_sum import gather_encoded
+from weft.comm.compression.compressed_sum import gather_encoded
 from weft.parallel.data.compressed_unit import Segment
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.fsdp_collectives import Allocates

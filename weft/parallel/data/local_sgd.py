@@ -10,9 +10,9 @@ from torch import Tensor
 
 from weft.comm.algorithms import Start
 from weft.comm.axis import Axis
-from weft.comm.compressed_sum import sum_all
+from weft.comm.compression.compressed_sum import sum_all
+from weft.comm.compression.integer_codec import Integers
 from weft.comm.foreach_internals import foreach_copy_
-from weft.comm.integer_codec import Integers
 from weft.comm.shards import like, local_of
 from weft.job.sync import Sync
 from weft.planner.engine_constants import QUANTIZATION_BLOCK

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.comm.axis import Axis
-from weft.comm.codec_base import Agree, Codec, RoundingNoise
+from weft.comm.compression.codec_base import Agree, Codec, RoundingNoise
 from weft.comm.shards import on_flat
 
 T = TypeVar("T")

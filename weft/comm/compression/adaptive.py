@@ -18,9 +18,9 @@ from torch import Tensor
 
 from weft.comm.axis import Axis, Pending
 from weft.comm.background import Done
-from weft.comm.codec_base import RoundingNoise
-from weft.comm.codecs import codecs_of
-from weft.comm.compressed_sum import sum_all
+from weft.comm.compression.codec_base import RoundingNoise
+from weft.comm.compression.codecs import codecs_of
+from weft.comm.compression.compressed_sum import sum_all
 from weft.job.compression import parse_compression
 
 LEVELS = ("none", "bf16", "int8", "int4", "topk:0.04")

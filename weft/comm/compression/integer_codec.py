@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.comm.codec_base import NOISE_VALUES, Agree, Codec, RoundingNoise, largest, to_blocks
+from weft.comm.compression.codec_base import NOISE_VALUES, Agree, Codec, RoundingNoise, largest, to_blocks
 
 
 def _nibbles(whole: Tensor) -> Tensor:

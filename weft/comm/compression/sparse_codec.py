@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from weft.comm.codec_base import Agree, Codec, RoundingNoise, join_bytes, read_numbers, write_to
+from weft.comm.compression.codec_base import Agree, Codec, RoundingNoise, join_bytes, read_numbers, write_to
 from weft.comm.fake_internals import is_fake
 
 SAMPLE_STRIDE, OVERSAMPLING = 64, 1.3

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.comm.codec_base import Codec, RoundingNoise
-from weft.comm.codecs import codecs_of
-from weft.comm.sparse_codec import Largest
+from weft.comm.compression.codec_base import Codec, RoundingNoise
+from weft.comm.compression.codecs import codecs_of
+from weft.comm.compression.sparse_codec import Largest
 from weft.job.compression import parse_compression
 from weft.launch.rank_pool import RankPool
 

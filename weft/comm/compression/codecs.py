@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.comm.codec_base import (
+from weft.comm.compression.codec_base import (
     NOISE_VALUES,
     Agree,
     Codec,
@@ -18,8 +18,8 @@ from weft.comm.codec_base import (
     to_blocks,
     write_to,
 )
-from weft.comm.integer_codec import Integers
-from weft.comm.sparse_codec import Largest
+from weft.comm.compression.integer_codec import Integers
+from weft.comm.compression.sparse_codec import Largest
 from weft.job.compression import Compression, share_of
 from weft.job.registry import find_object
 
