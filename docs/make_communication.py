@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.comm import adaptive
+from weft.comm.compression import adaptive
 from weft.comm.algorithms import ring_places
 
 HERE = Path(__file__).parent

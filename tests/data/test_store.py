@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from weft.data.build_store import build
-from weft.data.store import open_store, store_tokenizer, token_dtype
+from weft.data.store import open_store, token_dtype
 from weft.job import JobError
 
 
@@ -44,7 +44,7 @@ def test_complete_store_opens(store):
     opened = open_store(store)
     assert opened.meta.documents == 20
     assert opened.tokens.dtype == token_dtype(opened.meta.vocab) == np.uint16
-    tokenizer = store_tokenizer(store, opened.meta)
+    tokenizer = opened.tokenizer()
     for d in range(20):
         document = opened.tokens[opened.docs[d] : opened.docs[d + 1]]
         assert tokenizer.decode(document[:-1]) == f"document {d}: " + "tea and cake " * d

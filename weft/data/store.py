@@ -40,6 +40,10 @@ class Store:
     docs: FileArray
     """Offsets into tokens, one more than there are documents: document d is tokens[docs[d]:docs[d + 1]]."""
 
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer the store was built with."""
+        return store_tokenizer(self.path, self.meta)
+
     def fingerprint(self) -> str:
         """Identifies the contents of the store, also where a large tokens.bin was replaced and meta.json was not."""
         whole, step = self.meta.crc32[TOKENS], max(1, self.tokens.size // SAMPLED_BLOCKS)

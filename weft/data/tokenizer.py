@@ -73,6 +73,10 @@ class BpeTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=True))
 
+    def save(self, path: Path) -> None:
+        """Write tokenizer.json; load_tokenizer reads it again."""
+        path.write_text(self.inner.to_str(pretty=True), encoding="utf-8")
+
 
 def utf8(text: str) -> bytes:
     """UTF-8 of any Python string: half a surrogate pair, which JSON can spell, becomes U+FFFD."""
