@@ -3,11 +3,7 @@
 from weft.training.garbage_collection import no_collection
 
 with no_collection():
-    import torch
-
     import weft.verify.prove  # noqa: F401
     from weft.comm.teardown import freeze_imports
-
-    torch.compiler.reset()  # imports dynamo, which every optimizer does
 
 freeze_imports()

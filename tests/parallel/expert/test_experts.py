@@ -23,9 +23,8 @@ EXPERTS: dict[str, Any] = {"count": 4, "top_k": 2, "ffn": 24}
 FULL = {**EXPERTS, "shared": 1, "z_weight": 0.001, "balance": "bias", "aux_weight": 0.02, "capacity": 1.1}
 LAYOUTS = (
     "dp_shard=4 ep=4", "dp_shard=4 zero2 ep=2", "dp_shard=2 zero1 tp=2 ep=2", "dp_shard=2 tp=2 ep=4",
-    "dp_replicate=2 tp=2 ep=2", "dp_replicate=2 dp_shard=2 ep=2", "pp2 dp_shard=2 ep=2", "pp2 zbv tp2 ep2 ep_overlap",
-    "cp2 ep2", "cp2 tp2 ep4", "cp2 ulysses dp_shard=2 ep=4", "dp_shard=2 tp=2 no-sequence", "tp2 ep2 no-sequence",
-    "ddp2",
+    "dp_replicate=2 dp_shard=2 ep=2", "pp2 dp_shard=2 ep=2", "pp2 zbv tp2 ep2 ep_overlap",
+    "cp2 tp2 ep4", "cp2 ulysses dp_shard=2 ep=4", "tp2 ep2 no-sequence", "ddp2",
 )  # fmt: skip
 
 
