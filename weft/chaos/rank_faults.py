@@ -70,7 +70,7 @@ class Orders:
 
 def marker_of(path: Path, number: int, rank: int) -> Path:
     """The marker file of an order on a rank."""
-    return path.with_name(f"{path.stem}-{number}-rank-{rank}.struck")
+    return path.with_name(f"{path.stem}-{number}-rank-{rank}.injected")
 
 
 @dataclass

@@ -133,7 +133,7 @@ class Session:
                 layout = snapshot_layout(self.mesh.rank, self.heartbeat.attempt, self.job, self.plan, state.tensors())
                 layout.write(snapshots.folder)
         if snapshots.tick(state.step):
-            snapshots.every = max(cast(list[int], self.mesh.all_gather_json(snapshots.wish())))
+            snapshots.every = max(cast(list[int], self.mesh.all_gather_json(snapshots.preferred_interval())))
             self.guards.weights.spacing = snapshots.every
 
     def commit(self, record: dict[str, Any]) -> None:
