@@ -133,7 +133,7 @@ def test_own_catalog_and_topology(job: Path, weft: Weft) -> None:
     assert json.loads(out)["estimate"]["step_time_s"] > told["estimate"]["step_time_s"]
     (job / "mine.yaml").write_text("devices: {x1: {memory_gb: 200}}\n")
     code, _, said = weft(job, *own)
-    assert code == 2 and "mine.yaml: x1 has memory_gb; it takes kind, link_gb_s, memory_gib" in said
+    assert code == 2 and "mine.yaml: x1 has memory_gb; it takes aliases, kind, link_gb_s" in said
 
 
 def test_page_in_a_browser(job: Path, weft: Weft) -> None:

@@ -149,3 +149,21 @@ def test_work_moves_and_returns() -> None:
         pass
     assert back.counts == (8, 8, 8, 8)
     assert balance.better(shares, [0.1, 0.105, 0.1, 0.098]) is None
+
+
+@pytest.mark.parametrize("share", [0.4, 0.5, 0.6, 0.7])
+def test_division_is_refined_until_most_is_regained(share: float) -> None:
+    """A step has a part that does not depend on its samples, which the first division cannot know."""
+
+    def busy(counts: tuple[int, ...]) -> list[float]:
+        return [0.06 + 0.01 * counts[0], (0.06 + 0.01 * counts[1]) / share]
+
+    shares, balance = BatchShares.even(48, 4, 2), Rebalancer(plan(dp_replicate=2), 48)
+    moves = 0
+    for _ in range(100):
+        if (better := balance.better(shares, busy(shares.counts))) is not None:
+            shares, moves = better, moves + 1
+    slow, now = max(busy((24, 24))), max(busy(shares.counts))
+    best = min(max(busy((n, 48 - n))) for n in range(1, 48))
+    assert (1 / now - 1 / slow) >= 0.8 * (1 / best - 1 / slow)
+    assert moves <= 3
