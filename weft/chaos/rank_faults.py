@@ -190,7 +190,7 @@ def flip_bit(weights: dict[str, Tensor], moment: float) -> None:
 
 def modules_of(model: Any) -> list[nn.Module]:
     """The modules of this rank: one model, or its pipeline stages."""
-    return [stage.module for stage in model.stages.values()] if hasattr(model, "stages") else [model.module]
+    return [part.module for part in model.parts]
 
 
 @contextmanager

@@ -15,16 +15,9 @@ from weft.training.export import load_model
 
 @torch.no_grad()
 def generate(
-    found: SavedCheckpoint,
-    job: Job,
-    prompt: str,
-    tokens: int,
-    *,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    seed: int = 0,
-    ema: bool = False,
-) -> Iterator[str]:
+    found: SavedCheckpoint, job: Job, prompt: str, tokens: int, *, temperature: float = 0.8, top_k: int = 0,
+    seed: int = 0, ema: bool = False,
+) -> Iterator[str]:  # fmt: skip
     """Yield the generated text in parts, without the prompt. `job` is the checkpoint's saved_job(). Temperature 0
     always takes the likeliest token."""
     if not job.model.is_decoder:

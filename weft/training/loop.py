@@ -24,13 +24,8 @@ def fit(session: Session, signals: Signals) -> Exit:
     steps, device = job.train.steps, session.mesh.device
     first_step = session.first_step
     held_out = session.held_out() if job.train.eval_every else []
-    session.event(
-        "start",
-        step=state.step,
-        layout=session.plan.layout(),
-        world=session.plan.world,
-        attempt=session.heartbeat.attempt,
-    )
+    session.event("start", step=state.step, layout=session.plan.layout(), world=session.plan.world,
+                  attempt=session.heartbeat.attempt)  # fmt: skip
 
     with Progress(steps, state.step, job.watch.every, silent=session.mesh.rank != 0) as progress:
 

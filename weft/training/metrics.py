@@ -172,7 +172,7 @@ class StepMetrics:
             **({"loss_scale": entry.loss_scale} if self.state.scale.dynamic else {}),
             **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),
             **entry.more,
-            **self.state.model.words(more, count),
+            **self.state.model.metrics(more, count),
             **self.comm.figures(entry.timeline, seconds),
             **extra,
         }

@@ -218,9 +218,8 @@ def open_session(
     guards = Guards(job, plan, mesh, state, event, warn)
     guards.weights.spacing = snapshots.every
 
-    stepper.before_update = (
-        guards.weights.before_update
-    )  # after the snapshot is copied, so that a flipped bit in it is detected
+    # after the snapshot is copied, so that a flipped bit in it is detected
+    stepper.before_update = guards.weights.before_update
     session = Session(
         job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards
     )
