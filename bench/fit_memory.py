@@ -22,7 +22,7 @@ from weft.planner.published.framework import PURE_BF16, Framework, framework_of,
 from weft.planner.published.row_arrays import gather_rows
 from weft.planner.published.rows import PublishedRun, read_table
 
-SHARP = 25.0
+SHARPNESS = 25.0
 """How steeply the cost of a wrong verdict rises with its distance from the limit."""
 USUAL = {"activation": (0.5, 4.0), "logits": (2.0, 24.0), "context_gib": (0.5, 8.0), "fragment": (0.0, 0.15)}
 # what is free in each stack's base, and the factor on activations of each variant
@@ -48,7 +48,7 @@ FACTORS = {
 
 
 def loss(stack: Framework, rows: Sequence[PublishedRun]) -> tuple[float, int, int]:
-    """The cost, and how many verdicts were wrong: said to fit, and said not to."""
+    """The cost, and the wrong predictions: that a layout fits, and that it does not."""
     by: dict[Calibration, list[PublishedRun]] = {}
     for row in rows:
         cal = stack.of(row)
@@ -63,7 +63,7 @@ def loss(stack: Framework, rows: Sequence[PublishedRun]) -> tuple[float, int, in
         over = np.log(peak / (cluster.memory_gib * cal.usable))
         known = np.array([row.memory_gib or 0.0 for row in own])
         ran = np.array([bool(row.fitted) for row in own])
-        verdict = np.where(ran, 1, 2) * np.log1p(np.exp(SHARP * over * np.where(ran, 1, -1))) / SHARP
+        verdict = np.where(ran, 1, 2) * np.log1p(np.exp(SHARPNESS * over * np.where(ran, 1, -1))) / SHARPNESS
         off = np.abs(np.log(peak / np.maximum(known, 1e-9)))
         total += float(np.where(known > 0, np.minimum(off, 0.5), verdict).sum())
         fits += int(((over <= 0) & ~ran).sum())

@@ -203,7 +203,7 @@ def pages() -> Iterator[Path]:
 
 
 def page(text: str) -> str:
-    """The page with its blocks made anew."""
+    """The page with its blocks generated again."""
     return BLOCK.sub(lambda found: f"{found[1]}{BLOCKS[found[2]]()}\n{found[3]}", text)
 
 

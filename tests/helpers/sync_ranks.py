@@ -11,7 +11,7 @@ from torch import Tensor
 
 from helpers.on_ranks import begin, wholes
 from weft.checkpoint.checkpointer import Checkpointer
-from weft.comm.compressed_sum import sum_all
+from weft.comm.compression.compressed_sum import sum_all
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
 from weft.guards.guards import Guards

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.comm.shards import local_of
 from weft.job.schema import Experts, Model
 from weft.models.attention import TokenInfo
 from weft.models.feedforward import ACTIVATIONS, FeedForward
@@ -55,12 +56,6 @@ class ExpertMatrices(nn.Module):
         self.first = 0
         self.weight = nn.Parameter(torch.empty(count, outputs, inputs))
 
-    def here(self) -> Tensor:
-        """The matrices of this rank's experts as a plain tensor."""
-        weight: Any = self.weight
-        local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-        return local
-
 
 class ExpertFeedForward(nn.Module):
     """The experts' feed-forward networks, applied to rows sorted by expert."""
@@ -80,7 +75,7 @@ class ExpertFeedForward(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor, compute: ExpertCompute | None = None) -> Tensor:
         # x [rows, dim]; counts [experts of this rank], and their sum is the number of rows
-        matrices = tuple(None if s is None else s.here() for s in (self.gate, self.up, self.down))
+        matrices = tuple(None if s is None else local_of(s.weight) for s in (self.gate, self.up, self.down))
         return self.through(matrices, x, counts) if compute is None else compute(self.through, matrices, x, counts)
 
     def through(self, matrices: tuple[Tensor | None, ...], x: Tensor, counts: Tensor) -> Tensor:

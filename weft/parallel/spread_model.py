@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.axis import Axis
-from weft.comm.shards import local_of
+from weft.comm.shards import local_of, on_flat_, placed_like
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import Replicas, Shards, nothing
 from weft.parallel.expert.load import ExpertLoad
@@ -66,6 +66,11 @@ class SpreadModel:
 
     def _by_name(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {self.aliases.get(n, n): t for n, t in tensors.items()}
+
+    @property
+    def parts(self) -> list[SpreadModel]:
+        """The stages on this rank: of a model without a pipeline, itself."""
+        return [self]
 
     @property
     def counted(self) -> list[Tensor]:
@@ -124,6 +129,7 @@ class SpreadModel:
         for leaf in self.data.grad_params.values():
             if leaf.grad is None:  # else the optimizer would decay it in some layouts only
                 leaf.grad = torch.zeros_like(leaf)
+            leaf.grad = placed_like(leaf.grad, leaf)
         if self.tp is not None:
             self._sum_over_tp(self.tp)
         if self.load is not None:
@@ -137,11 +143,8 @@ class SpreadModel:
                 grads.append(local_of(grad))
                 if tp.rank > 0 and name in self.replicated:
                     grads[-1].zero_()
-        if not grads:
-            return
-        flat = tp.all_reduce(torch.cat([g.reshape(-1) for g in grads]))
-        for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(summed.view_as(grad))
+        if grads:
+            on_flat_(grads, tp.all_reduce)
 
     def zero_grad(self) -> None:
         self.data.zero_grad()
@@ -156,12 +159,12 @@ class SpreadModel:
             self.compressor.keep(taken)
 
     def figures(self) -> Tensor:
-        """Values of the last step for words(), on the device."""
+        """Values of the last step for metrics(), on the device."""
         return torch.empty(0) if self.load is None else self.load.figures()
 
-    def words(self, figures: list[float], tokens: int) -> dict[str, Any]:
+    def metrics(self, figures: list[float], tokens: int) -> dict[str, Any]:
         """The fields of the step's metrics, from figures() read by the host."""
-        return {} if self.load is None else self.load.words(figures, tokens)
+        return {} if self.load is None else self.load.metrics(figures, tokens)
 
     @property
     def compressor(self) -> Compressor | None:

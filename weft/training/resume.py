@@ -12,6 +12,7 @@ from weft.checkpoint.memory_snapshots import newest_common
 from weft.checkpoint.merge_snapshots import save_merged_snapshots
 from weft.checkpoint.snapshot_file import SnapshotLayout
 from weft.data.dataset import fingerprint_of
+from weft.job.compression import parse_compression
 from weft.job.schema import Model
 from weft.parallel.data.local_sgd import Rounds
 from weft.planner.plan import Plan
@@ -85,8 +86,10 @@ def merge_old_snapshots(session: Session) -> None:
     snapshots = session.snapshots
     if snapshots.folder is None or isinstance(session.state.rounds, Rounds):  # between rounds replicas differ
         return
-    disk = newest_on_disk(session)
-    step = save_merged_snapshots(snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, disk)
+    step = save_merged_snapshots(
+        snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, newest_on_disk(session),
+        residuals=parse_compression(session.plan.compression).entry.residual > 0,
+    )  # fmt: skip
     if step is not None and session.mesh.rank == 0:
         session.log.info("%s", f"step {step} was merged from the snapshots of the nodes")
 

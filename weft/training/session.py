@@ -134,7 +134,7 @@ class Session:
                 layout = snapshot_layout(self.mesh.rank, self.heartbeat.attempt, self.job, self.plan, state.tensors())
                 layout.write(snapshots.folder)
         if snapshots.tick(state.step):
-            snapshots.every = max(cast(list[int], self.mesh.all_gather_json(snapshots.wish())))
+            snapshots.every = max(cast(list[int], self.mesh.all_gather_json(snapshots.preferred_interval())))
             self.guards.weights.spacing = snapshots.every
 
     def commit(self, record: dict[str, Any]) -> None:
@@ -219,9 +219,8 @@ def open_session(
     guards = Guards(job, plan, mesh, state, event, warn)
     guards.weights.spacing = snapshots.every
 
-    stepper.before_update = (
-        guards.weights.before_update
-    )  # after the snapshot is copied, so that a flipped bit in it is detected
+    # after the snapshot is copied, so that a flipped bit in it is detected
+    stepper.before_update = guards.weights.before_update
     session = Session(
         job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards
     )

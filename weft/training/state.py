@@ -113,7 +113,7 @@ class State:
             "skipped_steps": sorted(self.skipped_steps),
             "scale": self.scale.state(),
             "sync": self.rounds.meta(),
-            "experts": {} if self.model.load is None else self.model.load.told(),
+            "experts": {} if self.model.load is None else self.model.load.placement(),
         }
 
     def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class State:
             compressor.steps = self.step
         self.rounds.adopt(meta.get("sync", {}))
         if self.model.load is not None:
-            self.model.load.recall(meta.get("experts", {}))
+            self.model.load.restore(meta.get("experts", {}))
         self.model.refresh()
 
 
@@ -173,5 +173,5 @@ def meta_problem(meta: dict[str, Any]) -> str | None:
 
 
 def _is_copies(value: Any) -> bool:
-    """Whether this is one block of ExpertLoad.told()."""
+    """Whether this is one block of ExpertLoad.placement()."""
     return all(len(pair) == 2 and all(type(n) is int and 0 <= n < MAX_COUNT for n in pair) for pair in value)

@@ -21,7 +21,8 @@ from torch.distributed.tensor import Shard
 
 from weft.comm.algorithms import Start
 from weft.comm.axis import Axis, Pending
-from weft.comm.shards import local_of
+from weft.comm.foreach_internals import foreach_copy_
+from weft.comm.shards import local_of, placed_like
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import BucketQueue
 from weft.parallel.data.compression import Compressor
@@ -56,7 +57,7 @@ def arriving(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[
 
 
 class Replicas:
-    """Whole copies of the model: gradients are summed over the dp_replicate axis while the backward pass goes on.
+    """Whole copies of the model: gradients are summed over the dp_replicate axis during the backward pass.
 
     Weights compute in `dtype`; where that is not fp32 the master weights are a copy, and gradients are summed in fp32.
     Buckets are reduced in the same order on every rank (bucket_queue.py), whichever gradients a rank has. `summed`: a
@@ -144,10 +145,10 @@ class Replicas:
         if weight.grad is None:
             return
         if self.mixed:
-            bucket.add(name, local_of(weight.grad))
+            bucket.add(name, local_of(placed_like(weight.grad, weight)))
             weight.grad = None
         elif weight.grad is not bucket.grads[name]:
-            bucket.put(name, local_of(weight.grad))
+            bucket.put(name, local_of(placed_like(weight.grad, weight)))
             weight.grad = bucket.grads[name]
 
     def _send_ready(self, all_of_them: bool = False) -> None:
@@ -202,7 +203,7 @@ class Replicas:
     def refresh(self) -> None:
         """Copy the master weights to the compute weights."""
         if self.mixed:
-            torch._foreach_copy_(
+            foreach_copy_(
                 [local_of(w.detach()) for w in self.weights.values()],
                 [local_of(m.detach()) for m in self.master_params.values()],
             )
@@ -222,9 +223,7 @@ class Shards:
     | 3 | sharded after every use | sharded at once |
     """
 
-    def __init__(
-        self, module: nn.Module, zero: int, replicated: bool, compressor: Compressor | None = None
-    ):  # fmt: skip
+    def __init__(self, module: nn.Module, zero: int, replicated: bool, compressor: Compressor | None = None):
         assert isinstance(module, FSDPModule)
         self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
         self.compressor = compressor

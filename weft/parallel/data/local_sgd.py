@@ -10,16 +10,14 @@ from torch import Tensor
 
 from weft.comm.algorithms import Start
 from weft.comm.axis import Axis
-from weft.comm.codecs import Integers
-from weft.comm.compressed_sum import sum_all
+from weft.comm.compression.compressed_sum import sum_all
+from weft.comm.compression.integer_codec import Integers
+from weft.comm.foreach_internals import foreach_copy_
 from weft.comm.shards import like, local_of
 from weft.job.sync import Sync
 from weft.planner.engine_constants import QUANTIZATION_BLOCK
 
-CODECS = {
-    "int8": Integers(8, QUANTIZATION_BLOCK, feedback=False),
-    "int4": Integers(4, QUANTIZATION_BLOCK, feedback=False),
-}
+CODECS = {f"int{bits}": Integers(bits, QUANTIZATION_BLOCK) for bits in (8, 4)}
 """How weight differences are sent, by `train.sync.quantize`; rounded to nearest."""
 Tensors = dict[str, Tensor]
 
@@ -150,8 +148,8 @@ class Rounds(EveryStep):
 
     @torch.no_grad()
     def saved(self, tensors: Tensors) -> Tensors:
-        """The mean of the replicas' weights and the first one's optimizer under the ordinary names, and what each
-        replica has besides under its own. After an exchange the weights are equal and have no names of their own.
+        """The mean of the replicas' weights and the first replica's optimizer under the ordinary names, and the rest
+        of each replica's state under `replica.N`. After an exchange the weights are equal and saved once.
         """
         share = self._share() if self.since else None
         out: Tensors = {}
@@ -215,4 +213,4 @@ def _flat(tensors: Tensors, names: list[str]) -> Tensor:
 def _spread(flat: Tensor, into: list[Tensor]) -> None:
     """Copy a flat tensor into the tensors it was concatenated from."""
     parts = flat.split([t.numel() for t in into])
-    torch._foreach_copy_(into, [p.view_as(t) for p, t in zip(parts, into, strict=True)])
+    foreach_copy_(into, [p.view_as(t) for p, t in zip(parts, into, strict=True)])

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from weft.hardware.catalog import Device, find_device, find_network
-from weft.hardware.efficiency import measured_limits
 from weft.hardware.prices import price_of
 from weft.job.schema import Job, Model
 from weft.job.shapes import PATCH_DIM, resolve
@@ -278,7 +277,6 @@ def make_cluster(
 ) -> ClusterFacts:
     """A cluster of equal nodes; `network_gb_s` is what one device has to other nodes."""
     inside = NVLINK_RACK_SIZE.get(device.name, per_node)
-    reach = measured_limits(device.name)
     return ClusterFacts(
         world=world,
         levels=(
@@ -286,8 +284,8 @@ def make_cluster(
             Level("network", world, network_gb_s, latency_us),
         ),
         peak_tflops={name: peak or _fallback(device, name) for name, peak in device.peak_tflops.items()},
-        reach=reach.matmul,
-        units=reach.units,
+        reach=device.matmul_share,
+        units=device.units,
         memory_gib=memory_gib or device.memory_gib,
         memory_gb_s=device.memory_tb_s * 1000,
         watts=device.tdp_w,
