@@ -115,7 +115,7 @@ def resume_from_disk(session: Session, at_most: int | None = None) -> None:
         state.optimizers = make_optimizers(session.job, state.model, session.mesh)
         _report_restart(session)
         return
-    own = state.own(found.meta)
+    own = state.replica_tensors(found.meta)
     checkpoints.load(found, own)
     tensors |= {n: t for n, t in own.items() if n.startswith("random")}
     state.restore(tensors, found.meta)
