@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.job.schema import Job
-from weft.planner.describe import human_count
 from weft.planner.model.counts import count_parameters
+from weft.planner.number_format import human_count
 from weft.planner.rules.arithmetic import divisors
 
 CRITICAL_BATCH = (22.91, 0.47, 512)

@@ -24,7 +24,7 @@ from weft.planner.model.parameters import (
     stages_of,
 )
 from weft.planner.model.weight_table import Weight
-from weft.planner.plan import Plan
+from weft.planner.plan import AXES, Plan
 from weft.planner.schedules.actions import Schedule
 from weft.planner.schedules.registry import make_schedule
 from weft.planner.sync import exchange_bytes, one_replica
@@ -49,12 +49,6 @@ def compute_bytes(plan: Plan) -> int:
 def gradients_stay_low_precision(plan: Plan) -> bool:
     """Whether gradients stay in the compute dtype, where the backward pass left them: nothing is summed."""
     return plan.precision != "fp32" and plan.dp == plan.cp == plan.pp == plan.accumulation == 1
-
-
-def rank_shards(job: Job, plan: Plan, rank: int) -> list[list[ParamShard]]:
-    """What a rank holds of every weight, stage by stage."""
-    coords = coords_of(plan, rank)
-    return [param_shards(job.model, plan, s, coords) for s in stages_of(plan, coords["pp"])]
 
 
 def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> Traffic:
@@ -277,6 +271,22 @@ def communication_bytes(job: Job, plan: Plan, last: bool = False) -> dict[str, f
         for axis, kinds in traffic_of(job, inner, rank, at).items():
             out[axis] += share * sum(amount for kind, amount in kinds.items() if kind != "recv")
     return dict(out) | exchange_bytes(job, plan)
+
+
+AXIS_OF = {
+    "dp_shard_cp": "dp_shard", "dp_replicate_cp": "dp_replicate", "ep_near": "ep", "ep_far": "ep",
+    "ep_shard": "dp_shard", "expert_replicate": "dp_replicate", "server": "dp_replicate",
+}  # fmt: skip
+"""Axes under which the traffic of other groups of ranks is reported."""
+
+
+def axis_bytes(job: Job, plan: Plan) -> dict[str, float]:
+    """The sums of `communication_bytes` by axis of the layout, and `everyone` for all ranks."""
+    out = dict.fromkeys((*reversed(AXES[1:]), "ep", "pp"), 0.0)
+    for group, bytes_ in communication_bytes(job, plan).items():
+        axis = AXIS_OF.get(group, group)
+        out[axis] = out.get(axis, 0.0) + bytes_
+    return out
 
 
 def _approximate(job: Job, plan: Plan) -> dict[str, float]:
