@@ -109,7 +109,7 @@ def test_cpu_quota_makes_a_rank_slow() -> None:
 
 
 def test_contention_is_not_a_slow_rank() -> None:
-    """Ranks that wait for a core while all work take turns in being late; one of them stays late."""
+    """Ranks that wait for busy cores are late in turn; later one of them stays late."""
     contention, held = StepTimes(4), StepTimes(4)
     late = [0.1, 0.0, 0.0, 0.0]
     for i in range(120):  # of 0.2 s: for two seconds each
@@ -153,7 +153,7 @@ def test_work_moves_and_returns() -> None:
 
 @pytest.mark.parametrize("share", [0.4, 0.5, 0.6, 0.7])
 def test_division_is_refined_until_most_is_regained(share: float) -> None:
-    """A step has a part that does not depend on its samples, which the first division cannot know."""
+    """A part of a step's time does not depend on its samples; the first division does not know it."""
 
     def busy(counts: tuple[int, ...]) -> list[float]:
         return [0.06 + 0.01 * counts[0], (0.06 + 0.01 * counts[1]) / share]

@@ -1,4 +1,4 @@
-"""A failed start leaves every file as it was, unless this very start wrote it."""
+"""A failed start changes only files that it wrote itself."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_rank_that_waits_for_a_waiting_rank_is_not_blamed() -> None:
 
 
 def test_pipeline_hang_blames_the_rank_outside_communication() -> None:
-    """There the ranks send different things, and their counts mean nothing."""
+    """Stages send different numbers of messages, so their counts cannot be compared."""
     peers = {0: {"pp": [0, 1]}, 1: {"pp": [0, 1]}}
     counts = {0: {"pp": 40}, 1: {"pp": 12}}
     assert blame(counts, peers, {0: "", 1: "pp"}) == {0: "it is in no collective, while others wait on pp"}

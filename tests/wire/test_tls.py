@@ -20,7 +20,7 @@ from weft.wire.channel import Channel, WireError, open_channel
 from weft.wire.listener import Listener
 
 SECRET = b"0123456789abcdef0123456789abcdef"
-TEXT = "weights that nobody may read"
+TEXT = "weights that must not be readable"
 
 
 def echo(channel: Channel) -> None:
@@ -36,7 +36,7 @@ def encrypted() -> Iterator[Listener]:
 
 
 def recorded(target: tuple[str, int], encrypt: bool) -> bytes:
-    """All bytes of a conversation with a listener, in both directions, seen by a relay between the two sides."""
+    """All bytes of a connection to a listener, in both directions, recorded by a relay."""
     seen, relay = bytearray(), socket.create_server(("127.0.0.1", 0))
 
     def copy(source: socket.socket, sink: socket.socket) -> None:
