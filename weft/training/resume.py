@@ -116,7 +116,7 @@ def resume_from_disk(session: Session, at_most: int | None = None) -> None:
         _restart(session)
         _report_restart(session)
         return
-    own = state.own(found.meta)
+    own = state.replica_tensors(found.meta)
     checkpoints.load(found, own)
     tensors |= {n: t for n, t in own.items() if n.startswith("random")}
     state.restore(tensors, found.meta)

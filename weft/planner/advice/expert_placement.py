@@ -118,7 +118,7 @@ def place(load: Sequence[float], ranks: int, *, moves: bool, room: int, price: f
 
 
 def with_copies(job: Job, plan: Plan, facts: ClusterFacts) -> Plan:
-    """The plan with the settings of the expert rebalancer, if the job asks for one.
+    """The plan with the settings of the expert rebalancer, if the job sets one.
 
     A copy sends its weights and their gradients, 2 · matrices · dim · ffn elements. One row less on the busiest rank
     saves 6 · matrices · dim · ffn operations and four transfers of dim elements; dim cancels out.

@@ -318,10 +318,10 @@ def cluster_facts(job: Job, world: int, device: Device | None = None, memory_gib
 
 def _levels(job: Job, made: ClusterFacts) -> tuple[Level, ...]:
     """The job's topology; the network connects groups of its last level."""
-    said = [
+    levels = [
         Level(level.name, min(level.size, made.world), level.gb_s, level.latency_us, level.oversubscription)
         for level in job.cluster.levels
     ]
-    if not said:
+    if not levels:
         return made.levels
-    return (*said, made.levels[-1]) if said[-1].size < made.world else tuple(said)
+    return (*levels, made.levels[-1]) if levels[-1].size < made.world else tuple(levels)

@@ -19,7 +19,7 @@ class Weight:
     name: str
     shape: Shape
     unit: str
-    """The block it is gathered with; empty for what stands outside the blocks."""
+    """The block it is gathered with; empty for weights outside the blocks."""
     cut: int | None = None
     """The dim that tp cuts; None: every rank of tp has it whole."""
     partial: bool = False

@@ -19,7 +19,7 @@ def sequence_rule(job: Job, plan: Plan) -> str | None:
         return None
     what = job.model.module or f"model.family={job.model.family}"
     return (
-        f"parallel.cp={plan.cp} splits the sequence, and {what} has no sequence dimension that Weft knows; use "
+        f"parallel.cp={plan.cp} splits the sequence, and {what} has no known sequence dimension; use "
         "dp_replicate or dp_shard"
     )
 

@@ -1,7 +1,7 @@
 """Branch and bound over a space: the fastest layouts that fit, found exactly.
 
 Settings fall in two: coarse ones (degrees, ZeRO stage, microbatch) and fine ones (schedule, placement, recompute). For
-each coarse row the estimator itself gives a bound: no bubble, no messages between stages, no embedding and head beside
+each coarse row the estimator itself gives a bound: no bubble, no messages between stages, no embedding and head on
 a stage's blocks and nothing recomputed is never slower than any fine choice; as few waiting microbatches as a schedule
 allows and everything recomputed never needs more memory. Rows are opened from the lowest bound up, until the bound is
 above what was found.
