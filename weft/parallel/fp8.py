@@ -135,25 +135,25 @@ class DelayedScales:
                 axis.all_reduce(self.seen, dist.ReduceOp.MAX)
             steps = torch.cat([self.seen.unsqueeze(1), self.steps[:, :-1]], 1)
             self.steps.copy_(steps if taken is True else torch.where(taken, steps, self.steps))
-            self._remember()
+            self._update_past()
         self.seen.zero_()
 
-    def _remember(self) -> None:
+    def _update_past(self) -> None:
         self.past.copy_(self.steps.amax(1))
         for m in self.maxima:
             m.known = True
 
-    def held(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The history, by layer, in place."""
         return {f"{FP8_PREFIX}{name}": self.steps[i] for i, name in enumerate(self.names)}
 
     @torch.no_grad()
-    def recall(self) -> None:
-        """Continue from values that were just read into held(); zeros mean that there was no step."""
+    def restore(self) -> None:
+        """Continue from values that were just read into tensors(); zeros mean that there was no step."""
         if not self.maxima:
             return
         self.seen.zero_()
-        self._remember()
+        self._update_past()
         if not self.steps.any():
             for m in self.maxima:
                 m.known = False
