@@ -105,13 +105,13 @@ def test_text_fields_keep_what_was_written(folder: Path, text: str, name: str) -
 
 def test_export_refuses_what_is_not_a_regular_file(tmp_path: Path) -> None:
     from weft.checkpoint.format import SavedCheckpoint
-    from weft.training.export import export_safetensors
+    from weft.training.export import export_file
 
     found = SavedCheckpoint.__new__(SavedCheckpoint)
     (tmp_path / "link").symlink_to("/dev/full")
     for target in (Path("/dev/full"), tmp_path / "link", tmp_path):
         with pytest.raises(JobError, match="exists and is not a regular file; name a new file"):
-            export_safetensors(found, target)
+            export_file(found, "safetensors", target)
     assert Path("/dev/full").is_char_device()
 
 

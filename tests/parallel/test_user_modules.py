@@ -18,7 +18,7 @@ from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.models.build_model import build_model
 from weft.planner.rules.layout_syntax import ranks
-from weft.training.export import export_safetensors
+from weft.training.export import ExportOptions, export_file
 from weft.verify.prove import with_layout
 
 DATA = ("dp_replicate 2", "dp_shard 2 zero=1", "dp_shard 4 zero=3", "dp_replicate 2 × dp_shard 2 zero=2")
@@ -67,7 +67,8 @@ def test_running_statistics_are_averaged_when_saved(pool: RankPool, tmp_path: Pa
         assert int(opened["buffer.batchnorm.num_batches_tracked"]) == int(saved["buffer.batchnorm.num_batches_tracked"])
     found = newest_good(tmp_path / "checkpoints")
     assert found
-    exported = load_file(export_safetensors(found, tmp_path / "model.safetensors", dtype=torch.bfloat16))
+    export_file(found, "safetensors", tmp_path / "model.safetensors", ExportOptions(torch.bfloat16))
+    exported = load_file(tmp_path / "model.safetensors")
     assert torch.equal(exported[name[7:]], states["1"][1][name].bfloat16())
     assert exported["batchnorm.num_batches_tracked"].dtype == torch.int64
     seen = pool.run(on_ranks.buffers_after, 2, with_layout(own("Normed"), section("dp_replicate 2")), 2)

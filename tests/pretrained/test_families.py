@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import transformers
 from helpers import parity
 from helpers.published import CONFIGS, VOCAB, save_random
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import weft
@@ -66,6 +68,33 @@ def test_config_is_written_from_the_fields(name: str, tmp_path: Path) -> None:
     export_run(run, newest(run), "hf", tmp_path / "exported", ExportOptions())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert (logits_of(again) - expected).abs().max() < 1e-5
+
+
+def test_fp8_with_scales_of_blocks(tmp_path: Path) -> None:
+    """Matrices in fp8 are multiplied by the scales of their blocks, which may be in another file."""
+    save_random("deepseek_v3", tmp_path / "published")
+    tensors, scales = tensors_in(tmp_path / "published"), {}
+    shutil.copytree(tmp_path / "published", tmp_path / "plain")
+    plain = dict(tensors)
+    for name, tensor in plain.items():
+        if tensor.dim() == 2 and name.startswith("model.layers.") and not name.endswith("gate.weight"):
+            rows, columns = (-(-size // 8) for size in tensor.shape)
+            scale = torch.rand(rows, columns) + 0.5
+            whole = scale.repeat_interleave(8, 0)[: len(tensor)].repeat_interleave(8, 1)[:, : tensor.shape[1]]
+            tensors[name], scales[f"{name}_scale_inv"] = (tensor / whole).to(torch.float8_e4m3fn), scale
+            plain[name] = tensors[name].float() * whole
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "published" / "model.safetensors").unlink()
+    listed = {n: f"{kind}.safetensors" for kind, held in (("a", tensors), ("b", scales)) for n in held}
+    for kind, held in (("a", tensors), ("b", scales)):
+        save_file(held, tmp_path / "published" / f"{kind}.safetensors")
+    (tmp_path / "published" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8], "fmt": "e4m3"}
+    (tmp_path / "published" / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        found, expected = (weft.from_hf(str(tmp_path / name))(TOKENS) for name in ("published", "plain"))
+    assert torch.equal(found, expected)
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from weft.checkpoint.format import Manifest, read_manifest, write_manifest
 from weft.job.errors import JobError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
-from weft.training.export import export_safetensors, newest, saved_job
+from weft.training.export import export_file, newest, saved_job
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -53,7 +53,7 @@ def test_a_module_in_a_checkpoint_is_not_imported(run: RunDir) -> None:
     assert said.code == 2
     assert "names the module 'os:system', and the run's job.yaml does not" in said.err
     assert "Traceback" not in said.err
-    export_safetensors(newest(run), run.path / "model.safetensors")
+    export_file(newest(run), "safetensors", run.path / "model.safetensors")
     assert not (run.path / "executed").exists()
     assert "antigravity" not in sys.modules
 

@@ -30,6 +30,7 @@ from weft.pretrained.family_parts import (
     PLAIN,
     QWEN_MOE,
     SIZES,
+    Fp8Blocks,
     GemmaScales,
     Gpt2Width,
     GroupsOfExperts,
@@ -72,6 +73,7 @@ _DEEPSEEK_EXPERTS = {
     "shared": "n_shared_experts", "first_dense": "first_k_dense_replace", "scale": "routed_scaling_factor",
 }  # fmt: skip
 _DEEPSEEK_TRAINING = (
+    Fp8Blocks(),
     Only("moe_layer_freq", (1,)),
     Without(("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")),
 )

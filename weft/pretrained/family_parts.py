@@ -111,6 +111,22 @@ class LatentKeys:
 
 
 @dataclass(frozen=True)
+class Fp8Blocks:
+    """Weights in fp8 with a scale for each block, which the reader multiplies."""
+
+    def read(self, config: Config) -> Fields:
+        found = config.take("quantization_config", {})
+        blocks = found.get("weight_block_size") if isinstance(found, dict) else None
+        sizes = isinstance(blocks, list) and len(blocks) == 2 and all(type(b) is int and 0 < b <= 2**20 for b in blocks)
+        if found and not (found.get("quant_method") == "fp8" and sizes):
+            raise config.wrong("quantization_config", found, "none, or fp8 with a weight_block_size such as [128, 128]")
+        return {}
+
+    def write(self, model: Model) -> Fields:
+        return {}
+
+
+@dataclass(frozen=True)
 class GroupsOfExperts:
     """DeepSeek-V2's groups of experts, which topk_method=greedy does not use."""
 

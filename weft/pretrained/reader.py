@@ -23,6 +23,8 @@ from weft.pretrained.tensor_forms import FileTensor, Shape, TensorPart, file_ten
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """The dtypes of safetensors that are read."""
+SCALE = "_scale_inv"
+"""Ending of the name of the scales of a tensor in fp8, one for each block of it."""
 
 
 class OpenFile:
@@ -38,13 +40,13 @@ class OpenFile:
         return tuple(self.inner.get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor; a JobError if it is not made of floating-point numbers."""
+        """The dtype in which a tensor is used, for fp8 bf16; a JobError if it is not made of floating-point numbers."""
         if isinstance(self.inner, dict):
             kind = self.inner[name].dtype
             found = kind if kind in FLOATS.values() else None
         else:
             kind = self.inner.get_slice(name).get_dtype()
-            found = FLOATS.get(kind)
+            found = torch.bfloat16 if kind == "F8_E4M3" else FLOATS.get(kind)
         if found is None:
             raise JobError(f"{self.path} holds {name} as {kind}; Weft reads fp32, fp16 and bf16")
         return found
@@ -99,7 +101,9 @@ class PretrainedWeights:
 
     def __init__(self, name: str, model: Model):
         self.folder, self.model = find_folder(name), model
-        self.family, _ = read_fields(read_json(self.folder / CONFIG), str(self.folder / CONFIG))
+        config = read_json(self.folder / CONFIG)
+        self.family, _ = read_fields(config, str(self.folder / CONFIG))
+        self.blocks: list[int] = (config.get("quantization_config") or {}).get("weight_block_size", [])
         self.files: WeightFiles = weight_files(self.folder)
         self._check_size()
         module = build_model(model)
@@ -154,7 +158,8 @@ class PretrainedWeights:
         """Whether a tensor of a file is no parameter, or repeats the embedding that the head is tied to."""
         tied = self.model.tied and name == _head_name(self.family.names)
         patterns = (pattern.replace("{layers}", str(self.model.layers)) for pattern in self.family.ignored)
-        return bool(tied) or any(fnmatchcase(name, pattern) for pattern in patterns)
+        scale = bool(self.blocks) and name.endswith(SCALE)
+        return bool(tied) or scale or any(fnmatchcase(name, pattern) for pattern in patterns)
 
     @torch.no_grad()
     def fill(self, targets: Mapping[str, Tensor]) -> None:
@@ -172,10 +177,26 @@ class PretrainedWeights:
         if not any(part.name in targets and _overlaps(part, targets[part.name]) for part in tensor.parts):
             return
         content = opened.tensor(self.where[tensor.name][1])
+        if content.dtype == torch.float8_e4m3fn:
+            content = self._unscaled(content, tensor.name)
         values = tensor.form.split(content, [part.shape for part in tensor.parts], self.model)
         for part, value in zip(tensor.parts, values, strict=True):
             if (target := targets.get(part.name)) is not None:
                 copy_part(part, value, target)
+
+    def _unscaled(self, content: Tensor, name: str) -> Tensor:
+        """A matrix in fp8 times the scales of its blocks, in fp32."""
+        if name + SCALE not in self.where or content.dim() != 2 or not self.blocks:
+            raise JobError(f"{self.folder} holds {name} in fp8 without the scales of its blocks")
+        file, there = self.where[name + SCALE]
+        with open_file(self.folder / file, self.files.format) as opened:
+            scales = opened.tensor(there).float()
+        needed = tuple(-(-size // block) for size, block in zip(content.shape, self.blocks, strict=True))
+        if tuple(scales.shape) != needed:
+            raise JobError(f"{self.folder} holds {name + SCALE} as {list(scales.shape)} instead of {list(needed)}")
+        for dim, block in enumerate(self.blocks):
+            scales = scales.repeat_interleave(block, dim).narrow(dim, 0, content.shape[dim])
+        return content.float() * scales
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each parameter in the files, by name."""

@@ -40,7 +40,9 @@ def write_checkpoint_folder(
     tensors = file_tensors(family, model, named_shapes(family, module).items())
     out.mkdir(parents=True, exist_ok=True)
     size = write_shards(out, "model.safetensors", _converted(tensors, source, model, dtype), shard_bytes, save_tensors)
-    config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": DTYPE_NAMES[dtype]}
+    config = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")} | {
+        "dtype": DTYPE_NAMES[dtype]
+    }
     config["eos_token_id"] = eos if config.get("eos_token_id") is None else config["eos_token_id"]
     for name in SIDE_FILES:
         if side_files is not None and name != CONFIG:

@@ -119,7 +119,7 @@ class ExportOptions:
 
 def export_run(run: RunDir, found: SavedCheckpoint, to: str, out: Path, options: ExportOptions) -> int:
     """Export a checkpoint in a format of FILES; returns the bytes of the weights."""
-    return _export_hf(run, found, out, options) if to == "hf" else _export_file(found, to, out, options)
+    return _export_hf(run, found, out, options) if to == "hf" else export_file(found, to, out, options)
 
 
 def _export_hf(run: RunDir, found: SavedCheckpoint, out: Path, options: ExportOptions) -> int:
@@ -148,10 +148,11 @@ def _export_hf(run: RunDir, found: SavedCheckpoint, out: Path, options: ExportOp
     )  # fmt: skip
 
 
-def _export_file(found: SavedCheckpoint, to: str, out: Path, options: ExportOptions) -> int:
+def export_file(found: SavedCheckpoint, to: str, out: Path, options: ExportOptions | None = None) -> int:
     """Write every parameter and buffer, unsharded, under Weft's names, with the job in the file's metadata."""
     if out.exists() and not out.is_file():
         raise JobError(f"--out {out} exists and is not a regular file; name a new file such as {FILES[to]}")
+    options = options or ExportOptions()
     dtype = options.dtype or torch.float32
     index, prefix = Index(found.path), "ema." if options.ema else "model."
     names = [n.removeprefix(prefix) for n in index.tensors if n.startswith(prefix)]
