@@ -61,7 +61,7 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         "memory_usable_gib": estimator.limit_gib,
         "fits": bool(told.fits[0]),
         "memory": parts,
-        "memory_by_stage": _stages(estimator, layouts),
+        "memory_by_stage": _stages(estimator, layouts) if plan.pp > 1 else [{"stage": 0, **parts, "total": peak}],
         "time": {part: float(s[0]) for part, s in told.time.items()},
         "bytes": {axis: float(b[0]) for axis, b in told.bytes.items()},
         "bytes_by_link": {level: float(np.ravel(b)[0]) for level, b in told.level_bytes.items()},
@@ -82,11 +82,10 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
 
 def _stages(estimator: Estimator, layouts: Layouts) -> list[dict[str, float]]:
     """GiB by component on the first rank of each pipeline rank."""
-    out = []
-    for index in range(int(layouts.pp[0])):
-        parts = {part: float(np.ravel(gib)[0]) for part, gib in estimator.stage_gib(layouts, index).items()}
-        out.append({"stage": index, **parts, "total": sum(parts.values())})
-    return out
+    ranks = np.arange(int(layouts.pp[0]))
+    parts = estimator.stage_gib(layouts.take(0 * ranks), ranks)
+    held = [{part: float(gib[index]) for part, gib in parts.items()} for index in ranks]
+    return [{"stage": index, **each, "total": sum(each.values())} for index, each in enumerate(held)]
 
 
 def show_estimate(told: dict[str, Any]) -> str:

@@ -49,8 +49,8 @@ class Estimator:
             return np.asarray(self.engine.least(layouts)) / GIB
         return replace(self, model=model).peak_gib(layouts)
 
-    def stage_gib(self, layouts: Layouts, index: int) -> dict[str, NDArray[np.float64]]:
-        """Memory by component of one pipeline rank."""
+    def stage_gib(self, layouts: Layouts, index: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
+        """Memory by component of one pipeline rank of each layout."""
         if self.engine is None:
             held = stage_memory(self.model, layouts, self.calibration, index)
         else:

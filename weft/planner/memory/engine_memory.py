@@ -71,7 +71,7 @@ class EngineMemory:
         ((chosen, flags),) = self._groups(layouts)
         units = _expanded(self.job, layouts, place)
         group = LayoutGroup(self.tables, layouts.take(chosen), flags, np.broadcast_to(place.pp, 1), units)
-        held = group.held(*self.stages.at(layouts, place.pp))
+        held = group.held(*self.stages.at(layouts, place.pp)[:2])
         sharded = flags["zero"] > 0
         return {
             "parameters": FP32_BYTES * (held.padded if sharded else held.whole),
@@ -85,9 +85,9 @@ class EngineMemory:
         ((chosen, flags),) = self._groups(layouts)
         at = np.broadcast_to(place.pp, 1)
         group = LayoutGroup(self.tables, layouts.take(chosen), flags, at, _expanded(self.job, layouts, place))
-        blocks, dense = self.stages.at(layouts, place.pp)
+        blocks, dense, again = self.stages.at(layouts, place.pp)
         held, in_flight = group.held(blocks, dense), microbatches_by_schedule("in_flight", layouts, at)
-        stage = group.stage(self.tables.passes(layouts, flags), blocks, dense, in_flight, 0.0 * in_flight)
+        stage = group.stage(self.tables.passes(layouts, flags), blocks, dense, again, in_flight, 0.0 * in_flight)
         kept = sum(unit.passes.kept * count for unit, count in stage.blocks) / np.maximum(blocks, 1)
         return {"whole": held.whole, "held": held.held, "blocks": blocks, "kept": kept, "in_flight": in_flight}
 
@@ -132,19 +132,17 @@ class EngineMemory:
         out = {name: np.zeros(len(layouts)) for name in names}
         units = _expanded(self.job, layouts, place)
         if least is None:
-            blocks, dense = self.stages.at(layouts, place.pp)
+            blocks, dense, again = self.stages.at(layouts, place.pp)
         else:
-            blocks, dense = (
-                least,
-                np.where(layouts.pp > 1, least if self.job.model.experts is None else 0.0, self.stages.first_dense),
-            )
+            blocks, again = least, np.minimum(least, layouts.recompute_blocks)
+            dense = np.where(layouts.pp > 1, least if self.job.model.experts is None else 0.0, self.stages.first_dense)
         for chosen, flags in self._groups(layouts):
             some = layouts.take(chosen)
             at = np.broadcast_to(place.pp, len(layouts))[chosen]
             group = LayoutGroup(self.tables, some, flags, at, {k: u.take(chosen) for k, u in units.items()})
             if least is not None and flags["piped"]:
                 group.begins, group.ends = 0.0 * group.begins, 0.0 * group.ends
-            walk = group.trace(blocks[chosen], dense[chosen], detail)
+            walk = group.trace(blocks[chosen], dense[chosen], again[chosen], detail)
             out["total"][chosen] = walk.peak
             for part, held in walk.at_peak.items():
                 out[part][chosen] = held

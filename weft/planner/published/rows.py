@@ -177,12 +177,16 @@ def _frozen_bytes(line: Mapping[str, str]) -> float:
     precision = line.get("precision", "")
     if "nf4" not in precision:
         return 2.0
-    return BITSANDBYTES_NF4_BYTES - ("nf4-dq" in precision) * DOUBLE_QUANTIZATION_BYTES if "base" not in precision else 0.53
+    return (
+        BITSANDBYTES_NF4_BYTES - ("nf4-dq" in precision) * DOUBLE_QUANTIZATION_BYTES
+        if "base" not in precision
+        else 0.53
+    )
 
 
 def _scales_outputs(line: Mapping[str, str], rows: int) -> bool:
-    """Whether an adapter scales the output of every matrix (LLaMA-Adapter V2): it trains more than a prompt of 10 tokens
-    for each block."""
+    """Whether an adapter scales the output of every matrix (LLaMA-Adapter V2): then it trains more than a prompt of 10
+    tokens for each block."""
     trained = re.search(r"trainable params ([\d,]+)", line.get("notes", ""))
     return "adapter" in line.get("table", "").lower() and int(trained[1].replace(",", "") if trained else 0) > 15 * rows
 
