@@ -97,9 +97,6 @@ class Calibration:
     """Bytes for each logit that the loss gathers from the ranks of tp; 0 where it works on what each rank has."""
     loss_chunk: float = 0.0
     """Logits held at once, where the loss works through them in chunks; 0: all of a microbatch."""
-    chunk_tokens: float = 0.0
-    """Tokens of a sequence on a rank beyond which blocks run in chunks and keep only their input and attention's output
-    (memory/chunked_block.py); 0: never."""
     gather_limit: float = 0.0
     """Elements of weights that ZeRO 3 gathers at once; 0: two blocks."""
     loads_whole: float = 0.0

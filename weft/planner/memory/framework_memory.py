@@ -19,8 +19,6 @@ from weft.planner.time.compression import residual_bytes
 from weft.planner.time.pipeline import stage_layers
 
 GIB = 2**30
-HOST_SHARE, HOST_GIB = 0.7, 128.0
-"""Share of a host's memory for offloaded activations, and usual host memory per GPU."""
 MAX_BUCKET_ELEMENTS = 1e8
 """Most elements in gradient buckets at once: two buckets of the usual 25 to 200 MB."""
 ADAPTER_SHARE = 0.01
@@ -153,10 +151,4 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
     held = np.where(parked, 2 * block, held)
     if cal.host_checkpoints:
         held = np.where((layouts.zero == 3) & (layouts.recompute == RECOMPUTES.index("full")), 0.0, held)
-    usual = cal.activation * (held * microbatches_in_flight(model, layouts, index) + working)
-    if not cal.chunk_tokens:
-        return usual
-    least = size * tokens * (model.dim + q) / tp * layers * microbatches_in_flight(model, layouts, index)
-    least = np.where(parked, np.maximum(0.0, least - HOST_SHARE * HOST_GIB * GIB), least)
-    shards = size * tokens * (6 * model.dim + 4 * q + 4 * kv) / tp
-    return np.where(model.seq_len / layouts.cp > cal.chunk_tokens, least + shards, usual)
+    return cal.activation * (held * microbatches_in_flight(model, layouts, index) + working)

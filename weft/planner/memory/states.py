@@ -20,6 +20,11 @@ from weft.planner.search.candidates import Layouts
 from weft.planner.time.compression import compresses
 
 
+def _row(index: int, doc: str) -> Any:
+    """A property that is a row of `sums`."""
+    return property(lambda self: self.sums[index], doc=doc)
+
+
 @dataclass(frozen=True)
 class UnitSizes:
     """Elements that a rank holds of a unit's weights (a block, or what is outside the blocks), summed over weights."""
@@ -29,45 +34,14 @@ class UnitSizes:
     scratch: Size
     """Bytes of temporary tensors while the optimizer updates a weight, at most."""
 
-    @property
-    def whole(self) -> Size:
-        """On this rank of tp or ep, before sharding."""
-        return self.sums[0]
-
-    @property
-    def padded(self) -> Size:
-        """Of the shard, with the padding that makes all shards equal."""
-        return self.sums[1]
-
-    @property
-    def held(self) -> Size:
-        """Of the shard."""
-        return self.sums[2]
-
-    @property
-    def gathered(self) -> Size:
-        """All shards with their padding."""
-        return self.sums[3]
-
-    @property
-    def aligned(self) -> Size:
-        """Before sharding, each weight aligned as in the buckets of replicas."""
-        return self.sums[4]
-
-    @property
-    def partial(self) -> Size:
-        """Of the shard, weights whose gradients are summed over tp after the backward pass."""
-        return self.sums[5]
-
-    @property
-    def optimizer(self) -> Size:
-        """Bytes of optimizer state."""
-        return self.sums[6]
-
-    @property
-    def compressed(self) -> Size:
-        """Before sharding, weights whose gradients are compressed where the job compresses."""
-        return self.sums[7]
+    whole = _row(0, "On this rank of tp or ep, before sharding.")
+    padded = _row(1, "Of the shard, with the padding that makes all shards equal.")
+    held = _row(2, "Of the shard.")
+    gathered = _row(3, "All shards with their padding.")
+    aligned = _row(4, "Before sharding, each weight aligned as in the buckets of replicas.")
+    partial = _row(5, "Of the shard, weights whose gradients are summed over tp after the backward pass.")
+    optimizer = _row(6, "Bytes of optimizer state.")
+    compressed = _row(7, "Before sharding, weights whose gradients are compressed where the job compresses.")
 
     def __add__(self, other: UnitSizes) -> UnitSizes:
         return UnitSizes(self.sums + other.sums, np.maximum(self.scratch, other.scratch))
