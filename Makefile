@@ -15,9 +15,8 @@ train: $(READY)
 	@echo
 	$(BIN)/weft generate demo --prompt "The " --tokens 400
 
-# Tests start, stop and starve real processes: on a busy machine one may fail that is right. It gets one more try, and is named.
 test: $(READY) system
-	$(BIN)/python -m pytest -n 2 --dist loadfile --reruns 1 -rR
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Needs an NVIDIA GPU; without one it says so and exits 4.
 test-gpu: $(READY)

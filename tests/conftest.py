@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:  # the process that only hands out tests to others need not import torch
+    from helpers.command import Output
+
     from weft.launch.rank_pool import RankPool
 
 WORLD = 4
 LONG = (
     "test_readme", "test_resume", "test_pipeline", "test_experts", "test_parity", "test_compression",
-    "test_state_moves", "test_chaos", "test_server_runs", "test_mpi", "test_context", "test_several_nodes", "test_recovery",
+    "test_chaos", "test_server_runs", "test_mpi", "test_context", "test_several_nodes", "test_recovery",
     "test_dryrun", "test_code_base", "test_pipeline_fault", "test_cli",
 )  # fmt: skip
 """Files that take half a minute and more, the longest first: one that came last would leave the other workers idle."""
@@ -66,6 +68,27 @@ def pool() -> Iterator[RankPool]:
 def world(pool: RankPool) -> Callable[[int], Callable[..., list[Any]]]:
     """world(4)(function, …) gives the function's result on each of 4 ranks."""
     return lambda size: lambda function, *args: pool.run(function, size, *args)
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Output]:
+    """in_process(folder, "plan", …) runs a command in this process: a second less than in one of its own."""
+    from helpers.command import Output
+
+    from weft.cli import main
+
+    def call(folder: Path, *args: str) -> Output:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["weft", *args])
+        capfd.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Output(code, *capfd.readouterr())
+
+    return call
 
 
 @pytest.fixture(scope="session")

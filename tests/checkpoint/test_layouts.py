@@ -57,7 +57,7 @@ def test_moving_between_layouts_keeps_every_tensor(pool: RankPool, tmp_path: Pat
     parts = {n.partition(".")[0] for n in saved}
     assert parts == {"model", "optim", "ema"}
     assert {n.rsplit(".", 1)[1] for n in saved if n.startswith("optim.")} == OPTIMIZERS[name]
-    for layout in ("1", "dp_shard 2 zero=3 × cp 2"):
+    for layout in ("1", "dp_shard 2 zero=3 × cp 2")[: 2 if name in ("adamw", "muon") else 1]:
         step, (opened, again) = move(pool, job, layout, folder)
         assert step == 2
         assert not differ(saved, opened), layout
@@ -73,9 +73,9 @@ def test_frozen_weights_are_kept(pool: RankPool, tmp_path: Path) -> None:
     assert not differ(saved, opened)
 
 
-@settings(max_examples=4, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+@settings(max_examples=3, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
 @given(
-    path=st.lists(st.sampled_from(LAYOUTS), min_size=3, max_size=4, unique=True),
+    path=st.lists(st.sampled_from(LAYOUTS), min_size=3, max_size=3, unique=True),
     name=st.sampled_from(sorted(OPTIMIZERS)),
     vocab=st.integers(5, 53),
     dim=st.integers(5, 20),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -16,7 +17,6 @@ from safetensors.torch import load_file
 
 import weft as package
 from weft.checkpoint.reader import load_full
-from weft.cli import main
 from weft.job import Job, load_job
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
@@ -52,21 +52,9 @@ def run(folder: Path) -> RunDir:
 
 
 @pytest.fixture
-def command(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+def command(folder: Path, in_process: Callable[..., Output]) -> Command:
     """The command line in this process, in the folder of the runs."""
-
-    def call(*args: str) -> Output:
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", ["weft", *args])
-        capfd.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Output(code, *capfd.readouterr())
-
-    return call
+    return functools.partial(in_process, folder)
 
 
 def test_help_plans_and_schemas_import_no_torch(folder: Path) -> None:

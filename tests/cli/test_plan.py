@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.command import Output
 
 JOB = """\
 name: eight
@@ -26,15 +26,21 @@ def job(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def weft(folder: Path, *words: str) -> tuple[int, str, str]:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-m", "weft", "plan", "job.yaml", *words], capture_output=True, text=True, cwd=folder, env=env
-    )
-    return done.returncode, done.stdout, done.stderr
+Weft = Callable[..., tuple[int, str, str]]
 
 
-def test_json_has_the_best_layout_the_runners_up_and_the_front(job: Path) -> None:
+@pytest.fixture
+def weft(in_process: Callable[..., Output]) -> Weft:
+    """`weft plan job.yaml …` in a folder: exit code and output."""
+
+    def plan(folder: Path, *words: str) -> tuple[int, str, str]:
+        done = in_process(folder, "plan", "job.yaml", *words)
+        return done.code, done.out, done.err
+
+    return plan
+
+
+def test_json_has_the_best_layout_the_runners_up_and_the_front(job: Path, weft: Weft) -> None:
     code, out, _ = weft(job, "--json", "--top", "3", "model=llama-3b")
     told: dict[str, Any] = json.loads(out)
     assert code == 0 and told["fits"] and told["world"] == 16
@@ -52,7 +58,7 @@ def test_json_has_the_best_layout_the_runners_up_and_the_front(job: Path) -> Non
         assert not any(all(o[k] < one[k] * (1 - 1e-9) for k in keys) for o in front)
 
 
-def test_text_has_reasons_and_runners_up(job: Path) -> None:
+def test_text_has_reasons_and_runners_up(job: Path, weft: Weft) -> None:
     code, out, _ = weft(job, "--why-not", "tp=8", "--compare", "aws", "nebius:spot", "own", "--tune", "--pareto")
     assert code == 0
     assert "because    dp_shard" in out and "left out: " in out
@@ -71,13 +77,13 @@ def test_text_has_reasons_and_runners_up(job: Path) -> None:
         ("dp_shard=8 zero3 tp=2", "slower; its best form, dp_shard 8 (zero 3) × tp 2, takes "),
     ],
 )
-def test_why_not(job: Path, asked: str, says: str) -> None:
+def test_why_not(job: Path, asked: str, says: str, weft: Weft) -> None:
     code, out, _ = weft(job, "--why-not", asked)
     assert code == 0
     assert f"why not {asked}: {says}" in out
 
 
-def test_a_plan_that_does_not_fit(job: Path) -> None:
+def test_a_plan_that_does_not_fit(job: Path, weft: Weft) -> None:
     code, out, said = weft(job, "model=llama-70b", "cluster.nodes=1", "--json")
     told = json.loads(out)
     assert code == 3 and not told["fits"]
@@ -92,7 +98,7 @@ def test_a_plan_that_does_not_fit(job: Path) -> None:
     assert "would fit with" in out and told["changes"][0]["change"] in out
 
 
-def test_own_catalog_and_topology(job: Path) -> None:
+def test_own_catalog_and_topology(job: Path, weft: Weft) -> None:
     (job / "mine.yaml").write_text(
         "devices: {x1: {memory_gib: 200, tflops: {bf16: 3000}, memory_tb_s: 10, link_gb_s: 1000, watts: 900}}\n"
         "networks: {fast: {gb_s: 200, latency_us: 1}}\n"
@@ -110,7 +116,7 @@ def test_own_catalog_and_topology(job: Path) -> None:
     assert code == 2 and "mine.yaml: x1 has memory_gb; it takes kind, link_gb_s, memory_gib" in said
 
 
-def test_page_in_a_browser(job: Path) -> None:
+def test_page_in_a_browser(job: Path, weft: Weft) -> None:
     code, _, said = weft(job, "model=llama-70b", "cluster.nodes=16", "--html", "plan.html")
     assert code == 0 and "written: plan.html" in said
     page = (job / "plan.html").read_text()

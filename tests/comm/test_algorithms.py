@@ -110,14 +110,14 @@ def test_every_algorithm_with_every_size_and_dtype(pool: RankPool, world: int) -
 
 
 def test_up_to_eight_ranks(pool: RankPool) -> None:
-    for world in (6, 7, 8):
+    for world in (7, 8):
         cases = [
             Case(name, shape, dtype, near, chunks, turned=len(shape) > 1, whole=True)
             for name in BY_HAND
             for near in ((2, 3, 4) if name == "hierarchical" else (1,))
             for shape, dtype, chunks in [
                 ((), torch.float32, None), ((1,), torch.float32, None), ((world - 1,), torch.bfloat16, None),
-                ((7, 13), torch.float32, 3), *(((3, 5), dtype, 2) for dtype in DTYPES),
+                ((7, 13), torch.float32, 3), ((3, 5), torch.int16, 2),
             ]
         ]  # fmt: skip
         size = 4 * 840

@@ -6,6 +6,7 @@ On CPUs they run under Triton's interpreter: TRITON_INTERPRET=1 python -m pytest
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,19 @@ from weft.optim.adamw_kernels import adamw_, corrections_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = [E4M3, E5M2]
-MATRICES = [(1, 1), (1, 130), (16, 16), (63, 65), (64, 128), (257, 129), (70, 33)][-2 if INTERPRETED else 0 :]
-SIZES = [1, 2048, 10_007, 7, 2049][-2 if INTERPRETED else 0 :]
-"""The interpreter is slow and gets the odd ones."""
+
+
+def cases(*every: Any, interpreted: int = 1) -> tuple[Any, ...]:
+    """All of them on a GPU; the last ones, the odd ones, under the interpreter, which is slow."""
+    return every[-interpreted:] if INTERPRETED else every
+
+
+FLOATS = cases(torch.float16, torch.float32, torch.bfloat16, interpreted=2)
+MATRICES = cases((1, 1), (1, 130), (16, 16), (63, 65), (64, 128), (257, 129), (70, 33))
+SIZES = cases(1, 2048, 10_007, 7, 2049)
+VOCABULARIES = cases((1, 1, 1), (5, 257, 257), (3, 20_001, 20_001), (2, 8193, 8200), (3, 2, 5), interpreted=2)
+EXPERT_ROWS = cases((0, 8), (1, 1), (130, 1000), (33, 64), (5, 17), interpreted=2)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -49,7 +58,7 @@ def _off(found: Tensor, right: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("taken", [1, 0])
-@pytest.mark.parametrize("copy", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("copy", cases(torch.float16, None, torch.bfloat16))
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", SIZES)
 def test_adamw(size: int, dtype: torch.dtype, copy: torch.dtype | None, taken: int) -> None:
@@ -75,11 +84,9 @@ def test_adamw(size: int, dtype: torch.dtype, copy: torch.dtype | None, taken: i
         assert rounded(compute, master if taken else torch.zeros_like(master))
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", cases(0.0, 0.1))
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    ("rows", "vocab", "stride"), [(1, 1, 1), (3, 2, 5), (5, 257, 257), (2, 8193, 8200), (3, 20_001, 20_001)]
-)
+@pytest.mark.parametrize(("rows", "vocab", "stride"), VOCABULARIES)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_cross_entropy(
     rows: int, vocab: int, stride: int, dtype: torch.dtype, smoothing: float, in_place: bool
@@ -150,8 +157,8 @@ def test_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("k", [1, 2, 8])
-@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 1), (5, 17), (33, 64), (130, 1000)])
+@pytest.mark.parametrize("k", cases(1, 8, 2))
+@pytest.mark.parametrize(("tokens", "width"), EXPERT_ROWS)
 def test_rows_of_experts(tokens: int, width: int, k: int, dtype: torch.dtype) -> None:
     places = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(1)).view(tokens, k).to(DEVICE)
     x, weights = random(tokens, width, dtype=dtype), random(tokens, k, dtype=dtype, seed=2)
@@ -176,7 +183,8 @@ def test_rows_of_experts(tokens: int, width: int, k: int, dtype: torch.dtype) ->
 
 def test_sums_are_deterministic() -> None:
     """The same bytes every time, as for runs that resume."""
-    rows, weights = random(512, 130, dtype=torch.bfloat16), random(64, 8, dtype=torch.bfloat16)
-    places = torch.randperm(512, generator=torch.Generator().manual_seed(0)).view(64, 8).to(DEVICE)
+    tokens = cases(64, 3)[0]
+    rows, weights = random(8 * tokens, 130, dtype=torch.bfloat16), random(tokens, 8, dtype=torch.bfloat16)
+    places = torch.randperm(8 * tokens, generator=torch.Generator().manual_seed(0)).view(tokens, 8).to(DEVICE)
     first = grouped_kernels.gather(rows, weights, places)
     assert all(same_bytes(first, grouped_kernels.gather(rows, weights, places)) for _ in range(5))

@@ -20,7 +20,7 @@ LAYOUTS = (
     "dp_shard 2 zero=3 × tp 2 no-sequence", "dp_replicate 2 × dp_shard 2 zero=3", "pp 2 zbv", "pp 2 × tp 2",
 )  # fmt: skip
 RECIPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "tensorwise": ({}, LAYOUTS),
+    "tensorwise": ({}, LAYOUTS[::2]),
     "rowwise": ({"scaling": "rowwise"}, LAYOUTS[5:7]),
     "the head too": ({"head": True}, ("tp 2", "dp_shard 2 zero=3", "pp 2")),
     "delayed, and a block left out": (

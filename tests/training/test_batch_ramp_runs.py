@@ -13,6 +13,7 @@ JOB: dict[str, Any] = {
     "model": {"dim": 16, "layers": 4, "heads": 2, "ffn": 32},
     "data": {"seq_len": 16, "record_ids": True},
     "train": {"steps": 12, "global_batch": 8, "batch_ramp": RAMP, "eval_every": 0},
+    "optim": {"schedule": "constant", "warmup": 0},
     "checkpoint": {"every": 3},
     "cluster": {"device": "cpu"},
 }
@@ -41,17 +42,10 @@ def check(folder: Path, name: str, exact: bool) -> None:
 
 def test_resuming_in_the_ramp_is_exact(folder: Path) -> None:
     check(folder, "whole", exact=True)
-    for steps in ("3", "6", "12"):
-        done = weft(folder, "train", "job.yaml", "name=parts", f"train.steps={steps}", "optim.schedule=constant",
-                    "optim.warmup=0", "--nproc", "1")  # fmt: skip
+    for steps in ("6", "12"):
+        done = weft(folder, "train", "job.yaml", "name=parts", f"train.steps={steps}", "--nproc", "1")
         assert done.code == 0, done.err
-    done = weft(
-        folder, "train", "job.yaml", "name=straight", "optim.schedule=constant", "optim.warmup=0", "--nproc", "1"
-    )
-    assert done.code == 0, done.err
-    parts, straight = losses(run_of(folder, "parts")), losses(run_of(folder, "straight"))
-    assert {s: v[-1] for s, v in parts.items()} == {s: v[-1] for s, v in straight.items()}
-    assert ids_by_step(run_of(folder, "parts")) == ids_by_step(run_of(folder, "straight"))
+    check(folder, "parts", exact=True)
 
 
 @pytest.mark.parametrize(

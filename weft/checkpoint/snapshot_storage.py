@@ -106,7 +106,7 @@ class Slot:
     def _copy(self, shards: Mapping[str, Tensor]) -> None:
         if shards:
             began = time.thread_time()  # what it costs: on a busy machine others may run in between
-            torch._foreach_copy_([self.views[n] for n in shards], list(shards.values()))
+            torch._foreach_copy_([self.views[n] for n in shards], list(shards.values()), non_blocking=self.pinned)
             self.copy_s += time.thread_time() - began
 
     def _write_beside(self, shards: Mapping[str, Tensor]) -> None:
@@ -114,14 +114,13 @@ class Slot:
         rest changes before settle() is called (buffers and fp8 maxima in the forward pass, residuals in the
         backward pass) or is gone by then (temporaries), so it is copied in the step's own stream."""
         steady = {n: t for n, t in shards.items() if n.startswith(STEADY)}
-        rest = [n for n in shards if n not in steady]
-        torch._foreach_copy_([self.views[n] for n in rest], [shards[n] for n in rest], non_blocking=True)
+        self._copy({n: t for n, t in shards.items() if n not in steady})
         stream = _beside()
         stream.wait_stream(torch.cuda.current_stream())
         self.copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
             self.copied[0].record()
-            torch._foreach_copy_([self.views[n] for n in steady], list(steady.values()), non_blocking=True)
+            self._copy(steady)
             self.copied[1].record()
         for shard in steady.values():
             shard.record_stream(stream)

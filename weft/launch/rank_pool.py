@@ -115,6 +115,7 @@ def _serve(pipe: Connection, environment: dict[str, str], folder: str) -> None:
     with (Path(folder) / f"stacks-{os.getpid()}").open("w") as stacks:
         faulthandler.register(STACKS, file=stacks, all_threads=True)
         _answer_calls(pipe)
+    os._exit(0)  # Triton's bindings print hundreds of lines about leaks when Python ends
 
 
 def _answer_calls(pipe: Connection) -> None:

@@ -136,13 +136,14 @@ def _packed(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Forward and backward of one block; `masked` kernels support document masks."""
+    """Forward and backward of one block. `masked` kernels support document masks, `single` ones one query and key."""
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, Docs | None], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Docs | None], Grads]
     dtypes: tuple[torch.dtype, ...]
     masked: bool = False
+    single: bool = True
 
 
 def _tiles(q: Tensor, k: Tensor) -> range:
@@ -235,7 +236,7 @@ REFERENCE = Kernel(
 )
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "cuda": (
-        Kernel("cudnn", _cudnn_forward, _cudnn_backward, HALF),
+        Kernel("cudnn", _cudnn_forward, _cudnn_backward, HALF, single=False),
         Kernel("flash", _flash_forward, _flash_backward, HALF),
         REFERENCE,
     ),
@@ -246,12 +247,13 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
 
 def find_kernel(q: Tensor, k: Tensor, masked: bool) -> Kernel:
     """The fastest kernel for such a block."""
-    return _find(q.device.type, q.dtype, q.shape[-1], q.shape[2] // k.shape[2], masked)
+    single = q.shape[1] == k.shape[1] == 1
+    return _find(q.device.type, q.dtype, q.shape[-1], q.shape[2] // k.shape[2], masked, single)
 
 
 @lru_cache
-def _find(device: str, dtype: torch.dtype, head_dim: int, group: int, masked: bool) -> Kernel:
-    able = [k for k in KERNELS.get(device, ()) if dtype in k.dtypes and (k.masked or not masked)]
+def _find(device: str, dtype: torch.dtype, head_dim: int, group: int, masked: bool, single: bool) -> Kernel:
+    able = [k for k in KERNELS.get(device, ()) if dtype in k.dtypes and k.masked >= masked and k.single >= single]
     return next((k for k in able if k is REFERENCE or _agrees(k, device, dtype, head_dim, group)), REFERENCE)
 
 

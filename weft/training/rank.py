@@ -82,7 +82,11 @@ def import_training(run: RunDir) -> None:
     set_compile_cache(run.compiled)  # read on import of torch
 
     with no_collection():
+        import torch
+
         import weft.training.loop  # noqa: F401
+
+        torch.compiler.reset()  # imports dynamo, as every optimizer does: once before the forks instead of in each rank
 
 
 def train_with_rollback(session: Session, signals: Signals, work: Work) -> Exit:
