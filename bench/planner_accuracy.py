@@ -64,7 +64,8 @@ def percent(value: float | None) -> str:
 
 def as_shipped(told: dict[str, Any]) -> str:
     lines = [
-        "| source | rows | median | mean | p90 | memory | median | p90 | verdicts | right | false fits | false OOM | sweeps | regret |",
+        "| source | rows | median | mean | p90 | memory | median | p90 | verdicts | right | false fits | false OOM |"
+        " sweeps | regret |",
         "|" + "---|" * 14,
     ]
     for name, s in [*told["sources"].items(), ("**overall**", told["overall"])]:
