@@ -106,8 +106,11 @@ def show(name: str, rows: int, fits: int, fails: int, errors: np.ndarray) -> str
 
 def held_out(name: str, rows: Sequence[PublishedRun], tries: int) -> None:
     """Score every model by a fit without it."""
-    found, start = [], load_framework(name)
-    for model in sorted({row.model_name for row in rows}):
+    found, start, models = [], load_framework(name), sorted({row.model_name for row in rows})
+    if len(models) < 2:
+        print(f"{name:26} has one model")
+        return
+    for model in models:
         values = search(name, [row for row in rows if row.model_name != model], tries)
         found.append(loss([row for row in rows if row.model_name == model])(framework(start, values)))
     errors = np.concatenate([each[3] for each in found])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_all_reports_of_a_job_agree(part: int, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(f"weft.planner.search.survey.{name}", lambda *args, **kwargs: [])
     machine = probe()
     for module in ("make_plan", "estimate"):
-        monkeypatch.setattr(f"weft.planner.{module}.probe", lambda: machine)
+        monkeypatch.setattr(import_module(f"weft.planner.{module}"), "probe", lambda: machine)
     rng, made = random.Random(part), 0
     while made < JOBS // PARTS:
         raw = random_job(rng)
