@@ -83,7 +83,6 @@ CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
     (LLAMA, "pp2 zb-h1 tp=2", 1, FULL),
     (DEEP, "pp2 dualpipe-v", 1, SGD),
     (WIDE, "dp_shard=2 cp=2 ulysses zero3", 3, FULL),
-    (WIDE, "dp_replicate=2 cp=2 ulysses", 3, {}),
     (WIDE, "cp=2 tp=2 ulysses", 3, BF16),
     (LLAMA, "dp_shard=2 cp=2 ring zero1", 3, SELECTIVE | SGD),
     (MOE, "dp_shard=4 ep=2", 3, SGD),
