@@ -1,10 +1,10 @@
-"""What faults cost: detection, resumption and lost steps of every kind, beside torchrun, torchft and NVIDIA's restart.
+"""The cost of faults: detection, resumption and lost steps by kind, also of torchrun, torchft and NVIDIA's restart.
 
     python bench/chaos.py [--parts kills,hangs,…] [--trials 45] [--others 5] [--minutes 10] [--again]
 
 Each part is one long run of `weft chaos`, or a few runs of another system in the same harness; its result is kept in
-runs/bench-chaos, so a bench that was interrupted goes on with the parts that are missing (--again measures anew). The
-table comes last and is written to bench/chaos.md. torchft and nvidia-resiliency-ext are measured where the environment
+runs/bench-chaos, so an interrupted bench continues with the missing parts (--again measures all of them again). The
+table is written to bench/chaos.md. torchft and nvidia-resiliency-ext are measured where the environment
 variable WEFT_PEERS names a folder that holds them:
 
     pip install --target .peers --no-deps torchft==0.2.0 nvidia-resiliency-ext==0.4.1 …and what they import
@@ -27,7 +27,7 @@ import chaos_others
 import chaos_slow
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = ROOT / "runs" / "bench-chaos"
+RESULTS = ROOT / "runs" / "bench-chaos"
 PAGE = ROOT / "bench" / "chaos.md"
 STEPS = 400
 
@@ -35,7 +35,7 @@ JOB = {
     "name": "bench", "model": {"family": "llama", "dim": 128, "layers": 2, "heads": 4, "ffn": 256},
     "data": {"source": "pydoc", "seq_len": 64}, "train": {"steps": STEPS, "global_batch": 16, "eval_every": 100},
     "optim": {"lr": 1e-3}, "cluster": {"device": "cpu"}, "parallel": {"dp_replicate": 2, "dp_shard": 2, "zero": 2},
-    "checkpoint": {"every": 50}, "runs_dir": str(KEPT),
+    "checkpoint": {"every": 50}, "runs_dir": str(RESULTS),
 }  # fmt: skip
 
 AIMS: dict[str, tuple[str, str, str]] = {
@@ -62,38 +62,38 @@ def weft_parts(kills: int, others: int) -> dict[str, list[str]]:
     }
 
 
-MORE = {"machine": 600}
-"""Steps of parts whose faults take long: a slow rank is let be slow until work moves, and a disk stays full until a
-checkpoint has met it."""
+STEPS_OF_PART = {"machine": 600}
+"""Steps of parts whose faults take long: a rank stays slow until work is moved, and a disk stays full until a
+checkpoint was written to it."""
 
 
 def chaos(arguments: list[str], steps: int = STEPS) -> dict[str, Any]:
     """Run one experiment and show its output."""
-    KEPT.mkdir(parents=True, exist_ok=True)
-    job = KEPT / "job.yaml"
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    job = RESULTS / "job.yaml"
     job.write_text(json.dumps(JOB))
     command = [sys.executable, "-m", "weft", "chaos", str(job), f"train.steps={steps}", "--json", "--seed", "1"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *arguments], env=env, stdout=subprocess.PIPE, text=True, check=False)
     if not done.stdout:
-        raise SystemExit(f"weft chaos ended with code {done.returncode} and said nothing")
+        raise SystemExit(f"weft chaos ended with code {done.returncode} and printed nothing")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 def ten_minutes(minutes: float) -> dict[str, Any]:
-    """A fault every half minute or so, for as long as a run of so many minutes takes."""
-    kept = KEPT / "bench-chaos" / "undisturbed" / "metrics.jsonl"
+    """A run of so many minutes with a fault about every half minute."""
+    kept = RESULTS / "bench-chaos" / "undisturbed" / "metrics.jsonl"
     if not kept.exists():  # how long a step takes is not known yet
         chaos(["--faults", "kill"])
-    told = kept.read_text().splitlines()
-    usual = statistics.median(json.loads(line)["step_time_s"] for line in told)
+    records = kept.read_text().splitlines()
+    usual = statistics.median(json.loads(line)["step_time_s"] for line in records)
     return chaos(["--faults", "random:1000", "--every", "30", "--no-compare"], steps=int(0.9 * 60 * minutes / usual))
 
 
 def parts(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {
-        name: (lambda name=name, words=words: chaos(words, MORE.get(name, STEPS)))
+        name: (lambda name=name, words=words: chaos(words, STEPS_OF_PART.get(name, STEPS)))
         for name, words in weft_parts(args.trials, args.others).items()
     }
     found["quota"] = lambda: [chaos_slow.trial(0.5) for _ in range(args.others)]
@@ -157,10 +157,10 @@ def page(results: dict[str, Any]) -> str:
         "",
         *table,
         "",
-        "Faults follow one another within seconds, so the effective ratios below are of runs that suffer on purpose; "
-        "`long` is the one with a fault every half minute. `term` and `corrupt` end the run and start it again: their "
-        "seconds hold the save, the exit, and one import of torch. A full disk is met by "
-        "the next checkpoint, which is up to 10 steps away.",
+        "Faults follow one another within seconds, except in `long`, which has one every half minute: the effective "
+        "ratios below are not those of an ordinary run. `term` and `corrupt` end the run and start it again: their "
+        "seconds include the save, the exit, and one import of torch. A full disk is detected by the next checkpoint, "
+        "which is up to 10 steps away.",
         "",
     ]
     runs = {n: r for n, r in results.items() if isinstance(r, dict)}
@@ -210,9 +210,9 @@ def main() -> None:
     wanted = args.parts.split(",") if args.parts else list(todo)
     if unknown := [w for w in wanted if w not in todo]:
         raise SystemExit(f"no part is named {unknown[0]}; parts: {', '.join(todo)}")
-    KEPT.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     for name in wanted:
-        kept = KEPT / f"{name}.json"
+        kept = RESULTS / f"{name}.json"
         if kept.exists() and not args.again:
             continue
         if name in chaos_others.NAMES and (why := chaos_others.missing(name)):
@@ -222,7 +222,7 @@ def main() -> None:
         print(f"{name} …", file=sys.stderr, flush=True)
         kept.write_text(json.dumps(todo[name](), indent=1))
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    results = {n: json.loads((KEPT / f"{n}.json").read_text()) for n in todo if (KEPT / f"{n}.json").exists()}
+    results = {n: json.loads((RESULTS / f"{n}.json").read_text()) for n in todo if (RESULTS / f"{n}.json").exists()}
     PAGE.write_text(page(results))
     print(page(results))
 

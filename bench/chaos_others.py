@@ -1,4 +1,4 @@
-"""How long the others of bench/chaos.py take: the same faults, the same model, from the fault to the next commit."""
+"""The other systems of bench/chaos.py: the same faults and model, timed from the fault to the next commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 
 RANKS = 4
 SCRIPT = str(Path(__file__).with_name("chaos_peers.py"))
-PATIENCE_S = {"torchrun": 90.0, "torchft": 40.0, "nvrx": 40.0}
+TIMEOUT_S = {"torchrun": 90.0, "torchft": 40.0, "nvrx": 40.0}
 NAMES = {
     "torchrun": "torchrun, store fenced by attempt",
     "torchft": "torchft 0.2.0",
@@ -126,7 +126,7 @@ def steps_since(world: World, when: float) -> list[dict[str, Any]]:
 
 
 def trials(case: str, kind: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Strike a random rank again and again; a world that does not recover is noted and started anew."""
+    """Inject the fault into random ranks; a world that does not recover is recorded and started again."""
     chance = random.Random(f"{seed} {case} {kind}")
     left, world = count, None
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as top:
@@ -143,10 +143,10 @@ def trials(case: str, kind: str, count: int, seed: int) -> Iterator[dict[str, An
             victims = [r for r in range(RANKS) if _there(world, r) and not (case == "nvrx" and r == 0)]
             rank, last = chance.choice(victims), world.lines()[-1]
             when = time.time()
-            if not wait_for(lambda: _strike(world, rank, kind), 20):  # noqa: B023
+            if not wait_for(lambda: _inject(world, rank, kind), 20):  # noqa: B023
                 raise SystemExit(f"{case}: rank {rank} has no process")
             wait_for(lambda: any(x["era"] > last["era"] for x in steps_since(world, when)) or not world.alive(),  # noqa: B023
-                     PATIENCE_S[case])  # fmt: skip
+                     TIMEOUT_S[case])  # fmt: skip
             after = [x for x in steps_since(world, when) if x["era"] > last["era"]]
             before = [x for x in world.lines() if x["time"] <= when]
             result: dict[str, Any] = {"case": case, "kind": kind, "rank": rank, "resume_s": None, "steps_lost": None}
@@ -168,7 +168,7 @@ def trials(case: str, kind: str, count: int, seed: int) -> Iterator[dict[str, An
             if kind == "stop":
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(world.pid(rank), signal.SIGKILL)
-            if case == "torchft":  # the others went on without it: as its launcher would, start it again
+            if case == "torchft":  # the others continued without it; its launcher would start it again
                 world.processes[rank].wait()
                 world.start(rank)
                 fresh = time.time()
@@ -177,8 +177,8 @@ def trials(case: str, kind: str, count: int, seed: int) -> Iterator[dict[str, An
             world.close()
 
 
-def _strike(world: World, rank: int, kind: str) -> bool:
-    """A rank that is just being started again is not there yet."""
+def _inject(world: World, rank: int, kind: str) -> bool:
+    """Send the signal; False if the rank is being started again."""
     try:
         os.kill(world.pid(rank), SIGNALS[kind])
         return True

@@ -1,9 +1,9 @@
-"""A rank that gets half of a core: when it is named, and how much of the lost throughput comes back.
+"""A rank with half a core: when it is detected, and how much of the lost throughput is regained.
 
     python bench/chaos_slow.py [--trials 3] [--share 0.5]
 
-Two CPU ranks train; after 40 steps one of them is put under a CPU quota (a control group where root may make one, else
-it is stopped and let go in turn) and stays there. Three throughputs of one run, tokens over seconds:
+Two CPU ranks train; after 40 steps one of them is put under a CPU quota (a control group if root can make one, else
+by alternating SIGSTOP and SIGCONT) and stays there. Three throughputs of one run, tokens over seconds:
 
 - before: both ranks have a core;
 - during: one is slow, and the work is still divided evenly;

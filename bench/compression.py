@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from weft.comm.codecs import RoundingNoise, codecs_of
+from weft.comm.compression.codec_base import RoundingNoise
+from weft.comm.compression.codecs import codecs_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device, val_batches
 from weft.job.compression import parse_compression

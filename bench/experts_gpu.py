@@ -18,12 +18,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers import _stand_in
+from peers import import_torchtitan, torchtitan_trainer, train_timed
 from shapes import Clock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,17 +98,8 @@ def weft(s: MoE, steps: int, dense: bool) -> None:
 
 
 def torchtitan(s: MoE, steps: int) -> None:
-    if site := os.environ.get("PEERS_SITE"):
-        sys.path.insert(0, site)
-    _stand_in("datasets", Dataset=object, load_dataset=None)
-    _stand_in("datasets.distributed", split_dataset_by_node=None)
-    _stand_in("torch.utils.tensorboard", SummaryWriter=None)
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29513")
-    import torch
+    import_torchtitan()
     import torchtitan.models.qwen3 as qwen3
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.config import ConfigManager
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
@@ -121,43 +112,7 @@ def torchtitan(s: MoE, steps: int) -> None:
         n_kv_heads=s.kv, qk_norm=True, hidden_dim=s.top_k * s.ffn, rope_theta=1e6, moe_enabled=True,
         moe_inter_dim=s.ffn, moe_args=routing,
     )  # fmt: skip
-
-    class Random(BaseDataLoader):
-        def __iter__(self) -> Iterator[Any]:
-            while True:
-                x = torch.randint(0, s.vocab, (s.batch, s.seq + 1))
-                yield {"input": x[:, :-1]}, x[:, 1:]
-
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            pass
-
-    usual = qwen3.get_train_spec
-
-    def spec() -> Any:
-        made = usual()
-        made.build_dataloader_fn = lambda **kwargs: Random()
-        made.build_tokenizer_fn = None
-        return made
-
-    qwen3.get_train_spec = spec
-    config = ConfigManager().parse_args([
-        "--model.name", "qwen3", "--model.flavor", "bench", "--training.seq_len", str(s.seq),
-        "--training.local_batch_size", str(s.batch), "--training.steps", str(steps), "--metrics.log_freq", "1",
-        "--lr_scheduler.warmup_steps", "2", "--activation_checkpoint.mode", "none", "--optimizer.implementation",
-        "fused", "--compile.enable",
-    ])  # fmt: skip
-    from torchtitan.train import Trainer
-
-    trainer = Trainer(config)
-    trainer.metrics_processor.device_memory_monitor.reset_peak_stats = lambda: None
-    clock = Clock()
-    one = trainer.train_step
-    trainer.train_step = lambda batches: clock(lambda: one(batches))
-    trainer.train()
-    clock.report()
+    train_timed(torchtitan_trainer(qwen3, "qwen3", s.vocab, s.seq, s.batch, steps, ["--compile.enable"]))
 
 
 CASES: dict[str, Callable[[MoE, int], None]] = {

@@ -2,8 +2,8 @@
 
     python bench/fp8.py [--tokens 16384] [--dim 2048] [--ffn 8192] [--json]
 
-First every product is held against the same one made in fp32 from the same fp8 numbers, which is what CPU ranks train
-with. On a machine without a GPU that check is all it does.
+First every product is compared with the same product in fp32 of the same fp8 numbers, as CPU ranks compute it. Without
+a GPU only this check is run.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 from peers import CASES
-from shapes import SHAPES, WARM, Shape
+from shapes import SHAPES, WARMUP_STEPS, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 PEAK = 989e12
@@ -95,7 +95,7 @@ def run_weft(
                 time.sleep(0.05)
         finally:
             _end(process)
-    counted = records[WARM:steps]
+    counted = records[WARMUP_STEPS:steps]
     return {
         "step_time_s": statistics.median(r["step_time_s"] for r in counted),
         "peak_gib": max(r["peak_memory_gib"] for r in counted),
@@ -104,7 +104,7 @@ def run_weft(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run and wait for its ranks, whose memory the next process needs."""
+    """End a run and wait until its ranks have freed their memory."""
     with contextlib.suppress(psutil.NoSuchProcess):
         ranks = psutil.Process(process.pid).children(recursive=True)
         process.kill()
@@ -181,7 +181,9 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(ORDER), help=f"of {', '.join(ORDER)}")
     parser.add_argument("--shapes", default="1b,3b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=14, help=f"of each process; the first {WARM} are not counted")
+    parser.add_argument(
+        "--steps", type=int, default=14, help=f"of each process; the first {WARMUP_STEPS} are not counted"
+    )
     parser.add_argument("--limit", type=float, default=170.0, help="seconds a process may take")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--job", choices=SHAPES, help="only print the job file of a shape, for weft bench step")
@@ -198,8 +200,8 @@ def main() -> None:
     for name in shapes:
         if name not in SHAPES:
             parser.error(f"no shape is named {name!r}; there are {', '.join(SHAPES)}")
-    if args.steps <= WARM:
-        parser.error(f"--steps must be more than the {WARM} that are not counted")
+    if args.steps <= WARMUP_STEPS:
+        parser.error(f"--steps must be more than the {WARMUP_STEPS} that are not counted")
     seen: dict[tuple[str, str], list[dict[str, Any]]] = {(s, c): [] for s in shapes for c in cases}
     with tempfile.TemporaryDirectory(prefix="weft-bench-", ignore_cleanup_errors=True) as folder:
         for shape, turn, case in itertools.product(shapes, range(args.rounds), cases):

@@ -1,10 +1,10 @@
-"""Peak memory and step time of Weft's own jobs on one GPU, predicted beside measured; each job in its own process.
+"""Peak memory and step time of Weft's own jobs on one GPU, predicted and measured; each job in its own process.
 
     python -m weft calibrate            # once: writes hardware/NAME.json, which step times are predicted from
     python bench/gpu_memory.py [--steps 4] [--jobs 0 3 5] [--json]
 
 Measured memory is torch.cuda.max_memory_allocated over real steps; the median of the steps after the first two is the
-time. A job that runs out of memory is said to, beside whether the plan said it fits.
+time. Jobs that run out of memory are reported, with whether the plan predicted that they fit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make(index: int) -> Any:
 
 
 def run_one(index: int, steps: int) -> dict[str, Any]:
-    """In a process of its own: build the job, take a few steps, and say what was seen and what was promised."""
+    """In its own process: build the job, take a few steps, and print the measured and the predicted figures."""
     import torch
 
     from weft.data.dataset import open_dataset

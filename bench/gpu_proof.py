@@ -11,10 +11,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_common import facts, make_parser, parse, write_results
 
-from weft.hardware.probe import probe
 from weft.hardware.shared_devices import multi_process_service
 from weft.job import apply_overrides, parse_job
-from weft.job.errors import Exit, WeftError
+from weft.job.errors import WeftError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankFailed, RankPool
 from weft.mesh import connect
@@ -94,8 +90,8 @@ def start_and_step(job: Job, plan: Plan, folder: str) -> None:
     trace_on(connect(plan, job.comm.timeout_s), job, plan, 1, folder)
 
 
-def planned(job: Job, words: str) -> tuple[Job, Plan]:
-    section = {"dp_replicate": 1, "dp_shard": 1} if words == "1" else parse_layout(words)
+def planned(job: Job, layout: str) -> tuple[Job, Plan]:
+    section = {"dp_replicate": 1, "dp_shard": 1} if layout == "1" else parse_layout(layout)
     spread, plan = make_plan(with_layout(job, section))
     check(spread, plan, RUNNABLE)
     return spread, plan
@@ -115,17 +111,17 @@ class Proof:
         found = self._run(model, "1", reference, None)
         self.note(f"{name}: one rank: {found}")
         traces = {p: load(reference / p) for p in self.asked.precisions}
-        for words in layouts:
-            if self.asked.only and not any(o in words for o in self.asked.only.split(",")):
+        for layout in layouts:
+            if self.asked.only and not any(o in layout for o in self.asked.only.split(",")):
                 continue
-            self._prove(model, words, name, reference, traces)
+            self._prove(model, layout, name, reference, traces)
 
-    def _run(self, model: dict[str, Any], words: str, folder: Path, reference: Path | None) -> dict[str, str]:
+    def _run(self, model: dict[str, Any], layout: str, folder: Path, reference: Path | None) -> dict[str, str]:
         runs, refused = [], {}
         for precision in self.asked.precisions:
             (folder / precision).mkdir(parents=True, exist_ok=True)
             try:
-                runs.append((precision, *planned(job_for(model, precision, self.asked.device), words)))
+                runs.append((precision, *planned(job_for(model, precision, self.asked.device), layout)))
             except WeftError as error:
                 refused[precision] = f"refused: {error}"
         if not runs:
@@ -136,9 +132,9 @@ class Proof:
         return refused | results[0]
 
     def _prove(
-        self, model: dict[str, Any], words: str, name: str, reference: Path, traces: dict[str, Trace | None]
+        self, model: dict[str, Any], layout: str, name: str, reference: Path, traces: dict[str, Trace | None]
     ) -> None:
-        row: dict[str, Any] = {"model": name, "layout": words, "ranks": ranks(parse_layout(words)), "by": {}}
+        row: dict[str, Any] = {"model": name, "layout": layout, "ranks": ranks(parse_layout(layout)), "by": {}}
         self.rows.append(row)
         began = time.monotonic()
         if began > self.deadline:
@@ -146,12 +142,12 @@ class Proof:
             return
         folder = self.folder / f"{name}-{len(self.rows)}"
         try:
-            found = self._run(model, words, folder, reference)
+            found = self._run(model, layout, folder, reference)
         except (RankFailed, WeftError) as error:
             lines = str(error).strip().splitlines()
             found = {}
             row["why"] = lines[-1][:300]
-            self.note(f"{words}: FAILED\n{error}"[:20000])
+            self.note(f"{layout}: FAILED\n{error}"[:20000])
         row["connect_s"] = float(found.pop("connect_s", 0))
         for precision in self.asked.precisions:
             one, other = traces[precision], load(folder / precision)
@@ -160,30 +156,30 @@ class Proof:
             elif one is None or other is None:
                 row["by"][precision] = {"verdict": "failed", "why": row.get("why", "the reference failed")}
             else:
-                v = compare(words, row["ranks"], one, other, precision)
+                v = compare(layout, row["ranks"], one, other, precision)
                 row["by"][precision] = {
                     "verdict": v.verdict, "loss": v.max_loss_diff, "grad": v.max_grad_diff, "norm": v.grad_norm_diff,
                     "worst": v.worst_parameter, "param": v.param_diff, "size": v.size_diff,
                     "first_grad": first_step(one, other),
                 }  # fmt: skip
         row["seconds"] = time.monotonic() - began
-        self.note(f"{words:42} {row['seconds']:5.1f} s (connect {row['connect_s']:.1f}) " + "  ".join(
+        self.note(f"{layout:42} {row['seconds']:5.1f} s (connect {row['connect_s']:.1f}) " + "  ".join(
             f"{p} {x['verdict']} {x.get('grad') or 0:.1e}" for p, x in row["by"].items()))  # fmt: skip
 
-    def starts(self, words: str, count: int) -> str:
+    def starts(self, layout: str, count: int) -> str:
         """Start a run and take its first step, over and over."""
         done, slowest, why = 0, 0.0, ""
-        spread, plan = planned(job_for(MODEL, "bf16", self.asked.device), words)
+        spread, plan = planned(job_for(MODEL, "bf16", self.asked.device), layout)
         while done < count and time.monotonic() < self.deadline:
             began = time.monotonic()
             try:
                 self.pool.run(start_and_step, plan.world, spread, plan, str(self.folder))
             except RankFailed as error:
                 why = error.last_line
-                self.note(f"start {done + 1} of {words}: {error}"[:20000])
+                self.note(f"start {done + 1} of {layout}: {error}"[:20000])
                 break
             done, slowest = done + 1, max(slowest, time.monotonic() - began)
-        return f"{words}: {done} starts of {count}, slowest {slowest:.1f} s{why and ', then: '}{why}"
+        return f"{layout}: {done} starts of {count}, slowest {slowest:.1f} s{why and ', then: '}{why}"
 
     def note(self, text: str) -> None:
         self.log.append(text)
@@ -198,23 +194,6 @@ def first_step(one: Trace, other: Trace) -> float:
 
 def load(folder: Path) -> Trace | None:
     return Trace.load(folder) if (folder / TRACE_FILE).exists() else None
-
-
-def command(*words: str) -> str:
-    try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def facts(asked: argparse.Namespace) -> dict[str, str]:
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if asked.device == "cuda" else "none"
-    gpu = command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
-    commit = asked.commit or command("git", "rev-parse", "--short", "HEAD")
-    return {
-        "GPU and driver": gpu[0] if gpu else "none", "torch": torch.__version__, "NCCL": nccl,
-        "Python": platform.python_version(), "commit": commit or "unknown", "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
 
 
 def page(about: dict[str, str], rows: list[dict[str, Any]], precisions: list[str], starts: list[str]) -> str:
@@ -247,9 +226,7 @@ def page(about: dict[str, str], rows: list[dict[str, Any]], precisions: list[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", type=Path, default=Path(__file__).parent, help="folder for gpu-proof.md and .json")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser = make_parser(__doc__, "gpu-proof")
     parser.add_argument("--precisions", default=list(PRECISIONS), type=lambda s: s.split(","))
     parser.add_argument("--only", default="", help="layouts that contain one of these words, separated by commas")
     parser.add_argument("--steps", type=int, default=3)
@@ -257,12 +234,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=330.0, help="seconds for all")
     parser.add_argument("--starts", type=int, default=0, help="starts of pp4 1f1b and pp2 zbv × dp_shard 2 at the end")
     parser.add_argument("--no-mps", action="store_true", help="let ranks take turns on the GPU")
-    parser.add_argument("--commit", default=os.environ.get("COMMIT", ""))
-    asked = parser.parse_args()
-    if asked.device == "cuda" and not probe().gpus:
-        print("bench/gpu_proof.py needs an NVIDIA GPU, and this machine has none")
-        return int(Exit.MACHINE)
-    asked.to.mkdir(parents=True, exist_ok=True)
+    asked = parse(parser)
     stacks = (asked.to / "gpu-proof-stacks.txt").open("w")
     faulthandler.dump_traceback_later(asked.budget + 3 * asked.timeout, file=stacks, exit=True)
     about, starts = facts(asked), []
@@ -276,17 +248,14 @@ def main() -> int:
             try:
                 proof.run(MODEL, DENSE, "dense")
                 proof.run({**MODEL, "experts": EXPERTS}, MIXED, "experts")
-                for words in (
+                for layout in (
                     ("pp4 1f1b microbatches=8", "pp2 zbv dp_shard=2 zero=2 microbatches=4") if asked.starts else ()
                 ):
-                    starts.append(proof.starts(words, asked.starts))
+                    starts.append(proof.starts(layout, asked.starts))
             except Exception:
                 proof.note(traceback.format_exc())
     text = page(about, proof.rows, asked.precisions, starts)
-    (asked.to / "gpu-proof.md").write_text(text, encoding="utf-8")
-    (asked.to / "gpu-proof.json").write_text(
-        json.dumps({"about": about, "rows": proof.rows, "starts": starts}, indent=1), encoding="utf-8"
-    )
+    write_results(asked.to, "gpu-proof", text, {"about": about, "rows": proof.rows, "starts": starts})
     (asked.to / "gpu-proof-log.txt").write_text("\n".join(proof.log), encoding="utf-8")
     faulthandler.cancel_dump_traceback_later()
     print(text)

@@ -1,4 +1,4 @@
-"""Faults on a GPU: seconds from each fault to the next committed step, and whether the run ends as if nothing happened.
+"""Faults on a GPU: seconds from each fault to the next committed step, and a comparison with an undisturbed run.
 
     python bench/gpu_recovery.py                 # writes bench/gpu-recovery.md and .json
     python bench/gpu_recovery.py --device cpu --kills 2 --others 1      # the same over Gloo, to try the script
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -22,13 +21,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpu_proof import facts
+from gpu_common import facts, make_parser, parse, write_results
 
 from weft.chaos.experiment import ExperimentResult, run_experiment, same_weights, undisturbed
 from weft.chaos.fault_injector import Experiment
-from weft.hardware.probe import probe
 from weft.job import apply_overrides, parse_job
-from weft.job.errors import Exit, WeftError
+from weft.job.errors import WeftError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.watch.journal import read_metrics
@@ -141,9 +139,7 @@ def page(about: dict[str, str], rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", type=Path, default=Path(__file__).parent, help="folder for gpu-recovery.md and .json")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser = make_parser(__doc__, "gpu-recovery")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--others", type=int, default=3, help="faults of each other kind")
     parser.add_argument("--steps-after", type=int, default=25, help="steps that follow each fault")
@@ -151,12 +147,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no group is started")
     parser.add_argument("--no-control", action="store_true", help="without the second run without faults")
-    parser.add_argument("--commit", default=os.environ.get("COMMIT", ""))
-    asked = parser.parse_args()
-    if asked.device == "cuda" and not probe().gpus:
-        print("bench/gpu_recovery.py needs an NVIDIA GPU, and this machine has none")
-        return int(Exit.MACHINE)
-    asked.to.mkdir(parents=True, exist_ok=True)
+    asked = parse(parser)
     few = asked.others
     groups: list[tuple[Any, ...]] = [
         ("kill", 2, f"kill:{asked.kills}"), ("other", 2, f"stop:{few},sleep:{few},illegal:{few}"),
@@ -175,10 +166,7 @@ def main() -> int:
                 rows.append({"name": name, "ranks": ranks, "faults": faults, "why": "not started: no time left"})
                 continue
             rows.append(group(name, ranks, faults, asked, Path(folder), *overrides))
-            (asked.to / "gpu-recovery.md").write_text(page(about, rows), encoding="utf-8")
-            (asked.to / "gpu-recovery.json").write_text(
-                json.dumps({"about": about, "rows": rows}, indent=1, default=str), encoding="utf-8"
-            )
+            write_results(asked.to, "gpu-recovery", page(about, rows), {"about": about, "rows": rows})
     print(page(about, rows))
     return 0 if all(r.get("same_weights") and not r["differing_steps"] for r in rows) else 1
 

@@ -1,4 +1,4 @@
-"""What the guards of a run cost: the time spent in them in every step, beside the step itself.
+"""The cost of the guards of a run: the time spent in them, as a share of a step.
 
     python bench/guards.py [JOB] [key=value …]
 

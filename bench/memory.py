@@ -1,4 +1,4 @@
-"""Memory of Weft's own runs: what the plan predicts beside what real CPU ranks had at once, counted in tensors.
+"""Memory of Weft's own runs: the plan's prediction and the peak of live tensors on real CPU ranks.
 
     python bench/memory.py [--models llama gpt2 …] [--precision fp32 bf16] [--recompute none full] [--json]
     python bench/memory.py --models experts --layouts 1 tp2 'dp_shard=4 ep=2' 'tp2 ep2' 'pp2 dp_shard=2 ep=2'

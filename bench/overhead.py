@@ -2,11 +2,10 @@
 
     python bench/overhead.py [--rounds 3] [--steps 60] [--resilience] [--json]
 
-Same model, same data, same dtype and optimizer, two CPU ranks with one thread each. The bare loop is what a careful
-person would write: DDP with bucket views, fused AdamW, clipping, the batch sliced from one array in memory.
+Same model, data, dtype and optimizer, two CPU ranks with one thread each. The bare loop uses DDP with bucket views,
+fused AdamW, clipping, and batches sliced from one array in memory.
 
-With --resilience it is not the bare loop that Weft stands beside but itself: with a supervisor, snapshots and a spare,
-and without (`--no-resilient`).
+With --resilience, Weft with a supervisor, snapshots and a spare is compared with Weft without them (`--no-resilient`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SEQ, BATCH, WARM = 128, 32, 10
+SEQ, BATCH, WARMUP_STEPS = 128, 32, 10
 MODEL = {"family": "llama", "dim": 256, "layers": 4, "heads": 8, "ffn": 704}
 
 
@@ -102,15 +101,15 @@ def run_weft(steps: int, layout: str, *more: str) -> list[float]:
 
 
 def compare_resilience(rounds: int, steps: int, layout: str, as_json: bool) -> None:
-    """The same run watched and unwatched. A spare is started while steps are counted, as it is in a real run.
+    """Compare the same run with and without a supervisor. A spare starts during the measured steps, as in a real run.
 
-    The two take turns, and take turns in who is first, so that a machine that becomes slower favours neither. The
-    overhead is that of the medians of all steps; what each round alone gives shows how far the figure can be trusted.
+    The two alternate, and which is first alternates too, so that a change in the machine's load affects both. The
+    overhead is that of the medians of all steps; the overheads of single rounds show the noise.
     """
     times: dict[str, list[list[float]]] = {"--no-resilient": [], "--resilient": []}
     for number in range(rounds):
         for flag in list(times)[:: 1 if number % 2 == 0 else -1]:
-            times[flag].append(run_weft(steps, layout, flag)[WARM:])
+            times[flag].append(run_weft(steps, layout, flag)[WARMUP_STEPS:])
     plain, watched = (statistics.median(s for found in each for s in found) for each in times.values())
     pairs = zip(times["--resilient"], times["--no-resilient"], strict=True)
     result = {
@@ -146,8 +145,8 @@ def main() -> None:
     ours: list[float] = []
     theirs: list[float] = []
     for _ in range(args.rounds):  # alternating, so that a change in the machine's load affects both
-        theirs += run_bare(args.steps)[WARM:]
-        ours += run_weft(args.steps, args.layout)[WARM:]
+        theirs += run_bare(args.steps)[WARMUP_STEPS:]
+        ours += run_weft(args.steps, args.layout)[WARMUP_STEPS:]
     tokens = BATCH * SEQ
     result = {
         "bare_tokens_per_s": tokens / statistics.median(theirs),

@@ -53,21 +53,8 @@ def hugging_face(s: Shape, steps: int, compiled: bool) -> None:
 
 
 def torchtitan(s: Shape, steps: int, compiled: bool, fp8: bool) -> None:
-    site = os.environ.get("PEERS_SITE")
-    if site:
-        sys.path.insert(0, site)
-    if importlib.util.find_spec("torchtitan") is None:
-        raise SystemExit("torchtitan is not installed; PEERS_SITE must name a folder that holds it")
-    _stand_in("datasets", Dataset=object, load_dataset=None)
-    _stand_in("datasets.distributed", split_dataset_by_node=None)
-    if importlib.util.find_spec("tensorboard") is None:
-        _stand_in("torch.utils.tensorboard", SummaryWriter=None)
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29511")
-    import torch
+    import_torchtitan()
     import torchtitan.models.llama3 as llama3
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.config import ConfigManager
     from torchtitan.models.llama3.model.args import TransformerModelArgs
 
     # torchtitan derives the hidden width: 8/3 of dim times this, up to the next multiple of 256
@@ -77,10 +64,43 @@ def torchtitan(s: Shape, steps: int, compiled: bool, fp8: bool) -> None:
         ffn_dim_multiplier=factor, rope_theta=500000,
     )  # fmt: skip
 
+    args = ["--compile.enable"] if compiled else []
+    if fp8:
+        args += [
+            "--model.converters", "quantize.linear.float8", "--quantize.linear.float8.recipe_name", "rowwise",
+            "--quantize.linear.float8.filter_fqns", "output",
+        ]  # fmt: skip
+    trainer = torchtitan_trainer(llama3, "llama3", s.vocab, s.seq, s.batch, steps, args)
+    hidden = trainer.model_parts[0].layers["0"].feed_forward.w1.weight.shape[0]
+    if hidden != s.ffn:
+        raise SystemExit(f"torchtitan made a hidden width of {hidden}, not {s.ffn}")
+    train_timed(trainer)
+
+
+def import_torchtitan() -> None:
+    """Make torchtitan importable, from PEERS_SITE if that is set, for one rank."""
+    if site := os.environ.get("PEERS_SITE"):
+        sys.path.insert(0, site)
+    if importlib.util.find_spec("torchtitan") is None:
+        raise SystemExit("torchtitan is not installed; PEERS_SITE must name a folder that holds it")
+    _stub("datasets", Dataset=object, load_dataset=None)
+    _stub("datasets.distributed", split_dataset_by_node=None)
+    if importlib.util.find_spec("tensorboard") is None:
+        _stub("torch.utils.tensorboard", SummaryWriter=None)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+
+
+def torchtitan_trainer(model: Any, name: str, vocab: int, seq: int, batch: int, steps: int, args: list[str]) -> Any:
+    """torchtitan's trainer of the flavour `bench` of a model, on random tokens."""
+    import torch
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.config import ConfigManager
+
     class Random(BaseDataLoader):
         def __iter__(self) -> Iterator[Any]:
             while True:
-                x = torch.randint(0, s.vocab, (s.batch, s.seq + 1))
+                x = torch.randint(0, vocab, (batch, seq + 1))
                 yield {"input": x[:, :-1]}, x[:, 1:]
 
         def state_dict(self) -> dict[str, Any]:
@@ -89,7 +109,7 @@ def torchtitan(s: Shape, steps: int, compiled: bool, fp8: bool) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             pass
 
-    usual = llama3.get_train_spec
+    usual = model.get_train_spec
 
     def spec() -> Any:
         made = usual()
@@ -97,26 +117,21 @@ def torchtitan(s: Shape, steps: int, compiled: bool, fp8: bool) -> None:
         made.build_tokenizer_fn = None
         return made
 
-    llama3.get_train_spec = spec
-    args = [
-        "--model.name", "llama3", "--model.flavor", "bench", "--training.seq_len", str(s.seq),
-        "--training.local_batch_size", str(s.batch), "--training.steps", str(steps), "--metrics.log_freq", "1",
+    model.get_train_spec = spec
+    config = ConfigManager().parse_args([
+        "--model.name", name, "--model.flavor", "bench", "--training.seq_len", str(seq),
+        "--training.local_batch_size", str(batch), "--training.steps", str(steps), "--metrics.log_freq", "1",
         "--lr_scheduler.warmup_steps", "2", "--activation_checkpoint.mode", "none", "--optimizer.implementation",
-        "fused", *(["--compile.enable"] if compiled else []),
-    ]  # fmt: skip
-    if fp8:
-        args += [
-            "--model.converters", "quantize.linear.float8", "--quantize.linear.float8.recipe_name", "rowwise",
-            "--quantize.linear.float8.filter_fqns", "output",
-        ]  # fmt: skip
-    config = ConfigManager().parse_args(args)
+        "fused", *args,
+    ])  # fmt: skip
     from torchtitan.train import Trainer
 
-    trainer = Trainer(config)
-    hidden = trainer.model_parts[0].layers["0"].feed_forward.w1.weight.shape[0]
-    if hidden != s.ffn:
-        raise SystemExit(f"torchtitan made a hidden width of {hidden}, not {s.ffn}")
-    # or the peak would be that since the last line of its log
+    return Trainer(config)
+
+
+def train_timed(trainer: Any) -> None:
+    """Run a torchtitan trainer and report its step times and peak memory."""
+    # otherwise the peak is that since the last line of its log
     trainer.metrics_processor.device_memory_monitor.reset_peak_stats = lambda: None
     clock = Clock()
     one = trainer.train_step
@@ -125,7 +140,7 @@ def torchtitan(s: Shape, steps: int, compiled: bool, fp8: bool) -> None:
     clock.report()
 
 
-def _stand_in(name: str, **content: Any) -> None:
+def _stub(name: str, **content: Any) -> None:
     """A stub for a module from which torchtitan imports names that this bench does not use."""
     module = types.ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)

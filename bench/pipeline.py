@@ -2,8 +2,8 @@
 
     python bench/pipeline.py [--ranks 4] [--microbatches 16] [--forward-ms 50] [--steps 3] [--json]
 
-The ranks are real processes that run Weft's own executor and send real messages over Gloo; only the work is made up: a
-stage sleeps instead of computing, so that more ranks than cores are as honest as one rank a core. A model's share of a
+The ranks are real processes that run Weft's own executor and send real messages over Gloo; only the computation is
+simulated: a stage sleeps, so that more ranks than cores give the same times as one rank a core. A model's share of a
 rank takes the same time under every schedule: with two stages a rank, each sleeps half as long.
 """
 

@@ -96,7 +96,7 @@ def held_out() -> str:
 
 
 def unknown(rows: list[PublishedRun]) -> str:
-    """Every source as if nobody had fitted it: by the default calibration alone, and helped by its other models."""
+    """Every source without its own calibration: by the default one, and fitted on its other models."""
     lines = [
         "| source | rows | default alone: median | p90 | helped by other models: median | p90 |",
         "|---|---|---|---|---|---|",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu import PEAK, run_weft
-from shapes import SHAPES, WARM
+from shapes import SHAPES, WARMUP_STEPS
 
 NO_ROOM = ("out of memory", "outofmemory", "will not fit", " need ")
 
@@ -59,12 +59,14 @@ def main() -> None:
     parser.add_argument("--lengths", default="8192,32768")
     parser.add_argument("--shape", default="3b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--steps", type=int, default=7, help=f"of each process; the first {WARM} are not counted")
+    parser.add_argument(
+        "--steps", type=int, default=7, help=f"of each process; the first {WARMUP_STEPS} are not counted"
+    )
     parser.add_argument("--limit", type=float, default=60.0, help="seconds a process may take")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if args.steps <= WARM:
-        parser.error(f"--steps must be more than the {WARM} that are not counted")
+    if args.steps <= WARMUP_STEPS:
+        parser.error(f"--steps must be more than the {WARMUP_STEPS} that are not counted")
     rows = []
     lengths = [int(length) for length in args.lengths.split(",")]
     with tempfile.TemporaryDirectory(prefix="weft-bench-", ignore_cleanup_errors=True) as folder:

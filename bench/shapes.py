@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-WARM = 4
+WARMUP_STEPS = 4
 """Warm-up steps, which are not counted."""
 
 
@@ -51,7 +51,7 @@ def report(times: list[float], began: float, first: float) -> None:
     import torch
 
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    found = {"step_time_s": statistics.median(times[WARM:]), "peak_gib": peak, "first_step_s": first - began}
+    found = {"step_time_s": statistics.median(times[WARMUP_STEPS:]), "peak_gib": peak, "first_step_s": first - began}
     print("RESULT " + json.dumps(found), flush=True)
 
 

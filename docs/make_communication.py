@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.comm import adaptive
 from weft.comm.algorithms import ring_places
+from weft.comm.compression import adaptive
 
 HERE = Path(__file__).parent
 RANKS = 4

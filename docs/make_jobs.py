@@ -19,8 +19,8 @@ from weft.job.optim import LR_SCHEDULES, OPTIMIZERS
 from weft.job.registry import NameIn
 from weft.job.schema import Data, DeviceGroup, Experts, Failures, Job, Model, RopeScaling, Sync, TopologyLevel
 from weft.job.shapes import ALIASES, SHAPES, resolve
-from weft.planner.describe import human_count
 from weft.planner.model.counts import count_parameters
+from weft.planner.number_format import human_count
 
 INTRO = """\
 # What can a job contain?

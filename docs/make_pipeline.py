@@ -61,7 +61,7 @@ def images() -> dict[Path, str]:
 
 
 def page(text: str) -> str:
-    """The page with its generated parts made anew."""
+    """The page with its parts generated again."""
     parts = {
         "names": names(),
         "table 8": table(RANKS, MICROBATCHES),

@@ -1,8 +1,7 @@
-"""Weft weaves one training run across any number of devices.
+"""Distributed training of neural networks with PyTorch, on any number of devices.
 
 Three layers: functions (`connect`, `parallelize`, `save`, `load`), the loop in `weft/training/loop.py`, and
-`weft.train(job)`.
-Names are imported on first use, so `import weft` is cheap and has no side effects.
+`weft.train(job)`. Names are imported on first use, so `import weft` is cheap and has no side effects.
 """
 
 from importlib import import_module
@@ -20,6 +19,7 @@ _MODULES = {
     "save": "weft.checkpoint.save_load",
     "load": "weft.checkpoint.save_load",
     "train": "weft.launch.train",
+    "from_hf": "weft.pretrained.reader",
 }
 
 __all__ = [*_MODULES]

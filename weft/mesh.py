@@ -31,12 +31,12 @@ JOINT: dict[str, tuple[str, str]] = {
     "dp_shard_cp": ("dp_shard", "cp"),
     "dp_replicate_cp": ("dp_replicate", "cp"),
 }
-"""The ranks of a cp group hold the same weights and see other tokens: their gradients are summed, as the data's are."""
+"""Joint axes of data and cp: the ranks of a cp group hold the same weights and different tokens, so their gradients are
+summed too."""
 
-
-MEET = datetime.timedelta(seconds=300)
-"""Ranks wait at least so long for one another to start, however little patience a collective has: a busy machine may
-take a minute to import torch."""
+MIN_RENDEZVOUS_TIMEOUT = datetime.timedelta(seconds=300)
+"""Ranks wait at least so long for all to start, whatever the timeout of collectives: importing torch may take a minute
+on a busy machine."""
 
 REPLICATED = ("dp_replicate", "dp_shard", "cp", "tp")
 """Axes over which a weight may be replicated: those that do not shard it."""
@@ -44,53 +44,53 @@ REPLICATED_EXPERTS = ("dp_replicate", "ep_shard", "ep")
 """The same for experts that are sharded over ep."""
 
 FOLDED = ("pp", "dp_replicate", "ep_shard", "ep")
-"""dp_shard × cp × tp as experts see it: neighbours hold different ones (ep), and ranks that are ep apart the same ones
-(ep_shard). With dp_replicate, those that hold the same are expert_replicate."""
+"""The mesh of the experts, over dp_shard × cp × tp: neighbours hold different experts (ep), ranks that are ep apart the
+same ones (ep_shard). ep_shard with dp_replicate is expert_replicate."""
 UNDER: dict[str, tuple[str, ...]] = {
     **JOINT, "ep": ("dp_shard", "cp", "tp"), "ep_shard": ("dp_shard", "cp", "tp"),
     "expert_replicate": ("dp_replicate", "dp_shard", "cp", "tp"),
 }  # fmt: skip
-"""For an axis made of others, the ones its ranks may differ on."""
+"""For an axis made of others, the axes along which its ranks may differ."""
 
 
 @dataclass
 class Mesh:
-    """The ranks of a run, their axes, and where this one stands. With one rank there is no process group at all."""
+    """The ranks of a run, their axes, and this rank's coordinates. With one rank there is no process group."""
 
     rank: int
     world: int
     device: torch.device
     device_mesh: DeviceMesh | None
     axes: dict[str, Axis]
-    """Only the axes with more than one rank, and the joint axis of cp and the data's (JOINT)."""
+    """The axes with more than one rank, and the joint axis of data and cp (JOINT)."""
     everyone: Axis | None
     host_group: dist.ProcessGroup | None
-    """A Gloo group for small values between steps: everyone's own, where that is one."""
+    """A Gloo group for small values between steps: that of `everyone`, if it is one."""
     disk_group: dist.ProcessGroup | None
-    """A Gloo group for checkpoints alone: they talk from a thread of their own, while training goes on."""
+    """A Gloo group for checkpoints, which are saved by a thread of their own during training."""
     coords: dict[str, int] = field(default_factory=dict)
     joined: DeviceMesh | None = None
     """The mesh of the joint axis."""
     meter: Meter = field(default_factory=Meter)
-    """Where this rank waits for others."""
+    """Counts this rank's waits for others."""
 
     def every_axis(self) -> list[Axis]:
         """The named axes and everyone."""
         return [*self.axes.values(), *([self.everyone] if self.everyone else [])]
 
     folded: DeviceMesh | None = None
-    """The same ranks as the experts see them (FOLDED), where ep cuts these."""
+    """The mesh of the experts (FOLDED), if they are sharded over ep."""
     alone: bool = False
     """Whether replicas train on their own between exchanges (train.sync)."""
     store: dist.Store | None = None
-    """Where the ranks met."""
+    """The rendezvous store."""
 
     def axis(self, name: str) -> Axis | None:
-        """The axis, or None where it has one rank and there is nothing to say."""
+        """The axis, or None if it has one rank."""
         return self.axes.get(name)
 
     def submesh(self, *names: str) -> DeviceMesh:
-        """The part of the device mesh with these axes, those of one rank left out."""
+        """The part of the device mesh with these axes, without those of one rank."""
         assert self.device_mesh is not None
         found = [n for n in names if n in self.axes]
         if self.joined is None or found[-1] not in JOINT:
@@ -102,12 +102,12 @@ class Mesh:
         return 0 if axis is None else axis.rank
 
     def dp_rank(self, plan: Plan) -> int:
-        """Which share of the global batch this rank reads."""
+        """The index of this rank's share of the global batch."""
         return self.coord("dp_replicate") * plan.dp_shard + self.coord("dp_shard")
 
     @property
     def position(self) -> str:
-        """This rank's place in words, such as `dp_shard1 tp0`."""
+        """This rank's coordinates as text, such as `dp_shard1 tp0`."""
         return " ".join(f"{name}{i}" for name, i in self.coords.items()) or "alone"
 
     def all_gather_json(self, value: object) -> list[Any]:
@@ -142,10 +142,10 @@ class Mesh:
                 dist.barrier(group=self.host_group)
 
     def create_communicators(self) -> None:
-        """Create the NCCL communicator of every group now, by a first collective on each, in one order on all ranks.
+        """Create the NCCL communicator of every group, by a first collective on each, in the same order on all ranks.
 
-        Otherwise each is created by its first operation, which may be a message between two of its ranks, beside other
-        operations that wait for one another.
+        Otherwise each is created by its first operation, which may be a message between two of its ranks while others
+        wait in another collective.
         """
         assert self.device_mesh is not None
         meshes = [self.device_mesh, *(m for m in (self.joined, self.folded) if m is not None)]
@@ -162,7 +162,7 @@ class Mesh:
 
 
 def local_device(plan: Plan, local_rank: int) -> torch.device:
-    """Where a rank computes; several ranks may share a GPU."""
+    """The device of a rank; several ranks may share a GPU."""
     if plan.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -175,8 +175,8 @@ def local_device(plan: Plan, local_rank: int) -> torch.device:
 def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = None) -> Mesh:
     """Join the ranks of a plan, at a store if one is given.
 
-    The rank comes from the environment (weft.hardware.rank_environment). The ranks meet in the file WEFT_STORE where it
-    is given (one machine: no port to race for), else at MASTER_ADDR:MASTER_PORT, else through MPI.
+    The rank is read from the environment (weft.hardware.rank_environment). The rendezvous is the file WEFT_STORE if it
+    is set (one machine: no port is needed), else MASTER_ADDR:MASTER_PORT, else MPI.
     """
     here = rank_info()
     if here.world != plan.world:
@@ -199,13 +199,13 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
         if not under_mpi():
             raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
         mpi.register()
-    store, (backend, host_backend) = store or _meeting(timeout), BACKENDS[plan.backend]
+    store, (backend, host_backend) = store or _rendezvous(timeout), BACKENDS[plan.backend]
     if store is not None:
-        _await_all(store, here.world, max(timeout, MEET))
+        _await_all(store, here.world, max(timeout, MIN_RENDEZVOUS_TIMEOUT))
     dist.init_process_group(backend, store=store, rank=here.rank if store else -1,
                             world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
     mesh = mesh_of(plan, device, timeout, host_backend)
-    mesh.store = store  # torch keeps only the half of it that is not Python
+    mesh.store = store  # torch keeps only its C++ object alive
     if plan.backend == "nccl":
         mesh.create_communicators()
     return mesh
@@ -216,24 +216,21 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "gloo": ("gloo", "gloo"),
     "mpi": (mpi.NAME, mpi.NAME),
 }
-"""By a plan's backend: what torch calls it, and what carries the small values between steps."""
+"""By a plan's backend: its name in torch, and the backend of small values between steps."""
 
 
-def _meeting(timeout: datetime.timedelta) -> dist.Store | None:
+def _rendezvous(timeout: datetime.timedelta) -> dist.Store | None:
     """The rendezvous store; None uses the store of torchrun's agent."""
     file = os.environ.get("WEFT_STORE")
     if file:
         return dist.FileStore(file, rank_info().world)
     if under_mpi() and "MASTER_ADDR" not in os.environ:
         return mpi.meet(timeout)
-    if (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    ):
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if agent or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return None
-    here = rank_info()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return tcp_store(host, port, is_master=here.rank == 0, timeout=timeout)
+    return tcp_store(host, port, is_master=rank_info().rank == 0, timeout=timeout)
 
 
 def _await_all(store: dist.Store, world: int, limit: datetime.timedelta) -> None:
@@ -242,8 +239,8 @@ def _await_all(store: dist.Store, world: int, limit: datetime.timedelta) -> None
     store.wait(["weft/all"], limit)
 
 
-def pretend(plan: Plan, rank: int) -> Mesh:
-    """The mesh of a plan as one rank of it would see it, with peers that do not exist: nothing is sent or received."""
+def fake_mesh(plan: Plan, rank: int) -> Mesh:
+    """The mesh of one rank of a plan, with peers that do not exist: nothing is sent or received."""
     device = torch.device("cpu")
     if plan.world == 1:
         return Mesh(0, 1, device, None, {}, None, None, None)
@@ -252,14 +249,14 @@ def pretend(plan: Plan, rank: int) -> Mesh:
 
 
 def ranks_of_a_node(plan: Plan) -> int:
-    """Ranks lie on nodes in order, as many on each as its starter put there, or as the plan says if that is fewer."""
+    """Ranks per node, which are in order: as many as were started on this one, or fewer if the plan has fewer."""
     here = rank_info()
     started = here.local_world if here.world == plan.world else plan.world
     return max(1, min(plan.world // plan.nodes, started))
 
 
 def axis_of(name: str, group: dist.ProcessGroup | None, per_node: int, meter: Meter) -> Axis:
-    """A group of ranks as an axis that knows which of its ranks share a node."""
+    """A group of ranks as an axis, with the node of each rank."""
     assert group is not None
     nodes = tuple(r // per_node for r in dist.get_process_group_ranks(group))
     between = nodes if len(set(nodes)) > 1 else ()
@@ -291,7 +288,7 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
             parts |= {name: hops[name] for name in ("ep_far", "ep_near")}
         axes |= {n: axis_of(n, part.get_group(), per_node, meter) for n, part in parts.items() if part.size() > 1}
     disk_group = dist.new_group(backend=host_backend, timeout=timeout)
-    if host_backend == "gloo" == dist.get_backend():  # every group has a thread that wakes up a hundred times a second
+    if host_backend == "gloo" == dist.get_backend():  # each group has a thread that polls a hundred times a second
         host_group = everyone.group
     else:
         host_group = dist.new_group(backend=host_backend, timeout=timeout)

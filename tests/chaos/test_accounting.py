@@ -19,7 +19,7 @@ def line(time: float, step: int, seconds: float = 1.0, **more: Any) -> ObservedS
 
 def test_outcomes_of_kill_and_term() -> None:
     lines = [line(1, 1), line(2, 2), line(3.05, 3), line(6.5, 3), line(7.5, 4), line(20, 5), line(21, 6)]
-    struck = [InjectedFault("kill", 1, "backward", 2, 3.0), InjectedFault("term", 0, "data", 4, 8.0)]
+    injected = [InjectedFault("kill", 1, "backward", 2, 3.0), InjectedFault("term", 0, "data", 4, 8.0)]
     events: list[dict[str, Any]] = [
         {"time": 3.05, "event": "fault", "fault": "slow_rank", "rank": 1, "why": "a busy machine"},
         {"time": 3.06, "event": "recovered", "fault": "slow_rank", "how": "rebalance"},
@@ -29,12 +29,12 @@ def test_outcomes_of_kill_and_term() -> None:
         {"time": 8.4, "event": "stop", "step": 4, "code": 75},
         {"time": 18.0, "event": "start", "step": 4},
     ]
-    kill, term = outcomes(struck, lines, events)
+    kill, term = outcomes(injected, lines, events)
     assert (kill.detect_s, kill.resume_s, kill.steps_lost) == (0.2, 3.5, 1)
     assert (kill.seen_as, kill.how, kill.why) == ("exit", "spare", "killed by SIGKILL")
     assert (term.detect_s, term.resume_s, term.steps_lost, term.seen_as) == (0.4, 12.0, 0, "stop")
     # steps 1, 2, 4 and 6 took a second each, 3 and 5 were disturbed and count as one median step
-    assert effective_ratio(lines, struck, events) == pytest.approx(6 / 21)
+    assert effective_ratio(lines, injected, events) == pytest.approx(6 / 21)
 
 
 def test_undetected_fault() -> None:
@@ -98,8 +98,8 @@ def test_effective_ratio(gaps: list[float], seed: int) -> None:
     cut = random.Random(seed).randrange(1, len(lines))
     pause = 10.0
     late = lines[:cut] + [line(x.time + pause, x.step, x.seconds) for x in lines[cut:]]
-    struck = [InjectedFault("stop", 0, "data", cut, lines[cut - 1].time + 1e-6)]
-    ratio = effective_ratio(late, struck, [])
+    injected = [InjectedFault("stop", 0, "data", cut, lines[cut - 1].time + 1e-6)]
+    ratio = effective_ratio(late, injected, [])
     assert ratio is not None and ratio < 1.0
     usual = sorted(gaps)[len(gaps) // 2]
     assert ratio <= (time + max(0.0, usual)) / (time + pause) + 1e-9

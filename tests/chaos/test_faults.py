@@ -1,4 +1,4 @@
-"""The menu of faults: what may be asked for, what is refused in which words, and schedules that leave room."""
+"""The kinds of faults: valid and refused requests, and schedules with enough steps between faults."""
 
 from __future__ import annotations
 

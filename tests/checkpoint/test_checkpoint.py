@@ -40,7 +40,7 @@ def open_folder(folder: Path, events: Events | None = None, **options: Any) -> C
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    """Tensors that only the run at this step could have."""
+    """Tensors with values unique to this step."""
     return {
         "model.w": torch.arange(12.0).view(3, 4) + step,
         "model.half": torch.full((5,), step, dtype=torch.bfloat16),
@@ -71,7 +71,7 @@ def names(folder: Path) -> list[str]:
 
 
 def reseal(path: Path) -> None:
-    """Make the manifest agree with whatever the files hold now, as an attacker would."""
+    """Rewrite the manifest to match the current files, as an attacker would."""
     manifest = on_disk.read_manifest(path)
     files = {}
     for name in manifest.files:
@@ -418,7 +418,7 @@ def die_at(count: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("again", [2, 3], ids=["same step again", "next step"])
 def test_a_kill_at_any_file_operation_loses_nothing(tmp_path: Path, again: int) -> None:
-    """The states before and after the save are the only ones ever found, whichever step the kill falls on."""
+    """After a kill at any operation, either the state before or the state after the save is found."""
     seen, half_written = set(), 0
     for count in range(1, 200):
         folder = tmp_path / f"run-{count}"

@@ -48,7 +48,7 @@ WHOLE = {**{name: row[0] for name, row in SHAPES.items()}, **PLAIN}
 
 
 class Ranks:
-    """What a check is given: this rank, a folder that all see, and the group for checkpoints alone."""
+    """Arguments of a check: this rank, a shared folder, and the group of checkpoints."""
 
     def __init__(self, rank: int, world: int, folder: Path) -> None:
         self.rank, self.world, self.root = rank, world, folder
@@ -72,7 +72,7 @@ def cut(full: torch.Tensor, mesh: Any, placements: list[Placement]) -> DTensor:
 
 
 def layout(mesh: Any, column: int) -> dict[str, torch.Tensor]:
-    """The whole state, cut as that column of SHAPES says."""
+    """The full state, sharded by that column of SHAPES."""
     return {name: cut(row[0], mesh, row[column]) for name, row in SHAPES.items()} | {  # type: ignore[arg-type]
         name: tensor.clone() for name, tensor in PLAIN.items()
     }
@@ -112,7 +112,7 @@ def a_square_opens_it_and_writes_it_again(ranks: Ranks) -> None:
 
 
 def fsdp_over_tp(ranks: Ranks) -> None:
-    """fully_shard cuts what tensor parallelism has already cut: its placements are _StridedShard."""
+    """fully_shard shards tensors that tensor parallelism has sharded: its placements are _StridedShard."""
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
 
     def build(fill: bool) -> dict[str, torch.Tensor]:
@@ -171,7 +171,7 @@ def any_shape_from_any_layout_to_any(ranks: Ranks) -> None:
 
 
 def training_goes_on_while_it_is_written(ranks: Ranks) -> None:
-    """The default group is busy all the while, so a collective of the writer on it would be answered wrongly."""
+    """The default group is in use meanwhile, so a collective of the writer on it would get wrong data."""
     checkpoints = ranks.open("async", keep=2)
     weights = cut(torch.zeros(4 << 18), ranks.line, [Shard(0)])
     for step in (1, 2, 3):
@@ -304,7 +304,7 @@ def two_open_what_four_and_what_one_wrote(ranks: Ranks) -> None:
 
 
 def a_killed_rank_ends_the_save_and_not_the_others(ranks: Ranks) -> None:
-    """The last check of its ranks: there is only one left after it."""
+    """The last check, after which only one rank is left."""
     checkpoints = ranks.open("killed")
     tensors = {"w": cut(torch.ones(64, 1024), ranks.line, [Shard(0)])}
     checkpoints.save(1, tensors, {}, wait=True)

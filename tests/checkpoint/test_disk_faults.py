@@ -1,4 +1,4 @@
-"""A slow, full or lying disk holds up no step and costs no good checkpoint; hostile files are named and passed over."""
+"""A slow, full or faulty disk delays no step and loses no good checkpoint; hostile files are reported and skipped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_folder(folder: Path, events: Events, kind: type[Checkpointer] = Checkpo
 
 
 class Slow(Checkpointer):
-    """Its disk answers when it is told to."""
+    """A checkpointer whose disk responds on request."""
 
     answers: threading.Event
     asked: threading.Event
@@ -51,7 +51,7 @@ class Slow(Checkpointer):
 
 
 class Lying(Checkpointer):
-    """Its disk says that it wrote, and wrote something else."""
+    """A checkpointer whose disk writes other data than requested."""
 
     def _read_back(self, path: Path) -> str | None:
         file = next(path.glob("*.distcp"))
@@ -99,7 +99,7 @@ def test_a_wrong_read_back_keeps_the_previous_checkpoint(tmp_path: Path) -> None
 
 
 def rewrite(path: Path, **changes: Any) -> None:
-    """Another manifest, with a checksum as right as whoever wrote the files could make it."""
+    """Another manifest with a valid checksum."""
     body = {**json.loads((path / MANIFEST).read_text()), **changes}
     del body["crc32"]
     crc = zlib.crc32(json.dumps(body, sort_keys=True).encode())

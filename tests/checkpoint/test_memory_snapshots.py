@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weft.checkpoint import memory_snapshots as snapshots
 from weft.checkpoint import snapshot_storage
-from weft.checkpoint.memory_snapshots import AGREE_AFTER, FEWEST, Snapshots, newest_common
+from weft.checkpoint.memory_snapshots import AGREE_AFTER, MIN_COPIES, Snapshots, newest_common
 
 
 @given(st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=4), st.none() | st.integers(0, 9))
@@ -28,13 +28,13 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 
 def test_snapshots_survive_their_process_and_torn_ones_are_ignored(tmp_path: Path) -> None:
-    first = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    first = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
     for step in range(1, 6):
         first.take(step, state(step), {"step": step})
         if step < 5:
             first.seal(step, {"tokens": 10 * step})
     assert first.held() == [3, 4]  # the fifth was copied and never committed
-    second = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    second = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
     assert second.held() == [3, 4]
     into = {name: torch.zeros_like(t) for name, t in state(0).items()}
     assert second.holds(into)
@@ -45,24 +45,24 @@ def test_snapshots_survive_their_process_and_torn_ones_are_ignored(tmp_path: Pat
         content = bytearray(path.read_bytes())
         content[60] ^= 1  # inside the table
         path.write_bytes(content)
-    assert Snapshots(tmp_path, rank=0, keep=FEWEST).held() == []
+    assert Snapshots(tmp_path, rank=0, keep=MIN_COPIES).held() == []
 
 
 def test_snapshot_ring_is_complete_after_every_fault(tmp_path: Path) -> None:
     for attempt in range(8):  # each is broken while a step is copied, and some steps are undone
-        ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+        ring = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
         if attempt:
             ring.load(min(ring.held()), {name: torch.zeros_like(t) for name, t in state(0).items()})
         for step in range(10 * attempt, 10 * attempt + 5):
             ring.take(step, state(step), {})
             ring.seal(step, {})
-        assert ring.held() == list(range(10 * attempt + 5 - FEWEST, 10 * attempt + 5))
+        assert ring.held() == list(range(10 * attempt + 5 - MIN_COPIES, 10 * attempt + 5))
         ring.take(10 * attempt + 5, state(0), {})
-    assert len(list(tmp_path.glob("snap-0.*"))) == FEWEST
+    assert len(list(tmp_path.glob("snap-0.*"))) == MIN_COPIES
 
 
 def test_background_ring_does_not_block(tmp_path: Path) -> None:
-    ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    ring = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
     ring.background, ring.every = True, AGREE_AFTER  # as on a GPU
     assert not ring.due(1) and ring.due(AGREE_AFTER)
     for step in range(1, AGREE_AFTER + 1):
@@ -77,29 +77,47 @@ def test_background_ring_does_not_block(tmp_path: Path) -> None:
         ring.seal(step, {})
         time.sleep(0.01)
     assert ring.held() and min(ring.held()) > AGREE_AFTER - 1
-    assert ring.wish() == 1  # these few bytes are copied in no time
+    assert ring.preferred_interval() == 1  # these few bytes are copied in no time
     ring._copies.clear()
     ring._steps.extend([0.3] * 8)
     ring._copies.append(0.36)  # 0.09 s of it are not hidden by a step
-    assert ring.wish() == 40
+    assert ring.preferred_interval() == 40
 
 
 def test_large_ring_grows_by_one_file_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "AT_ONCE", 1000)
-    ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", 1000)
+    ring = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
     assert ring.due(1)
-    for step in range(1, FEWEST + 3):
+    for step in range(1, MIN_COPIES + 3):
         ring.take(step, state(step), {})
         ring.seal(step, {})
-        assert len(list(tmp_path.glob("snap-0.*"))) == min(step, FEWEST)
-        assert ring.held() == list(range(max(1, step - FEWEST + 1), step + 1))
-    assert ring.every == AGREE_AFTER and not ring.due(1)  # until the ranks agree
+        assert len(list(tmp_path.glob("snap-0.*"))) == min(step, MIN_COPIES)
+        assert ring.held() == list(range(max(1, step - MIN_COPIES + 1), step + 1))
+    assert ring.tick(1) and ring.preferred_interval() == AGREE_AFTER  # until steps have been measured
+
+
+def test_interval_is_kept_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that recovers copies as often as before; small states are copied at every step from the first on."""
+    gpu = Snapshots(tmp_path / "gpu", rank=0, device=torch.device("cuda"))
+    assert gpu.due(1)
+    monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", 1000)
+    ring = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
+    ring.tick(1)
+    ring.every = 2  # agreed by the ranks
+    ring.take(2, state(2), {"step": 2})
+    ring.seal(2, {})
+    again = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
+    assert again.load(2, {name: torch.zeros_like(t) for name, t in state(0).items()}) == {"step": 2}
+    assert again.every == 2
+    again.take(4, state(4), {})
+    assert not again.tick(4)  # nothing to agree on yet
+    assert again.preferred_interval() == 2
 
 
 def test_weights_are_copied_before_the_next_update(tmp_path: Path) -> None:
     weight, seen = torch.zeros(4), torch.zeros(4)
     shards = {"model.w": weight, "buffer.seen": seen}
-    ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+    ring = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
     into = {name: torch.empty(4) for name in shards}
     for step in (1, 2, 3):
         weight.fill_(step)
@@ -129,22 +147,22 @@ def test_memory_is_unregistered_before_it_is_unmapped(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(snapshot_storage, "_register", register)
     monkeypatch.setattr(snapshot_storage, "_unregister", lambda memory: registered.remove(memory.data_ptr()))
-    monkeypatch.setattr(snapshot_storage.Slot, "_write_beside", lambda slot, shards: slot._copy(shards))
+    monkeypatch.setattr(snapshot_storage.Slot, "_start_copies", lambda slot, shards: slot._copy(shards))
     for attempt in range(3):  # of one process
-        ring = Snapshots(tmp_path, rank=0, keep=FEWEST)
+        ring = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
         for step in range(10 * attempt, 10 * attempt + 4):
             ring.take(step, state(step), {})
             ring.seal(step, {})
-        assert len(registered) == FEWEST
+        assert len(registered) == MIN_COPIES
         ring.take(99, {"w": torch.zeros(5000)}, {})  # another layout: new files
-        assert len(registered) == FEWEST
+        assert len(registered) == MIN_COPIES
         del ring
         assert not registered
 
 
 def test_budget_of_a_large_state_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most a quarter of the free memory: two copies, one if two do not fit, none if one does not."""
-    monkeypatch.setattr(snapshots, "AT_ONCE", 1000)
+    monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", 1000)
     size = snapshots.Table.of(state(0)).size
     for free, kept in ((100 * size, 2), (9 * size, 2), (5 * size, 1), (3 * size, 0)):
         monkeypatch.setattr(

@@ -8,8 +8,12 @@ import pytest
 import torch
 from helpers.command import until
 
+from weft.checkpoint.checkpointer import Checkpointer
+from weft.checkpoint.format import list_checkpoints
 from weft.checkpoint.memory_snapshots import Snapshots
-from weft.checkpoint.snapshot_file import SnapshotLayout, find_sealed, read_table
+from weft.checkpoint.merge_snapshots import save_merged_snapshots, snapshot_layout
+from weft.checkpoint.reader import load_full
+from weft.checkpoint.snapshot_file import SnapshotLayout, find_sealed, own_tensors, read_table
 from weft.checkpoint.snapshot_replication import (
     KEEP,
     ReplicaSender,
@@ -20,10 +24,10 @@ from weft.checkpoint.snapshot_replication import (
     survives_node_loss,
 )
 from weft.job import parse_job
+from weft.mesh import Mesh
 from weft.planner import make_plan
 from weft.planner.plan import Plan
-from weft.supervisor.nodes.consensus import Decision, NodeRanks
-from weft.supervisor.nodes.node_supervisor import keep_ranks_in_place
+from weft.supervisor.nodes.consensus import Decision, NodeRanks, keep_ranks_in_place
 from weft.wire.channel import Channel
 from weft.wire.listener import Listener
 
@@ -73,6 +77,41 @@ def test_replicated_steps_are_not_overwritten(tmp_path: Path) -> None:
         rings.seal(step, {})
     assert rings.held()[:2] == [2, 4]
     assert rings.held()[-1] == 29
+
+
+@pytest.mark.parametrize("replicas", [True, False])
+def test_residuals_of_a_lost_node_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: bool) -> None:
+    """Two replicas on two nodes: the other node has the weights and, of the lost rank, a replica of what it held alone.
+    A newer step without those residuals is not taken."""
+    mine, lost = tmp_path / "mine", tmp_path / "lost"
+    job, plan = make_plan(parse_job({"parallel": {"dp_replicate": 2}, "cluster": {"device": "cpu"}}), 2)
+    keeper = ReplicaStore(mine)
+    for rank, folder in enumerate((mine, lost)):
+        folder.mkdir(exist_ok=True)
+        ring = Snapshots(folder, rank)
+        for step in (5, 6):
+            shards = {
+                "model.w": torch.full((3,), float(step)),
+                f"residual.{rank}.w": torch.full((3,), 10.0 * step + rank),
+                f"random.{rank}": torch.arange(5, dtype=torch.uint8),
+            }
+            ring.take(step, shards, {"step": step})
+            ring.seal(step, {})
+        layout = snapshot_layout(rank, 1, job, plan, shards)
+        layout.write(folder)
+    sent = own_tensors(next(s for s in find_sealed(lost) if s.step == 5).copy())
+    if replicas:
+        keeper._keep(1, layout, 5, bytearray(sent))
+    checkpoints = Checkpointer(tmp_path / "saved", group=None, keep=2, keep_every=0, background=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    mesh = Mesh(0, 1, torch.device("cpu"), None, {}, None, None, None)
+    step = save_merged_snapshots(mine, checkpoints, mesh, 1, newer_than=-1, residuals=True)
+    assert step == (5 if replicas else 6)
+    found = load_full(list_checkpoints(tmp_path / "saved")[-1])
+    assert found["model.w"].tolist() == [float(step)] * 3
+    residuals = {name: t[0].item() for name, t in found.items() if name.startswith("residual.")}
+    assert residuals == ({"residual.0.w": 50.0, "residual.1.w": 51.0} if replicas else {"residual.0.w": 60.0})
+    assert found["random.1"].numel() == (5 if replicas else torch.get_rng_state().numel())
 
 
 @pytest.mark.parametrize(

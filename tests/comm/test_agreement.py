@@ -43,8 +43,8 @@ def test_values_of_all_ranks_on_every_rank(pool: RankPool) -> None:
     ("value", "message"),
     [
         ({1: "a"}, "ranks exchange JSON, whose keys are text, not 1"),
-        ([b"bytes"], "ranks exchange JSON, and a bytes is none"),
-        ({"path": Path("x")}, "ranks exchange JSON, and a PosixPath is none"),
+        ([b"bytes"], "ranks exchange JSON, which has no bytes"),
+        ({"path": Path("x")}, "ranks exchange JSON, which has no PosixPath"),
     ],
 )
 def test_other_values_are_refused(value: Any, message: str) -> None:

@@ -85,7 +85,7 @@ def test_an_unknown_source_lists_what_works(tmp_path):
         JobError, match="'pydocs'; did you mean pydoc\\? It may be pydoc, stdlib, synthetic, the path of"
     ):
         open_dataset(job(source="pydocs"))
-    with pytest.raises(JobError, match=r"nothing is named or lies at '/no/where'\. It may be"):
+    with pytest.raises(JobError, match=r"no source or path is named '/no/where'\. It may be"):
         open_dataset(job(source="/no/where"))
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import signal
@@ -28,7 +29,7 @@ def test_named_tests_exist(path: str, name: str) -> None:
 
 def test_every_row_about_sockets_and_files_names_a_test() -> None:
     rows = re.findall(
-        r"^\| (?!-|socket|file|trusted)(.*) \|$", text_of("security").split("## Sockets")[1], re.MULTILINE
+        r"^\| (?!-|socket|file|messages|trusted)(.*) \|$", text_of("security").split("## Sockets")[1], re.MULTILINE
     )
     assert len(rows) > 10
     for row in rows:
@@ -58,7 +59,17 @@ def listening(started: Started) -> set[str]:
     """The addresses at which the processes of a run listen."""
     found = set()
     for process in family(started):
-        found |= {c.laddr.ip for c in process.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN}
+        with contextlib.suppress(psutil.NoSuchProcess):  # the fork server's short-lived children
+            found |= {c.laddr.ip for c in process.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN}
+    return found
+
+
+def modes_below(folder: Path) -> dict[Path, int]:
+    """The mode of every file and folder that stays while they are listed; a run replaces files."""
+    found = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found[path] = path.lstat().st_mode
     return found
 
 
@@ -66,7 +77,7 @@ def test_a_run_is_private(running: tuple[str, Started, Path]) -> None:
     """Sockets on loopback only; secret, lock and shared memory for their owner only; nothing writable by others."""
     sync, started, folder = running
     assert listening(started) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, sync
-    modes = {path: path.lstat().st_mode for path in folder.rglob("*")}
+    modes = modes_below(folder)
     for path, mode in modes.items():
         assert not mode & (stat.S_IWGRP | stat.S_IWOTH), path
         if path.name in (".secret", ".lock"):
@@ -77,9 +88,10 @@ def test_a_run_is_private(running: tuple[str, Started, Path]) -> None:
 
 
 def shared_memory(started: Started) -> set[Path]:
-    """What the processes of a run have mapped or open in shared memory: its folder, or a file outside of one."""
+    """The folders and files in shared memory that the processes of a run have mapped or open."""
     found = set()
     for process in family(started):
-        names = [*(m.path for m in process.memory_maps()), *(f.path for f in process.open_files())]
-        found |= {Path(name) for name in names if name.startswith("/dev/shm/weft") and os.path.exists(name)}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names = [*(m.path for m in process.memory_maps()), *(f.path for f in process.open_files())]
+            found |= {Path(name) for name in names if name.startswith("/dev/shm/weft") and os.path.exists(name)}
     return {Path("/dev/shm") / path.parts[3] for path in found}

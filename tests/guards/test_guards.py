@@ -28,7 +28,7 @@ def told(folder: Path, name: str, *kinds: str) -> list[dict[str, Any]]:
 
 
 def test_run_recovers_from_nan_spike_and_bitflip(pool: RankPool, tmp_path: Path) -> None:
-    """Bit for bit the run that passed over the two bad batches, in a layout with copies and one without."""
+    """Bit-identical to a run that skips the two bad batches, with and without replicas."""
     layouts = {"parallel={dp_replicate: 2, dp_shard: 1}": True, "parallel={dp_shard: 2, zero: 3}": False}
     for layout, copies in layouts.items():
         calm, hurt = f"calm-{copies}", f"hurt-{copies}"
@@ -64,7 +64,7 @@ def test_run_recovers_from_nan_spike_and_bitflip(pool: RankPool, tmp_path: Path)
 
 
 def test_bitflip_costs_at_most_check_every_steps(pool: RankPool, tmp_path: Path) -> None:
-    """Two copies cannot tell which of them is right, until the steps since they last agreed are computed again."""
+    """With two replicas, the steps since they last agreed are recomputed to find the wrong one."""
     layout = "parallel={dp_replicate: 2, dp_shard: 1}"
     found = {}
     for name, every, faults in [("calm", 0, []), ("two", 2, [(9, "silent", 1)]), ("six", 6, [(7, "silent", 0)])]:

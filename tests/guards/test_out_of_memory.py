@@ -12,7 +12,7 @@ from weft.watch.journal import read_jsonl
 STEPS = 6
 
 
-def test_out_of_memory_loses_no_sample(tmp_path: Path) -> None:
+def test_out_of_memory_loses_no_step(tmp_path: Path) -> None:
     write_job(
         tmp_path,
         data={"seq_len": 8, "record_ids": True, "source": "pydoc"},
@@ -28,7 +28,7 @@ def test_out_of_memory_loses_no_sample(tmp_path: Path) -> None:
         assert said.code == 0, said.err
         told[name] = losses(run_of(tmp_path, name))
         assert sorted(told[name]) == list(range(1, STEPS + 1))
-    for name in ("alone", "both"):
+    for name, failed_step in (("alone", 2), ("both", 3)):
         run = run_of(tmp_path, name)
         events = [e for e in read_jsonl(run.events) if e.get("fault") == "oom"]
         [fault] = [e for e in events if e["event"] == "fault"]
@@ -36,7 +36,12 @@ def test_out_of_memory_loses_no_sample(tmp_path: Path) -> None:
         assert fault["why"].endswith("train.microbatch=2 takes less")
         [mended] = [e for e in events if e.get("how") == "smaller_microbatch"]
         assert (mended["was"], mended["microbatch"]) == (4, 2)
+        [resumed] = [
+            e for e in read_jsonl(run.events) if e["event"] == "recovered" and e["how"] in ("spare", "regroup")
+        ]
+        assert (resumed["step"], resumed["steps_lost"]) == (failed_step, 0), "a complete step is computed again"
         for step, values in told[name].items():
+            assert len(values) == 1
             assert values[-1] == pytest.approx(told["calm"][step][-1], rel=1e-5)
     read = ids_by_step(run_of(tmp_path, "alone"))
     assert all(set(ids) == set(range(8 * (step - 1), 8 * step)) for step, ids in read.items())

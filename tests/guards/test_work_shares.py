@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.data.batch_shares import BatchShares, divide_samples
-from weft.guards.straggler_detection import StepTimes
+from weft.guards.straggler_detection import RankTimes
 from weft.guards.work_shares import Rebalancer, limits, shares_of
 from weft.launch.rank_pool import RankPool
 from weft.planner.plan import Plan
@@ -76,8 +76,8 @@ def test_microbatch_counts_follow_the_layout(counts: list[int], zero: int) -> No
     assert sum(s.stop - s.start for s in parts) == sum(counts)
 
 
-def slowed(steps: int, slow: int | None, factor: float = 2.0, ranks: int = 4) -> StepTimes:
-    times = StepTimes(ranks)
+def slowed(steps: int, slow: int | None, factor: float = 2.0, ranks: int = 4) -> RankTimes:
+    times = RankTimes(ranks)
     for i in range(steps):
         times.add(
             0.2, [0.1 * (factor if r == slow else 1) * (1 + 0.1 * ((i * 7 + r * 3) % 5 - 2)) for r in range(ranks)]
@@ -99,7 +99,7 @@ def test_slow_rank_is_named_within_ten_steps() -> None:
 
 
 def test_cpu_quota_makes_a_rank_slow() -> None:
-    times = StepTimes(2)
+    times = RankTimes(2)
     for i in range(60):  # steps of 20 ms, of which every fifth stands still for 100 ms
         times.add(0.12 if i % 5 == 0 else 0.02, [0.02, 0.12 if i % 5 == 0 else 0.02])
     found = times.slow()
@@ -109,8 +109,8 @@ def test_cpu_quota_makes_a_rank_slow() -> None:
 
 
 def test_contention_is_not_a_slow_rank() -> None:
-    """Ranks that wait for a core while all work take turns in being late; one of them stays late."""
-    contention, held = StepTimes(4), StepTimes(4)
+    """Ranks that wait for busy cores are late in turn; later one of them stays late."""
+    contention, held = RankTimes(4), RankTimes(4)
     late = [0.1, 0.0, 0.0, 0.0]
     for i in range(120):  # of 0.2 s: for two seconds each
         turn = i // 10 % 4
@@ -149,3 +149,21 @@ def test_work_moves_and_returns() -> None:
         pass
     assert back.counts == (8, 8, 8, 8)
     assert balance.better(shares, [0.1, 0.105, 0.1, 0.098]) is None
+
+
+@pytest.mark.parametrize("share", [0.4, 0.5, 0.6, 0.7])
+def test_division_is_refined_until_most_is_regained(share: float) -> None:
+    """A part of a step's time does not depend on its samples; the first division does not know it."""
+
+    def busy(counts: tuple[int, ...]) -> list[float]:
+        return [0.06 + 0.01 * counts[0], (0.06 + 0.01 * counts[1]) / share]
+
+    shares, balance = BatchShares.even(48, 4, 2), Rebalancer(plan(dp_replicate=2), 48)
+    moves = 0
+    for _ in range(100):
+        if (better := balance.better(shares, busy(shares.counts))) is not None:
+            shares, moves = better, moves + 1
+    slow, now = max(busy((24, 24))), max(busy(shares.counts))
+    best = min(max(busy((n, 48 - n))) for n in range(1, 48))
+    assert (1 / now - 1 / slow) >= 0.8 * (1 / best - 1 / slow)
+    assert moves <= 3

@@ -12,8 +12,9 @@ from torch import Tensor
 from helpers.comm_axis import everyone
 from helpers.on_ranks import begin, wholes
 from weft.checkpoint.checkpointer import Checkpointer
-from weft.comm.codecs import Codecs, RoundingNoise, codecs_of
-from weft.comm.compressed_sum import gather_encoded, scatter_sum, sum_all
+from weft.comm.compression.codec_base import RoundingNoise
+from weft.comm.compression.codecs import Codecs, codecs_of
+from weft.comm.compression.compressed_sum import gather_encoded, scatter_sum, sum_all
 from weft.comm.shards import local_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
@@ -63,8 +64,8 @@ def journey(
         load_residuals(checkpoints, found, state)
         load_amax_history(checkpoints, found, state)
     for compressor in spread_model.compressors if bare else []:
-        for channel in compressor.channels:
-            channel.codecs = Codecs(channel.codecs.gradients, None)
+        for unit in compressor.units:
+            unit.codecs = Codecs(unit.codecs.gradients, None)
     opened = _residual(stepper)
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
@@ -90,7 +91,7 @@ def journey(
         join_stages(gradients, mesh)
     return {
         "opened": opened, "gradients": gradients, "residual_after": residual_after,
-        "taken": taken, "bits": bits, "ways": [c.codecs for k in spread_model.compressors for c in k.channels],
+        "taken": taken, "bits": bits, "ways": [c.codecs for k in spread_model.compressors for c in k.units],
     }  # fmt: skip
 
 

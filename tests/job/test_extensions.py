@@ -10,6 +10,7 @@ from helpers.command import python, weft
 
 from weft.job.errors import JobError
 from weft.job.load import load_job, parse_job
+from weft.planner.engine_constants import GRADIENT_ALIGNMENT
 
 JOB = """\
 name: own
@@ -50,7 +51,9 @@ def test_plan_uses_the_entries(job: Path) -> None:
     numbers = 4 * (32 * 32 + 32)
     own, plain = estimate(), estimate("optim.name=adamw", "comm.compression=none")
     assert own["memory"]["optimizer"] == 4 * numbers / 2**30 < plain["memory"]["optimizer"]
-    assert own["bytes"]["dp_replicate"] == numbers < plain["bytes"]["dp_replicate"]
+    matrices, vectors = 4 * 32 * 32, 4 * GRADIENT_ALIGNMENT  # a byte each way; in fp32
+    counts = 2 * 8  # valid targets and the norm, in fp64
+    assert own["bytes"]["dp_replicate"] == 2 * matrices + 4 * vectors + counts < plain["bytes"]["dp_replicate"]
 
 
 def test_train_runs_them_on_two_ranks(job: Path) -> None:

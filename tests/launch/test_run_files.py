@@ -1,4 +1,4 @@
-"""A failed start leaves every file as it was, unless this very start wrote it."""
+"""A failed start changes only files that it wrote itself."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ def test_refused_start_keeps_a_folder_with_other_files(tmp_path: Path) -> None:
 
 
 def test_wrong_sample_after_some_steps_keeps_the_run(tmp_path: Path) -> None:
-    write_job(tmp_path, **SMALL)
+    write_job(tmp_path, **{**SMALL, "checkpoint": {"every": 10, "background": False}})  # none is under way at the end
     (tmp_path / "late.py").write_text(OWN)
     said = weft(tmp_path, "train", "job.yaml", "data.source=late:Late", "model.vocab=16")
     run = run_of(tmp_path, "job")
     assert said.code == Exit.JOB, said.err
     assert step_of(run) >= 20
-    assert (run.checkpoints / "step-00000020").exists() or len(list(run.checkpoints.iterdir())) >= 2
+    assert (run.checkpoints / "step-00000020").exists()
     assert run.job.exists() and run.plan.exists()
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from weft.measure.torch_internals import is_compiled, scaled_product
+from weft.measure.torch_internals import is_compiled
+from weft.models.kernel_internals import fp8_mm
 
 
-def test_scaled_product() -> None:
+def test_fp8_product() -> None:
     a, b = (torch.randint(-4, 5, (32, 32)).float() for _ in range(2))
     eight = torch.float8_e4m3fn
-    out = scaled_product(a.to(eight), b.to(eight).t(), torch.ones(()))
+    out = fp8_mm(a.to(eight), b.to(eight).t(), torch.ones(()), torch.ones(()), torch.bfloat16, fast=True)
     assert out.dtype == torch.bfloat16, "torch._scaled_mm takes other arguments"
     assert torch.allclose(out.float(), a @ b.t(), rtol=1e-2)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from weft.memory import tracer_internals as internals
@@ -35,8 +34,3 @@ def test_operators_are_named() -> None:
     with Names():
         torch.add(ONE, 1)
     assert names == ["add"], f"torch names operators another way: {MOVED}"
-
-
-def test_local_tensors() -> None:
-    assert internals.local_tensor(ONE) is ONE
-    assert hasattr(DTensor, "_local_tensor") or "_local_tensor" in DTensor.__slots__, f"torch moved it: {MOVED}"

@@ -169,7 +169,7 @@ def test_what_saves_memory_saves_memory(drawn: dict[str, int]) -> None:
 @pytest.mark.parametrize(("pp", "count"), [(2, 4), (4, 8), (4, 16)])
 def test_closed_forms_agree_with_the_simulator(name: str, virtual: int, pp: int, count: int) -> None:
     layouts = Layouts.of(pp=pp, virtual_stages=virtual, accumulation=count, schedule=SCHEDULE_NAMES.index(name))
-    told, bubble = step_time(layouts, pp * virtual, 1.0, 2.0, 0.0, 0.0, 0.0)
+    told, bubble = step_time(layouts, pp * virtual, stage_layers(pp * virtual, pp * virtual), 1.0, 2.0, 0.0, 0.0)
     line = simulate(make_schedule(name, pp, count, virtual), Costs((1.0,) * pp * virtual, (2.0,) * pp * virtual))
     assert float(told[0]) == pytest.approx(line.length)
     assert float(bubble[0]) == pytest.approx(line.length - count * 3.0 * virtual)
@@ -178,7 +178,7 @@ def test_closed_forms_agree_with_the_simulator(name: str, virtual: int, pp: int,
 def test_interleaving_divides_the_bubble() -> None:
     line = simulate(make_schedule("interleaved-1f1b", 4, 8, 2), Costs((1.0,) * 8, (2.0,) * 8))
     layouts = Layouts.of(pp=4, virtual_stages=2, accumulation=8, schedule=SCHEDULE_NAMES.index("interleaved-1f1b"))
-    assert float(step_time(layouts, 8, 1.0, 2.0, 0.0, 0.0, 0.0)[0][0]) == pytest.approx(line.length)
+    assert float(step_time(layouts, 8, stage_layers(8, 8), 1.0, 2.0, 0.0, 0.0)[0][0]) == pytest.approx(line.length)
 
 
 def test_uneven_stages_are_as_long_as_the_fullest() -> None:

@@ -142,7 +142,7 @@ def test_a_second_server_is_lost_and_rejoins(tmp_path: Path) -> None:
         held: dict[str, Tensor] = {"v": nn.Parameter(torch.zeros(3))}
         make = partial(build_optimizers, Optim.model_validate({"name": "sgd"}), is_block=lambda _: False)
         shard = Shard(held, make, tmp_path, "shard-1-of-2")
-        return shard, Connections("127.0.0.1", secret, ShardCoordinator(shard), log)
+        return shard, Connections(Job(), secret, ShardCoordinator(shard), log)
 
     coordinator, shard = server_of(tmp_path, 1, 10, connect=lambda a: connect_shard(a, secret), begin=False, servers=2,
                           order="sync", snapshot_every=2)  # fmt: skip

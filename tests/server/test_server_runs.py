@@ -175,7 +175,15 @@ def test_secure_aggregation_survives_a_killed_client(tmp_path: Path, start: Star
     """Three workers compute for six clients; one is killed in a round: its clients drop out and the sum is that of the
     others. With noise, epsilon is printed and grows."""
     sync = {"mode": "federated", "clients": 6, "secure": True, "min_clients": 4, "clip": 1.0, "noise": 0.5}
-    write_job(tmp_path, **{**SMALL, "name": "secure", "train": {**SMALL["train"], "global_batch": 6, "sync": sync}})
+    write_job(
+        tmp_path,
+        **{
+            **SMALL,
+            "name": "secure",
+            "comm": {"encrypt": True},
+            "train": {**SMALL["train"], "global_batch": 6, "sync": sync},
+        },
+    )
     started, run = start(tmp_path, "3"), run_of(tmp_path, "secure")
     started.wait_for(lambda: max(losses(run), default=0) > 2)
     kill(started, "worker", 2)

@@ -15,7 +15,7 @@ from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS, SignalForwarder
 
 
 def listens(pid: int) -> bool:
-    """Whether a process has something to do when SIGTERM comes."""
+    """Whether a process handles SIGTERM."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)

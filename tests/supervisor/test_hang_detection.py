@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.supervisor import hang_detection
 from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
 from weft.supervisor.diagnosis import blame, main_stack, ranks_behind, where
-from weft.supervisor.hang_detection import HangDetector
+from weft.supervisor.hang_detection import MIN_WARMUP_TIMEOUT_S, HangDetector
 from weft.supervisor.status_board import Record, StatusBoard
 
 GRID = {0: {"dp": [0, 2], "tp": [0, 1]}, 1: {"dp": [1, 3], "tp": [0, 1]}, 2: {"dp": [0, 2], "tp": [2, 3]},
@@ -28,7 +29,7 @@ def test_rank_that_waits_for_a_waiting_rank_is_not_blamed() -> None:
 
 
 def test_pipeline_hang_blames_the_rank_outside_communication() -> None:
-    """There the ranks send different things, and their counts mean nothing."""
+    """Stages send different numbers of messages, so their counts cannot be compared."""
     peers = {0: {"pp": [0, 1]}, 1: {"pp": [0, 1]}}
     counts = {0: {"pp": 40}, 1: {"pp": 12}}
     assert blame(counts, peers, {0: "", 1: "pp"}) == {0: "it is in no collective, while others wait on pp"}
@@ -59,14 +60,14 @@ def record(**fields: object) -> Record:
 
 
 class ObservedRun:
-    """A rank that moves at times of a clock of its own, and the looks at it, so far apart as is asked for."""
+    """A simulated rank with its own clock, and the polls of its record."""
 
     def __init__(self, idle_poll_s: float) -> None:
         self.now, self.step, self.moved, self.beats, self.idle_poll_s = 100.0, 0, 100.0, 0, idle_poll_s
         self.hangs = HangDetector(1.5, 120.0, clock=lambda: self.now, poll_s=idle_poll_s)
 
     def until(self, end: float, every: float | None = None) -> float | None:
-        """Take a step so often, or none; returns the standstill, as soon as it is too long."""
+        """Take a step every so many seconds, or none. Returns the standstill once it is too long."""
         while self.now < end:
             while every and self.moved + every <= self.now:
                 self.step, self.moved = self.step + 1, self.moved + every
@@ -82,8 +83,7 @@ class ObservedRun:
 @pytest.mark.parametrize(("every", "limit"), [(1.5, 12.0), (0.02, 1.5)])
 @pytest.mark.parametrize("idle_poll_s", [0.05, 0.2])
 def test_hang_timeout_is_learned_from_step_times(every: float, limit: float, idle_poll_s: float) -> None:
-    """What is too long for a quick run is usual where steps take a second and a half; and looks that are far apart, as
-    long as all is well, make nobody more patient."""
+    """Longer steps mean a longer timeout; longer poll intervals in normal operation do not."""
     run = ObservedRun(idle_poll_s)
     assert run.until(112.0, every) is None
     assert not run.hangs.is_late
@@ -95,6 +95,24 @@ def test_hang_timeout_is_learned_from_step_times(every: float, limit: float, idl
     assert not run.hangs.stopped(0)
     assert run.hangs.limit("eval") >= 600  # nothing is known of it
     assert run.hangs.limit("start") >= 120
+
+
+@pytest.mark.parametrize(("awaited", "limit"), [({1}, 1.5), ({0}, 30.0), (set(), 30.0)])
+def test_only_awaited_ranks_extend_the_timeout(
+    awaited: set[int], limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 uses the CPU and rank 1 does not: a rank that waits for a GPU spins, and the one that hangs sleeps."""
+    clock = [100.0]
+    monkeypatch.setattr(hang_detection, "process_state", lambda pid: ("R", clock[0]) if pid == 10 else ("S", 0.0))
+    hangs, found = HangDetector(1.5, 120.0, clock=lambda: clock[0], poll_s=0.05), None
+    while found is None and clock[0] < 160:
+        step = min(int((clock[0] - 100) / 0.1), 20)
+        moved = int((100 + 0.1 * step) * 1e9)
+        shown = {r: record(pid=10 + r, step=step, beats=int(clock[0] * 100), moved=moved) for r in (0, 1)}
+        found = hangs.check(shown, lambda: awaited)
+        clock[0] += 0.05
+    assert found is not None and limit - 0.1 < found < limit + 0.3
+    assert hangs.limit("first") == MIN_WARMUP_TIMEOUT_S  # steps are known: the next attempt need not wait 120 s
 
 
 def test_board_round_trip(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS
 
 
 def test_third_interrupt_kills_a_hung_run(tmp_path: Path) -> None:
-    """By then nobody waits for a checkpoint any more; it is still an interrupt, and no rank is to blame."""
+    """The run ends as interrupted without a checkpoint, and no rank is blamed."""
     write_job(
         tmp_path, model="helpers.own_models:Stuck", data={"seq_len": 8}, train={"global_batch": 2, "eval_every": 0},
         parallel={"dp_shard": 1}, cluster={"device": "cpu"},
@@ -36,7 +36,7 @@ def test_third_interrupt_kills_a_hung_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", ["", "{", "\x00" * 9, None])
 def test_unreadable_failure_record_is_ignored(tmp_path: Path, left: str | None) -> None:
-    """A rank may die while it writes why it dies."""
+    """A rank may be killed while it writes its failure record."""
     run = RunDir(tmp_path)
     run.logs.mkdir()
     path = run.logs / "failure-0.json"

@@ -39,7 +39,7 @@ def board_of(run: RunDir) -> StatusBoard:
 
 
 def ranks_of(board: StatusBoard) -> dict[int, Record]:
-    """Those that take part in the present attempt."""
+    """The ranks of the current attempt."""
     return {r.rank: r for r in board.records() if r.rank >= 0 and r.attempt == board["attempt"] and r.phase != "gone"}
 
 
@@ -49,7 +49,7 @@ def training(board: StatusBoard, step: int) -> bool:
 
 
 def test_run_with_faults_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed: a rank, rank 0, the supervisor. Stopped: a rank. Then one falls asleep in the middle of a step."""
+    """Killed: a rank, rank 0, the supervisor. Stopped: a rank. Then one sleeps in the middle of a step."""
     write_job(tmp_path, **JOB)
     assert weft(tmp_path, "train", "job.yaml", "name=calm", "--no-resilient").code == 0
     orders = tmp_path / "orders.json"

@@ -159,7 +159,7 @@ def test_a_finished_run_is_reported(folder: Path, killed: tuple[Output, Output])
     said = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dropout=0.2")
     assert said.code == 0
     assert "model.dropout was 0.1 until here and is 0.2 now: the weights were trained with the former" in said.err
-    assert f"already done at step {STEPS}; raise train.steps to go on, or use --fresh to start again" in said.err
+    assert f"already done at step {STEPS}; raise train.steps to continue, or use --fresh to start again" in said.err
     assert run.metrics.read_bytes() == before
 
 
@@ -275,7 +275,7 @@ def test_a_wrong_job_leaves_no_run_folder(folder: Path) -> None:
         "6 or 8 would work",
         "parallel={tp: 4}": "weft: parallel.tp=4 does not divide model.kv_heads=2: each rank needs a whole key and "
         "value head; tp=1 or 2 would work",
-        "data.source=./nothing": "weft: data.source: nothing is named or lies at './nothing'. It may be pydoc, stdlib, "
+        "data.source=./nothing": "weft: data.source: no source or path is named './nothing'. It may be pydoc, stdlib, "
         "synthetic, the path of a store made by `weft data build`, or your own dataset as package.module:name",
     }
     for override, says in wrong.items():

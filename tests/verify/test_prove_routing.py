@@ -20,7 +20,7 @@ from weft.parallel.expert.load import ExpertLoad
 from weft.planner import make_plan
 from weft.verify.compare import compare
 from weft.verify.prove import prove, small
-from weft.verify.routing import Guided, Routing
+from weft.verify.routing import Routing, RoutingReplay
 
 EXPERTS = {"count": 4, "top_k": 2, "ffn": 32, "shared": 1, "balance": "bias"}
 
@@ -46,10 +46,10 @@ def routed(
     whole = nn.ModuleDict({"blocks": nn.ModuleList([moe])})
     load = ExpertLoad(whole, torch.device("cpu"), None)
     load.watch(whole)
-    guided = Guided(load, str(folder), None if reference is None else str(reference))
+    replay = RoutingReplay(load, str(folder), None if reference is None else str(reference))
     rows = torch.arange(x.shape[1])
     y = moe(x, TokenInfo(None, None, None, rows, len(rows), torch.arange(len(x))))
-    return y, guided.end(connect(plan))
+    return y, replay.end(connect(plan))
 
 
 def test_near_ties_are_led_and_told_and_a_wrong_router_is_seen(tmp_path: Path) -> None:

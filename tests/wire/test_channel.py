@@ -24,7 +24,7 @@ SECRET = b"0123456789abcdef0123456789abcdef"
 
 
 class Echo:
-    """A listener that answers every message with itself, and remembers what it said about strangers."""
+    """A listener that echoes every message and keeps its notes."""
 
     def __init__(self) -> None:
         self.heard: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -52,7 +52,7 @@ def _raw(echo: Echo) -> socket.socket:
 
 
 def _dropped(sock: socket.socket) -> bool:
-    """Whether the other side closed, after whatever it had to say."""
+    """Whether the other side closed the connection."""
     try:
         while sock.recv(4096):
             pass
@@ -104,7 +104,7 @@ def test_listener_without_secret_is_refused() -> None:
 
 
 class Tapped(socket.socket):
-    """A socket that remembers what was sent through it."""
+    """A socket that records what is sent."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock.family, sock.type, fileno=sock.detach())

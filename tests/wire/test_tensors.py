@@ -21,7 +21,7 @@ SECRET = b"s" * 32
 
 @contextmanager
 def listening(handle: Callable[[TensorChannel], None]) -> Iterator[tuple[str, queue.Queue[str]]]:
-    """A listener whose every connection is handled; what goes wrong in one is told."""
+    """A listener that handles every connection, and a queue of their errors."""
     said: queue.Queue[str] = queue.Queue()
 
     def serve(channel: Channel) -> None:
@@ -80,7 +80,7 @@ def pass_on(source: socket.socket, sink: socket.socket, change: Callable[[bytes]
 
 
 def sit_between(server: socket.socket, to: tuple[str, int], change: Callable[[bytes], bytes]) -> None:
-    """Pass a conversation on, and change what the client says."""
+    """Forward a connection and change the bytes of the client."""
     client, _ = server.accept()
     with client, socket.create_connection(to) as out:
         answers = threading.Thread(target=pass_on, args=(out, client, lambda data: data), daemon=True)
@@ -91,7 +91,7 @@ def sit_between(server: socket.socket, to: tuple[str, int], change: Callable[[by
 
 @pytest.mark.parametrize("what", ["message", "tensor"])
 def test_changed_message_is_refused(what: str) -> None:
-    """The peer has the right secret, and is overheard."""
+    """Messages of a peer with the right secret are changed on the way."""
     sent, other = torch.tensor([1.5, 2.5]), torch.tensor([1.5, 99.0])
     before, after, why = {
         "message": (b"push", b"pull", "a message with a wrong signature"),

@@ -73,34 +73,36 @@ UNINTERRUPTING = ("supervisor",)
 LOAD_FAULTS = ("slow_rank", "slow_link", "stall")
 
 
-def outcomes(struck: Sequence[InjectedFault], lines: Sequence[ObservedStep], events: Sequence[Event]) -> list[Outcome]:
+def outcomes(
+    injected: Sequence[InjectedFault], lines: Sequence[ObservedStep], events: Sequence[Event]
+) -> list[Outcome]:
     """The cost of each fault; events up to the next fault belong to the one before."""
-    ends = [s.time for s in struck[1:]] + [float("inf")]
-    return [outcome(s, end, lines, events) for s, end in zip(struck, ends, strict=True)]
+    ends = [s.time for s in injected[1:]] + [float("inf")]
+    return [outcome(s, end, lines, events) for s, end in zip(injected, ends, strict=True)]
 
 
-def outcome(struck: InjectedFault, end: float, lines: Sequence[ObservedStep], events: Sequence[Event]) -> Outcome:
-    own = [e for e in events if struck.time <= e["time"] < end]
-    seen = _seen(struck, own)
-    known_at = seen["time"] if seen else struck.time
-    after = [e for e in own if e["event"] in RESUME_EVENTS and e["time"] >= known_at and not _noise(struck, e)]
+def outcome(injected: InjectedFault, end: float, lines: Sequence[ObservedStep], events: Sequence[Event]) -> Outcome:
+    own = [e for e in events if injected.time <= e["time"] < end]
+    seen = _seen(injected, own)
+    known_at = seen["time"] if seen else injected.time
+    after = [e for e in own if e["event"] in RESUME_EVENTS and e["time"] >= known_at and not _noise(injected, e)]
     named = [e for e in after if seen and e.get("fault") == seen.get("fault", "")]
     went_on = next((e for e in (*named, *after) if e["event"] == "recovered"), after[0] if after else None)
     if went_on is not None:
         first = bisect_left(lines, went_on["time"], key=lambda line: line.time)
     else:  # no rank stopped: skip the step that was in progress
-        first = _next_step(struck, lines)
-    if first == len(lines) and struck.kind in UNINTERRUPTING:  # the run ended before the event
-        first = _next_step(struck, lines)
+        first = _next_step(injected, lines)
+    if first == len(lines) and injected.kind in UNINTERRUPTING:  # the run ended before the event
+        first = _next_step(injected, lines)
     resumed = lines[first] if first < len(lines) else None
     lost = None
     if resumed is not None:
         before = max((line.step for line in lines[:first]), default=0)
         lost = max(0, before - resumed.step + 1, int((went_on or {}).get("steps_lost") or 0))
     return Outcome(
-        struck.kind, struck.rank, struck.phase, struck.step,
-        detect_s=round(seen["time"] - struck.time, 3) if seen else None,
-        resume_s=round(resumed.time - struck.time, 3) if resumed else None,
+        injected.kind, injected.rank, injected.phase, injected.step,
+        detect_s=round(seen["time"] - injected.time, 3) if seen else None,
+        resume_s=round(resumed.time - injected.time, 3) if resumed else None,
         steps_lost=lost,
         seen_as=str(seen.get("fault", seen["event"])) if seen else None,
         how=str(went_on["how"]) if went_on and "how" in went_on else None,
@@ -108,29 +110,29 @@ def outcome(struck: InjectedFault, end: float, lines: Sequence[ObservedStep], ev
     )  # fmt: skip
 
 
-def _next_step(struck: InjectedFault, lines: Sequence[ObservedStep]) -> int:
+def _next_step(injected: InjectedFault, lines: Sequence[ObservedStep]) -> int:
     """Index of the first step that started after a fault."""
-    return next((i for i, x in enumerate(lines) if x.time >= struck.time and x.step > struck.step + 1), len(lines))
+    return next((i for i, x in enumerate(lines) if x.time >= injected.time and x.step > injected.step + 1), len(lines))
 
 
-def _seen(struck: InjectedFault, events: Sequence[Event]) -> Event | None:
+def _seen(injected: InjectedFault, events: Sequence[Event]) -> Event | None:
     """The event that reports a fault, preferably by its own name and rank."""
-    named = [e for e in events if reports_fault(struck.kind, e) or e["event"] == OTHER_EVENTS.get(struck.kind)]
-    others = [e for e in events if e["event"] == "fault" and not _noise(struck, e)]
+    named = [e for e in events if reports_fault(injected.kind, e) or e["event"] == OTHER_EVENTS.get(injected.kind)]
+    others = [e for e in events if e["event"] == "fault" and not _noise(injected, e)]
     for found in (named, others):
-        right = [e for e in found if struck.rank is None or e.get("rank") in (None, struck.rank)]
+        right = [e for e in found if injected.rank is None or e.get("rank") in (None, injected.rank)]
         if right or found:
             return (right or found)[0]
     return None
 
 
-def _noise(struck: InjectedFault, event: Event) -> bool:
+def _noise(injected: InjectedFault, event: Event) -> bool:
     """Whether an event only reports a busy machine, which faults cause as well."""
-    return event.get("fault") in LOAD_FAULTS and event.get("fault") not in KINDS[struck.kind].seen_as
+    return event.get("fault") in LOAD_FAULTS and event.get("fault") not in KINDS[injected.kind].seen_as
 
 
 def effective_ratio(
-    lines: Sequence[ObservedStep], struck: Sequence[InjectedFault], events: Sequence[Event], end: float | None = None
+    lines: Sequence[ObservedStep], injected: Sequence[InjectedFault], events: Sequence[Event], end: float | None = None
 ) -> float | None:
     """Time of useful steps over wall time, from the start of the first step to the last commit, or to `end`.
 
@@ -142,7 +144,7 @@ def effective_ratio(
     usual = statistics.median(line.seconds for line in lines)
     last = {line.step: i for i, line in enumerate(lines)}
     broken = sorted(
-        [s.time for s in struck]
+        [s.time for s in injected]
         + [e["time"] for e in events if e["event"] in (*RESUME_EVENTS, "fault") and e.get("fault") not in LOAD_FAULTS]
     )
     useful = 0.0
@@ -173,14 +175,14 @@ def samples(files: Iterable[Iterable[Mapping[str, Any]]], steps: int, ramp: Batc
     Of a repeated step only the newest attempt counts, and in it each rank's last line.
     """
     newest: dict[int, int] = {}
-    told: dict[tuple[int, int], dict[int, Sequence[int]]] = {}
+    ids_of: dict[tuple[int, int], dict[int, Sequence[int]]] = {}
     for rank, lines in enumerate(files):
         for line in lines:
             step, attempt = int(line["step"]), int(line.get("attempt", 0))
             if step <= steps:
                 newest[step] = max(attempt, newest.get(step, 0))
-                told.setdefault((step, attempt), {})[rank] = line["ids"]
-    counts = Counter(i for step, attempt in newest.items() for ids in told[step, attempt].values() for i in ids)
+                ids_of.setdefault((step, attempt), {})[rank] = line["ids"]
+    counts = Counter(i for step, attempt in newest.items() for ids in ids_of[step, attempt].values() for i in ids)
     wanted = range(ramp.samples_before(steps))
     known = sum(1 for i in counts if i in wanted)
     return Samples(len(wanted) - known, sum(n - 1 for n in counts.values()), known)

@@ -54,7 +54,7 @@ class ExperimentResult:
         return Exit.DONE if self.finished and not self.samples.lost else Exit.DIFFERS
 
 
-def run_experiment(asked: Experiment, say: Callable[[str], None]) -> ExperimentResult:
+def run_experiment(asked: Experiment, log: Callable[[str], None]) -> ExperimentResult:
     """Run the job without and with faults, and compare."""
     job, world = asked.job, asked.nproc
     if asked.nodes > 1:
@@ -65,7 +65,7 @@ def run_experiment(asked: Experiment, say: Callable[[str], None]) -> ExperimentR
     requests = parse(asked.faults, asked.seed, plan.world, asked.nodes)
     folder = Path(asked.job.runs_dir) / f"{asked.job.name}-chaos"
     planned = [] if asked.every_s else _scheduled(requests, asked, plan)
-    reference = undisturbed(asked.job, world, folder, say) if asked.compare else None
+    reference = undisturbed(asked.job, world, folder, log) if asked.compare else None
     disturbed = _job(asked.job, folder, "disturbed")
     for old in (folder / "disturbed", folder / "orders"):
         shutil.rmtree(old, ignore_errors=True)
@@ -78,13 +78,13 @@ def run_experiment(asked: Experiment, say: Callable[[str], None]) -> ExperimentR
         hosts = stack.enter_context(VirtualHosts(asked.nodes)) if asked.nodes > 1 else None
         watched = ObservedRun(disturbed, asked.nproc or (1 if hosts else None), env, hosts)
         disk = stack.enter_context(Disk(watched.run.path, reference, any(w.kind == "diskfull" for w in requests)))
-        injector = FaultInjector(asked, watched, disk, folder / "orders" / "orders.json", say)
+        injector = FaultInjector(asked, watched, disk, folder / "orders" / "orders.json", log)
         try:
             injector.execute(iter(planned) if planned else _repeat_faults(requests, asked, plan))
         finally:
             injector.resume_all()
             watched.end()
-    missed = Counter(f.kind for f in planned) - Counter(s.kind for s in injector.struck)
+    missed = Counter(f.kind for f in planned) - Counter(s.kind for s in injector.injected)
     return _account(asked, plan, injector, reference, sorted(missed.elements()))
 
 
@@ -102,7 +102,7 @@ def _repeat_faults(requests: list[FaultRequest], asked: Experiment, plan: Plan) 
     return (draw(i, requests[i % len(requests)], 0, plan.world, chance) for i in count())
 
 
-def undisturbed(job: Job, world: int | None, folder: Path, say: Callable[[str], None]) -> RunDir:
+def undisturbed(job: Job, world: int | None, folder: Path, log: Callable[[str], None]) -> RunDir:
     """The reference run: started now, or reused from an earlier experiment with the same job and layout."""
     job = _job(job, folder, "undisturbed")
     run = RunDir(folder / "undisturbed")
@@ -113,7 +113,7 @@ def undisturbed(job: Job, world: int | None, folder: Path, say: Callable[[str], 
         if kept is not None and kept.step == job.train.steps:
             return run
     shutil.rmtree(run.path, ignore_errors=True)
-    say(f"first undisturbed: {plan.layout()}, {job.train.steps} steps")
+    log(f"first undisturbed: {plan.layout()}, {job.train.steps} steps")
     watched = ObservedRun(job, world)
     watched.start()
     try:
@@ -121,7 +121,7 @@ def undisturbed(job: Job, world: int | None, folder: Path, say: Callable[[str], 
     finally:
         watched.end()
     if code:
-        raise MachineError(f"the undisturbed run ended with code {code}: {watched.last_line()}; see {watched.said}")
+        raise MachineError(f"the undisturbed run ended with code {code}: {watched.last_line()}; see {watched.output}")
     return run
 
 
@@ -133,7 +133,7 @@ def _account(
     steps = max((x.step for x in watched.lines), default=0)
     finished = injector.code == Exit.DONE and steps == job.train.steps
     lines = _dated(watched.lines)
-    found = outcomes(injector.struck, lines, watched.events)
+    found = outcomes(injector.injected, lines, watched.events)
     read = samples(
         [list(read_jsonl(p)) for p in sorted(watched.run.samples.glob("rank-*.jsonl"))], steps, job.train.ramp
     )
@@ -146,7 +146,7 @@ def _account(
         steps=steps,
         outcomes=found,
         samples=read,
-        effective_ratio=effective_ratio(lines, injector.struck, watched.events),
+        effective_ratio=effective_ratio(lines, injector.injected, watched.events),
         bitwise_equal=same_weights(watched.run, reference) if reference and finished else None,
         final_loss=_final_loss(watched.run),
         undisturbed_loss=_final_loss(reference) if reference else None,
@@ -170,8 +170,8 @@ def _skipped(events: list[Any]) -> set[int]:
 
 
 def _final_loss(run: RunDir) -> float | None:
-    told = read_metrics(run.metrics)
-    return told[-1].get("loss") if told else None
+    records = read_metrics(run.metrics)
+    return records[-1].get("loss") if records else None
 
 
 def same_weights(run: RunDir, reference: RunDir) -> bool | None:

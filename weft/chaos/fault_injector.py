@@ -55,9 +55,9 @@ ORDER_READ_S = 0.1
 class FaultInjector:
     """Injects faults and watches the run."""
 
-    def __init__(self, asked: Experiment, watched: ObservedRun, disk: Disk, orders: Path, say: Callable[[str], None]):
-        self.asked, self.run, self.disk, self.orders, self.say = asked, watched, disk, orders, say
-        self.struck: list[InjectedFault] = []
+    def __init__(self, asked: Experiment, watched: ObservedRun, disk: Disk, orders: Path, log: Callable[[str], None]):
+        self.asked, self.run, self.disk, self.orders, self.log = asked, watched, disk, orders, log
+        self.injected: list[InjectedFault] = []
         self.given: list[dict[str, Any]] = []
         self.stopped: list[int] = []
         self.why: str | None = None
@@ -120,15 +120,15 @@ class FaultInjector:
     def _note(self, fault: Fault, phase: str | None = None, at: float | None = None) -> None:
         when = time.time() if at is None else at
         phase = phase or "any"
-        self.struck.append(InjectedFault(fault.kind, fault.rank, phase, self.run.step, when))
+        self.injected.append(InjectedFault(fault.kind, fault.rank, phase, self.run.step, when))
         whom = "" if fault.rank is None else f" rank {fault.rank}"
-        self.say(f"step {self.run.step}: {fault.kind}{whom} ({phase})")
+        self.log(f"step {self.run.step}: {fault.kind}{whom} ({phase})")
 
     def _wait_until_resumed(self) -> None:
         """Wait until the run continues, then resume stopped processes."""
-        if self.code is None and self.struck:
-            struck = self.struck[-1]
-            self._wait(lambda: outcome(struck, float("inf"), self.run.lines, self.run.events).resume_s is not None)
+        if self.code is None and self.injected:
+            injected = self.injected[-1]
+            self._wait(lambda: outcome(injected, float("inf"), self.run.lines, self.run.events).resume_s is not None)
         self._resume_stopped()
 
     def _resume_stopped(self) -> None:
@@ -281,7 +281,7 @@ class FaultInjector:
         temporary = self.orders.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.given))
         temporary.replace(self.orders)
-        pattern = f"{self.orders.stem}-{fault.number}-rank-*.struck"
+        pattern = f"{self.orders.stem}-{fault.number}-rank-*.injected"
         if self._wait(lambda: any(p.stat().st_size for p in self.orders.parent.glob(pattern))) is not None:
             return
         marker = json.loads(next(iter(self.orders.parent.glob(pattern))).read_text())

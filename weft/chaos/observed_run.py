@@ -60,9 +60,9 @@ class ObservedRun:
         self.env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | (env or {})
         folder = self.run.path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        self.file, self.said = folder / f"{job.name}.yaml", folder / f"{job.name}.log"
+        self.file, self.output = folder / f"{job.name}.yaml", folder / f"{job.name}.log"
         self.file.write_text(dump_yaml(job), encoding="utf-8")
-        self.said.write_text("", encoding="utf-8")
+        self.output.write_text("", encoding="utf-8")
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """By node."""
         self.starts = 0
@@ -86,15 +86,15 @@ class ObservedRun:
             return
         command = [sys.executable, "-m", "weft", "train", str(self.file)]
         command += ["--nproc", str(self.nproc)] if self.nproc else []
-        with self.said.open("ab") as said:
+        with self.output.open("ab") as output:
             if self.hosts is None:
                 self.processes[node] = subprocess.Popen(
-                    command, env=self.env, stdout=said, stderr=said, start_new_session=True
+                    command, env=self.env, stdout=output, stderr=output, start_new_session=True
                 )
             else:
                 place = {"NODE_RANK": str(node), "NNODES": str(self.nodes), "MASTER_ADDR": self.hosts.address(0)}
                 self.processes[node] = self.hosts.start(
-                    node, command, {**self.env, **place}, stdout=said, stderr=said, start_new_session=True
+                    node, command, {**self.env, **place}, stdout=output, stderr=output, start_new_session=True
                 )
 
     def look(self) -> int | None:
@@ -179,7 +179,7 @@ class ObservedRun:
             process.wait()
 
     def last_line(self) -> str:
-        words = [x for x in self.said.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
+        words = [x for x in self.output.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
         return words[-1] if words else ""
 
 

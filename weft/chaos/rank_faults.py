@@ -70,7 +70,7 @@ class Orders:
 
 def marker_of(path: Path, number: int, rank: int) -> Path:
     """The marker file of an order on a rank."""
-    return path.with_name(f"{path.stem}-{number}-rank-{rank}.struck")
+    return path.with_name(f"{path.stem}-{number}-rank-{rank}.injected")
 
 
 @dataclass
@@ -190,7 +190,7 @@ def flip_bit(weights: dict[str, Tensor], moment: float) -> None:
 
 def modules_of(model: Any) -> list[nn.Module]:
     """The modules of this rank: one model, or its pipeline stages."""
-    return [stage.module for stage in model.stages.values()] if hasattr(model, "stages") else [model.module]
+    return [part.module for part in model.parts]
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""The newest steps of one rank, kept in shared memory: files that outlive the process that wrote them.
+"""Snapshots of the newest steps of one rank, in shared memory that outlives the process.
 
-Each of a ring of files holds one step: a head, a table of the tensors with a little JSON, then the tensors' bytes. A
-step is first copied, some of it only when the next update is near, and sealed when it is committed: the number of the
-step in the head is written last, so what a killed process left half-written is no snapshot at all.
+A ring of files holds one step each: a header, a table of the tensors with some JSON, and the tensors' bytes. A step is
+copied first and sealed when it is committed. The step number in the header is written last, so a file that a killed
+process left half-written is not a snapshot.
 """
 
 from __future__ import annotations
@@ -19,80 +19,73 @@ import psutil
 import torch
 from torch import Tensor
 
-from weft.checkpoint.snapshot_storage import Making, Slot, Table
+from weft.checkpoint.snapshot_storage import Slot, SlotAllocator, Table
 
 KEEP = 6
-"""Steps in the ring. While one is written, the ranks may differ by one in the newest that they have sealed; the rest
-is for going back before a bad batch, and to the last step that is known to be good."""
-
-FEWEST = 3
-"""With less than this no step is sure to be whole on every rank."""
-
-SHARE = 0.25
-"""Share of the free host memory that the snapshots of all ranks of a machine may take."""
-
-KEEP_ALONE = 2
-"""Copies of a large state of a single rank: a complete one, and one being written; only one if two do not fit."""
-
-COST = 0.0075
-"""Of the time of a step, what copying may take on average: a larger state is copied every few steps."""
-
-FREE_S = 0.002
-"""Copying that takes less than this is done at every step, however short."""
-
+"""Snapshots in the ring. The newest sealed steps of two ranks may differ by one; the older ones are for rolling back
+before a bad batch or to the last step that is known to be good."""
+MIN_COPIES = 3
+"""With fewer snapshots, no step is certain to be complete on every rank."""
+MAX_MEMORY_SHARE = 0.25
+"""Largest share of the free host memory that the snapshots of all ranks of a machine may take."""
+KEEP_ONE_RANK = 2
+"""Snapshots of a large state of a single rank: a complete one and one being written; one if two do not fit."""
+MAX_COPY_SHARE = 0.0075
+"""Largest mean share of a step's time for copying: a larger state is copied every few steps."""
+NEGLIGIBLE_COPY_S = 0.002
+"""Copying that takes less than this is done at every step."""
 AGREE_AFTER, AGREE_EVERY = KEEP + 2, 200
-"""Steps after which ranks agree how often to copy: soon after a start, when all of the ring has been written once (the
-first time takes longer), and then now and then."""
-
-AT_ONCE = 1 << 28
-"""Bytes of a ring that is made before the first copy; of a larger one a CPU rank makes one file for each of its first
-copies, and a GPU's is made beside the run."""
-
-BESIDE = 0.9
-"""Of the time of a step, how long a GPU may copy beside it and hold up nobody: until the next update."""
-
-BYTES_PER_S = {"cuda": 20e9, "cpu": 3e9}
-"""Of copies, before one was measured."""
+"""Steps after which the ranks agree on the interval between snapshots: once every file of the ring has been written
+(the first write takes longer), and then periodically."""
+LARGE_RING_BYTES = 1 << 28
+"""Size up to which the whole ring is allocated before the first copy. Of a larger ring, a CPU rank allocates one file
+for each of its first copies; a GPU rank allocates it in the background."""
+HIDDEN_SHARE = 0.9
+"""Share of a step during which a GPU can copy without delaying the next update."""
+COPY_BYTES_PER_S = {"cuda": 20e9, "cpu": 3e9}
+"""Assumed copy rate before one was measured."""
 
 
 def newest_common(held: Iterable[Iterable[int]], at_most: int | None = None) -> int | None:
-    """The newest step that every rank has whole."""
+    """The newest step that every rank holds."""
     sets = [set(steps) for steps in held]
     common = set.intersection(*sets) if sets else set()
     return max((s for s in common if at_most is None or s <= at_most), default=None)
 
 
 class Snapshots:
-    """The ring of one rank. Without a folder it is ordinary memory, which serves for going back but not for outliving.
+    """The snapshots of one rank. Without a folder they are in ordinary memory and end with the process.
 
-    `local_ranks` share the machine's memory. `refused` says why nothing is kept, where that is so.
+    `local_ranks` is the number of ranks that share the machine's memory. `refused` is the reason if nothing is kept.
     """
 
     def __init__(
         self, folder: Path | None, rank: int, local_ranks: int = 1, keep: int = KEEP,
         device: torch.device = torch.device("cpu"), world: int = 2,
     ):  # fmt: skip
-        self.fewest, self.summary = FEWEST if world > 1 else 1, ""
+        self.min_copies, self.summary = MIN_COPIES if world > 1 else 1, ""
         self.folder, self.rank, self.local_ranks, self.keep, self.device = folder, rank, local_ranks, keep, device
         self.refused = ""
         self.background = device.type == "cuda"
-        """Whether the ring is made, and steps are copied, beside the run."""
-        self.every = AGREE_AFTER if self.background else 1
-        """Steps between two of them, the same on all ranks."""
+        """Whether files are allocated, and steps copied, while training continues."""
+        self.every = 1
+        """Steps between two snapshots, the same on all ranks."""
         self._slots: list[Slot] = []
         self.wanted: Callable[[], tuple[int, int]] = lambda: (-1, 0)
-        """The step that other machines hold copies of, and the one from which on the next is copied (0: none)."""
+        """The step that other nodes hold replicas of, and the step from which the next is replicated (0: none)."""
         self.trusted = -1
-        """The last step that is known to be good: the newest up to it stays."""
+        """The last step that is known to be good: the newest snapshot up to it is kept."""
         self._open: tuple[Slot, int, dict[str, Any]] | None = None
         self._committed = -1
         self._copies: deque[float] = deque(maxlen=8)
         self._steps: deque[float] = deque(maxlen=2 * AGREE_AFTER)
         self._last: tuple[int, float] | None = None
-        self._making: Making | None = None
-        self._size = 0
+        self._allocator: SlotAllocator | None = None
+        self._size, self._large = 0, False
+        self._continued = False
+        """Whether `every` was agreed on by an earlier attempt."""
         self._complete = False
-        """Whether the ring was filled up: of what a process before this one left, only whole steps are taken over."""
+        """Whether all files of the ring are allocated."""
         if folder is not None:
             paths = [self._path(i) for i in range(keep)]
             self._slots = [slot for path in paths if path and (slot := Slot.found(path)) is not None]
@@ -104,16 +97,16 @@ class Snapshots:
         return not self.refused and step % self.every == 0
 
     def take(self, step: int, shards: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
-        """Copy this rank's shards as they are now; what only an update changes, by settle(). It counts once it is
-        sealed."""
-        kinds = {slot.table.text: slot for slot in self._slots}  # most often all are alike, and one stands for them
+        """Copy this rank's shards, or, for those that only an update changes, let settle() copy them. The snapshot is
+        valid once it is sealed."""
+        kinds = {slot.table.text: slot for slot in self._slots}  # usually all are alike
         if not all(slot.fits(shards) for slot in kinds.values()):
             self._slots, self._complete = [], False
         if not self._complete:
-            self._fill_up(shards)
+            self._allocate(shards)
         pinned = self._pinned()
         slot = min((s for s in self._slots if s.sealed not in pinned), key=lambda s: s.sealed, default=None)
-        if slot is None:  # refused, or still being made
+        if slot is None:  # refused, or still being allocated
             return
         slot.write(shards)
         self._open = (slot, step, meta)
@@ -121,40 +114,41 @@ class Snapshots:
             self.seal(step, {})
 
     def _pinned(self) -> set[int]:
-        """What must not be overwritten yet: copies elsewhere are of use only beside the same step here."""
+        """Steps that must not be overwritten: replicas on other nodes need the same step here."""
         safe, target = self.wanted()
         held = self.held()
         sent = [s for s in held if s >= target > 0]
         pinned = {s for s in (safe, *sent[:1]) if s > 0}
         good = [s for s in held if s <= self.trusted][-1:]
-        return pinned.union(good) if len(self._slots) - len(pinned.intersection(held).union(good)) >= FEWEST else pinned
+        free = len(self._slots) - len(pinned.intersection(held).union(good))
+        return pinned.union(good) if free >= MIN_COPIES else pinned
 
     def seal(self, step: int, more: dict[str, Any]) -> None:
-        """The step is committed: what was copied of it may be continued from."""
+        """Mark the snapshot of a committed step as complete."""
         self._committed = step
         if self._open is not None and self._open[1] == step:
             slot, _, meta = self._open
-            slot.seal(step, meta | more)
+            slot.seal(step, meta | more | {"every": self.every})
             self._copies.append(slot.copy_s)
             self._open = None
 
     def settle(self) -> None:
-        """Whatever changes the state from here on waits for what is still being copied of it."""
+        """Before the state changes: finish the copies of it."""
         if self._open is not None:
             self._open[0].settle()
 
     def drop(self) -> None:
-        """The state goes elsewhere: what was copied of the newest step will not be committed."""
+        """Discard the snapshot of a step that will not be committed."""
         if self._open is not None:
             self._open[0].forget()
             self._open = None
 
     def held(self) -> list[int]:
-        """The steps that are whole here."""
+        """The steps with a complete snapshot."""
         return sorted(slot.sealed for slot in self._slots if slot.sealed >= 0)
 
     def load(self, step: int, shards: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Fill the shards in place; returns what was known of the step. The newer steps are forgotten."""
+        """Fill the shards in place and drop newer snapshots. Returns the step's metadata."""
         self.settle()
         slot = next(s for s in self._slots if s.sealed == step)
         slot.read(shards)
@@ -162,65 +156,70 @@ class Snapshots:
             if newer.sealed > step:
                 newer.unseal()
         self._open, self._committed = None, step
-        return slot.meta
+        meta = dict(slot.meta)
+        if (every := meta.pop("every", None)) is not None:
+            self.every, self._continued = every, True
+        return meta
 
     def holds(self, shards: Mapping[str, Tensor]) -> bool:
-        """Whether what is held are these tensors, not those of another layout."""
+        """Whether the snapshots are of these tensors, not those of another layout."""
         return all(slot.fits(shards) for slot in self._slots if slot.sealed >= 0)
 
     def tick(self, step: int) -> bool:
-        """Measure the steps; true when it is time for all ranks to agree on `every`, the largest of their wishes."""
-        now = time.perf_counter()
+        """Measure the time of a step. Returns whether all ranks must now agree on `every`, the largest of their
+        preferred_interval()."""
+        now, first = time.perf_counter(), self._last is None
         if self._last is not None and step == self._last[0] + 1:
             self._steps.append(now - self._last[1])
         self._last = (step, now)
-        return len(self._steps) == AGREE_AFTER or step % AGREE_EVERY == 0
+        return (first and not self._continued) or len(self._steps) == AGREE_AFTER or step % AGREE_EVERY == 0
 
-    def wish(self) -> int:
-        """Steps between snapshots for which copying stays within COST of the time of a step."""
+    def preferred_interval(self) -> int:
+        """Steps between snapshots for which copying takes at most MAX_COPY_SHARE of the time."""
         if not self._steps:
-            return self.every
-        step, copying = statistics.median(self._steps), self._copying_s()
-        if self.background:  # beside the next step; what is left waits for nobody, but it is not free
-            copying = max(copying - BESIDE * step, 0.1 * copying)
-        return 1 if copying < FREE_S else max(1, math.ceil(copying / (COST * step)))
+            return AGREE_AFTER if self._large and not self._continued else self.every
+        step, copying = statistics.median(self._steps), self._copy_s()
+        if self.background:  # a copy that a step hides still takes memory bandwidth
+            copying = max(copying - HIDDEN_SHARE * step, 0.1 * copying)
+        return 1 if copying < NEGLIGIBLE_COPY_S else max(1, math.ceil(copying / (MAX_COPY_SHARE * step)))
 
-    def _copying_s(self) -> float:
-        return min(self._copies) if self._copies else self._size / BYTES_PER_S[self.device.type]
+    def _copy_s(self) -> float:
+        return min(self._copies) if self._copies else self._size / COPY_BYTES_PER_S[self.device.type]
 
-    def _fill_up(self, shards: Mapping[str, Tensor]) -> None:
-        """Make the files that are missing in the ring, or take those that were made meanwhile."""
-        if self._making is None:
+    def _allocate(self, shards: Mapping[str, Tensor]) -> None:
+        """Allocate the missing files of the ring, or add those that were allocated in the background."""
+        if self._allocator is None:
             table = Table.of(shards)
-            room = psutil.virtual_memory().available * SHARE / self.local_ranks + len(self._slots) * table.size
+            room = psutil.virtual_memory().available * MAX_MEMORY_SHARE / self.local_ranks
+            room += len(self._slots) * table.size
             keep = min(self.keep, int(room // table.size))
-            if self.fewest == 1 and self.keep * table.size > AT_ONCE:
-                keep = min(keep, KEEP_ALONE)
-            if keep < self.fewest:
+            if self.min_copies == 1 and self.keep * table.size > LARGE_RING_BYTES:
+                keep = min(keep, KEEP_ONE_RANK)
+            if keep < self.min_copies:
                 self._slots = []
                 self.refused = (
-                    f"{self.fewest} copies of this rank need {self.fewest * table.size / 2**30:.2f} GiB of host "
-                    f"memory and {room / 2**30:.2f} GiB may be used: faults are recovered from checkpoints on disk"
+                    f"{self.min_copies} copies of this rank need {self.min_copies * table.size / 2**30:.2f} GiB of "
+                    f"host memory and {room / 2**30:.2f} GiB may be used: faults are recovered from checkpoints on disk"
                 )
                 return
-            if self.keep * table.size > AT_ONCE:
+            self._size, self._large = table.size, keep * table.size > LARGE_RING_BYTES
+            if self._large and self.background and self._last is None and not self._continued:
+                return  # the first steps of a run compile and load; allocating gigabytes would slow them
+            if self.keep * table.size > LARGE_RING_BYTES:
                 self.summary = (
                     f"snapshots: {keep} of {table.size / 2**30:.2f} GiB in host memory for each rank, at most "
-                    f"{room / 2**30:.2f} GiB ({SHARE:.0%} of what is free)"
+                    f"{room / 2**30:.2f} GiB ({MAX_MEMORY_SHARE:.0%} of what is free)"
                 )
             taken = {slot.path for slot in self._slots if slot.path is not None}
             free = [path for i in range(self.keep) if (path := self._path(i)) not in taken]
-            self._size, large = table.size, keep * table.size > AT_ONCE
-            if large and len(self._steps) < AGREE_AFTER:
-                self.every = AGREE_AFTER
-            wanted = 1 if large and not self.background else keep - len(self._slots)
-            self._making = Making(table, free[:wanted], self.device, self.background)
-            self._making.last = len(self._slots) + wanted >= keep
-        if self._making.is_alive():
+            count = 1 if self._large and not self.background else keep - len(self._slots)
+            last = len(self._slots) + count >= keep
+            self._allocator = SlotAllocator(table, free[:count], self.device, self.background, last)
+        if self._allocator.is_alive():
             return
-        making, self._making = self._making, None
-        if making.error is not None:  # a small /dev/shm, as containers have
-            self._slots, why = [], getattr(making.error, "strerror", None) or making.error
+        allocator, self._allocator = self._allocator, None
+        if allocator.error is not None:  # a small /dev/shm, as in containers
+            self._slots, why = [], getattr(allocator.error, "strerror", None) or allocator.error
             self.refused = f"{why} in {self.folder}: faults are recovered from checkpoints on disk"
-        elif all(slot.fits(shards) for slot in making.made):
-            self._slots, self._complete = [*self._slots, *making.made], making.last
+        elif all(slot.fits(shards) for slot in allocator.slots):
+            self._slots, self._complete = [*self._slots, *allocator.slots], allocator.last

@@ -5,8 +5,9 @@ A checkpoint has no layout, so the ranks of a smaller world can load what the ra
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,15 +17,15 @@ from torch import Tensor
 
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.contents import CheckpointContents
-from weft.checkpoint.snapshot_file import SnapshotLayout, find_sealed, read_table
+from weft.checkpoint.snapshot_file import OWN_PREFIXES, SnapshotLayout, find_sealed, read_table
 from weft.checkpoint.snapshot_replication import held_files, newest_complete
 from weft.comm.shards import shard_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.planner.plan import Plan
+from weft.planner.plan import AXES, Plan
 
-Summary = tuple[int, dict[str, int], int, int]
-"""Attempt, axes, step and rank of a snapshot."""
+Summary = tuple[int, dict[str, int], int, int, bool]
+"""Attempt, axes, step and rank of a snapshot, and whether it has all tensors of the rank."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class RankSnapshot:
     path: Path
     step: int
     layout: SnapshotLayout
+    whole: bool = True
+    """False for a replica with only the tensors that no other rank holds."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -56,30 +59,45 @@ def find_snapshots(memory: Path) -> list[RankSnapshot]:
     ]
     for attempt, rank, step, path in held_files(memory / "held"):
         if (layout := SnapshotLayout.read(memory / "held" / f"{attempt}-{rank}.json")) is not None:
-            found.append(RankSnapshot(path, step, layout))
+            table = read_table(path)
+            whole = table is not None and not all(name.startswith(OWN_PREFIXES) for name, *_ in table[0])
+            found.append(RankSnapshot(path, step, layout, whole))
     return found
 
 
+def choose_step(held: Sequence[Summary], axes: Mapping[str, int], residuals: bool) -> int | None:
+    """The newest step that can be merged; with `residuals`, if possible one with the residuals of every rank."""
+    whole = [(step, rank) for _, layout, step, rank, is_whole in held if layout == axes and is_whole]
+    ranks_at: dict[int, set[int]] = {}
+    for _, layout, step, rank, _ in held:
+        if layout == axes:
+            ranks_at.setdefault(step, set()).add(rank)
+    world = math.prod(axes[axis] for axis in AXES)
+    with_all = [(step, rank) for step, rank in whole if len(ranks_at[step]) == world]
+    chosen = newest_complete(with_all, axes) if residuals else None
+    return newest_complete(whole, axes) if chosen is None else chosen
+
+
 def save_merged_snapshots(
-    memory: Path, checkpoints: Checkpointer, mesh: Mesh, local_ranks: int, newer_than: int
+    memory: Path, checkpoints: Checkpointer, mesh: Mesh, local_ranks: int, newer_than: int, residuals: bool
 ) -> int | None:
     """Write the newest step of which the nodes together have all shards as a checkpoint, if newer than `newer_than`.
+    `residuals`: ranks hold compression residuals.
 
     Collective; the ranks of a node share the snapshots that it holds. Returns the step, or None.
     """
     local = int(os.environ.get("LOCAL_RANK", mesh.rank))
     mine = sorted(find_snapshots(memory), key=lambda s: (s.step, s.layout.rank, s.path.name))[local::local_ranks]
-    gathered = mesh.all_gather_json([(s.layout.attempt, s.axes, s.step, s.layout.rank) for s in mine])
+    gathered = mesh.all_gather_json([(s.layout.attempt, s.axes, s.step, s.layout.rank, s.whole) for s in mine])
     everyone = [entry for entries in cast(list[list[Summary]], gathered) for entry in entries]
     if not everyone:
         return None
     axes = max(everyone, key=lambda entry: entry[0])[1]  # the last layout; shards of others do not belong to it
-    held = [(step, rank) for _, layout, step, rank in everyone if layout == axes]
-    chosen = newest_complete(held, axes)
+    chosen = choose_step(everyone, axes, residuals)
     if chosen is None or chosen <= newer_than:
         return None
     bring = [shard for shard in mine if shard.step == chosen and shard.axes == axes]
-    there = {rank for step, rank in held if step == chosen}
+    there = {rank for _, layout, step, rank, _ in everyone if (layout, step) == (axes, chosen)}
     contents = SnapshotContents(bring, _absent_random_states(there, axes, mine) if mesh.rank == 0 else {})
     metas = mesh.all_gather_json(contents.meta)
     meta = next(m for m in cast(list[dict[str, Any] | None], metas) if m is not None)

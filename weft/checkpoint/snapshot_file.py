@@ -15,6 +15,9 @@ MAGIC = b"weftsnap"
 HEAD = struct.Struct("<8sQQQQ")  # magic, sealed step + 1, offset of the tensors, length and checksum of the JSON
 SEAL = struct.Struct("<Q")
 
+OWN_PREFIXES = ("residual.", "powersgd.", "dice.", "random")
+"""Prefixes of tensors that no other rank holds: compression residuals and random states."""
+
 _NAME = re.compile(r"snap-(\d+)\.\d+")
 
 
@@ -35,6 +38,22 @@ class SealedSnapshot:
         except (OSError, ValueError, struct.error):
             return None
         return content if same else None
+
+
+def own_tensors(content: bytes) -> bytes:
+    """A snapshot file with only the tensors that no other rank holds."""
+    magic, sealed, head, length, _ = HEAD.unpack_from(content)
+    table = json.loads(content[HEAD.size : HEAD.size + length])
+    ends = [entry[3] for entry in table["tensors"][1:]] + [len(content)]
+    entries, parts, at = [], [], head
+    for (name, dtype, shape, start), end in zip(table["tensors"], ends, strict=True):
+        if name.startswith(OWN_PREFIXES):
+            entries.append((name, dtype, shape, at))
+            parts.append(content[start:end])
+            at += end - start
+    text = json.dumps({**table, "tensors": entries}).encode()
+    start_of_file = HEAD.pack(magic, sealed, head, len(text), zlib.crc32(text)) + text
+    return b"".join([start_of_file.ljust(head, b"\0"), *parts])
 
 
 def sealed_step(path: Path) -> int | None:

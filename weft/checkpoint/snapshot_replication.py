@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from weft.checkpoint.snapshot_file import SealedSnapshot, SnapshotLayout, find_sealed
+from weft.checkpoint.snapshot_file import SealedSnapshot, SnapshotLayout, find_sealed, own_tensors
 from weft.planner.plan import AXES, Plan
 from weft.wire.channel import Channel, Disconnected, Message, ProtocolError, open_channel
 
@@ -90,8 +90,8 @@ def newest_complete(held: Iterable[tuple[int, int]], axes: Mapping[str, int]) ->
 
 
 def survives_node_loss(plan: Plan, nodes: Iterable[range]) -> bool:
-    """Whether the other nodes hold all of the state after the loss of any one node, as replicas do. The compression
-    residuals of a lost node are lost."""
+    """Whether, after the loss of any one node, the others hold all of the state except for what each rank holds alone,
+    as replicas do."""
     ranks = [set(node) for node in nodes]
     everyone = set().union(*ranks)
     return not plan.alone and all(
@@ -101,13 +101,15 @@ def survives_node_loss(plan: Plan, nodes: Iterable[range]) -> bool:
 
 @dataclass(frozen=True)
 class ReplicationRequest:
-    """What to send and where: the first step from `target` on that all of these ranks have."""
+    """What to send and where: the first step from `target` on that all of these ranks have; with `own_only`, only the
+    tensors that no other rank holds."""
 
     attempt: int
     ranks: frozenset[int]
     node: int
     address: tuple[str, int]
     target: int
+    own_only: bool = False
 
 
 class ReplicaSender:
@@ -144,7 +146,7 @@ class ReplicaSender:
                 continue
             began = time.monotonic()
             try:
-                if self._send(request.attempt, request.address, ready):
+                if self._send(request, ready):
                     self._sent = (request.attempt, request.node, ready[0].step)
                     self._kept(ready[0].step)
             except (OSError, ValueError) as error:
@@ -163,13 +165,15 @@ class ReplicaSender:
         whole = [step for step, have in by_step.items() if ranks <= have.keys() and step >= request.target]
         return [by_step[min(whole)][rank] for rank in sorted(ranks)] if whole else None
 
-    def _send(self, attempt: int, address: tuple[str, int], ready: list[SealedSnapshot]) -> bool:
+    def _send(self, request: ReplicationRequest, ready: list[SealedSnapshot]) -> bool:
+        attempt = request.attempt
         for sealed in ready:
             layout = SnapshotLayout.read(self.memory / f"places-{sealed.rank}.json")
             content = sealed.copy()
             if content is None or layout is None or layout.attempt != attempt:
                 return False
-            channel = self._connect(address, attempt)
+            content = own_tensors(content) if request.own_only else content
+            channel = self._connect(request.address, attempt)
             channel.send({"attempt": attempt, "step": sealed.step}, layout.dumps().encode())
             channel.send({}, content, timeout_s=60.0)
             channel.receive(10.0)

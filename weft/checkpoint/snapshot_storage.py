@@ -1,4 +1,4 @@
-"""What a snapshot lies in: a file in shared memory, or as much ordinary memory, and the table of its tensors."""
+"""Storage of a snapshot: a file in shared memory or ordinary memory, and the table of its tensors."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from torch import Tensor
 from weft.checkpoint.snapshot_file import HEAD, MAGIC, SEAL, read_table, sealed_step
 
 ALIGN, PAGE = 64, 4096
-LARGE = 1 << 30
-"""Bytes from which on large pages are worth looking for."""
-STEADY = ("model.", "optim.", "ema.")
-"""Names of what nothing but an update changes: copied before the next, when ranks wait for one another anyway."""
+HUGE_PAGE_BYTES = 1 << 30
+"""Size from which huge pages are requested."""
+UPDATE_ONLY = ("model.", "optim.", "ema.")
+"""Prefixes of tensors that only an update changes: copied before the next update, while ranks wait for each other."""
 POPULATE = 23 if sys.platform == "linux" else -1
-"""MADV_POPULATE_WRITE, which Python has no name for yet."""
-AT_A_TIME = 1 << 26
-"""Bytes asked for in one call: meanwhile no other thread of the process can map memory."""
+"""MADV_POPULATE_WRITE, for which Python has no name."""
+POPULATE_BYTES = 1 << 26
+"""Bytes populated in one call, during which no other thread of the process can map memory."""
 
 
 class Table:
-    """Which tensor lies where in a file, as text that is the same for every step."""
+    """The offset of each tensor in a file, as text that is the same for every step."""
 
     def __init__(self, entries: list[tuple[str, str, list[int], int]], head: int, size: int):
         self.entries, self.head, self.size = entries, head, size
@@ -52,7 +52,7 @@ class Table:
 
 
 class Slot:
-    """One file of the ring, or as much ordinary memory."""
+    """Storage of one snapshot."""
 
     def __init__(
         self, table: Table, memory: Tensor, sealed: int = -1, meta: dict[str, Any] | None = None,
@@ -62,11 +62,10 @@ class Slot:
         self.bytes = memoryview(memory.numpy().data)
         self.views = {name: _view(memory, dtype, shape, at) for name, dtype, shape, at in table.entries}
         self.pinned = _register(memory)
-        """Whether a GPU copies into it by itself, behind the step's own kernels and beside those of the next."""
+        """Whether a GPU can copy into it asynchronously."""
         if self.pinned:
-            # CUDA goes by addresses: memory that is unmapped while registered stays registered, and what is mapped at
-            # the same address next, such as a batch, is then copied from the old pages. The slots of an attempt end
-            # with it, and the process lives on.
+            # Memory that is unmapped while registered with CUDA stays registered, and other memory at the same address,
+            # such as a batch, would be copied from the old pages. The process outlives the slots of an attempt.
             weakref.finalize(self, _unregister, memory).atexit = False
         self.copied: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.copy_s = 0.0
@@ -74,7 +73,7 @@ class Slot:
 
     @classmethod
     def found(cls, path: Path) -> Slot | None:
-        """What a process before this one left sealed; None where nothing is, or nothing whole."""
+        """The sealed snapshot that an earlier process left in a file; None if there is none."""
         table, step = read_table(path), sealed_step(path)
         if table is None or step is None or not table[0]:
             return None
@@ -98,43 +97,42 @@ class Slot:
     def write(self, shards: Mapping[str, Tensor]) -> None:
         self.unseal()
         if self.pinned:
-            return self._write_beside(shards)
-        self._uncopied, self.copy_s = {n: t for n, t in shards.items() if n.startswith(STEADY)}, 0.0
+            return self._start_copies(shards)
+        self._uncopied, self.copy_s = {n: t for n, t in shards.items() if n.startswith(UPDATE_ONLY)}, 0.0
         self._copy({n: t for n, t in shards.items() if n not in self._uncopied})
 
     @torch.no_grad()
     def _copy(self, shards: Mapping[str, Tensor]) -> None:
         if shards:
-            began = time.thread_time()  # what it costs: on a busy machine others may run in between
+            began = time.thread_time()  # without the time of other processes on a busy machine
             torch._foreach_copy_([self.views[n] for n in shards], list(shards.values()), non_blocking=self.pinned)
             self.copy_s += time.thread_time() - began
 
-    def _write_beside(self, shards: Mapping[str, Tensor]) -> None:
-        """Copy behind the step's own kernels: STEADY in a stream beside those of the next step, until settle(). The
-        rest changes before settle() is called (buffers and fp8 maxima in the forward pass, residuals in the
-        backward pass) or is gone by then (temporaries), so it is copied in the step's own stream."""
-        steady = {n: t for n, t in shards.items() if n.startswith(STEADY)}
-        self._copy({n: t for n, t in shards.items() if n not in steady})
-        stream = _beside()
+    def _start_copies(self, shards: Mapping[str, Tensor]) -> None:
+        """Copy UPDATE_ONLY in another stream, while the next step computes, until settle(). The other tensors change
+        before settle() is called (buffers and fp8 maxima in the forward pass, residuals in the backward pass) or are
+        temporary, so they are copied in the stream of the step."""
+        later = {n: t for n, t in shards.items() if n.startswith(UPDATE_ONLY)}
+        self._copy({n: t for n, t in shards.items() if n not in later})
+        stream = _copy_stream()
         stream.wait_stream(torch.cuda.current_stream())
         self.copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
             self.copied[0].record()
-            self._copy(steady)
+            self._copy(later)
             self.copied[1].record()
-        for shard in steady.values():
+        for shard in later.values():
             shard.record_stream(stream)
 
     def settle(self) -> None:
-        """The next update is near: copy what waited for it. Let what a GPU does from here on wait until all is copied:
-        it may change what was to be copied."""
+        """Before the next update: copy the remaining tensors, and let later GPU work wait for the copies."""
         waited, self._uncopied = self._uncopied, {}
         self._copy(waited)
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied[1])
 
     def forget(self) -> None:
-        """Copy no more."""
+        """Cancel the remaining copies."""
         self._uncopied = {}
 
     def seal(self, step: int, meta: dict[str, Any]) -> None:
@@ -144,7 +142,7 @@ class Slot:
             self.copy_s = self.copied[0].elapsed_time(self.copied[1]) / 1e3
         text = f'{{"meta": {json.dumps(meta)}, "tensors": {self.table.text}}}'.encode()
         if HEAD.size + len(text) > self.table.head:
-            raise ValueError(f"{len(text)} bytes beside the tensors of a snapshot; room was kept for {self.table.head}")
+            raise ValueError(f"the metadata of a snapshot has {len(text)} bytes; {self.table.head} were reserved")
         self.bytes[HEAD.size : HEAD.size + len(text)] = text
         HEAD.pack_into(self.bytes, 0, MAGIC, 0, self.table.head, len(text), zlib.crc32(text))
         SEAL.pack_into(self.bytes, 8, step + 1)
@@ -156,19 +154,20 @@ class Slot:
 
 
 @cache
-def _beside() -> torch.cuda.Stream:
+def _copy_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-class Making(threading.Thread):
-    """Makes slots. Tens of gigabytes take a minute to be given and pinned, so a run on a GPU does not wait for them."""
+class SlotAllocator(threading.Thread):
+    """Allocates slots. Allocating and pinning tens of gigabytes takes a minute, so a run on a GPU does not wait for it.
 
-    def __init__(self, table: Table, paths: list[Path | None], device: torch.device, background: bool):
+    `last`: these slots complete the ring.
+    """
+
+    def __init__(self, table: Table, paths: list[Path | None], device: torch.device, background: bool, last: bool):
         super().__init__(name="snapshots", daemon=True)
-        self.table, self.paths, self.device = table, paths, device
-        self.made: list[Slot] = []
-        self.last = False
-        """Whether the ring is whole with them."""
+        self.table, self.paths, self.device, self.last = table, paths, device, last
+        self.slots: list[Slot] = []
         self.error: Exception | None = None
         if background:
             self.start()
@@ -180,20 +179,20 @@ class Making(threading.Thread):
             try:
                 for path in self.paths:
                     memory = _memory(path, self.table.size)
-                    self.made.append(Slot(self.table, memory, path=path))
-                    self.made[-1].unseal()
+                    self.slots.append(Slot(self.table, memory, path=path))
+                    self.slots[-1].unseal()
             except (OSError, RuntimeError, ValueError) as error:
                 self.error = error
 
 
 def _memory(path: Path | None, size: int) -> Tensor:
-    """So many bytes: of their own, or of a file all of whose room is taken now, since later there is only SIGBUS."""
+    """Memory of this size: anonymous, or of a file whose space is reserved now (later, a full disk means SIGBUS)."""
     if path is None:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if size >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without large pages
+        if size >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        return _touched(memory)
+        return _populated(memory)
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -201,7 +200,7 @@ def _memory(path: Path | None, size: int) -> Tensor:
             os.posix_fallocate(handle, 0, size)
         else:  # macOS
             os.truncate(handle, size)
-        return _touched(mmap.mmap(handle, size))
+        return _populated(mmap.mmap(handle, size))
     except OSError:
         path.unlink()
         raise
@@ -209,17 +208,17 @@ def _memory(path: Path | None, size: int) -> Tensor:
         os.close(handle)
 
 
-def _touched(memory: mmap.mmap) -> Tensor:
-    """Memory that is really there: copying into it takes a third of the time.
+def _populated(memory: mmap.mmap) -> Tensor:
+    """The memory with all its pages allocated, so that copying into it takes a third of the time.
 
-    Not by mmap's own madvise, which holds Python's lock: the thread that trains would stand still meanwhile.
+    mmap.madvise would hold the GIL and block the training thread.
     """
     found = torch.frombuffer(memory, dtype=torch.uint8)
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    for at in range(0, len(memory), AT_A_TIME):
-        if madvise(found.data_ptr() + at, min(AT_A_TIME, len(memory) - at), POPULATE):
-            found[at::PAGE].zero_()  # an older kernel, or another one
+    for at in range(0, len(memory), POPULATE_BYTES):
+        if madvise(found.data_ptr() + at, min(POPULATE_BYTES, len(memory) - at), POPULATE):
+            found[at::PAGE].zero_()  # an older kernel or another system
             break
     return found
 
@@ -229,7 +228,7 @@ def _map(path: Path, size: int) -> Tensor:
 
 
 def _register(memory: Tensor) -> bool:
-    """Let a GPU copy into this memory by itself, where there is one in use."""
+    """Register the memory with CUDA for asynchronous copies. Returns whether that was possible."""
     if not torch.cuda.is_initialized():
         return False
     with contextlib.suppress(RuntimeError):
@@ -238,9 +237,9 @@ def _register(memory: Tensor) -> bool:
 
 
 def _unregister(memory: Tensor) -> None:
-    """Undo _register() before the memory is unmapped, and after the copies that are under way."""
-    with contextlib.suppress(RuntimeError):  # the context is lost, and its registrations with it
-        _beside().synchronize()
+    """Undo _register() before the memory is unmapped, after copies in progress."""
+    with contextlib.suppress(RuntimeError):  # the context and its registrations are lost
+        _copy_stream().synchronize()
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 

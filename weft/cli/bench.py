@@ -17,7 +17,7 @@ def bench_step(
     nproc: Nproc = None,
     as_json: AsJson = False,
 ) -> None:
-    """Profile a training step: time by class of kernel, and how much of the device's peak each reaches."""
+    """Profile a training step. Shows the time by class of kernel, and the share of the device's peak of each."""
     from weft.job.load import load_job
 
     described = load_job(job, overrides or ())
@@ -48,7 +48,7 @@ def bench_collectives(
     html: Annotated[Path | None, typer.Option("--html", help="Write the results as an HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure collectives: latency and bandwidth on local ranks, or on those started by torchrun or mpirun."""
+    """Measure collectives. Shows latency and bandwidth on local ranks, or on those started by torchrun or mpirun."""
     from weft.measure.collectives import run_and_show
 
     clean_up_on_interrupt()

@@ -21,7 +21,7 @@ def data_build(
     field: Annotated[str, typer.Option(help="Field of a JSONL line with the text.")] = "text",
     as_json: AsJson = False,
 ) -> None:
-    """Tokenize text into a memory-mapped token store. An interrupted build continues when it is run again."""
+    """Tokenize text into a token store. An interrupted build continues when it is run again."""
     from weft.data.build_store import build
     from weft.watch.progress import byte_bar
 

@@ -46,7 +46,7 @@ def recipes(as_json: AsJson = False) -> None:
 def lesson(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Name of a lesson. Default: list all.")] = None,
 ) -> None:
-    """Run a lesson: one kind of parallelism by hand in plain PyTorch, on local ranks."""
+    """Run a lesson. Each shows one kind of parallelism by hand in plain PyTorch, on local ranks."""
     from weft.job.errors import JobError
     from weft.job.load import lessons
 

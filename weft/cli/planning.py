@@ -43,7 +43,7 @@ def plan(
     html: Annotated[Path | None, typer.Option("--html", help="Write the plan as an HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the best parallel layout of a job; show the reasons, the estimates and the alternatives."""
+    """Find the best parallel layout of a job. Shows the reasons, the estimates and the alternatives."""
     from weft.cli.views.plan import PlanOptions, show
     from weft.job.load import load_job
 
@@ -88,7 +88,7 @@ def estimate(
     nproc: Nproc = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate memory, time, energy and cost of a job's layout, or score the estimates against a table of runs."""
+    """Estimate memory, time and cost of a job. With --table, score the estimates against published runs."""
     from weft.cli.views.estimate import run_and_show
 
     print(run_and_show(job, overrides or [], table, stack, fit, nproc, as_json))
@@ -103,7 +103,7 @@ def dryrun(
     rank: Annotated[int, typer.Option(min=0, help="The rank to trace.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Trace a step of one rank without data, devices or other ranks: memory, FLOPs and collectives."""
+    """Trace a step of one rank without devices. Counts memory, FLOPs and collectives, without data or other ranks."""
     from weft.job.load import load_job
     from weft.planner.make_plan import make_plan
     from weft.planner.ranks import with_nodes
@@ -118,7 +118,7 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="Measure fewer sizes: seconds instead of minutes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine and write hardware/NAME.json; later estimates use it."""
+    """Measure this machine for later estimates. Writes hardware/NAME.json, which they use."""
     from weft.measure.calibrate import run_and_show
 
     clean_up_on_interrupt()

@@ -59,7 +59,7 @@ def prove(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that layouts train the same as one process, on local ranks."""
+    """Prove that layouts train the same run. Compares each with one process, on local ranks."""
     from weft.cli.views.prove import run_and_show
     from weft.job.load import load_job
 
@@ -89,7 +89,7 @@ def chaos(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Inject faults into a local run, and measure what they cost. Exit code 1 if samples were lost."""
+    """Inject faults into a local run. Measures what they cost; exit code 1 if samples were lost."""
     from weft.chaos.fault_injector import Experiment
     from weft.cli.views.chaos import run_and_show
     from weft.job.load import load_job

@@ -1,7 +1,7 @@
 """Agreement over a group: JSON values of all ranks, or of the first, on every rank.
 
-Values travel as UTF-8 text in byte tensors. torch's object collectives unpickle what they receive, so whoever can send
-to a rank's socket could run code in it.
+Values travel as UTF-8 text in byte tensors. torch's object collectives unpickle what they receive, so a sender to a
+rank's socket could run code in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _check(value: object) -> None:
         for each in value:
             _check(each)
     elif value is not None and not isinstance(value, str | bool | int | float):
-        raise TypeError(f"ranks exchange JSON, and a {type(value).__name__} is none")
+        raise TypeError(f"ranks exchange JSON, which has no {type(value).__name__}")
 
 
 def all_gather_json(value: object, group: dist.ProcessGroup | None) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -107,6 +107,13 @@ class Axis:
         if self.meter.timeline is not None:
             self.meter.timeline.count(size, size if between else 0)
 
+    def _count_all_to_all(self, peers: Iterable[tuple[int, int]], row: Tensor) -> None:
+        """Count an all-to-all of so many rows for each peer; a rank's own rows are not sent."""
+        self.calls["all_to_all"] += 1
+        for peer, rows in peers:
+            if peer != self.rank:
+                self.add("all_to_all", rows * row.numel() * row.element_size(), peer)
+
     @property
     def node(self) -> int:
         """This rank's node."""
@@ -159,10 +166,7 @@ class Axis:
     def start_swap(self, shards: Tensor) -> tuple[Tensor, Pending]:
         """Start all_to_all() over all ranks, using both directions of each link at once."""
         shards, out = shards.contiguous(), torch.empty_like(shards)
-        self.calls["all_to_all"] += 1
-        for peer in range(self.size):
-            if peer != self.rank:  # its own shard is not sent
-                self.add("all_to_all", shards[0].numel() * shards.element_size(), peer)
+        self._count_all_to_all(((peer, 1) for peer in range(self.size)), shards[0])
         if self._halves_links(shards):
             works = self._start_swap(shards.unbind(0), out)
         else:
@@ -208,10 +212,7 @@ class Axis:
     def all_to_all(self, shards: Tensor, peers: range) -> Tensor:
         """Send shards[i] to the i-th of `peers`, which include this rank; returns their shards for it, [peers, ...]."""
         shards = shards.contiguous()
-        self.calls["all_to_all"] += 1
-        for peer in peers:
-            if peer != self.rank:  # its own shard is not sent
-                self.add("all_to_all", shards[0].numel() * shards.element_size(), peer)
+        self._count_all_to_all(((peer, 1) for peer in peers), shards[0])
         splits = [int(r in peers) for r in range(self.size)]
         out = torch.empty_like(shards)
         with self._blocking("all_to_all"):
@@ -222,10 +223,7 @@ class Axis:
         """Start to send send[i] rows to the i-th rank and to receive receive[i] rows from it, in rank order."""
         x = x.contiguous()
         out = x.new_empty((sum(receive), *x.shape[1:]))
-        self.calls["all_to_all"] += 1
-        for peer, rows in enumerate(send):
-            if peer != self.rank:  # its own rows are not sent
-                self.add("all_to_all", rows * x[:1].numel() * x.element_size(), peer)
+        self._count_all_to_all(enumerate(send), x[:1])
         work = dist.all_to_all_single(out, x, receive, send, group=self.group, async_op=True)
         return out, self._started("all_to_all", x, [work])
 

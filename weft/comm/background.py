@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from weft.comm.axis import Pending
-from weft.comm.compressed_sum import Steps, run_to_end
+from weft.comm.compression.compressed_sum import Steps, run_to_end
 
 
 class Done:

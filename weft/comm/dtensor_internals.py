@@ -1,4 +1,4 @@
-"""torch's private names for DTensor and DeviceMesh: where a shard lies, joined meshes, and caches that keep meshes."""
+"""torch's private names for DTensor and DeviceMesh: offsets of shards, joined meshes, and caches that keep meshes."""
 
 from __future__ import annotations
 

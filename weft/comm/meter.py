@@ -13,16 +13,15 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from weft.comm.timeline import CommTimeline
+from weft.comm.timeline import CommTimeline, cuda_event
 
 
 class Meter:
     """One for each mesh. Counts only the training thread; checkpoints use a group of their own.
 
-    On a GPU the host only enqueues collectives. There the waited time is that in which the compute stream stands still,
+    On a GPU the host only enqueues collectives. There the waited time is that in which the compute stream is idle,
     measured by events that are read after they have passed, so that nothing synchronises.
     """
 
@@ -76,26 +75,19 @@ class Meter:
             self.axis, self.what = axis, what
             if self.watcher is not None:
                 self.watcher(self)
-            self._began = _event() if self.cuda else time.perf_counter()
+            self._began = cuda_event() if self.cuda else time.perf_counter()
 
     def leave(self) -> None:
         self._depth -= 1
         if self._depth == 0:
             axis = self.axis
             if self.cuda:
-                self._marks.append((axis, self._began, _event()))
+                self._marks.append((axis, self._began, cuda_event()))
             else:
                 self.waited[axis] = self.waited.get(axis, 0.0) + time.perf_counter() - self._began
             self.axis = self.what = ""
             if self.watcher is not None:
                 self.watcher(self)
-
-
-def _event() -> Any:
-    """An event recorded now in the compute stream."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 class Inside:

@@ -36,7 +36,7 @@ def _create(options: Any, _: Any) -> MpiGroup:
     if everyone.Get_rank() != ranks[options.group_rank] or max(ranks) >= everyone.Get_size():
         raise MachineError(
             f"this process is rank {ranks[options.group_rank]} of {len(ranks)}, but rank {everyone.Get_rank()} of "
-            f"{everyone.Get_size()} of MPI's: comm.backend=mpi wants them to be the same; start it by mpirun alone"
+            f"{everyone.Get_size()} in MPI: comm.backend=mpi needs them to be the same; start it by mpirun alone"
         )
     # only members call this, with a tag for the group, since several groups may be created at once
     members = everyone.Get_group().Incl(ranks)

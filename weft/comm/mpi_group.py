@@ -71,7 +71,7 @@ class MpiGroup(Group):
         self.engine.groups += 1
         self.called, self.described = "", ""
 
-    # torch keeps these in the backends below a group, and there are none: the names are those C++ and Python ask by
+    # torch keeps these in the backends of a group, and there are none here; C++ and Python use different names
     def getBackendName(self) -> str:
         return NAME
 
@@ -107,7 +107,7 @@ class MpiGroup(Group):
     ) -> MpiWork:  # fmt: skip
         return self.engine.start(f"{what} of {self.size()} ranks", begin, self.limit_s, held, after, results)
 
-    # what computes
+    # reductions
 
     def _reduction(self, dtype: torch.dtype, op: Any) -> tuple[Any, bool]:
         """MPI's operator, and whether the result is divided by the number of ranks."""
@@ -120,11 +120,7 @@ class MpiGroup(Group):
         return getattr(mpi(), name), kind == R.AVG
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> MpiWork:
-        op = R.SUM if opts is None else opts.reduceOp
-        return self.allreduce_coalesced(tensors, op=op)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None, op: Any = None) -> MpiWork:
-        by = op if op is not None else (R.SUM if opts is None else opts.reduceOp)
+        by = R.SUM if opts is None else opts.reduceOp
         held = [_working(t) for t in tensors]
 
         def begin() -> list[Any]:
@@ -155,29 +151,22 @@ class MpiGroup(Group):
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> MpiWork:
         op = R.SUM if opts is None else opts.reduceOp
-        held, into = _working(given), torch.empty(output.shape, dtype=REDUCED_AS.get(output.dtype, output.dtype))
-        operator, _ = self._reduction(given.dtype, op)
-        counts = [output.numel()] * self.size()
+        return self._reduce_scatter(output, given, [output.numel()] * self.size(), op)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> MpiWork:
+        (output,), (shards,) = outputs, inputs
+        op = R.SUM if opts is None else opts.reduceOp
+        return self._reduce_scatter(output, _flat(shards), [p.numel() for p in shards], op)
+
+    def _reduce_scatter(self, output: Tensor, given: Tensor, counts: list[int], op: Any) -> MpiWork:
+        held = _working(given)
+        into = torch.empty(output.shape, dtype=held.dtype)
+        operator, _ = self._reduction(output.dtype, op)
         return self._start(
             "reduce_scatter",
             lambda: [self.comm.Ireduce_scatter(_reduce_buffer(held), _reduce_buffer(into), counts, op=operator)],
             (held, into),
             [output],
-            lambda: self._write_result(into, output, op),
-        )
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> MpiWork:
-        (output,), (shards,) = outputs, inputs
-        op = R.SUM if opts is None else opts.reduceOp
-        held = _working(_flat(shards))
-        into = torch.empty(output.shape, dtype=held.dtype)
-        operator, _ = self._reduction(output.dtype, op)
-        counts = [p.numel() for p in shards]
-        return self._start(
-            "reduce_scatter",
-            lambda: [self.comm.Ireduce_scatter(_reduce_buffer(held), _reduce_buffer(into), counts, op=operator)],
-            (held, into),
-            outputs,
             lambda: self._write_result(into, output, op),
         )
 
@@ -193,7 +182,7 @@ class MpiGroup(Group):
         if held is not tensor:
             tensor.copy_(held)
 
-    # what moves
+    # data that is only moved
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> MpiWork:
         root = 0 if opts is None else opts.rootRank
@@ -204,7 +193,7 @@ class MpiGroup(Group):
         )  # fmt: skip
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> MpiWork:
-        held, into = given.contiguous(), output if output.is_contiguous() else torch.empty_like(output).contiguous()
+        held, into = given.contiguous(), _contiguous_like(output)
         # each rank's part is as large as ours, and MPI reads the count of one part
         part = [_buffer(into), held.numel(), getattr(mpi(), MOVE_TYPES[into.element_size()])]
         return self._start(
@@ -217,8 +206,7 @@ class MpiGroup(Group):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MpiWork:
         (shards,), (given,) = outputs, inputs
-        held, into = given.contiguous(), torch.empty(sum(p.numel() for p in shards), dtype=given.dtype)
-        counts = [p.numel() for p in shards]
+        held, (into, counts) = given.contiguous(), _room_for(shards)
         return self._start(
             "all_gather",
             lambda: [self.comm.Iallgatherv(_move_buffer(held), _split_buffer(into, counts))],
@@ -235,7 +223,7 @@ class MpiGroup(Group):
                 "gather", lambda: [self.comm.Igatherv(_move_buffer(held), None, root=root)], held, inputs
             )
         (shards,) = outputs
-        into, counts = torch.empty(sum(p.numel() for p in shards), dtype=given.dtype), [p.numel() for p in shards]
+        into, counts = _room_for(shards)
         return self._start(
             "gather",
             lambda: [self.comm.Igatherv(_move_buffer(held), _split_buffer(into, counts), root=root)],
@@ -246,7 +234,7 @@ class MpiGroup(Group):
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MpiWork:
         (output,), root = outputs, opts.rootRank
-        into = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        into = _contiguous_like(output)
         held, given = None, None
         if self.rank() == root:
             (shards,) = inputs
@@ -262,7 +250,7 @@ class MpiGroup(Group):
         opts: Any = None,
     ) -> MpiWork:  # fmt: skip
         held = given.contiguous()
-        into = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        into = _contiguous_like(output)
         sent, got = self._counts(held, input_splits), self._counts(into, output_splits)
         return self._start(
             "all_to_all",
@@ -281,8 +269,7 @@ class MpiGroup(Group):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MpiWork:
         held = _flat(inputs)
-        sent, got = [t.numel() for t in inputs], [t.numel() for t in outputs]
-        into = torch.empty(sum(got), dtype=held.dtype)
+        sent, (into, got) = [t.numel() for t in inputs], _room_for(outputs)
         return self._start(
             "all_to_all",
             lambda: [self.comm.Ialltoallv(_split_buffer(held, sent), _split_buffer(into, got))],
@@ -301,7 +288,7 @@ class MpiGroup(Group):
         )
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MpiWork:
-        into = [t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        into = [_contiguous_like(t) for t in tensors]
         return self._start(
             "receive", lambda: [self.comm.Irecv(_move_buffer(i), source=source, tag=tag) for i in into], into, tensors,
             lambda: _copy_back(into, tensors),
@@ -310,7 +297,8 @@ class MpiGroup(Group):
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MpiWork:
         return self.recv(tensors, mpi().ANY_SOURCE, tag)
 
-    # torch up to 2.12 asks by these names
+    allreduce_coalesced = allreduce
+    # the names of torch up to 2.12
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -325,6 +313,17 @@ def _working(tensor: Tensor) -> Tensor:
 
 def _flat(shards: Sequence[Tensor]) -> Tensor:
     return torch.cat([p.reshape(-1) for p in shards])
+
+
+def _room_for(shards: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """A flat tensor for all of them, and their sizes."""
+    counts = [p.numel() for p in shards]
+    return torch.empty(sum(counts), dtype=shards[0].dtype), counts
+
+
+def _contiguous_like(tensor: Tensor) -> Tensor:
+    """The tensor itself if it is contiguous, else an empty contiguous one."""
+    return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _copy_back(held: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:

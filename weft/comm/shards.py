@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,3 +72,23 @@ def like(local: Tensor, other: Tensor) -> Tensor:
     return DTensor.from_local(
         local, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride()
     )
+
+
+def placed_like(grad: Tensor, weight: Tensor) -> Tensor:
+    """A gradient with the placements of its weight: torch 2.11 replicates an unevenly sharded one when it copies it."""
+    if isinstance(grad, DTensor) and isinstance(weight, DTensor) and grad.placements != weight.placements:
+        return grad.redistribute(placements=weight.placements)
+    return grad
+
+
+def on_flat(tensors: Sequence[Tensor], operation: Callable[[Tensor], object]) -> list[Tensor]:
+    """Run an in-place operation on the concatenation of some tensors, as one message; returns the results."""
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    operation(flat)
+    return [part.view_as(t) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+
+
+def on_flat_(tensors: Sequence[Tensor], operation: Callable[[Tensor], object]) -> None:
+    """on_flat(), with the results written to the tensors."""
+    for tensor, result in zip(tensors, on_flat(tensors, operation), strict=True):
+        tensor.copy_(result)

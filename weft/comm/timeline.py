@@ -15,11 +15,18 @@ Moment = Any
 """Seconds on a CPU; on a GPU an event in the current stream, read after the step."""
 
 
+def cuda_event() -> Any:
+    """An event recorded now in the current stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class CommTimeline:
     """The messages and waits of one step.
 
     On a CPU a wait of the training thread is time without computation. On a GPU the host never waits: the time is that
-    in which the stream stands still. Messages that FSDP2 sends in its own stream are recorded, waits for them are not.
+    in which the stream is idle. Messages that FSDP2 sends in its own stream are recorded, waits for them are not.
     """
 
     def __init__(self, device: torch.device):
@@ -31,11 +38,7 @@ class CommTimeline:
         self.began = self.now()
 
     def now(self) -> Moment:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return cuda_event() if self.cuda else time.perf_counter()
 
     def count(self, size: int, between: int) -> None:
         """Count sent bytes, and those of them sent to other nodes."""

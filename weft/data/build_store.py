@@ -49,14 +49,9 @@ class BuildResult:
 
 
 def build(
-    sources: str | Path | Sequence[str | Path],
-    out: str | Path,
-    tokenizer: str | Path = "bytes",
-    workers: int | None = None,
-    field: str = "text",
-    progress: Progress | None = None,
-    part_bytes: int = PART_BYTES,
-) -> BuildResult:
+    sources: str | Path | Sequence[str | Path], out: str | Path, tokenizer: str | Path = "bytes",
+    workers: int | None = None, field: str = "text", progress: Progress | None = None, part_bytes: int = PART_BYTES,
+) -> BuildResult:  # fmt: skip
     """Build the token store `out` from text files (a file is a document), .jsonl files (a line is one) and folders.
 
     Finished parts are kept in out/.parts, so the same call continues an interrupted build and gives the same bytes.
@@ -79,7 +74,7 @@ def build(
                 _assemble(out, folder, len(parts), spec, names)
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
-        raise MachineError(f"the store {out} could not be built: {error}; mend it and run the build again") from error
+        raise MachineError(f"the store {out} could not be built: {error}; fix this and run the build again") from error
     meta = store.open_store(out).meta
     if progress:
         progress(total := sum(f.size for f in files), total)
@@ -90,7 +85,7 @@ def _settings(files: Sequence[SourceFile], tokenizer: str, field: str, part_byte
     """Everything that determines the bytes of a store; a build continues one with equal settings."""
     if tokenizer != "bytes" and bpe_size(tokenizer) is None:
         load_tokenizer(tokenizer)
-        tokenizer = "sha256:" + hashlib.sha256(_tokenizer_file(tokenizer).read_bytes()).hexdigest()
+        tokenizer = "sha256:" + hashlib.sha256(token_files.find_tokenizer(tokenizer).read_bytes()).hexdigest()
     listing = json.dumps([astuple(f) for f in files]).encode()
     return {
         "format": token_files.FORMAT,
@@ -150,11 +145,6 @@ def _same_settings(out: Path, file: Path, settings: dict[str, Any]) -> None:
     raise JobError(f"{out} already holds a build that differs: {what}; choose another --out, or delete the folder")
 
 
-def _tokenizer_file(name: str) -> Path:
-    path = Path(name)
-    return path / token_files.TOKENIZER if path.is_dir() else path
-
-
 def _prepare_tokenizer(folder: Path, files: Sequence[SourceFile], name: str, field: str, part_bytes: int) -> str:
     """Train or copy the tokenizer into the parts folder once; workers load it from there."""
     if name == "bytes":
@@ -163,7 +153,7 @@ def _prepare_tokenizer(folder: Path, files: Sequence[SourceFile], name: str, fie
     if not target.exists():
         size = bpe_size(name)
         if size is None:
-            write_atomic(target, _tokenizer_file(name).read_bytes())
+            write_atomic(target, token_files.find_tokenizer(name).read_bytes())
         else:
             trained = train_bpe(_sample_texts(split_into_parts(files, part_bytes), field), size)
             write_atomic(target, trained.inner.to_str(pretty=True).encode())

@@ -68,16 +68,9 @@ def open_dataset(job: Job) -> Dataset:
         tokens, docs, vocab, eos = store.tokens, store.docs, store.meta.vocab, store.meta.eos
         fingerprint = store.fingerprint()
     return TextDataset(
-        tokens,
-        docs,
-        seq_len=data.seq_len,
-        val_fraction=data.val_fraction,
-        mask_documents=data.mask_documents,
-        vocab=vocab,
-        eos=eos,
-        name=data.source,
-        fingerprint=fingerprint,
-    )
+        tokens, docs, seq_len=data.seq_len, val_fraction=data.val_fraction, mask_documents=data.mask_documents,
+        vocab=vocab, eos=eos, name=data.source, fingerprint=fingerprint,
+    )  # fmt: skip
 
 
 def fingerprint_of(dataset: Dataset) -> str:
@@ -123,7 +116,7 @@ def _check_store_path(source: str) -> None:
     near = difflib.get_close_matches(source, _NAMES, n=1)
     hint = f"; did you mean {near[0]}?" if near else "."
     raise JobError(
-        f"data.source: nothing is named or lies at {source!r}{hint} It may be {', '.join(_NAMES)}, the path of a "
+        f"data.source: no source or path is named {source!r}{hint} It may be {', '.join(_NAMES)}, the path of a "
         "store made by `weft data build`, or your own dataset as package.module:name"
     )
 

@@ -49,23 +49,10 @@ class Loader:
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        seed: int,
-        global_batch: int,
-        microbatch: int,
-        dp_rank: int,
-        dp_size: int,
-        prefetch: int = 2,
-        start_step: int = 0,
-        start_sample: int | None = None,
-        record: Path | None = None,
-        pin: bool = False,
-        shares: BatchShares | None = None,
-        ramp: BatchRamp | None = None,
-        fixed_parts: bool = False,
-    ) -> None:
+        self, dataset: Dataset, *, seed: int, global_batch: int, microbatch: int, dp_rank: int, dp_size: int,
+        prefetch: int = 2, start_step: int = 0, start_sample: int | None = None, record: Path | None = None,
+        pin: bool = False, shares: BatchShares | None = None, ramp: BatchRamp | None = None, fixed_parts: bool = False,
+    ) -> None:  # fmt: skip
         self._dataset, self._seed, self._dp_rank = dataset, seed, dp_rank
         self._ramp = ramp or BatchRamp(global_batch)
         self._microbatch, self._dp_size = microbatch, dp_size
@@ -170,11 +157,8 @@ class Loader:
         return BatchShares((split_evenly(share, self._parts or -(-share // self._microbatch)),) * self._dp_size)
 
     def _read(self, step: int) -> _Step:
-        shares, rank = self._shares(step), self._dp_rank
-        first = self._ramp.samples_before(step) + self._offset + shares.first(rank)
-        ids = np.arange(first, first + shares.counts[rank], dtype=np.int64)
-        indices = sample_index(self._seed, ids, self._dataset.train_len)
-        batches = read_samples(self._dataset, ids, indices, shares.slices(rank))
+        shares, first = self._shares(step), self._ramp.samples_before(step) + self._offset
+        ids, indices, batches = _read_shares(self._dataset, self._seed, first, shares, self._dp_rank)
         if self._pin:
             batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
         return _Step(step, shares, ids, indices, batches)
@@ -201,6 +185,16 @@ def read_samples(dataset: Dataset, ids: Ints, indices: Ints, parts: list[slice])
     return [_stack([dataset.train(int(i)) for i in indices[part]], ids[part]) for part in parts]
 
 
+def _read_shares(
+    dataset: Dataset, seed: int, first: int, shares: BatchShares, rank: int
+) -> tuple[Ints, Ints, list[Batch]]:
+    """A rank's share of the step whose first sample is the `first` of the run: ids, dataset indices, microbatches."""
+    first += shares.first(rank)
+    ids = np.arange(first, first + shares.counts[rank], dtype=np.int64)
+    indices = sample_index(seed, ids, dataset.train_len)
+    return ids, indices, read_samples(dataset, ids, indices, shares.slices(rank))
+
+
 def read_share(
     dataset: Dataset, *, seed: int, step: int, global_batch: int, microbatch: int, dp_rank: int, dp_size: int,
     offset: int = 0,
@@ -208,9 +202,7 @@ def read_share(
     """One of the equal shares of a step, in microbatches: what a Loader gives, without one. `offset` is the number of
     samples read by earlier steps of other sizes, beyond what steps of this size would have read."""
     shares = BatchShares.even(global_batch, microbatch, dp_size)
-    first = offset + step * global_batch + shares.first(dp_rank)
-    ids = np.arange(first, first + shares.counts[dp_rank], dtype=np.int64)
-    return read_samples(dataset, ids, sample_index(seed, ids, dataset.train_len), shares.slices(dp_rank))
+    return _read_shares(dataset, seed, offset + step * global_batch, shares, dp_rank)[2]
 
 
 def val_batches(
@@ -218,7 +210,7 @@ def val_batches(
 ) -> Iterator[list[Batch]]:
     """The held-out samples in their fixed order, at most `limit` global batches of them.
 
-    The last global batch is filled up with samples that count for nothing (id -1, valid false), so that every rank
+    The last global batch is filled up with masked samples (id -1, valid false), so that every rank
     takes part in every collective.
     """
     shares, length = BatchShares.even(global_batch, microbatch, dp_size), dataset.val_len

@@ -43,7 +43,7 @@ def sample_index(seed: int, k: int | Ints, n: int) -> int | Ints:
     _check_length(n)
     flat = _integers(k)
     if flat.size and int(flat.min()) < 0:
-        raise ValueError(f"samples are counted from 0, so {k!r} is none")
+        raise ValueError(f"samples are counted from 0, not {k!r}")
     epochs, which = np.unique(flat // n, return_inverse=True)
     table = np.stack([_round_keys(seed, int(e)) for e in epochs], axis=1) if epochs.size else _round_keys(0, 0)[:, None]
     moved = _walk((flat % n).astype(np.uint64), table[:, which.reshape(-1)], n).astype(np.int64)
@@ -89,7 +89,7 @@ def _feistel(x: _Words, keys: _Words, half: int) -> _Words:
 
 
 def _mix(x: _Words) -> _Words:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): each bit in moves every bit out."""
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))

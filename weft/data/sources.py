@@ -142,7 +142,7 @@ def _byte_ranges(file: SourceFile, part_bytes: int) -> Iterator[ByteRange]:
 
 
 def _line_start(handle: BinaryIO, start: int, target: int) -> int:
-    """The first line start at or after target: a JSON line is never cut, however long it is."""
+    """The first line start at or after target: a JSON line is never split."""
     handle.seek(target - 1)
     at = target - 1
     while block := handle.read(_BORDER_SEARCH_BYTES):

@@ -9,10 +9,9 @@ import numpy as np
 
 from weft.job.errors import JobError
 from weft.job.schema import Job
+from weft.job.shapes import PATCH_DIM
 
 TRAIN_LEN, VAL_LEN = 1 << 20, 1024
-PATCH_DIM = 48
-"""Numbers in one image patch: 4 × 4 pixels of 3 colours."""
 _TEACHER_WIDTH = 64
 _VAL, _TEACHER = 1 << 62, 1 << 63
 
@@ -40,7 +39,7 @@ class SyntheticDataset(ABC):
     val_len = VAL_LEN
 
     def __init__(self, seed: int) -> None:
-        # a Philox key has two words: the seed (hashed, for it has no upper limit) and the sample's number
+        # a Philox key has two words: the seed (hashed, because it may be larger) and the sample's number
         self._key = int.from_bytes(hashlib.blake2b(f"weft synthetic {seed}".encode(), digest_size=8).digest(), "little")
 
     def train(self, index: int) -> dict[str, np.ndarray]:
@@ -80,9 +79,8 @@ class Regression(SyntheticDataset):
         teacher = self._random(_TEACHER)
         self._dim = dim
         self._first = teacher.standard_normal((_TEACHER_WIDTH, dim), dtype=np.float32) / np.float32(dim**0.5)
-        self._second = teacher.standard_normal((dim, _TEACHER_WIDTH), dtype=np.float32) / np.float32(
-            _TEACHER_WIDTH**0.5
-        )
+        self._second = teacher.standard_normal((dim, _TEACHER_WIDTH), dtype=np.float32)
+        self._second /= np.float32(_TEACHER_WIDTH**0.5)
 
     def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
         inputs = random.standard_normal(self._dim, dtype=np.float32)

@@ -19,18 +19,9 @@ class TextDataset:
     """
 
     def __init__(
-        self,
-        tokens: Tokens | FileArray,
-        docs: NDArray[np.int64] | FileArray,
-        *,
-        seq_len: int,
-        val_fraction: float,
-        mask_documents: bool,
-        vocab: int,
-        eos: int,
-        name: str,
-        fingerprint: str = "",
-    ) -> None:
+        self, tokens: Tokens | FileArray, docs: NDArray[np.int64] | FileArray, *, seq_len: int, val_fraction: float,
+        mask_documents: bool, vocab: int, eos: int, name: str, fingerprint: str = "",
+    ) -> None:  # fmt: skip
         targets = tokens.size - docs.size + 1 if mask_documents else tokens.size - 1
         if targets < 1:
             within = " inside a document" if mask_documents else ""

@@ -118,7 +118,7 @@ class Guards:
         self.loader, self.starved = loader, loader.waited
         return self.stragglers.attach(loader)
 
-    def tell(self, step: int, seconds: float, norm: Tensor, head: list[float]) -> Tensor:
+    def report(self, step: int, seconds: float, head: list[float]) -> Tensor:
         """`head` and this rank's figures of the last step, to be summed over all ranks."""
         waited = self.mesh.meter.read()
         waits = tuple(waited.get(axis, 0.0) - self.waited.get(axis, 0.0) for axis in self.table.axes)
@@ -128,12 +128,11 @@ class Guards:
         busy = max(0.0, seconds - sum(waits) - others - starved)
         rank, at, changed = self.mesh.rank, len(head), self.weights.changed
         row = RankFigures(
-            busy, starved, jump, changed if isinstance(changed, int) else 0, 0.0, *self.contention.since(), waits, ()
+            busy, starved, jump, changed if isinstance(changed, int) else 0, *self.contention.since(), waits, ()
         )
         out = self.table.message(rank, head, row, self.mesh.device)
         if isinstance(changed, Tensor):
             out[self.table.field(rank, at, "changed")] = changed.double()
-        out[self.table.field(rank, at, "norm")] = norm.double()
         if self.mismatch and step == self.mismatch.read_at and rank == self.mismatch.group[0]:
             self.right = values_at(self.state.model.master_params, self.mismatch.places)
         if (sums := self.weights.look(step, seconds)) is not None:
@@ -144,7 +143,6 @@ class Guards:
     def judge(self, step: StepFigures, values: list[float]) -> None:
         """Check a step from the figures of all ranks. May raise RollBack or end the run."""
         rows = self.table.rows(values)
-        self._gradients(step, rows)
         self._weights(step, rows)
         self._finite(step)
         if not self.bad and step.taken:
@@ -163,8 +161,8 @@ class Guards:
         what, value = ("loss", step.loss) if not math.isfinite(step.loss) else ("gradient norm", step.norm)
         samples = self._samples(step.number)
         skipped = not math.isfinite(step.norm)
-        words = f"the {what} is {value} at step {step.number}{': its batch is skipped' if skipped else ''}"
-        self.faults.fault("nan", step.number, words, samples=samples)
+        why = f"the {what} is {value} at step {step.number}{': its batch is skipped' if skipped else ''}"
+        self.faults.fault("nan", step.number, why, samples=samples)
         if skipped:
             self.faults.recovered("nan", "skip", step.number + 1, samples=samples)
         if len(self.bad) < self.settings.bad_steps:
@@ -180,9 +178,9 @@ class Guards:
     def job_scales(self) -> bool:
         return self.plan.precision == "fp16"
 
-    def recall(self, told: Sequence[tuple[float, float]]) -> None:
+    def recall(self, recorded: Sequence[tuple[float, float]]) -> None:
         """Learn from the loss and norm of earlier steps, so that a resumed run judges the next step as before."""
-        for loss, norm in told[-REPLAY_STEPS:]:
+        for loss, norm in recorded[-REPLAY_STEPS:]:
             self.spikes.learn(loss, norm)
 
     def _spikes(self, step: StepFigures) -> None:
@@ -196,18 +194,6 @@ class Guards:
         why = f"{spike.why}: the batch of step {spike.step} is undone and skipped"
         self.faults.fault("spike", spike.step, why, samples=self._samples(spike.step))
         raise RollBack(spike.step - 1, (spike.step,), why, "spike")
-
-    def _gradients(self, step: StepFigures, rows: list[RankFigures]) -> None:
-        """Gradients that are finite on some ranks only: those ranks applied the step, the others did not."""
-        broken = [rank for rank, row in enumerate(rows) if not math.isfinite(row.norm)]
-        if not broken or len(broken) == len(rows) or self.plan.alone:
-            return
-        why = (
-            f"the summed gradients of rank {broken[0]} are not finite at step {step.number}, and those of others are: "
-            "all ranks repeat the step"
-        )
-        self.faults.fault("divergence", step.number, why, broken[0])
-        raise RollBack(step.number - 1, (), why, "divergence")
 
     def _weights(self, step: StepFigures, rows: list[RankFigures]) -> None:
         """Weights that changed between updates, or that differ between replicas."""
@@ -277,11 +263,11 @@ class Guards:
     def _stalls(self, step: StepFigures, rows: list[RankFigures]) -> None:
         for rank, row in enumerate(rows):
             if row.data > STALL_S and row.data > row.busy:
-                words = f"rank {rank} waited {row.data:.1f} s for data in step {step.number}"
-                self.faults.fault("stall", step.number, words, rank)
+                why = f"rank {rank} waited {row.data:.1f} s for data in step {step.number}"
+                self.faults.fault("stall", step.number, why, rank)
             if abs(row.jump) > STALL_S:
-                words = f"the clock of rank {rank} jumped by {row.jump:+.1f} s in step {step.number}"
-                self.faults.fault("stall", step.number, words, rank)
+                why = f"the clock of rank {rank} jumped by {row.jump:+.1f} s in step {step.number}"
+                self.faults.fault("stall", step.number, why, rank)
 
     def _samples(self, step: int) -> list[int]:
         """The first and last sample of a step."""

@@ -37,12 +37,12 @@ PARTS = {"states_gib": "weights, gradients and optimizer", "gathered_gib": "gath
 
 def explain(error: BaseException, plan: Plan) -> str:
     """One sentence: the plan's memory parts, largest first, and which setting needs less."""
-    found = sorted(((plan.predicted.get(key, 0.0), words) for key, words in PARTS.items()), reverse=True)
-    told = ", ".join(f"{words} {gib:.2f} GiB" for gib, words in found if gib)
+    found = sorted(((plan.predicted.get(key, 0.0), label) for key, label in PARTS.items()), reverse=True)
+    parts = ", ".join(f"{label} {gib:.2f} GiB" for gib, label in found if gib)
     half = smaller(plan)
     change = f"train.microbatch={half.microbatch}" if half else "memory.recompute=full, or more ranks"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    return f"memory ran out ({first}); the plan counts {told or 'no parts'}; {change} takes less"
+    return f"memory ran out ({first}); the plan counts {parts or 'no parts'}; {change} takes less"
 
 
 def shrink(run: RunDir, plan: Plan, error: BaseException, rank: int, position: str) -> Plan | None:

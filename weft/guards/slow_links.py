@@ -27,7 +27,7 @@ class LinkHistory:
 
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=BASELINE_STEPS))
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    told: bool = False
+    reported: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SlowLinkDetector:
             link = self.links.setdefault(key, LinkHistory())
             if len(link.recent) == RECENT_STEPS:
                 oldest = link.recent[0]
-                if not link.told:
+                if not link.reported:
                     link.usual.append(oldest)
             link.recent.append(seconds)
             if len(link.usual) < BASELINE_STEPS // 2:
@@ -64,7 +64,7 @@ class SlowLinkDetector:
                 and now - usual > max(MIN_LOST_S, MIN_SHARE_LOST * step_s)
                 and min(link.recent) > SLOW_RATIO * usual
             )
-            if slow and not link.told:
+            if slow and not link.reported:
                 found.append(SlowLink(*key, usual, now))
-            link.told = slow or (link.told and now > (1 + SLOW_RATIO) / 2 * usual)
+            link.reported = slow or (link.reported and now > (1 + SLOW_RATIO) / 2 * usual)
         return found

@@ -50,7 +50,7 @@ class StepTime:
     idle: Sequence[float]
 
 
-class StepTimes:
+class RankTimes:
     """The recent steps of every rank."""
 
     def __init__(self, ranks: int) -> None:
@@ -67,7 +67,7 @@ class StepTimes:
         self.count += 1
 
     def forget(self) -> None:
-        """Clear the history after the work was divided anew."""
+        """Clear the history after work has moved."""
         self.steps.clear()
         self.count = 0
         self._judged: dict[float, tuple[int, SlowRank | None]] = {}

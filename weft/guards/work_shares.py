@@ -10,6 +10,9 @@ from weft.planner.plan import Plan
 
 MIN_SAVING = 0.1
 """Share of the compute time that another division must save."""
+MIN_REFINED_SAVING = 0.04
+"""The same once work has moved, because the first division assumes a time proportional to the samples; doubled with
+every refinement, up to MIN_SAVING."""
 MIN_TIME_LOST_S = 1.0
 """Seconds that must have been lost before work moves."""
 MAX_MICROBATCH_FACTOR = 2
@@ -48,6 +51,8 @@ class Rebalancer:
     def __init__(self, plan: Plan, global_batch: int) -> None:
         self.limits, self.samples = limits(plan, global_batch), global_batch
         self.lost_s = 0.0
+        self.moves = 0
+        """Divisions since the work was divided evenly."""
 
     def better(self, shares: BatchShares, busy: Sequence[float]) -> BatchShares | None:
         """A better division if work should move now. `busy` is the compute time of each data-parallel rank."""
@@ -59,11 +64,13 @@ class Rebalancer:
         except ValueError:  # nothing can move
             return None
         saved = max(busy) - max(s * n for s, n in zip(seconds, counts, strict=True))
-        if saved < MIN_SAVING * max(busy):
+        refined = MIN_REFINED_SAVING * 2 ** (self.moves - 1) if self.moves else MIN_SAVING
+        if saved < min(MIN_SAVING, refined) * max(busy):
             self.lost_s = 0.0
             return None
         self.lost_s += saved
-        if self.lost_s < MIN_TIME_LOST_S:
+        if self.lost_s < (MIN_TIME_LOST_S if refined >= MIN_SAVING else 0.5 * MIN_TIME_LOST_S):
             return None
         self.lost_s = 0.0
+        self.moves = self.moves + 1 if len(set(counts)) > 1 else 0
         return shares_of(counts, self.limits)

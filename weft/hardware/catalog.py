@@ -36,6 +36,13 @@ class Device:
     """Bandwidth in one direction between two devices of a node: NVLink or fabric, otherwise PCIe."""
     tdp_w: float
     """Power at full load."""
+    matmul_share: float
+    """Best measured bf16 matrix product, as a share of the dense peak."""
+    units: int
+    """Streaming multiprocessors or compute units."""
+    product: str = ""
+    """Pattern of its product names, as NVML, torch and ROCm report them."""
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,8 +129,10 @@ def _mapping(value: Any) -> bool:
 
 def _device(name: str, entry: Any, path: Path) -> Device:
     """Memory and peaks are required; the rest has conservative defaults."""
-    numbers = {"memory_gib": None, "memory_tb_s": 1.0, "link_gb_s": 31.0, "watts": 500.0}
-    entry = _entry(name, entry, {*numbers, "kind", "tflops"}, path)
+    numbers = {
+        "memory_gib": None, "memory_tb_s": 1.0, "link_gb_s": 31.0, "watts": 500.0, "matmul_share": 0.75, "units": 128,
+    }  # fmt: skip
+    entry = _entry(name, entry, {*numbers, "kind", "tflops", "product", "aliases"}, path)
     got = {key: _number(name, key, entry.get(key, usual), path) for key, usual in numbers.items()}
     kind = entry.get("kind", "cuda")
     if kind not in ("cuda", "rocm", "cpu"):
@@ -133,7 +142,13 @@ def _device(name: str, entry: Any, path: Path) -> Device:
         found = repr(peaks) if not isinstance(peaks, dict) else f"{wrong[0]}"
         raise JobError(f"{path}: {name}.tflops has {found}; it takes {', '.join(DTYPES)}, such as {{bf16: 989}}")
     tflops = {d: _number(name, f"tflops.{d}", peaks[d], path) if d in peaks else None for d in DTYPES}
-    return Device(name, kind, got["memory_gib"], tflops, got["memory_tb_s"], got["link_gb_s"], got["watts"])
+    aliases, product = entry.get("aliases") or [], entry.get("product") or ""
+    if not isinstance(aliases, list) or not isinstance(product, str):
+        raise JobError(f"{path}: {name}.product must be a pattern and {name}.aliases a list of names")
+    return Device(
+        name, kind, got["memory_gib"], tflops, got["memory_tb_s"], got["link_gb_s"], got["watts"], got["matmul_share"],
+        int(got["units"]), product, tuple(_key(alias) for alias in aliases),
+    )  # fmt: skip
 
 
 def _network(name: str, entry: Any, path: Path) -> Network:
@@ -170,71 +185,13 @@ def catalog(path: str | None = None) -> Catalog:
     return Catalog({**DEVICES, **own.devices}, {**NETWORKS, **own.networks}, own.clouds, own.own)
 
 
-# Short names of the usual member of a family, and other spellings in published tables
-_ALIASES = {
-    "v100": "v100-sxm-32gb",
-    "v100-sxm": "v100-sxm-32gb",
-    "v100-sxm2-16gb": "v100-sxm-16gb",
-    "v100-sxm2-32gb": "v100-sxm-32gb",
-    "a100": "a100-sxm-80gb",
-    "a100-sxm": "a100-sxm-80gb",
-    "a100-80gb": "a100-sxm-80gb",
-    "a100-40gb": "a100-sxm-40gb",
-    "a100-pcie": "a100-pcie-80gb",
-    "h100": "h100-sxm",
-    "h100-sxm-80gb": "h100-sxm",
-    "h100-pcie-80gb": "h100-pcie",
-    "h200": "h200-sxm",
-    "h200-sxm-141gb": "h200-sxm",
-    "gh200-144gb": "gh200",
-    "h800": "h800-sxm",
-    "h800-sxm-80gb": "h800-sxm",
-    "b200": "b200-sxm",
-    "b200-sxm-180gb": "b200-sxm",
-    "b300": "b300-sxm",
-    "b300-sxm-288gb": "b300-sxm",
-    "4090": "rtx-4090",
-    "rtx4090": "rtx-4090",
-    "a6000": "rtx-a6000",
-}
-
-# Product names as reported by NVML, torch and ROCm; the first match counts, so narrower patterns come first
-_PRODUCTS: tuple[tuple[str, str], ...] = (
-    (r"\bGB300\b", "gb300"),
-    (r"\bGB200\b", "gb200"),
-    (r"\bGH200\b", "gh200"),
-    (r"\bB300\b", "b300-sxm"),
-    (r"\bB200\b", "b200-sxm"),
-    (r"\bH200\b(?! NVL)", "h200-sxm"),
-    (r"\bH800\b(?! PCIe)", "h800-sxm"),
-    (r"\bH100\b.*\bPCIe\b", "h100-pcie"),
-    (r"\bH100\b(?! NVL)", "h100-sxm"),
-    (r"\bH20\b", "h20"),
-    (r"\bA100\b.*PCIe.*80GB|\bA100 80GB PCIe\b", "a100-pcie-80gb"),
-    (r"\bA100-SXM.*80GB", "a100-sxm-80gb"),
-    (r"\bA100-SXM.*40GB", "a100-sxm-40gb"),
-    (r"\bV100-SXM\d-32GB", "v100-sxm-32gb"),
-    (r"\bV100-SXM\d-16GB", "v100-sxm-16gb"),
-    (r"\bL40S\b", "l40s"),
-    (r"\bA10G\b", "a10g"),
-    (r"\bRTX 4090\b(?! D| Laptop)", "rtx-4090"),
-    (r"\bRTX A6000\b", "rtx-a6000"),
-    (r"\bMI250X\b", "mi250x"),
-    (r"\bMI300X\b", "mi300x"),
-    (r"\bMI325X\b", "mi325x"),
-    (r"\bMI350X\b", "mi350x"),
-    (r"\bMI355X\b", "mi355x"),
-)
-
-
 def find_device(name: str, own: str | None = None) -> Device:
     """The device with this name; a JobError suggests the nearest. `own` is cluster.catalog."""
     devices = catalog(own).devices
-    key = _key(name)
-    key = key if key in devices else _ALIASES.get(key, key)
-    if key in devices:
-        return devices[key]
-    hint = _hint(key, [*devices, *_ALIASES], devices)
+    named = {alias: device for device in devices.values() for alias in device.aliases} | devices
+    if (key := _key(name)) in named:
+        return named[key]
+    hint = _hint(key, named, devices)
     raise JobError(f"cluster.device: unknown device {name!r}; {hint}")
 
 
@@ -250,10 +207,8 @@ def find_network(name: str, own: str | None = None) -> Network:
 
 def device_by_product(product_name: str) -> Device | None:
     """The catalog entry for a product name as reported by NVML or torch; None if there is none."""
-    for pattern, name in _PRODUCTS:
-        if re.search(pattern, product_name, re.IGNORECASE):
-            return DEVICES[name]
-    return None
+    found = (d for d in DEVICES.values() if d.product and re.search(d.product, product_name, re.IGNORECASE))
+    return next(found, None)
 
 
 def _hint(key: str, candidates: Iterable[str], all_names: Iterable[str]) -> str:

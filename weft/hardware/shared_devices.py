@@ -1,8 +1,8 @@
-"""Several NCCL ranks on one GPU: for proofs and rehearsals, never for speed.
+"""Several NCCL ranks on one GPU: for proofs and fault injection, not for speed.
 
 NCCL refuses two ranks of one host on one GPU. With a host id of its own (NCCL_HOSTID) each rank counts as another host,
-and the ranks talk over sockets. NVIDIA's multi-process service (MPS), where it can be started, runs the kernels of all
-ranks at once instead of in turns.
+and the ranks communicate over sockets. NVIDIA's multi-process service (MPS), where it can be started, runs the kernels
+of all ranks at once instead of in turns.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from weft.hardware.network import use_loopback
 
 QUEUES = "16"
 """Hardware queues of a rank. Streams that share a queue wait for one another: with the few that MPS gives by default, a
-message between stages could wait for a collective that stands behind it in the queue."""
+message between stages could wait for a collective that was queued after it."""
 MPS_START_S, MPS_STOP_S = 10.0, 15.0
 MEMORY_SHARE = 0.92
-"""Of a rank's part of a shared GPU, what its tensors may take; CUDA and NCCL need the rest."""
+"""Share of a rank's part of a shared GPU for its tensors; CUDA and NCCL need the rest."""
 
 
 def ranks_per_device(local_world: int, devices: int) -> int:
@@ -36,7 +36,7 @@ def memory_fraction(sharing: int) -> float:
 
 
 def act_as_own_host(one_node: bool, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let NCCL take this process for a host of its own; call it before NCCL starts. `one_node`: all ranks are here."""
+    """Make NCCL treat this process as a host of its own; call it before NCCL starts. `one_node`: all ranks are here."""
     environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{os.getpid()}")
     if one_node:
         use_loopback(environ)
@@ -50,7 +50,7 @@ def use_many_queues(environ: MutableMapping[str, str] = os.environ) -> None:
 
 @contextmanager
 def multi_process_service() -> Iterator[dict[str, str]]:
-    """Run MPS for processes that are started inside with the environment that is yielded; empty if it cannot run."""
+    """Run MPS for processes started inside the context. Yields their environment variables; empty if it cannot run."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
         yield {}

@@ -2,40 +2,9 @@
 
 from weft.job.errors import JobError, WeftError
 from weft.job.load import apply_overrides, dump_yaml, find_job, load_job, parse_job, recipes
-from weft.job.schema import (
-    Checkpoint,
-    Cluster,
-    Comm,
-    Data,
-    Job,
-    Memory,
-    Model,
-    Optim,
-    Parallel,
-    RopeScaling,
-    Train,
-    Watch,
-)
+from weft.job.schema import Data, Job, Model, Optim, Parallel, Train
 
 __all__ = [
-    "Checkpoint",
-    "Cluster",
-    "Comm",
-    "Data",
-    "Job",
-    "JobError",
-    "Memory",
-    "Model",
-    "Optim",
-    "Parallel",
-    "RopeScaling",
-    "Train",
-    "Watch",
-    "WeftError",
-    "apply_overrides",
-    "dump_yaml",
-    "find_job",
-    "load_job",
-    "parse_job",
-    "recipes",
-]
+    "Data", "Job", "JobError", "Model", "Optim", "Parallel", "Train", "WeftError", "apply_overrides", "dump_yaml",
+    "find_job", "load_job", "parse_job", "recipes",
+]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from weft.job.section import Section
+from weft.job.section import Section, limits
 
 MAX_DEVICES_PER_NODE = 4096
 
@@ -97,9 +97,8 @@ class Cluster(Section):
                 )
         return value
 
-    @field_validator("devices_per_node")
-    @classmethod
-    def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and not 1 <= value <= MAX_DEVICES_PER_NODE:
-            raise ValueError(f"must be from 1 to {MAX_DEVICES_PER_NODE}, or auto")
-        return value
+    _check_devices = limits(
+        "devices_per_node",
+        valid=lambda n: 1 <= n <= MAX_DEVICES_PER_NODE,
+        must=f"from 1 to {MAX_DEVICES_PER_NODE}, or auto",
+    )

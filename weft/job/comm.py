@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from weft.job.compression import parse_compression
-from weft.job.section import Section
+from weft.job.section import Section, limits
 
 
 class Comm(Section):
@@ -32,24 +32,18 @@ class Comm(Section):
     bucket_mb: float | Literal["auto"] = "auto"
     """Bucket size of the gradient all-reduce, which overlaps with the backward pass. auto chooses it from the latency
     and bandwidth of the link."""
+    encrypt: bool = False
+    """Encrypt the messages of parameter servers and federated clients (TLS 1.3, one certificate a run). Refused for
+    ranks on several nodes: Gloo, NCCL and MPI cannot encrypt."""
     timeout_s: float = Field(600.0, gt=0)
     """Timeout of a collective. When it expires, the run ends with the ranks that did not arrive."""
 
-    @field_validator("compression_warmup")
-    @classmethod
-    def _check_warmup(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 0:
-            raise ValueError("must be a number of steps from 0 up, or auto")
-        return value
+    _check_warmup = limits(
+        "compression_warmup", valid=lambda steps: steps >= 0, must="a number of steps from 0 up, or auto"
+    )
+    _check_bucket = limits("bucket_mb", valid=lambda size: size > 0, must="more than 0, or auto")
 
     @field_validator("compression")
     @classmethod
     def _known(cls, value: str) -> str:
         return str(parse_compression(value))
-
-    @field_validator("bucket_mb")
-    @classmethod
-    def _check_bucket(cls, value: float | str) -> float | str:
-        if isinstance(value, float) and value <= 0:
-            raise ValueError("must be more than 0, or auto")
-        return value

@@ -25,7 +25,7 @@ class CompressionKind:
     name: str
     help: str
     build: str
-    """`module:function` that takes the number (0 where there is none) and returns a weft.comm.codecs.Way."""
+    """`module:function` that takes the number, or 0, and returns a weft.comm.compression.codecs.Codecs."""
     gradient: float
     """Sent for a gradient; 0 where that depends on the model."""
     weight: float
@@ -44,7 +44,7 @@ class CompressionKind:
     low_rank: bool = False
     """Whether matrices are sent as two thin ones (powersgd)."""
     adaptive: bool = False
-    """Whether the kind is chosen anew every few steps."""
+    """Whether the kind is chosen again every few steps."""
 
     @property
     def example(self) -> str:
@@ -52,7 +52,7 @@ class CompressionKind:
         return self.name if self.number is None else f"{self.name}:{self.number.default:g}"
 
 
-COMPRESSORS: Registry[CompressionKind] = Registry("comm.compression", "weft.comm.compressors")
+COMPRESSORS: Registry[CompressionKind] = Registry("comm.compression", "weft.comm.compression.compressors")
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from weft.job.section import Section
+from weft.job.section import Section, limits
 
 
 class Memory(Section):
@@ -29,16 +29,9 @@ class Memory(Section):
     """Host memory for offloaded activations per rank; the rest stays on the device. Default: 70 % of the machine's
     memory, divided by its ranks."""
 
-    @field_validator("chunk")
-    @classmethod
-    def _check_chunk(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 0:
-            raise ValueError("must be a number of tokens, 0 for all at once, or auto")
-        return value
-
-    @field_validator("recompute")
-    @classmethod
-    def _check_recompute(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 0:
-            raise ValueError("must be a number of blocks from 0 up, or auto, none, selective or full")
-        return value
+    _check_chunk = limits(
+        "chunk", valid=lambda tokens: tokens >= 0, must="a number of tokens, 0 for all at once, or auto"
+    )
+    _check_recompute = limits(
+        "recompute", valid=lambda n: n >= 0, must="a number of blocks from 0 up, or auto, none, selective or full"
+    )

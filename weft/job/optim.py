@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from weft.job.registry import NameIn, Registry
-from weft.job.section import Section
+from weft.job.section import Section, limits
 
 
 @dataclass(frozen=True)
 class WeightShard:
-    """A weight and this rank's share of it, as an optimizer's entry is asked about it."""
+    """A weight and this rank's share of it, the argument of an optimizer's functions."""
 
     shape: tuple[int, ...]
     """Of the whole weight."""
@@ -108,9 +108,7 @@ class Optim(Section):
     base_batch: int = Field(256, ge=1, le=10**9)
     """Global batch for which lr was chosen (scale_lr)."""
 
-    @field_validator("betas")
-    @classmethod
-    def _check_betas(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
-            raise ValueError("must be two numbers from 0 to below 1, such as [0.9, 0.95]")
-        return value
+    _check_betas = limits(
+        "betas", valid=lambda betas: all(0 <= beta < 1 for beta in betas),
+        must="two numbers from 0 to below 1, such as [0.9, 0.95]",
+    )  # fmt: skip

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from weft.job.registry import NameIn, Registry
-from weft.job.section import Section
+from weft.job.section import Section, limits
 
 PIPELINE_SCHEDULES: Registry[Any] = Registry("parallel.schedule", "weft.planner.schedules.registry")
 
@@ -58,16 +58,8 @@ class Parallel(Section):
     split: list[int] | None = None
     """Blocks of each stage, in order. Default: split by cost, so that the slowest stage is as fast as possible."""
 
-    @field_validator("microbatches")
-    @classmethod
-    def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and not 1 <= value <= MAX_DEGREE:
-            raise ValueError(f"must be from 1 to {MAX_DEGREE}, or auto")
-        return value
-
-    @field_validator("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
-    @classmethod
-    def _check_degree(cls, value: int) -> int:
-        if not 1 <= value <= MAX_DEGREE and value != -1:
-            raise ValueError(f"must be from 1 to {MAX_DEGREE}, or -1 for the rest of the ranks")
-        return value
+    _check_count = limits("microbatches", valid=lambda n: 1 <= n <= MAX_DEGREE, must=f"from 1 to {MAX_DEGREE}, or auto")
+    _check_degrees = limits(
+        "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", valid=lambda n: 1 <= n <= MAX_DEGREE or n == -1,
+        must=f"from 1 to {MAX_DEGREE}, or -1 for the rest of the ranks",
+    )  # fmt: skip

@@ -41,7 +41,7 @@ class Registry(Generic[E]):
         self._entries: dict[str, E] = {}
 
     def register(self, entry: E) -> E:
-        """Add an entry; a ValueError says that another one has its name."""
+        """Add an entry; a ValueError if its name is taken."""
         self._load()
         if entry.name in self._entries:
             raise ValueError(f"{self.field} {entry.name!r} is already registered")
@@ -112,7 +112,7 @@ def find_object(spec: str, what: str) -> Any:
 
 
 def import_module(name: str, what: str) -> Any:
-    """A module by its dotted name, from the current folder too; a JobError that starts with `what` says why not."""
+    """A module by its dotted name, from the current folder too; a JobError that starts with `what` if that fails."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -23,26 +23,8 @@ from weft.job.train import Train
 from weft.job.watch import Watch
 
 __all__ = [
-    "Checkpoint",
-    "Cluster",
-    "Comm",
-    "Data",
-    "DeviceGroup",
-    "Experts",
-    "Failures",
-    "Fp8",
-    "Job",
-    "Memory",
-    "Model",
-    "Optim",
-    "Parallel",
-    "Resilience",
-    "RopeScaling",
-    "Section",
-    "Sync",
-    "TopologyLevel",
-    "Train",
-    "Watch",
+    "Checkpoint", "Cluster", "Comm", "Data", "DeviceGroup", "Experts", "Failures", "Fp8", "Job", "Memory", "Model",
+    "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "TopologyLevel", "Train", "Watch",
 ]  # fmt: skip
 
 

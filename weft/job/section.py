@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
@@ -65,6 +66,17 @@ class Section(BaseModel, metaclass=_JobErrors):
             if isinstance(item, str) and not _is_writable(item):
                 raise ValueError("must be text without NUL and invalid Unicode characters")
         return value
+
+
+def limits(*fields: str, valid: Callable[[Any], bool], must: str) -> Any:
+    """A validator of fields that are a number or text such as auto: `must` is the rest of the message."""
+
+    def check(cls: type[Section], value: Any) -> Any:
+        if not isinstance(value, str) and not valid(value):
+            raise ValueError(f"must be {must}")
+        return value
+
+    return field_validator(*fields)(classmethod(check))
 
 
 def _is_writable(text: str) -> bool:

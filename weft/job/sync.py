@@ -170,10 +170,3 @@ class Sync(Section):
     def quorum(self) -> int:
         """Clients that must complete a round with secure aggregation."""
         return self.min_clients or -(-2 * self.drawn // 3)
-
-    @property
-    def words(self) -> str:
-        """The mode in short, such as `diloco every 50`."""
-        if self.mode in PERIODS:
-            return f"{self.mode} every {self.period}"
-        return f"{self.order} server" if self.mode == "server" else self.mode

@@ -111,7 +111,7 @@ def tokenizer_vocab(name: str | Path) -> int:
 
 
 def _read_json(path: Path) -> Any:
-    """A JSON file; a ValueError says what is wrong with it."""
+    """The content of a JSON file; a ValueError describes what is wrong with it."""
     try:
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise ValueError(f"has {size:,} bytes, which is too large")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from weft.job.batch_ramp import BatchRamp, ramp_problem
-from weft.job.section import Section
+from weft.job.section import Section, limits
 from weft.job.sync import Sync
 
 
@@ -57,9 +57,6 @@ class Train(Section):
             raise ValueError(f"{problem} (batch_ramp)")
         return self
 
-    @field_validator("microbatch", "accumulation")
-    @classmethod
-    def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and not 1 <= value <= 10**9:
-            raise ValueError("must be from 1 to 1000000000, or auto")
-        return value
+    _check_sizes = limits(
+        "microbatch", "accumulation", valid=lambda n: 1 <= n <= 10**9, must="from 1 to 1000000000, or auto"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +31,7 @@ from weft.job.shapes import resolve
 from weft.launch.rank_pool import RankPool
 from weft.measure import collective_times as bench
 from weft.measure.collective_times import Case
+from weft.measure.timing import timed
 from weft.mesh import connect
 from weft.models.attention import TokenInfo, attention
 from weft.models.build_model import build_model
@@ -56,30 +57,6 @@ VOCAB = {"cpu": ((256, 128), (8192, 256)), "cuda": ((128256, 2048), (32000, 4096
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SIZES = {"cpu": (4096, 2**18, 2**22), "cuda": (2**16, 2**20, 2**24, 2**28)}
 """Bytes of a collective."""
-
-
-def timed(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Seconds of one call: the median of five rounds of many calls."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    work()
-    wait()
-    began = time.perf_counter()
-    work()
-    wait()
-    one = max(time.perf_counter() - began, 1e-7)
-    rounds, calls = 5, max(1, min(1000, int(budget_s / 5 / one)))
-    found = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        for _ in range(calls):
-            work()
-        wait()
-        found.append((time.perf_counter() - began) / calls)
-    return statistics.median(found)
 
 
 def measure(quick: bool = False, report: Callable[[str], None] = lambda text: None) -> Measured:
@@ -167,20 +144,11 @@ def _blocks(kind: str, device: torch.device, budget: float, quick: bool) -> tupl
         for seq in SEQS[kind][: 1 if quick else 2]:
             batch = max(1, SEQS[kind][1] // seq)
             model = {
-                "family": "llama",
-                "dim": dim,
-                "layers": 1,
-                "heads": heads,
-                "kv_heads": kv,
-                "ffn": ffn,
-                "vocab": 64,
-            }
+                "family": "llama", "dim": dim, "layers": 1, "heads": heads, "kv_heads": kv, "ffn": ffn, "vocab": 64,
+            }  # fmt: skip
             job = resolve(Job.model_validate({"model": model, "data": {"source": "synthetic", "seq_len": seq}}))
-            block = (
-                next(iter(find_units(build_model(job.model)).values()))
-                .to_empty(device=device)
-                .to(COMPUTE_DTYPES[dtype])
-            )
+            block = next(iter(find_units(build_model(job.model)).values()))
+            block = block.to_empty(device=device).to(COMPUTE_DTYPES[dtype])
             for p in block.parameters():
                 torch.nn.init.normal_(p, std=0.02)
             x = torch.randn(batch, seq, dim, device=device, dtype=COMPUTE_DTYPES[dtype], requires_grad=True)
@@ -320,8 +288,6 @@ def show(found: Measured, path: Path) -> str:
 
 def run_and_show(quick: bool, as_json: bool) -> None:
     """Measure, write hardware/NAME.json, and print the figures."""
-    import sys
-
     found = measure(quick, lambda text: print(f"measuring {text} …", file=sys.stderr, flush=True))
     path = found.write()
     print(json.dumps({"path": str(path), **found.to_json()}, indent=2) if as_json else show(found, path))

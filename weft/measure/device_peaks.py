@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -11,7 +9,8 @@ from torch import Tensor
 
 from weft.hardware.catalog import find_device
 from weft.job.errors import JobError
-from weft.measure.torch_internals import scaled_product
+from weft.measure.timing import timed
+from weft.models.kernel_internals import fp8_mm
 from weft.planner.plan import Plan
 from weft.watch.kernel_profile import Rooflines
 
@@ -19,7 +18,7 @@ MATRIX_ROWS = {"cuda": 8192, "cpu": 1024}
 """Rows of the square matrices: large enough to fill the device."""
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 """Bytes of the tensor that is copied: far more than a cache."""
-ROUNDS = 5
+BUDGET_S = 0.25
 
 
 def measure_roofs(plan: Plan, device: torch.device, dtype: torch.dtype) -> Rooflines:
@@ -51,7 +50,7 @@ def _product(side: int, device: torch.device, dtype: torch.dtype) -> Callable[[]
 def _low_product(side: int, device: torch.device) -> Callable[[], Tensor]:
     a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
-    return lambda: scaled_product(a, b.t(), one)
+    return lambda: fp8_mm(a, b.t(), one, one, torch.bfloat16, fast=True)
 
 
 def _copy(device: torch.device) -> Callable[[], Tensor]:
@@ -61,23 +60,8 @@ def _copy(device: torch.device) -> Callable[[], Tensor]:
 
 
 def _rate(make: Callable[[], Callable[[], Tensor]], work: float, unit: float, device: torch.device) -> float | None:
-    """Work per second, in units: the median of a few tries. None where memory or the operation is missing."""
+    """Work per second, in units. None where memory or the operation is missing."""
     try:
-        once = make()
-        once()
-        repeats, tries = 30 if device.type == "cuda" else 1, []
-        for _ in range(ROUNDS):
-            _wait(device)
-            began = time.perf_counter()
-            for _ in range(repeats):
-                once()
-            _wait(device)
-            tries.append((time.perf_counter() - began) / repeats)
+        return work / timed(make(), device, BUDGET_S) / unit
     except (RuntimeError, ValueError):
         return None
-    return work / statistics.median(tries) / unit
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -25,7 +25,6 @@ from weft.launch.run_files import RunFiles, check_is_run
 from weft.launch.train import prepare
 from weft.measure.device_peaks import measure_roofs
 from weft.measure.torch_internals import is_compiled
-from weft.parallel.pipeline.executor import Pipelined
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.time.traffic import communication_bytes
@@ -44,7 +43,7 @@ WARMUP_STEPS, TIMED_STEPS = 4, {"cpu": 4, "cuda": 12}
 SUFFIX = "-bench"
 
 
-def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], None]) -> tuple[int, RunDir]:
+def bench_step(job: Job, nproc: int | None, steps: int, report: Callable[[str], None]) -> tuple[int, RunDir]:
     """Profile a job in a run of its own, runs/NAME-bench. Returns the exit code and the run."""
     train = {"steps": max(job.train.steps, WARMUP_STEPS + max(TIMED_STEPS.values()) + steps + 2), "eval_every": 0}
     job = job.model_copy(update={"name": job.name + SUFFIX, "train": job.train.model_copy(update=train)})
@@ -54,7 +53,7 @@ def bench_step(job: Job, nproc: int | None, steps: int, say: Callable[[str], Non
         files = RunFiles(run, lock.created)
         _clear(run)
         files.write(job, plan)
-        code = launch(run, plan.world, lock, say, worker=("weft.measure.step_profile", str(steps)))
+        code = launch(run, plan.world, lock, report, worker=("weft.measure.step_profile", str(steps)))
         if code == Exit.DONE:
             write_report(run)
         elif code == Exit.JOB:
@@ -177,13 +176,7 @@ def _read(profiler: profile) -> ProfilerTrace:
 
 @contextmanager
 def _marked_loss(session: Session) -> Iterator[None]:
-    """Mark the heads in the trace, so that the loss is told apart from the rest of the forward pass."""
-    spread_model = session.state.model
-    modules = (
-        [s.module for s in spread_model.stages.values()]
-        if isinstance(spread_model, Pipelined)
-        else [spread_model.module]
-    )
+    """Mark the heads in the trace, so that the loss is distinguished from the rest of the forward pass."""
     open_ranges: list[record_function] = []
 
     def begin(module: nn.Module, args: Any) -> None:
@@ -193,8 +186,7 @@ def _marked_loss(session: Session) -> Iterator[None]:
     def end(module: nn.Module, args: Any, out: Any) -> None:
         open_ranges.pop().__exit__(None, None, None)
 
-    heads = [h for m in modules if isinstance(h := getattr(m, "head", None), nn.Module)]
-    heads = [h for h in heads if not is_compiled(h)]  # a hook would recompile it
+    heads = [h for h in _heads(session) if not is_compiled(h)]  # a hook would recompile it
     handles = [h.register_forward_pre_hook(begin) for h in heads]
     handles += [h.register_forward_hook(end) for h in heads]
     try:
@@ -218,7 +210,7 @@ def facts_of(session: Session) -> StepFacts:
     update = held * (width + 2 * 4 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim) + 8 + copies)
     tokens = _tokens(job) / plan.dp / plan.cp
     targets = tokens / job.data.seq_len if model.is_classifier else tokens
-    ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or _has_head(session)
+    ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or bool(_heads(session))
     loss = 2 * targets * (model.vocab or 0) / plan.tp * width if ends and count_parameters(model) else 0.0
     total, attention = flops_per_token(model, job.data.seq_len), 0.0
     if total and not model.is_stack:
@@ -232,11 +224,10 @@ def facts_of(session: Session) -> StepFacts:
     )  # fmt: skip
 
 
-def _has_head(session: Session) -> bool:
-    spread_model = session.state.model
-    return isinstance(spread_model, Pipelined) and any(
-        getattr(s.module, "head", None) for s in spread_model.stages.values()
-    )
+def _heads(session: Session) -> list[nn.Module]:
+    """The heads on this rank."""
+    found = [getattr(part.module, "head", None) for part in session.state.model.parts]
+    return [head for head in found if isinstance(head, nn.Module)]
 
 
 if __name__ == "__main__":

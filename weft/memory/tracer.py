@@ -1,6 +1,6 @@
 """A tracer of live tensor bytes and their peak, FLOPs, and collectives with their bytes.
 
-It counts tensors, not memory that kernels or the process need besides. Fake tensors count as real.
+It counts tensors, not other memory of kernels or the process. Fake tensors count as real.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
+from weft.comm.dtensor_internals import local_tensor
 from weft.memory.tracer_internals import (
     TorchDispatchMode,
     cpu_attention,
     cpu_attention_backward,
-    local_tensor,
     operator_name,
     overloads,
     patched,

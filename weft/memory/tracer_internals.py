@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["TorchDispatchMode", "local_tensor", "operator_name", "overloads", "patched", "storage_key", "tree_leaves"]
+__all__ = ["TorchDispatchMode", "operator_name", "overloads", "patched", "storage_key", "tree_leaves"]
 
 cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -23,11 +21,6 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     """A number that identifies a storage while it exists."""
     key: int = storage._cdata
     return key
-
-
-def local_tensor(x: Tensor) -> Tensor:
-    """The local tensor of a DTensor, without autograd; any other tensor as it is."""
-    return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def operator_name(func: Any) -> str:

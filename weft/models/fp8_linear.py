@@ -74,7 +74,7 @@ def scaled_mm(a: Tensor, b: Tensor, unscale_a: Tensor, unscale_b: Tensor, fast: 
 def scale_for(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The largest power of two that keeps `amax` in range.
 
-    Powers of two change no digit, so ranks with slightly different maxima still round alike.
+    Powers of two change no digit, so ranks with slightly different maxima round equally.
     """
     scale = torch.finfo(dtype).max / amax.float().clamp(min=1e-30)
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)

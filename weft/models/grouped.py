@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.models.kernel_internals import gradient_is_needed, grouped_mm, is_fake
+from weft.comm.fake_internals import is_fake
+from weft.models.kernel_internals import gradient_is_needed, grouped_mm
 
 
 def product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Private torch names behind the models: attention kernels, fp8 and grouped products, fake tensors, the engine."""
+"""Private torch names behind the models: attention kernels, fp8 and grouped products, the autograd engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 # torch's public attention function returns no log-sum-exp and chooses the kernel itself
 cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -23,11 +22,6 @@ def fp8_mm(a: Tensor, b: Tensor, unscale_a: Tensor, unscale_b: Tensor, out: torc
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows up to ends[0] by weight[0], from there to ends[1] by weight[1], and so on."""
     return torch._grouped_mm(x, weight, offs=ends)
-
-
-def is_fake(x: Tensor) -> bool:
-    """Whether a tensor has a shape but no values, as in a dry run."""
-    return isinstance(x, FakeTensor)
 
 
 def gradient_is_needed(node: Any, index: int) -> bool:

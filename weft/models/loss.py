@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -104,13 +105,13 @@ def _loss_and_gradients(
     # x [tokens, dim], weight [local vocab, dim], targets and valid [tokens]
     rows = rows_at_once(x, weight)
     products = make(x, weight, rows)
-    chunk = _fused_chunk if x.is_cuda and isinstance(split, WholeVocab) else _chunk
+    chunk = _fused_chunk if x.is_cuda and isinstance(split, WholeVocab) else partial(_chunk, split=split)
     dx = torch.empty_like(x) if want[0] else None
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     for i in range(0, x.shape[0], rows):
         part = slice(i, i + rows)
         logits = products.logits(part)
-        loss, dlogits = chunk(logits, targets[part], valid[part], smoothing, split, any(want), products)
+        loss, dlogits = chunk(logits, targets[part], valid[part], smoothing, any(want), products)
         del logits
         total += loss
         if dx is not None and dlogits is not None:
@@ -129,15 +130,9 @@ def rows_at_once(x: Tensor, weight: Tensor) -> int:
 
 
 def _fused_chunk(
-    logits: Tensor,
-    targets: Tensor,
-    valid: Tensor,
-    smoothing: float,
-    split: VocabSplit,
-    grad: bool,
-    products: HeadProducts,
+    logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, grad: bool, products: HeadProducts
 ) -> tuple[Tensor, Tensor | None]:
-    """As _chunk, with loss and gradient from one kernel."""
+    """As _chunk of a whole vocabulary, with loss and gradient from one kernel."""
     from weft.models.loss_kernels import cross_entropy
 
     room = products.room(logits) if grad else None
@@ -145,14 +140,9 @@ def _fused_chunk(
 
 
 def _chunk(
-    logits: Tensor,
-    targets: Tensor,
-    valid: Tensor,
-    smoothing: float,
+    logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, grad: bool, products: HeadProducts,
     split: VocabSplit,
-    grad: bool,
-    products: HeadProducts,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Summed loss of a chunk, and its gradient by the logits as the products take it."""
     logits = logits.float()  # [rows, local vocab]
     vocab = logits.shape[1]

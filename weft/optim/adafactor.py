@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.shards import LocalShard, local_of, shard_of
+from weft.comm.shards import LocalShard, local_of, on_flat_, shard_of
+from weft.job.schema import Optim
 from weft.mesh import Mesh
 from weft.optim.clip import zero_if_skipped
 from weft.optim.replicas import take_from_first
@@ -114,6 +115,11 @@ class Adafactor(torch.optim.Optimizer):
         return self._grad(param) * variance.clamp(min=eps * eps).rsqrt()
 
 
+def build(optim: Optim, groups: list[dict[str, Any]]) -> Adafactor:
+    """The optimizer of a job's parameter groups."""
+    return Adafactor(groups, optim.lr)
+
+
 def add_up(parts: list[list[Tensor]], shards: list[LocalShard]) -> None:
     """Sum each list in place over the ranks that hold its tensor's other shards: one message a kind of cut."""
     kinds: dict[tuple[int, ...], tuple[LocalShard, list[Tensor]]] = {}
@@ -121,9 +127,7 @@ def add_up(parts: list[list[Tensor]], shards: list[LocalShard]) -> None:
         if shard.groups:
             kinds.setdefault(tuple(map(id, shard.groups)), (shard, []))[1].extend(tensors)
     for shard, tensors in kinds.values():
-        flat = shard.sum(torch.cat([t.reshape(-1) for t in tensors]))
-        for tensor, summed in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(summed.view_as(tensor))
+        on_flat_(tensors, shard.sum)
 
 
 def _without(shape: torch.Size, dim: int) -> list[int]:

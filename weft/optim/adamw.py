@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.optim.foreach_internals import foreach_add_
+from weft.comm.foreach_internals import foreach_add_
+from weft.job.schema import Optim
 
 
 class AdamW(torch.optim.AdamW):
@@ -45,3 +46,8 @@ class AdamW(torch.optim.AdamW):
                     param, compute_params.get(id(param)), grads[id(param)], state["exp_avg"], state["exp_avg_sq"],
                     factor, flag, corrections, group["lr"], group["betas"], group["eps"], group["weight_decay"],
                 )  # fmt: skip
+
+
+def build(optim: Optim, groups: list[dict[str, Any]]) -> AdamW:
+    """The optimizer of a job's parameter groups."""
+    return AdamW(groups, optim.lr, optim.betas, optim.eps)

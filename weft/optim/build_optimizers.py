@@ -9,16 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.comm.foreach_internals import foreach_copy_
 from weft.comm.shards import like, local_of
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.registry import find_object
 from weft.job.schema import Optim
 from weft.mesh import Mesh
-from weft.optim.adafactor import Adafactor
 from weft.optim.adamw import AdamW
 from weft.optim.clip import scale_grads
-from weft.optim.foreach_internals import foreach_copy_
-from weft.optim.muon import Muon
 
 Params = dict[str, Tensor]
 Groups = list[dict[str, Any]]
@@ -34,20 +32,11 @@ class Optimizers:
     """
 
     def __init__(
-        self,
-        parts: list[torch.optim.Optimizer],
-        master_params: Params,
-        params: Params,
-        grad_params: Params,
+        self, parts: list[torch.optim.Optimizer], master_params: Params, params: Params, grad_params: Params,
         compute_params: Params,
-    ):
-        self.parts, self.master_params, self.params, self.grad_params, self.compute_params = (
-            parts,
-            master_params,
-            params,
-            grad_params,
-            compute_params,
-        )
+    ):  # fmt: skip
+        self.parts, self.params = parts, params
+        self.master_params, self.grad_params, self.compute_params = master_params, grad_params, compute_params
         self.names = {id(p): n for n, p in params.items()}
 
     def step(self, lr: float, factor: Tensor | None = None, taken: Tensor | None = None) -> None:
@@ -151,8 +140,8 @@ def build_optimizers(
     optim: Optim, master_params: Params, is_block: Callable[[str], bool], grad_params: Params | None = None,
     compute_params: Params | None = None, mesh: Mesh | None = None,
 ) -> Optimizers:  # fmt: skip
-    """The job's optimizer. Matrices decay, vectors do not. `mesh` tells optimizers that sum or multiply over elements
-    which ranks hold the same shards."""
+    """The job's optimizer. Matrices decay, vectors do not. `mesh` is used by optimizers that combine elements, to
+    find the ranks with the same shards."""
     grad_params, compute_params = grad_params or master_params, compute_params or {}
     chosen: dict[str, Params] = {}
     for name, master in master_params.items():
@@ -171,22 +160,6 @@ def build_optimizers(
 def _shard(master: Tensor) -> Tensor:
     """What an element-wise optimizer works on: a plain tensor over the master's shard on this rank."""
     return nn.Parameter(local_of(master.detach())) if isinstance(master, DTensor) else master
-
-
-def adamw(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
-    return AdamW(groups, optim.lr, optim.betas, optim.eps)
-
-
-def sgd(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
-
-
-def adafactor(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
-    return Adafactor(groups, optim.lr)
-
-
-def muon(optim: Optim, groups: Groups) -> torch.optim.Optimizer:
-    return Muon(groups, optim.lr, optim.momentum, optim.weight_decay)
 
 
 def _groups(params: Params, weight_decay: float) -> Groups:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from weft.comm.foreach_internals import foreach_mul_, foreach_norm
 from weft.comm.shards import local_of
 from weft.mesh import Mesh
-from weft.optim.foreach_internals import foreach_mul_, foreach_norm
 
 
 def grad_norm(grad_params: Iterable[Tensor], mesh: Mesh) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft.comm.foreach_internals import foreach_lerp_
 from weft.comm.shards import local_of
-from weft.optim.foreach_internals import foreach_lerp_
 
 
 class Ema:

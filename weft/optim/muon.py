@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import local_of, shard_of
+from weft.job.schema import Optim
 from weft.mesh import Mesh
 from weft.optim.clip import zero_if_skipped
 from weft.optim.replicas import Source
@@ -91,3 +92,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrix.dtype)
+
+
+def build(optim: Optim, groups: list[dict[str, Any]]) -> Muon:
+    """The optimizer of a job's parameter groups."""
+    return Muon(groups, optim.lr, optim.momentum, optim.weight_decay)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 from weft.job.optim import OPTIMIZERS, Optim, Optimizer, WeightShard
 from weft.planner.engine_constants import MUON_ITERATIONS
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _row_and_column_sums(weight: WeightShard) -> float:
@@ -23,22 +27,29 @@ def _newton_schulz(weight: WeightShard) -> float:
     return prod(weight.shape[:-2]) * MUON_ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
 
 
+def sgd(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.SGD:
+    """torch's SGD of a job's parameter groups."""
+    import torch
+
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
+
+
 OPTIMIZERS.register(
     Optimizer(
-        "adamw", "AdamW (Loshchilov & Hutter 2019), fused.", "weft.optim.build_optimizers:adamw",
+        "adamw", "AdamW (Loshchilov & Hutter 2019), fused.", "weft.optim.adamw:build",
         state=lambda optim, weight: 2 * weight.held + 1,  # two moments, and the count of steps
     )
 )  # fmt: skip
 OPTIMIZERS.register(
     Optimizer(
-        "sgd", "SGD with momentum.", "weft.optim.build_optimizers:sgd",
+        "sgd", "SGD with momentum.", "weft.optim.optimizers:sgd",
         state=lambda optim, weight: weight.held if optim.momentum else 0,
     )
 )  # fmt: skip
 OPTIMIZERS.register(
     Optimizer(
         "adafactor", "Adafactor (Shazeer & Stern 2018): second moments as row and column means.",
-        "weft.optim.build_optimizers:adafactor", state=_adafactor_state, elementwise=False,
+        "weft.optim.adafactor:build", state=_adafactor_state, elementwise=False,
         traffic=lambda weight: 2 + _row_and_column_sums(weight),
         sent=lambda weight: 2 + _row_and_column_sums(weight) + prod(weight.shape[:-2]) * (len(weight.shape) > 1),
         scratch=lambda weight: 3 * weight.held,
@@ -47,7 +58,7 @@ OPTIMIZERS.register(
 OPTIMIZERS.register(
     Optimizer(
         "muon", "Muon (Jordan et al. 2024) on the matrices of blocks, adamw on the rest.",
-        "weft.optim.build_optimizers:muon",
+        "weft.optim.muon:build",
         state=lambda optim, weight: weight.held, elementwise=False, block_matrices_only=True,
         traffic=lambda weight: prod(weight.shape), sent=lambda weight: weight.held, takes_turns=True,
         scratch=lambda weight: 5 * prod(weight.shape) if len(weight.shape) == 2 else 0, flops=_newton_schulz,

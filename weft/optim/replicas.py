@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.axis import Axis
+from weft.comm.shards import on_flat_
 from weft.mesh import Mesh
 
 
@@ -58,6 +59,4 @@ def take_from_first(mesh: Mesh | None, parts: list[list[Tensor]], params: list[T
         kinds.setdefault(tuple(axis.name for axis in source.axes), (source, []))[1].extend(tensors)
     for source, tensors in kinds.values():
         if source.axes and tensors:
-            flat = source.send(torch.cat([t.reshape(-1) for t in tensors]))
-            for tensor, sent in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-                tensor.copy_(sent.view_as(tensor))
+            on_flat_(tensors, source.send)

@@ -9,7 +9,7 @@ from weft.job.schema import Job
 
 
 def peak_lr(job: Job) -> tuple[float, str | None]:
-    """The peak rate, scaled with the batch where the job asks for it, and a sentence that says what was done."""
+    """The peak rate, scaled with the batch where the job asks for it, and a sentence for the log."""
     o, batch = job.optim, job.train.global_batch
     if o.scale_lr == "none":
         return o.lr, None

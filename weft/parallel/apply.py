@@ -54,11 +54,12 @@ def parallelize(
     if (axis := mesh.axis(plan.joint_axis)) is not None and plan.compression != "none":
         # attention uses the group of cp at the same time, and fake peers need no worker
         worker = BackgroundWorker(mesh.device, synchronous=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
-    again = recomputed_units(list(find_units(model)), plan.recompute)
+    recomputed = recomputed_units(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
     load = ExpertLoad(model, mesh.device, mesh.everyone, plan.ep)
     if pp is None:
-        spread_model = spread_stage(model, mesh, plan, seed, again, plan.accumulation > 1 or not bare_gradients, worker)
+        summed = plan.accumulation > 1 or not bare_gradients
+        spread_model = spread_stage(model, mesh, plan, seed, recomputed, summed, worker)
         load.watch(spread_model.module)
         return replace(spread_model, load=load)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
@@ -67,21 +68,21 @@ def parallelize(
         stage = copy.deepcopy(model)
         first, end = plan.split[index]
         stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
-        stages[index] = spread_stage(stage, mesh, plan, seed, again, worker=worker)
+        stages[index] = spread_stage(stage, mesh, plan, seed, recomputed, worker=worker)
     cut = plan.tp if plan.sequence else 1
-    at_once = frozenset(i for i, stage in stages.items() if again.keys() & find_units(stage.module).keys())
+    at_once = frozenset(i for i, stage in stages.items() if recomputed.keys() & find_units(stage.module).keys())
     load.watch(*(stage.module for stage in stages.values()))
     return Pipelined(stages, schedule, pp, mesh.device, COMPUTE_DTYPES[plan.precision], cut, load, at_once)
 
 
 def spread_stage(
-    model: nn.Module, mesh: Mesh, plan: Plan, seed: int, again: dict[str, str], summed: bool = True,
+    model: nn.Module, mesh: Mesh, plan: Plan, seed: int, recomputed: dict[str, str], summed: bool = True,
     worker: BackgroundWorker | None = None,
 ) -> SpreadModel:  # fmt: skip
     """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole.
 
-    `again` are the recomputed units and how; `summed`: a step sums gradients of several passes; `worker` compresses
-    gradients during the backward pass.
+    `recomputed` gives the mode of each recomputed unit; `summed`: a step sums gradients of several passes; `worker`
+    compresses gradients during the backward pass.
     """
     dtype, fp8 = COMPUTE_DTYPES[plan.precision], recipe_of(plan)
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
@@ -107,8 +108,8 @@ def spread_stage(
                 compile_parts(unit, ("before", "after"))
             run_in_chunks(unit, context, plan.chunk, plan.tp if plan.sequence else 1, offload)
         elif prefix:
-            if prefix in again:
-                recompute(unit, again[prefix])
+            if prefix in recomputed:
+                recompute(unit, recomputed[prefix])
             if plan.compile:
                 compile_around(modules)
                 compile_parts(unit, ("forward",))
@@ -139,20 +140,13 @@ def spread_stage(
 
 
 def compressor_of(
-    plan: Plan,
-    mesh: Mesh,
-    worker: BackgroundWorker,
-    seed: int,
-    params: dict[str, nn.Parameter],
+    plan: Plan, mesh: Mesh, worker: BackgroundWorker, seed: int, params: dict[str, nn.Parameter],
     split: TensorSplit | None,
-) -> Compressor:
+) -> Compressor:  # fmt: skip
     """The compressor of a stage's gradients over its data-parallel axes."""
-    axis, across = (
-        mesh.axis(plan.joint_axis),
-        mesh.axis("dp_replicate") if plan.dp_shard > 1 and not plan.alone else None,
-    )
+    axis = mesh.axis(plan.joint_axis)
+    across = mesh.axis("dp_replicate") if plan.dp_shard > 1 and not plan.alone else None
     assert axis is not None
-
     setting = parse_compression(plan.compression)
 
     def apart(name: str, param: Tensor) -> bool:

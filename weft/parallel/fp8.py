@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm.axis import Axis
+from weft.comm.shards import local_of
 from weft.job.errors import JobError, MachineError
 from weft.mesh import Mesh
 from weft.models.feedforward import FeedForward
@@ -17,7 +18,7 @@ from weft.models.fp8_gated import Fp8FeedForward, fuse_gated
 from weft.models.fp8_head import Fp8HeadProducts
 from weft.models.fp8_linear import AmaxHistory, Fp8Layer, Fp8Linear, Fp8Recipe
 from weft.models.transformer import Attention, Head
-from weft.parallel.tensor import ColumnLinear, RowLinear, local
+from weft.parallel.tensor import ColumnLinear, RowLinear
 from weft.planner.model.fp8 import stays_bf16
 from weft.planner.plan import Plan
 
@@ -45,8 +46,8 @@ def recipe_of(plan: Plan) -> Fp8Recipe | None:
     """The fp8 recipe of a plan; None without fp8."""
     if plan.precision != "fp8":
         return None
-    said = dict(plan.fp8)
-    return Fp8Recipe(**{**said, "skip": tuple(said.get("skip", ()))})
+    fields = dict(plan.fp8)
+    return Fp8Recipe(**{**fields, "skip": tuple(fields.get("skip", ()))})
 
 
 def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Fp8Recipe) -> None:
@@ -55,7 +56,7 @@ def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Fp8Recipe) -> None:
         new = FP8_CLASSES.get(type(module))
         if new is None or not isinstance(module, nn.Linear):
             continue
-        weight: Tensor = local(module.weight)
+        weight = local_of(module.weight)
         if stays_bf16(name, weight.shape[0], weight.shape[1], recipe.skip):
             continue
         _check_device(weight.device)
@@ -117,7 +118,7 @@ class DelayedScales:
         self.seen, self.past, self.steps = (
             torch.stack([getattr(m, kind) for m in self.maxima]) for kind in ("seen", "past", "steps")
         )  # [layers, 3], [layers, 3], [layers, history, 3]
-        for i, m in enumerate(self.maxima):  # rows apart for autograd: a mark on one spoils no other's graph
+        for i, m in enumerate(self.maxima):  # detached, so that a change of one row keeps the graphs of others valid
             m.seen, m.past, m.steps = self.seen[i].data, self.past[i].data, self.steps[i]
         for part in module.modules():
             if isinstance(part, Fp8FeedForward):  # its three layers follow one another
@@ -134,25 +135,25 @@ class DelayedScales:
                 axis.all_reduce(self.seen, dist.ReduceOp.MAX)
             steps = torch.cat([self.seen.unsqueeze(1), self.steps[:, :-1]], 1)
             self.steps.copy_(steps if taken is True else torch.where(taken, steps, self.steps))
-            self._remember()
+            self._update_past()
         self.seen.zero_()
 
-    def _remember(self) -> None:
+    def _update_past(self) -> None:
         self.past.copy_(self.steps.amax(1))
         for m in self.maxima:
             m.known = True
 
-    def held(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The history, by layer, in place."""
         return {f"{FP8_PREFIX}{name}": self.steps[i] for i, name in enumerate(self.names)}
 
     @torch.no_grad()
-    def recall(self) -> None:
-        """Continue from values that were just read into held(); zeros mean that there was no step."""
+    def restore(self) -> None:
+        """Continue from values that were just read into tensors(); zeros mean that there was no step."""
         if not self.maxima:
             return
         self.seen.zero_()
-        self._remember()
+        self._update_past()
         if not self.steps.any():
             for m in self.maxima:
                 m.known = False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.axis import Axis
-from weft.comm.shards import local_of
+from weft.comm.shards import local_of, on_flat_, placed_like
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import Replicas, Shards, nothing
 from weft.parallel.expert.load import ExpertLoad
@@ -68,6 +68,11 @@ class SpreadModel:
         return {self.aliases.get(n, n): t for n, t in tensors.items()}
 
     @property
+    def parts(self) -> list[SpreadModel]:
+        """The stages on this rank: of a model without a pipeline, itself."""
+        return [self]
+
+    @property
     def counted(self) -> list[Tensor]:
         """The parameters whose gradients this rank adds to the norm."""
         return list(self.data.grad_params.values())
@@ -114,7 +119,7 @@ class SpreadModel:
         """The summed loss of some batches, without dropout and without changing any state."""
         self.module.eval()
         losses = [loss_of(self.module, batch) for batch in batches]
-        self.data.settle()
+        self.data.after_evaluation()
         self.module.train()
         return torch.stack(losses).sum()
 
@@ -124,6 +129,7 @@ class SpreadModel:
         for leaf in self.data.grad_params.values():
             if leaf.grad is None:  # else the optimizer would decay it in some layouts only
                 leaf.grad = torch.zeros_like(leaf)
+            leaf.grad = placed_like(leaf.grad, leaf)
         if self.tp is not None:
             self._sum_over_tp(self.tp)
         if self.load is not None:
@@ -137,31 +143,28 @@ class SpreadModel:
                 grads.append(local_of(grad))
                 if tp.rank > 0 and name in self.replicated:
                     grads[-1].zero_()
-        if not grads:
-            return
-        flat = tp.all_reduce(torch.cat([g.reshape(-1) for g in grads]))
-        for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(summed.view_as(grad))
+        if grads:
+            on_flat_(grads, tp.all_reduce)
 
     def zero_grad(self) -> None:
         self.data.zero_grad()
 
-    def follow(self, taken: bool | Tensor = True) -> None:
+    def after_step(self, taken: bool | Tensor = True) -> None:
         """Call after a step: updates fp8 scales, routers and residuals, if it was taken."""
         if self.scales is not None:
             self.scales.step(taken)
         if self.load is not None:
-            self.load.follow(taken)
+            self.load.after_step(taken)
         if self.compressor is not None:
             self.compressor.keep(taken)
 
     def figures(self) -> Tensor:
-        """Values of the last step for words(), on the device."""
+        """Values of the last step for metrics(), on the device."""
         return torch.empty(0) if self.load is None else self.load.figures()
 
-    def words(self, figures: list[float], tokens: int) -> dict[str, Any]:
+    def metrics(self, figures: list[float], tokens: int) -> dict[str, Any]:
         """The fields of the step's metrics, from figures() read by the host."""
-        return {} if self.load is None else self.load.words(figures, tokens)
+        return {} if self.load is None else self.load.metrics(figures, tokens)
 
     @property
     def compressor(self) -> Compressor | None:
@@ -169,12 +172,12 @@ class SpreadModel:
 
     def maxima(self) -> dict[str, Tensor]:
         """The amax history of fp8 layers with delayed scales, by layer, in place."""
-        return {} if self.scales is None else self.scales.held()
+        return {} if self.scales is None else self.scales.tensors()
 
-    def recall_maxima(self) -> None:
+    def restore_maxima(self) -> None:
         """Continue from values that were just read into maxima()."""
         if self.scales is not None:
-            self.scales.recall()
+            self.scales.restore()
 
     def residuals(self) -> dict[str, Tensor]:
         """The residuals and bases of compression, for a checkpoint. Each rank whose gradients are summed has its own

@@ -22,13 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along
+from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along, sum_up
 from weft.comm.axis import Axis
+from weft.comm.shards import local_of
 from weft.job.errors import JobError
 from weft.models.attention import TokenInfo
 from weft.models.dropout import Dropout
 from weft.models.loss import linear_cross_entropy
 from weft.models.mixture_of_experts import MixtureOfExperts
+from weft.models.norms import WideRMSNorm
 from weft.models.transformer import Attention, Head
 
 SEQ = 1  # activations are [batch, seq, dim]
@@ -77,11 +79,6 @@ class TensorSplit:
                     owner.register_parameter(name, param)
 
 
-def local(param: Tensor | None) -> Any:
-    """This rank's shard of a parameter."""
-    return param.to_local() if isinstance(param, DTensor) else param
-
-
 class ColumnLinear(nn.Linear):
     """A linear layer of which each rank holds some outputs."""
 
@@ -91,7 +88,7 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.in_region else copy_in(x, self.split.axis)
-        return self.multiply(x, local(self.weight), local(self.bias))
+        return self.multiply(x, local_of(self.weight), None if self.bias is None else local_of(self.bias))
 
 
 class RowLinear(nn.Linear):
@@ -102,7 +99,7 @@ class RowLinear(nn.Linear):
     multiply = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.multiply(x, local(self.weight))
+        y = self.multiply(x, local_of(self.weight))
         y = self.split.leave(y) if self.in_region else reduce_out(y, self.split.axis)
         return y if self.bias is None else y + self.bias
 
@@ -113,7 +110,7 @@ class VocabEmbedding(nn.Embedding):
     split: TensorSplit
 
     def forward(self, tokens: Tensor) -> Tensor:
-        table = local(self.weight)
+        table = local_of(self.weight)
         start, length = self.split.shard(self.num_embeddings)
         mine = (tokens >= start) & (tokens < start + length)
         index = torch.where(mine, tokens - start, 0)
@@ -131,12 +128,30 @@ class VocabHead(Head):
     ) -> Tensor:
         x = self.split.enter(x)
         x = self.mean(x, info) if self.pool else x
-        weight = local(self.weight)
+        weight = local_of(self.weight)
         if targets is None:
-            return gather_along(F.linear(x, weight), self.split.axis, -1)
+            return self._whole(F.linear(x, weight))
         start, _ = self.split.shard(self.weight.shape[0])
         vocab = SplitVocab(self.split.axis, start, self.weight.shape[0])
         return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab, self.products)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """The logits of the whole vocabulary; the shards of the last ranks may be shorter and are padded."""
+        vocab, size = self.weight.shape[0], self.split.axis.size
+        padded = F.pad(logits, (0, -(-vocab // size) - logits.shape[-1]))
+        return gather_along(padded, self.split.axis, padded.dim() - 1)[..., :vocab]
+
+
+class SplitRMSNorm(WideRMSNorm):
+    """A norm over all heads, of which each rank has some."""
+
+    split: TensorSplit
+
+    def mean_square(self, x: Tensor) -> Tensor:
+        return sum_up(x.square().sum(-1, keepdim=True), self.split.axis) / self.normalized_shape[0]
+
+    def local_weight(self) -> Tensor:
+        return local_of(self.weight)
 
 
 class SplitVocab:
@@ -190,64 +205,67 @@ class PartModule:
 Role = Callable[[TensorSplit, PartModule], None]
 
 
-def _column(split: TensorSplit, module_role: PartModule) -> None:
-    module_role.change_class(nn.Linear, ColumnLinear, "column", split, in_region=module_role.in_region)
-    split.cut(module_role.model, module_role.module, "weight", 0)
-    split.cut(module_role.model, module_role.module, "bias", 0)
+def _column(split: TensorSplit, part: PartModule) -> None:
+    part.change_class(nn.Linear, ColumnLinear, "column", split, in_region=part.in_region)
+    split.cut(part.model, part.module, "weight", 0)
+    split.cut(part.model, part.module, "bias", 0)
 
 
-def _row(split: TensorSplit, module_role: PartModule) -> None:
-    module_role.change_class(nn.Linear, RowLinear, "row", split, in_region=module_role.in_region)
-    split.cut(module_role.model, module_role.module, "weight", 1)
-    if module_role.module.bias is not None and module_role.in_region and split.sequence:
-        split.partial.add(f"{module_role.name}.bias")
+def _row(split: TensorSplit, part: PartModule) -> None:
+    part.change_class(nn.Linear, RowLinear, "row", split, in_region=part.in_region)
+    split.cut(part.model, part.module, "weight", 1)
+    if part.module.bias is not None and part.in_region and split.sequence:
+        split.partial.add(f"{part.name}.bias")
 
 
-def _vocab(split: TensorSplit, module_role: PartModule) -> None:
-    if isinstance(module_role.module, nn.Linear):  # patches have no vocabulary: every rank embeds all of them
-        return _scatter(split, module_role)
-    module_role.change_class(nn.Embedding, VocabEmbedding, "vocab", split)
-    split.cut(module_role.model, module_role.module, "weight", 0)
+def _vocab(split: TensorSplit, part: PartModule) -> None:
+    if isinstance(part.module, nn.Linear):  # patches have no vocabulary: every rank embeds all of them
+        return _scatter(split, part)
+    part.change_class(nn.Embedding, VocabEmbedding, "vocab", split)
+    split.cut(part.model, part.module, "weight", 0)
 
 
-def _vocab_head(split: TensorSplit, module_role: PartModule) -> None:
-    module_role.change_class(Head, VocabHead, "vocab_head", split)
-    split.cut(module_role.model, module_role.module, "weight", 0)
+def _vocab_head(split: TensorSplit, part: PartModule) -> None:
+    part.change_class(Head, VocabHead, "vocab_head", split)
+    split.cut(part.model, part.module, "weight", 0)
 
 
-def _region(split: TensorSplit, module_role: PartModule) -> None:
-    if isinstance(module_role.module, MixtureOfExperts):
+def _region(split: TensorSplit, part: PartModule) -> None:
+    if isinstance(part.module, MixtureOfExperts):
         return  # each rank routes its own tokens (parallel/expert/expert_parallel.py)
-    if isinstance(module_role.module, Attention):
-        module_role.module.enter = split.enter
+    if isinstance(part.module, Attention):
+        part.module.enter = split.enter
     else:
-        module_role.module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
+        part.module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
 
 
-def _sequence(split: TensorSplit, module_role: PartModule) -> None:
+def _sequence(split: TensorSplit, part: PartModule) -> None:
     if split.sequence:
-        if isinstance(module_role.module, Dropout):
-            module_role.change_class(Dropout, SequenceDropout, "sequence", split)
-        module_role.mark_partial(split)
+        if isinstance(part.module, Dropout):
+            part.change_class(Dropout, SequenceDropout, "sequence", split)
+        part.mark_partial(split)
 
 
-def _heads(split: TensorSplit, module_role: PartModule) -> None:
-    module_role.mark_partial(split)
+def _heads(split: TensorSplit, part: PartModule) -> None:
+    if not isinstance(part.module, WideRMSNorm):
+        return part.mark_partial(split)
+    part.change_class(WideRMSNorm, SplitRMSNorm, "heads", split)
+    split.cut(part.model, part.module, "weight", 0)
 
 
-def _routed(split: TensorSplit, module_role: PartModule) -> None:
-    if not any(isinstance(p, DTensor) for p in module_role.module.parameters()):  # else they are sharded over ep
-        module_role.mark_partial(split)
+def _routed(split: TensorSplit, part: PartModule) -> None:
+    if not any(isinstance(p, DTensor) for p in part.module.parameters()):  # else they are sharded over ep
+        part.mark_partial(split)
 
 
-def _inside(split: TensorSplit, module_role: PartModule) -> None:
+def _inside(split: TensorSplit, part: PartModule) -> None:
     """Nothing to do: the module above has a role."""
 
 
-def _scatter(split: TensorSplit, module_role: PartModule) -> None:
+def _scatter(split: TensorSplit, part: PartModule) -> None:
     if split.sequence:
-        module_role.module.register_forward_hook(lambda _, __, y: split.axis.narrow(y, -2))
-        module_role.mark_partial(split)
+        part.module.register_forward_hook(lambda _, __, y: split.axis.narrow(y, -2))
+        part.mark_partial(split)
 
 
 ROLES: dict[str, Role] = {

@@ -10,6 +10,7 @@ from weft.job.schema import Job
 from weft.planner.model.counts import count_parameters
 from weft.planner.model.fp8 import fp8_share
 from weft.planner.model.reference_rate import peak_flops
+from weft.planner.number_format import human_count
 from weft.planner.plan import Plan
 from weft.planner.schedules.gantt import gantt_text
 from weft.planner.schedules.stage_costs import simulated
@@ -29,7 +30,7 @@ def describe_plan(job: Job, plan: Plan) -> str:
     rows = [
         ("model", model),
         ("ranks", f"{plan.world} × {plan.device_name}, {plan.backend}, {plan.precision}"),
-        ("layout", plan.layout() + (", sequence cut with tp" if plan.sequence else "")),
+        ("layout", ", ".join([plan.layout(), *_layout_notes(plan)])),
         (
             "batch",
             f"{job.train.global_batch} sequences = {plan.dp} × {share}, in microbatches of {plan.microbatch}"
@@ -52,6 +53,11 @@ def describe_plan(job: Job, plan: Plan) -> str:
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
 
 
+def _layout_notes(plan: Plan) -> list[str]:
+    notes = ["sequence cut with tp"] if plan.sequence else []
+    return [*notes, plan.placement] if plan.placement != Plan.placement else notes
+
+
 def _amount(mib: float) -> str:
     return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
 
@@ -60,7 +66,7 @@ def _recompute(job: Job, plan: Plan) -> str:
     if not plan.long:
         return f"{plan.recompute} of {job.model.layers} blocks" if isinstance(plan.recompute, int) else plan.recompute
     chunks = f", in chunks of {plan.chunk} tokens" if plan.chunk else ""
-    parked = f"; up to {plan.host_gib:.0f} GiB parked in host memory" if plan.offload == "activations" else ""
+    parked = f"; up to {plan.host_gib:.0f} GiB in host memory" if plan.offload == "activations" else ""
     return f"all but attention{chunks}{parked}"
 
 
@@ -96,10 +102,3 @@ def run_lengths(numbers: Sequence[int]) -> str:
 def draw_schedule(job: Job, plan: Plan) -> str:
     """The pipeline's simulated time line for the terminal."""
     return gantt_text(simulated(job, plan), width=min(shutil.get_terminal_size().columns, 140))
-
-
-def human_count(n: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g}{unit}"
-    return f"{n:.0f}"

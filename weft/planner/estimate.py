@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration, load_calibration
 from weft.planner.estimator import Estimator, make_estimator, run_memory
+from weft.planner.memory.stage_blocks import split_blocks
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.ranks import device_memory, device_of
 from weft.planner.search.candidates import Layouts
+from weft.planner.time.collectives import axis_group
+from weft.planner.time.traffic import axis_bytes
 
 POWER_SHARE = 0.85
 """Share of its rated power that a device draws while it trains."""
@@ -38,12 +42,14 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     """What `weft estimate JOB --json` prints."""
     if job.model.module:
         raise JobError(f"model.module={job.model.module} cannot be estimated before it is built; use weft dryrun")
+    if plan.pp > 1 and not plan.split:
+        plan = replace(plan, split=split_blocks(job, plan.pp * plan.virtual_stages, pairs=plan.tp > 1))
     device = device_of(job, plan)
     cal = own_calibration(device) if stack == "weft" else load_calibration(stack) if isinstance(stack, str) else stack
     estimator = make_estimator(job, plan, plan.world, device, device_memory(job, device, probe(), plan.world), cal)
     model, cluster, layouts = estimator.model, estimator.cluster, Layouts.one(plan)
     told = estimator.estimate(layouts, detail=True)
-    parts = {part: float(gib[0]) for part, gib in told.memory.items()}
+    parts, moved = {part: float(gib[0]) for part, gib in told.memory.items()}, axis_bytes(job, plan)
     seconds, peak = float(told.step_time_s[0]), sum(parts.values())
     tokens = job.train.global_batch * float(model.seq_len)
     hours = seconds * job.train.full_steps / 3600
@@ -63,8 +69,8 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         "memory": parts,
         "memory_by_stage": _stages(estimator, layouts) if plan.pp > 1 else [{"stage": 0, **parts, "total": peak}],
         "time": {part: float(s[0]) for part, s in told.time.items()},
-        "bytes": {axis: float(b[0]) for axis, b in told.bytes.items()},
-        "bytes_by_link": {level: float(np.ravel(b)[0]) for level, b in told.level_bytes.items()},
+        "bytes": moved,
+        "bytes_by_link": _by_link(estimator, layouts, moved),
         "energy_kwh": kwh,
         "cost_usd": None if price is None else price * plan.world * hours,
         "price_usd_hour": price,
@@ -80,12 +86,24 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     }
 
 
+def _by_link(estimator: Estimator, layouts: Layouts, moved: dict[str, float]) -> dict[str, float]:
+    """Bytes that a rank sends inside its node and over the network."""
+    out = {"node": 0.0, "network": 0.0}
+    for axis, bytes_ in moved.items():
+        group = axis_group(estimator.cluster, layouts, axis, estimator.calibration)
+        inside, ranks = float(np.ravel(group.inside)[0]), float(np.ravel(group.ranks)[0])
+        leaves = 1 / inside if ranks > inside else 0.0
+        out["network"] += bytes_ * leaves
+        out["node"] += bytes_ * (1 - leaves) if inside > 1 else 0.0
+    return out
+
+
 def _stages(estimator: Estimator, layouts: Layouts) -> list[dict[str, float]]:
     """GiB by component on the first rank of each pipeline rank."""
-    ranks = np.arange(int(layouts.pp[0]))
-    parts = estimator.stage_gib(layouts.take(0 * ranks), ranks)
-    held = [{part: float(gib[index]) for part, gib in parts.items()} for index in ranks]
-    return [{"stage": index, **each, "total": sum(each.values())} for index, each in enumerate(held)]
+    stages = np.arange(int(layouts.pp[0]))
+    held = estimator.stage_gib(layouts.take(np.zeros_like(stages)), stages)
+    rows = [{part: float(gib[i]) for part, gib in held.items()} for i in stages]
+    return [{"stage": i, **parts, "total": sum(parts.values())} for i, parts in enumerate(rows)]
 
 
 def show_estimate(told: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from weft.hardware.catalog import Device
-from weft.hardware.efficiency import measured_limits
 from weft.hardware.measured import Measured, MeasuredAttention, load_measured
 from weft.planner.calibration import Calibration, load_calibration
 
@@ -23,9 +22,9 @@ def with_measurements(shipped: Calibration, measured: Measured, device: Device) 
     peak = device.peak_tflops.get("bf16") or device.peak_tflops.get("fp32")
     best = max((p.tflops for p in measured.products if p.dtype in ("bf16", "fp32")), default=0.0)
     if peak and best:
-        changed["matmul"] = min(1.0, best / (peak * measured_limits(device.name).matmul))
+        changed["matmul"] = min(1.0, best / (peak * device.matmul_share))
         rates = [_attention_rate(a) for a in measured.attention]
-        changed["attention"] = min(1.0, max(rates, default=0.0) / (peak * measured_limits(device.name).matmul))
+        changed["attention"] = min(1.0, max(rates, default=0.0) / (peak * device.matmul_share))
         changed["attention"] = changed["attention"] or shipped.attention
     fast = max(measured.copy_gb_s.values(), default=0.0)
     if fast:

@@ -108,7 +108,7 @@ def backend_of(job: Job, machine: Machine, kind: str, world: int) -> str:
                            "nccl would work, under mpirun too")  # fmt: skip
         if job.comm.backend == "nccl" and shares_devices(job, machine, world) and not job.cluster.share_devices:
             raise JobError(f"comm.backend=nccl: {world} ranks on {len(machine.gpus)} GPU need "
-                           "cluster.share_devices=true, which is for rehearsal and not for speed")  # fmt: skip
+                           "cluster.share_devices=true, which is for tests and not for speed")  # fmt: skip
         return job.comm.backend
     if kind == "cpu":
         return "mpi" if under_mpi() and "WEFT_STORE" not in os.environ else "gloo"

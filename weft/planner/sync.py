@@ -10,7 +10,6 @@ from weft.planner.engine_constants import QUANTIZATION_BLOCK, QUANTIZATION_SCALE
 from weft.planner.model.counts import count_parameters
 from weft.planner.plan import Plan
 
-GIB = 2**30
 _SCALE = QUANTIZATION_SCALE_BYTES / QUANTIZATION_BLOCK
 EXCHANGE_BYTES = {"none": 4.0, "int8": 2 * (1 + _SCALE), "int4": 2 * (0.5 + _SCALE)}
 """Bytes a rank sends per parameter in an exchange; quantized values are sent twice (reduce-scatter, all-gather)."""
@@ -36,16 +35,6 @@ def exchange_bytes(job: Job, plan: Plan) -> dict[str, float]:
         )
         return {"server": each * here / plan.sync_every}
     return {"dp_replicate": here * EXCHANGE_BYTES[sync.quantize] / plan.sync_every}
-
-
-def outer_state_gib(job: Job, plan: Plan) -> float:
-    """GiB of outer optimizer state on a rank: the last shared weights, and DiLoCo's momentum."""
-    counts = count_parameters(job.model)
-    if counts is None or not plan.alone:
-        return 0.0
-    here = counts.total / (plan.tp * plan.pp * plan.dp_shard * plan.cp_cut)
-    copies = 2 if plan.sync == "diloco" else int(job.train.sync.quantize != "none")
-    return copies * 4 * here / GIB
 
 
 def default_layout(job: Job) -> Job:

@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.parallel.apply import find_units
 from weft.planner.plan import Plan
 from weft.planner.sync import one_replica
-from weft.server.connections import Connections, Coordinator
+from weft.server.connections import Connections
+from weft.server.coordinator import RunCoordinator
 from weft.server.federated_averaging import FederatedAveraging
 from weft.server.federated_client import client_shares
 from weft.server.parameter_server import ParameterServer
@@ -33,6 +34,7 @@ from weft.server.rendezvous import publish_address, servers_folder
 from weft.server.secure_averaging import SecureAveraging
 from weft.server.shard import RemoteShard, Shard, assign_weights
 from weft.training.build import build_state
+from weft.training.initial_weights import published_weights
 from weft.training.metrics import peak_memory_gib
 from weft.training.signals import Signals
 from weft.training.state import State
@@ -48,37 +50,10 @@ EXIT_TIMEOUT_S = 10.0
 """Time that workers get to disconnect after the last step."""
 
 
-class RunCoordinator(Coordinator, Protocol):
-    """The part of a coordinator that the chief uses: ParameterServer or FederatedAveraging."""
-
-    stop: bool
-    failed: str | None
-
-    @property
-    def ended(self) -> bool: ...
-
-    @property
-    def step(self) -> int: ...
-
-    def complete(self) -> bool: ...
-
-    def finished(self) -> bool: ...
-
-    def begin(self, tensors: dict[str, Tensor], sync: dict[str, Any]) -> None: ...
-
-    def resume(self) -> bool: ...
-
-    def tick(self) -> None: ...
-
-    def stop_updates(self) -> None: ...
-
-    def copy(self, evaluates: bool, saves: bool) -> StateCopy: ...
-
-
 def build_whole_model(job: Job, plan: Plan) -> tuple[State, Mesh]:
     """Build the whole model in this process, with a mesh of one rank."""
     mesh = Mesh(0, 1, local_device(plan, 0), None, {}, None, None, None)
-    state = build_state(job, one_replica(plan), mesh)
+    state = build_state(job, one_replica(plan), mesh, published_weights(job))
     if learned := [n for n, b in state.model.buffers().items() if b.is_floating_point()]:
         raise JobError(
             f"train.sync={plan.sync} synchronizes parameters only, and the model has the floating-point buffer "
@@ -100,9 +75,9 @@ def make_shard(run: RunDir, job: Job, state: State, index: int) -> Shard:
     return Shard(held, make, servers_folder(run), f"shard-{index}-of-{servers}")
 
 
-def connect_shard(address: str, secret: bytes) -> RemoteShard:
+def connect_shard(address: str, secret: bytes, encrypt: bool = False) -> RemoteShard:
     """Connect the chief to another server's shard."""
-    link = open_tensor_channel(address, secret)
+    link = open_tensor_channel(address, secret, encrypt)
     link.request({"role": "chief", "name": "chief"})
     return RemoteShard(link)
 
@@ -195,14 +170,14 @@ def run_chief(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
         tensors, sync = chief.load()
         secret = run_secret(run.path)
         shard = make_shard(run, job, state, 0)
-        coordinator: RunCoordinator = (
-            ParameterServer(job, plan.dp, shard, records, lambda a: connect_shard(a, secret))
+        coordinator: RunCoordinator[Any] = (
+            ParameterServer(job, plan.dp, shard, records, lambda a: connect_shard(a, secret, job.comm.encrypt))
             if plan.sync == "server"
             else (SecureAveraging if job.train.sync.secure else FederatedAveraging)(
                 job, [len(s) for s in client_shares(job, dataset)], shard, records, secret
             )
         )
-        connections = Connections(job.train.sync.host, secret, coordinator, log)
+        connections = Connections(job, secret, coordinator, log)
         publish_address(run, connections.address)
         first = state.step
         stopped = _wait(coordinator.complete, signals)
@@ -237,7 +212,7 @@ def run_chief(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
     return stopped or Exit.DONE
 
 
-def _start(coordinator: RunCoordinator, chief: Chief, tensors: dict[str, Tensor], sync: dict[str, Any]) -> int:
+def _start(coordinator: RunCoordinator[Any], chief: Chief, tensors: dict[str, Tensor], sync: dict[str, Any]) -> int:
     """Load the servers' snapshots if newer than the newest checkpoint, else the checkpoint. Returns the step."""
     step = chief.state.step
     if not (coordinator.resume() and coordinator.step > step):
@@ -260,7 +235,7 @@ def _wait(what: Callable[[], bool], signals: Signals) -> Exit | None:
     return None
 
 
-def _serve(coordinator: RunCoordinator, chief: Chief, signals: Signals) -> Exit | None:
+def _serve(coordinator: RunCoordinator[Any], chief: Chief, signals: Signals) -> Exit | None:
     """Evaluate and save queued copies until the run ends or a signal stops it. Returns the signal's exit code."""
     copies, first = chief.records.copies, coordinator.step
     while not coordinator.finished():

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from weft.job.schema import Job
 from weft.wire.channel import Channel, WireError
 from weft.wire.listener import Listener
 from weft.wire.tensors import Answer, TensorChannel
@@ -40,10 +41,11 @@ class Coordinator(Protocol):
 class Connections:
     """Listens on a socket and serves every authenticated peer until it disconnects."""
 
-    def __init__(self, host: str, secret: bytes, coordinator: Coordinator, log: logging.Logger):
+    def __init__(self, job: Job, secret: bytes, coordinator: Coordinator, log: logging.Logger):
+        host = job.train.sync.host
         self.coordinator, self.log = coordinator, log
         self.peers: list[Peer] = []
-        self.listener = Listener(secret, self._serve, log.debug, host, "train.sync.host", ack_timeout_s=None)
+        self.listener = Listener(secret, self._serve, log.debug, host, "train.sync.host", None, job.comm.encrypt)
         self.address = f"{host}:{self.listener.address[1]}"
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from weft.job.schema import Job
 from weft.optim.schedule import learning_rate
 from weft.server.client_samples import sample_clients
 from weft.server.connections import Peer
+from weft.server.coordinator import RunCoordinator
 from weft.server.federated_update import (
     ClientUpdate,
     OuterStep,
@@ -40,7 +40,7 @@ class ClientAssignment:
     since: float
 
 
-class FederatedAveraging:
+class FederatedAveraging(RunCoordinator[ClientAssignment]):
     """FedAvg (McMahan et al. 2017): in each round some clients, sampled by the seed, train from the common weights, and
     their changes are averaged, weighted by their number of examples. The server counts the examples itself, so a client
     cannot inflate its weight.
@@ -52,26 +52,20 @@ class FederatedAveraging:
 
     def __init__(self, job: Job, examples: list[int], shard: Shard, records: RunRecords, secret: bytes):
         """`examples` is the number of examples of each client; `secret` makes the noise."""
-        self.job, self.examples, self.shard, self.records, self.secret = job, examples, shard, records, secret
-        self.sync = job.train.sync
+        super().__init__(job, shard, records)
+        self.examples, self.secret = examples, secret
         self.outer = OuterStep(job, shard)
         self.accountant = PrivacyAccountant(self.sync.noise, self.sync.delta) if self.sync.noise else None
-        self.changed = threading.Condition()
-        self.workers: set[Peer] = set()
-        self.step = self.round = self.tokens = self.issued = self.offset = 0
+        self.done = self.round = 0
+        """Completed steps and rounds."""
         self.todo: list[int] = []
-        self.assigned: dict[str, ClientAssignment] = {}
         self.received: dict[int, ClientUpdate] = {}
         self.rejected: set[int] = set()
         self.outliers = OutlierCheck(self.sync.tolerance)
-        self.ready = self.stop = False
-        self.failed: str | None = None
-        self.bytes = 0
-        """Traffic of all workers, as they report it."""
 
     @property
-    def ended(self) -> bool:
-        return self.stop or self.failed is not None or self.step >= self.job.train.steps
+    def step(self) -> int:
+        return self.done
 
     @property
     def steps(self) -> int:
@@ -99,27 +93,14 @@ class FederatedAveraging:
         state = self.shard.optimizers.shards() if self.carries else {}
         return {**self.shard.master_params, **{f"optim.{n}": t for n, t in state.items() if t.dim()}}
 
-    def finished(self) -> bool:
-        """Whether no more updates are made and no copy is queued. Rounds queue their copy under the same lock."""
-        with self.changed:
-            return self.ended and self.records.copies.empty()
-
     # peers
-
-    def joined(self, peer: Peer) -> None:
-        with self.changed:
-            if peer.role == "worker":
-                self.workers.add(peer)
-                self.records.event("worker_joined", worker=peer.name, step=self.step)
-                self.changed.notify_all()
 
     def left(self, peer: Peer) -> None:
         with self.changed:
             self.workers.discard(peer)
             if self.ended or peer.role != "worker":
                 return
-            keys = [key for key, out in self.assigned.items() if out.peer is peer]
-            lost = [self.assigned.pop(key).client for key in keys]
+            lost = [out.client for out in self._take_back(peer)]
             note = f"step {self.step}: {peer.name} disconnected"
             self.records.event("worker_lost", note, worker=peer.name, step=self.step, shares=len(lost))
             self._release(peer, lost)
@@ -128,22 +109,6 @@ class FederatedAveraging:
     def _release(self, peer: Peer, clients: list[int]) -> None:
         """A worker is lost: its clients are assigned to others."""
         self.todo += clients
-
-    def tick(self) -> None:
-        """Called periodically: disconnect workers that exceed comm.timeout_s."""
-        with self.changed:
-            late = time.monotonic() - self.job.comm.timeout_s
-            slow = [out.peer for out in self.assigned.values() if out.since < late]
-        for peer in slow:
-            peer.link.close()
-
-    def complete(self) -> bool:
-        return True
-
-    def stop_updates(self) -> None:
-        with self.changed:
-            self.stop = True
-            self.changed.notify_all()
 
     # state
 
@@ -154,7 +119,6 @@ class FederatedAveraging:
             self.shard.snapshot(self.meta())
 
     def resume(self) -> bool:
-        """Restore the snapshot of a chief that was killed; returns whether there is one."""
         with self.changed:
             if not (found := self.shard.snapshots()):
                 return False
@@ -169,7 +133,7 @@ class FederatedAveraging:
         }  # fmt: skip
 
     def _adopt(self, meta: dict[str, Any]) -> None:
-        self.round, self.step, self.tokens = meta["round"], meta["step"], meta["tokens"]
+        self.round, self.done, self.tokens = meta["round"], meta["step"], meta["tokens"]
         self.offset, self.outliers.norms = meta["offset"], dict(meta.get("norms", {}))
         if self.accountant:
             self.accountant = PrivacyAccountant(self.sync.noise, self.sync.delta, meta.get("privacy"))
@@ -223,11 +187,8 @@ class FederatedAveraging:
 
     def _done(self, peer: Peer, head: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         with self.changed:
-            out = self.assigned.get(head["key"])
-            if out is None or out.peer is not peer:
+            if (out := self._take_result(peer, head)) is None:
                 return {"taken": False}
-            del self.assigned[head["key"]]
-            self.bytes += int(head.get("bytes", 0))
             why = self._take(out.client, peer.name, head, tensors)
             if why is not None:
                 self._reject(out.client, peer.name, why)
@@ -280,7 +241,7 @@ class FederatedAveraging:
         seconds = self.records.lap(steps)
         for i in range(steps):
             self._record(before + i, i, seconds, result, privacy)
-        self.step, self.round = before + steps, self.round + 1
+        self.done, self.round = before + steps, self.round + 1
         evaluates, saves = self.records.due_at(before, self.step)
         if evaluates or saves:
             self.records.copies.put(self.copy(evaluates, saves))

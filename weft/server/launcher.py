@@ -38,7 +38,7 @@ class RoleProcess:
         return "server 0" if self.role == "chief" else f"{self.role} {self.index}"
 
 
-def launch_server_run(run: RunDir, servers: int, workers: int, lock: RunLock, say: Callable[[str], None]) -> int:
+def launch_server_run(run: RunDir, servers: int, workers: int, lock: RunLock, log: Callable[[str], None]) -> int:
     """Start the processes of the run in this folder and wait for the chief. Returns the exit code."""
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
@@ -52,7 +52,7 @@ def launch_server_run(run: RunDir, servers: int, workers: int, lock: RunLock, sa
                 signals.add(places[0].process)  # only the chief receives signals; it stops the others
         signals.unblock()
         try:
-            code = _watch(run, places, signals, lock, say)
+            code = _watch(run, places, signals, lock, log)
         finally:
             for place in places:
                 with contextlib.suppress(ProcessLookupError):
@@ -72,7 +72,7 @@ def _start(run: RunDir, role: str, index: int, lock: RunLock) -> subprocess.Pope
 
 
 def _watch(
-    run: RunDir, places: list[RoleProcess], signals: SignalForwarder, lock: RunLock, say: Callable[[str], None]
+    run: RunDir, places: list[RoleProcess], signals: SignalForwarder, lock: RunLock, log: Callable[[str], None]
 ) -> int:
     """Wait until the chief ends, restarting killed processes."""
     chief, restarts = places[0], 0
@@ -88,18 +88,18 @@ def _watch(
             if code < 0 and not (run.logs / f"failure-{place.index}.json").exists() and restarts < MAX_RESTARTS:
                 restarts += 1
                 name = signal.Signals(-code).name
-                say(f"{place.name} was killed by {name}; restarting it")
+                log(f"{place.name} was killed by {name}; restarting it")
                 before, place.process = place.process, _start(run, place.role, place.index, lock)
                 if place is chief:
                     signals.remove(before)
                     signals.add(place.process)
                 continue
             codes = [p.process.poll() or 0 for p in places]
-            return explain_failure(run, codes, place.index, [], say)
+            return explain_failure(run, codes, place.index, [], log)
         if chief.process.poll() is None and all(p.process.poll() is not None for p in places if p.role == "worker"):
             _let_go([chief])  # workers exit only at the end of a run
             if chief.process.poll() is None:
-                say("all workers exited before the end of the run; see logs/")
+                log("all workers exited before the end of the run; see logs/")
                 return int(Exit.DIFFERS)
         time.sleep(0.02)
     return KILLED_BY_USER

@@ -38,11 +38,11 @@ def run_server(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
 
     log = logs.setup(run, index, f"server {index}", plan.world)
     shard = make_shard(run, job, build_whole_model(job, plan)[0], index)
-    connections = Connections(job.train.sync.host, run_secret(run.path), ShardCoordinator(shard), log)
+    connections = Connections(job, run_secret(run.path), ShardCoordinator(shard), log)
     seen = time.monotonic()
     while time.monotonic() - seen < CHIEF_TIMEOUT_S:
         try:
-            link = open_tensor_channel(chief_address(run), run_secret(run.path))
+            link = open_tensor_channel(chief_address(run), run_secret(run.path), job.comm.encrypt)
             link.request({"role": "server", "name": f"server {index}", "index": index, "address": connections.address})
             seen = time.monotonic()
             link.receive()  # blocks until the connection closes

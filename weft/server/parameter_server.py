@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from torch import Tensor
 from weft.job.schema import Job
 from weft.optim.schedule import learning_rate
 from weft.server.connections import Peer
+from weft.server.coordinator import RunCoordinator
 from weft.server.records import RunRecords, StateCopy
 from weft.server.server_group import ServerGroup
 from weft.server.shard import Shard, ShardHandle
@@ -48,7 +48,7 @@ class StagedGradient:
     count: int
 
 
-class ParameterServer:
+class ParameterServer(RunCoordinator[ShareAssignment]):
     """Share n is the (n mod shares)-th of step n / shares. The share of a lost worker is assigned to another.
 
     sync: the shares of one step are assigned together, and their sum makes the update. async: shares are assigned as
@@ -58,30 +58,18 @@ class ParameterServer:
 
     def __init__(self, job: Job, shares: int, shard: Shard, records: RunRecords, connect: Callable[[str], ShardHandle]):
         """`shares` is the number of shares in a step; `connect` opens the shard at an address."""
-        self.job, self.shares, self.shard, self.records = job, shares, shard, records
-        self.sync = job.train.sync
+        super().__init__(job, shard, records)
+        self.shares = shares
         self.asynchronous = self.sync.order == "async"
         self.gather = (self.sync.gather or shares) if self.asynchronous else shares
-        self.changed = threading.Condition()
         self.servers = ServerGroup(shard, self.sync.servers, connect)
         self.waiting: set[Peer] = set()
-        self.workers: set[Peer] = set()
         self.todo: deque[int] = deque()
         """Shares to compute again, before new ones."""
-        self.assigned: dict[str, ShareAssignment] = {}
         self.staged: list[StagedGradient] = []
-        self.next = self.consumed = self.version = self.tokens = 0
-        self.issued = self.incarnation = 0
-        self.offset = 0
-        """Samples read by earlier steps with another batch size, minus what steps of this size would have read."""
-        self.ready = False
-        """All servers are connected and hold the same version."""
-        self.stop = False
-        self.failed: str | None = None
+        self.next = self.consumed = self.version = self.incarnation = 0
         self.sums = [0.0, 0, 0, 0]
-        """Sums over the current step: loss, count, staleness, gradients."""
-        self.bytes = 0
-        """Traffic of all workers, as they report it."""
+        """Sums over the current step: loss, count, staleness, gradients. `ready`: all servers hold the same version."""
 
     @property
     def step(self) -> int:
@@ -91,25 +79,14 @@ class ParameterServer:
     def total(self) -> int:
         return self.job.train.steps * self.shares
 
-    @property
-    def ended(self) -> bool:
-        return self.stop or self.failed is not None or self.consumed >= self.total
-
-    def finished(self) -> bool:
-        """Whether no more updates are made and no copy is queued. Updates queue their copy under the same lock."""
-        with self.changed:
-            return self.ended and self.records.copies.empty()
-
     # peers
 
     def joined(self, peer: Peer) -> None:
+        super().joined(peer)
         with self.changed:
             if peer.role == "server":
                 self.servers.join(peer)
                 self.ready = False
-            else:
-                self.workers.add(peer)
-                self.records.event("worker_joined", worker=peer.name, step=self.step)
             self.changed.notify_all()
 
     def left(self, peer: Peer) -> None:
@@ -122,9 +99,8 @@ class ParameterServer:
                 if (index := self.servers.leave(peer)) is not None:
                     self._server_lost(index)
             else:
-                lost = [key for key, out in self.assigned.items() if out.peer is peer]
-                for key in lost:
-                    self.todo.append(self.assigned.pop(key).number)
+                lost = self._take_back(peer)
+                self.todo.extend(out.number for out in lost)
                 note = f"{peer.name} disconnected" + ("; its share is assigned to another worker" if lost else "")
                 self.records.event("worker_lost", f"step {self.step}: {note}", worker=peer.name, step=self.step,
                                 shares=len(lost))  # fmt: skip
@@ -143,27 +119,16 @@ class ParameterServer:
             self.servers.reconnect()
             if not self.ready and not self.ended and self.servers.complete:
                 self._restore()  # if it fails, the next tick tries again
-            late = time.monotonic() - self.job.comm.timeout_s
-            slow = [out.peer for out in self.assigned.values() if out.since < late]
-        for peer in slow:
-            peer.link.close()
+        super().tick()
 
     def complete(self) -> bool:
-        """Whether every server is connected."""
         with self.changed:
             return self.servers.complete
-
-    def stop_updates(self) -> None:
-        """Make no more updates; workers are stopped when they ask for the next task."""
-        with self.changed:
-            self.stop = True
-            self.changed.notify_all()
 
     # state
 
     def begin(self, tensors: dict[str, Tensor], sync: dict[str, Any]) -> None:
-        """Start from a checkpoint's tensors, or from the initial weights if there are none. A checkpoint of a run with
-        another train.sync only gives the step."""
+        """A checkpoint of a run with another train.sync only gives the step."""
         if sync.get("mode") != "server" or sync["shares"] != self.shares:
             done = sync["step"] * self.shares
             sync = {**sync, "version": 0, "consumed": done, "next": done, "pending": []}
@@ -176,7 +141,6 @@ class ParameterServer:
             self.changed.notify_all()
 
     def resume(self) -> bool:
-        """Restore the newest snapshot that all servers have; returns whether there is one."""
         with self.changed:
             return self._restore()
 
@@ -255,11 +219,8 @@ class ParameterServer:
 
     def _done(self, peer: Peer, head: dict[str, Any]) -> dict[str, Any]:
         with self.changed:
-            out = self.assigned.get(head["key"])
-            if out is None or out.peer is not peer or not self.ready:
+            if (out := self._take_result(peer, head)) is None:
                 return {"taken": False}
-            del self.assigned[head["key"]]
-            self.bytes += int(head.get("bytes", 0))
             self.staged.append(
                 StagedGradient(head["key"], out.number, out.version, float(head["loss"]), int(head["count"]))
             )
@@ -327,6 +288,5 @@ class ParameterServer:
         )  # fmt: skip
 
     def copy(self, evaluates: bool, saves: bool) -> StateCopy:
-        """The run's current state. The caller holds the lock, or no more updates are made."""
         held = self.servers.read("all" if saves else "weights")
         return StateCopy(self.step, self.tokens, held, evaluates, saves, self.meta())

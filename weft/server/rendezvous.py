@@ -9,6 +9,7 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.server.privacy import check_packages
 from weft.wire.secret import run_secret
+from weft.wire.tls import check_tls_package
 
 
 def servers_folder(run: RunDir) -> Path:
@@ -19,6 +20,8 @@ def servers_folder(run: RunDir) -> Path:
 def prepare_rendezvous(run: RunDir, job: Job) -> None:
     """Before any process starts: check packages, create the run's secret and remove an old address."""
     check_packages(job)
+    if job.comm.encrypt:
+        check_tls_package()
     servers_folder(run).mkdir(parents=True, exist_ok=True)
     (servers_folder(run) / "chief.json").unlink(missing_ok=True)
     run_secret(run.path)

@@ -28,8 +28,7 @@ from weft.training.build import build_state
 from weft.training.step import Stepper
 from weft.wire.channel import WireError
 from weft.wire.secret import run_secret
-from weft.wire.tensors import TensorChannel
-from weft.wire.tensors import open_tensor_channel as connect_link
+from weft.wire.tensors import TensorChannel, open_tensor_channel
 
 CHIEF_TIMEOUT_S = 120.0
 """How long a worker or server tries to reach the chief before it fails."""
@@ -67,14 +66,16 @@ class Worker:
         self.disconnect()
         while True:
             try:
-                secret = run_secret(self.run.path)
-                self.chief = connect_link(chief_address(self.run), secret)
+                self.chief = self._open(chief_address(self.run))
                 self.ask({"role": "worker", "name": self.name, **self.about})
                 return
             except (OSError, KeyError, ValueError) as error:
                 if time.monotonic() > deadline:
                     raise MachineError(f"{self.name} cannot reach the server of {self.run.path}: {error}") from None
                 time.sleep(0.05)
+
+    def _open(self, address: str) -> TensorChannel:
+        return open_tensor_channel(address, run_secret(self.run.path), self.job.comm.encrypt)
 
     def traffic(self) -> int:
         """Bytes sent and received since the last call."""
@@ -95,7 +96,7 @@ class Worker:
         if not address:
             return self.chief
         if address not in self.servers:
-            link = connect_link(address, run_secret(self.run.path))
+            link = self._open(address)
             link.request({"role": "worker", "name": self.name})
             self.servers[address] = link
         return self.servers[address]

@@ -30,7 +30,7 @@ class FaultReport:
     stack: str = ""
 
     @property
-    def who(self) -> str:
+    def subject(self) -> str:
         """The affected rank with its mesh position, or all ranks."""
         place = f" ({self.position})" if self.position else ""
         return "all ranks" if self.rank is None else f"rank {self.rank}{place}"

@@ -88,8 +88,8 @@ class ForkServer:
     def new_processes(self) -> Iterator[tuple[int, int]]:
         """Slot and pid of each process forked since the last call."""
         with contextlib.suppress(OSError):
-            while told := self._sock.recv(64):
-                slot, pid = map(int, told.split())
+            while message := self._sock.recv(64):
+                slot, pid = map(int, message.split())
                 self._expected.pop(slot).started(pid)
                 yield slot, pid
 

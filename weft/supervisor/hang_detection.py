@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from weft.planner.plan import Plan
@@ -20,11 +20,13 @@ FIRST_PHASE_TIMEOUT_S = 600.0
 """Timeout of a phase that the run has not finished before."""
 WARMUP_STEPS = 3
 """First steps of an attempt, which also load, compile and connect."""
+MIN_WARMUP_TIMEOUT_S = 20.0
+"""Shortest timeout of the first steps of an attempt, once an earlier attempt has finished its own."""
 SAMPLE_INTERVAL_S = 0.15
 BUSY_SHARE = 0.2
 """CPU share from which a process counts as working."""
 BUSY_FACTOR = 20.0
-"""Timeout multiplier while a rank is working."""
+"""Timeout multiplier while a rank that others wait for is working."""
 MAX_LOAD = 20.0
 """Upper limit of the load factor."""
 LOAD_UNIT_S, USUAL_DELAY_S = 0.06, 0.05
@@ -60,8 +62,12 @@ class HangDetector:
         self._used: dict[int, tuple[float, float]] = {}
         self._kind = "start"
 
-    def check(self, ranks: dict[int, Record]) -> float | None:
-        """Seconds without progress, if they exceed the timeout."""
+    def check(self, ranks: dict[int, Record], awaited: Callable[[], Collection[int]] = tuple) -> float | None:
+        """Seconds without progress, if they exceed the timeout.
+
+        `awaited` returns the ranks that all others wait for, where they are known: only their work extends the timeout.
+        A rank that waits for a GPU spins, which looks like work.
+        """
         now = self.clock()
         since, self._last = now - self._last, now
         late = (USUAL_DELAY_S + max(0.0, since - self.poll_s)) / LOAD_UNIT_S
@@ -90,7 +96,10 @@ class HangDetector:
         limit = self.limit(self._kind)
         if still > limit and any(self.silent(r) for r in ranks):
             return still
-        return still if still > limit * (BUSY_FACTOR if self._busy(ranks, now) else 1.0) else None
+        if still <= limit:
+            return None
+        working = self._busy({r: ranks[r] for r in awaited() or ranks}, now)
+        return still if not working or still > limit * BUSY_FACTOR else None
 
     @property
     def is_late(self) -> bool:
@@ -110,8 +119,10 @@ class HangDetector:
         known = self.gaps.get(kind)
         if kind == "step":
             return self.repeat_factor * self.load * max(self.floor_s, HANG_FACTOR * max(known or [0.0]))
-        usual = self.first_s if kind == "first" else FIRST_PHASE_TIMEOUT_S
-        return max(MIN_PHASE_TIMEOUT_S, HANG_FACTOR * max(known)) if known and kind != "first" else usual
+        if kind == "first":
+            known = known if self.gaps.get("step") else None
+            return min(self.first_s, self.load * max(MIN_WARMUP_TIMEOUT_S, HANG_FACTOR * max(known or [self.first_s])))
+        return max(MIN_PHASE_TIMEOUT_S, HANG_FACTOR * max(known)) if known else FIRST_PHASE_TIMEOUT_S
 
     def regroup_timeout(self, floor_s: float) -> float:
         """How long ranks may take to return after the attempt is over; some are computing."""

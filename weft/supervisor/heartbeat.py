@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,10 @@ class Heartbeat(Protocol):
     def committed(self, step: int) -> None:
         """Report that the record of a step has been written."""
 
+    def may_finish_step(self, out_of_memory: bool) -> bool:
+        """Whether the last complete step may be committed although the attempt has failed: if memory ran out, on this
+        rank (`out_of_memory`) or on another, all ranks have computed that step."""
+
 
 class NoHeartbeat:
     """Does nothing, for a run without a supervisor."""
@@ -42,6 +47,9 @@ class NoHeartbeat:
     def fence(self) -> None: ...
 
     def committed(self, step: int) -> None: ...
+
+    def may_finish_step(self, out_of_memory: bool) -> bool:
+        return out_of_memory
 
 
 class BoardHeartbeat:
@@ -59,8 +67,9 @@ class BoardHeartbeat:
         self.on_fence: Callable[[], None] = lambda: None
         self.news = threading.Event()
         self._words, self._phase, self._step = board.words, board.at(slot, "phase"), board.at(slot, "step")
-        self._moved, self._bell = board.at(slot, "moved"), board.wakeup(str(slot))
+        self._moved, self._wakeup = board.at(slot, "moved"), board.wakeup(str(slot))
         self._fenced = 0
+        self._finishes = False
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def join(self, attempt: int, rank: int) -> None:
@@ -68,7 +77,7 @@ class BoardHeartbeat:
         self.board.put(self.slot, "rank", rank)
         self.board.put(self.slot, "committed", 0)
         self.board.put(self.slot, "attempt", attempt)
-        self.attempt = attempt
+        self.attempt, self._finishes = attempt, False
         self.now("connect", 0)
 
     def now(self, phase: str, step: int) -> None:
@@ -77,12 +86,22 @@ class BoardHeartbeat:
         self._words[self._moved] = time.monotonic_ns()
 
     def fence(self) -> None:
-        if not self.board.valid(self.attempt):
+        if not self._finishes and not self.board.valid(self.attempt):
             raise Fenced(f"attempt {self.attempt} is over; this rank must not commit")
 
     def committed(self, step: int) -> None:
         self.board.put(self.slot, "committed", step)
         self._words[self._moved] = time.monotonic_ns()
+
+    def may_finish_step(self, out_of_memory: bool) -> bool:
+        """On one machine, the next attempt begins only after this rank has left the current one; several nodes may
+        continue without it."""
+        board = self.board
+        if out_of_memory:
+            board["oom"] = self.attempt
+        one_machine = math.isinf(board.lease_until) and board["published"] == self.attempt
+        self._finishes = board["oom"] == self.attempt and (one_machine or board.valid(self.attempt))
+        return self._finishes
 
     def wait_for_news(self, seconds: float) -> None:
         """Wait for a wake-up, at most so many seconds."""
@@ -92,7 +111,7 @@ class BoardHeartbeat:
     def _beat(self) -> None:
         board, slot, before = self.board, self.slot, (0, [0])
         while True:
-            if self._bell.wait(BEAT_INTERVAL_S):
+            if self._wakeup.wait(BEAT_INTERVAL_S):
                 self.news.set()
             progress, inside, counts = self.watch()
             board.put(slot, "progress", progress)

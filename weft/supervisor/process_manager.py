@@ -62,7 +62,7 @@ def run_supervised(
 
 
 def pointer_path(run: RunDir, node: str = "") -> Path:
-    """The file that says where the shared memory of a running run is."""
+    """The file with the path of the shared memory of a running run."""
     return run.path / f".supervisor{node and '-'}{node}.json"
 
 

@@ -74,10 +74,20 @@ def _culprits(
         return "stopped", dict.fromkeys(stopped, "it is stopped by a signal")
     if silent := [r for r in ranks if hangs.silent(r)]:
         return "gil", dict.fromkeys(silent, "one of its threads holds the GIL")
+    return "hang", _awaited(ranks, positions)
+
+
+def _awaited(ranks: Mapping[int, Record], positions: Mapping[int, dict[str, Any]]) -> dict[int, str]:
+    """The ranks that all others wait for, with the reason of each; empty if they are not known."""
     groups = {rank: positions.get(rank, {}).get("groups", {}) for rank in ranks}
     counts = {r: dict(zip(groups[r], record.counts, strict=False)) for r, record in ranks.items()}
     inside = {r: ["", *groups[r]][record.inside] for r, record in ranks.items()}
-    return "hang", blame(counts, groups, inside)
+    return blame(counts, groups, inside)
+
+
+def awaited_ranks(folder: Path, ranks: Mapping[int, Record]) -> set[int]:
+    """The ranks that all others wait for; empty if they are not known."""
+    return set(_awaited(ranks, read_positions(folder, ranks)))
 
 
 def stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, list[str]]:

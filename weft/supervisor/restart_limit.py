@@ -76,5 +76,5 @@ def final_lines(
         code = explain_failure(run, codes, fault.rank or 0, [], lines.append)
     else:
         log = run.logs / f"rank-{fault.rank or 0}.log"
-        lines = [f"{fault.who}: {fault.why}", f"log: {log}; start the same command again to resume"]
+        lines = [f"{fault.subject}: {fault.why}", f"log: {log}; start the same command again to resume"]
     return code, [f"gave up after {len(attempt.faults) + 1} faults, the last at step {fault.step + 1}", *lines]

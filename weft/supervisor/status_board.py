@@ -33,6 +33,7 @@ _HEAD = (
     "pause",
     "safe",
     "target",
+    "oom",
 )
 HEAD = {name: i for i, name in enumerate(_HEAD)}
 HEAD_WORDS = 16
@@ -101,7 +102,7 @@ class StatusBoard:
             self._map = mmap.mmap(handle, 0)
         finally:
             os.close(handle)
-        self._bells: dict[str, Wakeup] = {}
+        self._wakeups: dict[str, Wakeup] = {}
         self._words = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
         if slots is not None:
@@ -119,14 +120,14 @@ class StatusBoard:
 
     def wakeup(self, name: str) -> Wakeup:
         """The wake-up of the manager, the supervisor, or a slot (by its number)."""
-        if name not in self._bells:
-            self._bells[name] = Wakeup(self.path.with_name(f"wakeup-{name}"))
-        return self._bells[name]
+        if name not in self._wakeups:
+            self._wakeups[name] = Wakeup(self.path.with_name(f"wakeup-{name}"))
+        return self._wakeups[name]
 
-    def _notify(self, who: str | None) -> None:
-        if who is not None:
+    def _notify(self, target: str | None) -> None:
+        if target is not None:
             with contextlib.suppress(OSError):  # the run is over and its folder removed
-                for name in map(str, range(self.slots)) if who == "slots" else (who,):
+                for name in map(str, range(self.slots)) if target == "slots" else (target,):
                     self.wakeup(name).notify()
 
     @property
@@ -184,7 +185,7 @@ class StatusBoard:
         return [self.record(slot) for slot in range(self.slots)]
 
     def close(self) -> None:
-        for wakeup in self._bells.values():
+        for wakeup in self._wakeups.values():
             wakeup.close()
         self._words.release()
         self._floats.release()

@@ -23,7 +23,7 @@ from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
 from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, die_with_parent
 from weft.supervisor.memory_folder import write_file
 from weft.supervisor.process_name import set_process_name
-from weft.supervisor.rank_inspection import POLL_S, exit_fault, hang_fault, kill
+from weft.supervisor.rank_inspection import POLL_S, awaited_ranks, exit_fault, hang_fault, kill
 from weft.supervisor.restart_limit import backoff_s, entry, final_lines, give_up_code
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
 from weft.supervisor.stop_signals import STOP_SIGNALS
@@ -110,7 +110,7 @@ class Supervisor:
             return FaultReport(
                 "hang", None, "ranks lost their connections, though no rank has exited", step, "", LOST_S
             )
-        seconds = self.hangs.check(ranks)
+        seconds = self.hangs.check(ranks, lambda: awaited_ranks(self.folder, ranks))
         return self.hang_fault(ranks, seconds) if seconds is not None else None
 
     def hang_fault(self, ranks: dict[int, Record], seconds: float) -> FaultReport | None:
@@ -126,9 +126,9 @@ class Supervisor:
         self.board["attempt"] = self.attempt.number + 1
         self.open.append(fault)
         self.since = time.monotonic()
-        self.tell(fault)
+        self.log_fault(fault)
 
-    def tell(self, fault: FaultReport) -> None:
+    def log_fault(self, fault: FaultReport) -> None:
         after = None if fault.detected_after_s is None else round(fault.detected_after_s, 3)
         if fault.kind != "oom":  # the rank has written that event itself
             self.journal.event(
@@ -137,7 +137,7 @@ class Supervisor:
                 **({"stack": fault.stack} if fault.stack else {}),
             )  # fmt: skip
         joint = " " if fault.kind == "exit" else ": "
-        log(f"{fault.who}{joint}{fault.why}")
+        log(f"{fault.subject}{joint}{fault.why}")
 
     def regroup(self, records: list[Record]) -> None:
         """Wait until the remaining ranks are back, fill empty ranks with spares, and start the next attempt."""
@@ -150,7 +150,7 @@ class Supervisor:
                 if rank not in self.replaced:
                     self.replaced.add(rank)
                     self.open.append(exit_fault(self.run, self.folder, rank, record))
-                    self.tell(self.open[-1])
+                    self.log_fault(self.open[-1])
             elif record.phase == "waiting" and record.attempt == self.attempt.number:
                 back[rank] = slot
             else:

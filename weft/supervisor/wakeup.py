@@ -50,9 +50,9 @@ def wake_on_signals(wakeup: Wakeup) -> Iterator[None]:
     def nothing(number: int, frame: FrameType | None) -> None: ...
 
     before = signal.signal(signal.SIGCHLD, nothing)
-    told = signal.set_wakeup_fd(wakeup.handle, warn_on_full_buffer=False)
+    fd_before = signal.set_wakeup_fd(wakeup.handle, warn_on_full_buffer=False)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(told)
+        signal.set_wakeup_fd(fd_before)
         signal.signal(signal.SIGCHLD, before)

@@ -14,16 +14,19 @@ from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import SpreadModel
 from weft.planner.plan import Plan
 from weft.precision import LossScale
+from weft.training.initial_weights import InitialWeights
 from weft.training.state import State
 
 
-def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
-    """The state of a run at step 0."""
+def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None = None) -> State:
+    """The state of a run at step 0, with random weights or those that `weights` fills in."""
     spread_model = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
+    if weights is not None:
+        weights(spread_model.master_params | spread_model.frozen)
+        spread_model.refresh()
     ema = Ema(spread_model.master_params, job.train.ema)
-    state = State(
-        spread_model, make_optimizers(job, spread_model, mesh), ema, LossScale.for_precision(plan.precision), mesh
-    )
+    scale = LossScale.for_precision(plan.precision)
+    state = State(spread_model, make_optimizers(job, spread_model, mesh), ema, scale, mesh)
     state.rounds = make_rounds(job, plan, mesh, state)
     return state
 
@@ -42,10 +45,6 @@ def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined, mesh: Mesh)
     """The job's optimizer over the master weights. Muon treats those in the blocks differently."""
     units = tuple(find_units(build_model(job.model)))
     return build_optimizers(
-        job.optim,
-        spread_model.master_params,
-        lambda name: name.startswith(units),
-        spread_model.grad_params,
-        spread_model.compute_params,
-        mesh,
-    )
+        job.optim, spread_model.master_params, lambda name: name.startswith(units), spread_model.grad_params,
+        spread_model.compute_params, mesh,
+    )  # fmt: skip

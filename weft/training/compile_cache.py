@@ -31,7 +31,7 @@ def compile_cache() -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Make the folder; whether it and those above it in the cache belong to this user, who alone can write there."""
+    """Make the folder. Returns whether it and its parents in the cache can be written by this user only."""
     try:
         for path in (folder.parents[1], folder.parent, folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)

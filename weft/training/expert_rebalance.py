@@ -61,9 +61,8 @@ def _reorder(state: State, block: int, order: list[int]) -> None:
     for name, tensor in sorted(state.tensors().items()):
         kind, _, rest = name.partition(".")
         ours = kind in ("model", "buffer", "optim", "ema") and rest.startswith(tuple(prefix + m for m in PER_EXPERT))
-        if (
-            ours and tensor.dim() and tensor.shape[0] == len(order)
-        ):  # Adafactor's column statistics have no expert dimension
+        # Adafactor's column statistics have no expert dimension
+        if ours and tensor.dim() and tensor.shape[0] == len(order):
             _permute(tensor, order)
 
 

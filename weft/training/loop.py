@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from weft.data.loader import to_device
+from weft.guards.out_of_memory import is_oom
 from weft.job.errors import DivergedError, Exit, MachineError
 from weft.training.garbage_collection import GarbageCollection
 from weft.training.metrics import StepMetrics, peak_memory_gib
@@ -22,13 +24,8 @@ def fit(session: Session, signals: Signals) -> Exit:
     steps, device = job.train.steps, session.mesh.device
     first_step = session.first_step
     held_out = session.held_out() if job.train.eval_every else []
-    session.event(
-        "start",
-        step=state.step,
-        layout=session.plan.layout(),
-        world=session.plan.world,
-        attempt=session.heartbeat.attempt,
-    )
+    session.event("start", step=state.step, layout=session.plan.layout(), world=session.plan.world,
+                  attempt=session.heartbeat.attempt)  # fmt: skip
 
     with Progress(steps, state.step, job.watch.every, silent=session.mesh.rank != 0) as progress:
 
@@ -54,7 +51,9 @@ def fit(session: Session, signals: Signals) -> Exit:
             evaluate()
             metrics.agree_to_stop()
         metrics.start_clock()
-        with closing(session.loader()) as loader, GarbageCollection() as collector:
+        with (
+            closing(session.loader()) as loader, GarbageCollection() as collector, finishing_last_step(session, metrics)
+        ):  # fmt: skip
             while state.step < steps and not metrics.stop:
                 session.now("data")
                 lr = stepper.learning_rate()
@@ -97,6 +96,18 @@ def fit(session: Session, signals: Signals) -> Exit:
     }
     session.event("stop" if stopped else "done", **summary, **({"code": int(stopped)} if stopped else {}))
     return stopped or Exit.DONE
+
+
+@contextmanager
+def finishing_last_step(session: Session, metrics: StepMetrics) -> Iterator[None]:
+    """If memory runs out on any rank, commit the last complete step first, so that it is not computed again."""
+    try:
+        yield
+    except Exception as error:
+        if session.heartbeat.may_finish_step(is_oom(error)):
+            with suppress(Exception):  # such as a roll-back: then that step is not kept
+                metrics.settle()
+        raise
 
 
 def _due(step: int, every: int, last: int) -> bool:

@@ -132,7 +132,7 @@ class StepMetrics:
         apart = self.plan.dp_replicate if self.plan.alone else 1
         mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world)
         host_seconds = end.host - start.host
-        sums = self.guards.tell(self.state.step, host_seconds, norm, [0.0] * len(mine) + self.signals.flags())
+        sums = self.guards.report(self.state.step, host_seconds, [0.0] * len(mine) + self.signals.flags())
         sums[: len(mine)] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
         started = StepSums(sums, work, self.state.model.figures())
@@ -172,7 +172,7 @@ class StepMetrics:
             **({"loss_scale": entry.loss_scale} if self.state.scale.dynamic else {}),
             **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),
             **entry.more,
-            **self.state.model.words(more, count),
+            **self.state.model.metrics(more, count),
             **self.comm.figures(entry.timeline, seconds),
             **extra,
         }

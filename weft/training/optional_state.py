@@ -27,11 +27,8 @@ def load_residuals(checkpoints: Checkpointer, found: SavedCheckpoint, state: Sta
             _, holder, weight = name.split(".", 2)
             holders[weight].add(int(holder))
     if not state.model.compressors or not holders:
-        return (
-            "the compression residuals of the checkpoint are dropped: gradients are not compressed now"
-            if holders
-            else None
-        )
+        dropped = "the compression residuals of the checkpoint are dropped: gradients are not compressed now"
+        return dropped if holders else None
     mine = {n: t for n, t in state.tensors().items() if n.startswith(COMPRESSION)}
     now: dict[str, set[int]] = defaultdict(set)
     for named in state.mesh.all_gather_json([n for n in mine if n.startswith("residual.")]):
@@ -64,7 +61,7 @@ def load_amax_history(checkpoints: Checkpointer, found: SavedCheckpoint, state: 
     found_by_rank = state.mesh.all_gather_json(alike if mine else None)
     if any(found_by_rank) and False not in found_by_rank:
         checkpoints.load(found, mine)
-    state.model.recall_maxima()
+    state.model.restore_maxima()
 
 
 def _weight(name: str) -> str:

@@ -172,7 +172,7 @@ def is_device_lost(error: BaseException) -> bool:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether the error only says that another rank has exited."""
+    """Whether the error only means that another rank has exited."""
     text = str(error).lower()
     signs = ("connection closed by peer", "connection reset", "connection refused", "broken pipe",
              "remote process exited", "socket closed")  # fmt: skip

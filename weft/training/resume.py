@@ -12,10 +12,12 @@ from weft.checkpoint.memory_snapshots import newest_common
 from weft.checkpoint.merge_snapshots import save_merged_snapshots
 from weft.checkpoint.snapshot_file import SnapshotLayout
 from weft.data.dataset import fingerprint_of
+from weft.job.compression import parse_compression
 from weft.job.schema import Model
 from weft.parallel.data.local_sgd import Rounds
 from weft.planner.plan import Plan
-from weft.training.build import build_state, make_optimizers
+from weft.training.build import build_state
+from weft.training.initial_weights import initial_weights
 from weft.training.optional_state import load_amax_history, load_residuals
 from weft.watch.journal import read_jsonl
 
@@ -84,8 +86,10 @@ def merge_old_snapshots(session: Session) -> None:
     snapshots = session.snapshots
     if snapshots.folder is None or isinstance(session.state.rounds, Rounds):  # between rounds replicas differ
         return
-    disk = newest_on_disk(session)
-    step = save_merged_snapshots(snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, disk)
+    step = save_merged_snapshots(
+        snapshots.folder, session.checkpoints, session.mesh, snapshots.local_ranks, newest_on_disk(session),
+        residuals=parse_compression(session.plan.compression).entry.residual > 0,
+    )  # fmt: skip
     if step is not None and session.mesh.rank == 0:
         session.log.info("%s", f"step {step} was merged from the snapshots of the nodes")
 
@@ -102,17 +106,17 @@ def resume_from_disk(session: Session, at_most: int | None = None) -> None:
     state, checkpoints = session.state, session.checkpoints
     newest = checkpoints.newest(at_most)
     if newest is None:
-        if state.step:
+        if state.step or checkpoints.damaged:  # weights to start from were not loaded, since there was a checkpoint
             _restart(session)
         _report_restart(session)
         return
     tensors = state.loadable_tensors(saved_world=0)
     found = checkpoints.load_newest(tensors, at_most)
     if found is None:
-        state.optimizers = make_optimizers(session.job, state.model, session.mesh)
+        _restart(session)
         _report_restart(session)
         return
-    own = state.own(found.meta)
+    own = state.replica_tensors(found.meta)
     checkpoints.load(found, own)
     tensors |= {n: t for n, t in own.items() if n.startswith("random")}
     state.restore(tensors, found.meta)
@@ -133,7 +137,8 @@ def resume_from_disk(session: Session, at_most: int | None = None) -> None:
 def _restart(session: Session) -> None:
     """Reset the session's state to step 0."""
     torch.manual_seed(session.job.train.seed + session.mesh.rank)
-    vars(session.state).update(vars(build_state(session.job, session.plan, session.mesh)))
+    weights = initial_weights(session.job, session.run, session.mesh, at_start=False)
+    vars(session.state).update(vars(build_state(session.job, session.plan, session.mesh, weights)))
     _truncate_sample_records(session)
 
 

@@ -26,6 +26,7 @@ from weft.planner.plan import Plan
 from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
 from weft.training.build import build_state
 from weft.training.expert_rebalance import rebalance
+from weft.training.initial_weights import initial_weights
 from weft.training.resume import (
     merge_old_snapshots,
     newest_on_disk,
@@ -133,7 +134,7 @@ class Session:
                 layout = snapshot_layout(self.mesh.rank, self.heartbeat.attempt, self.job, self.plan, state.tensors())
                 layout.write(snapshots.folder)
         if snapshots.tick(state.step):
-            snapshots.every = max(cast(list[int], self.mesh.all_gather_json(snapshots.wish())))
+            snapshots.every = max(cast(list[int], self.mesh.all_gather_json(snapshots.preferred_interval())))
             self.guards.weights.spacing = snapshots.every
 
     def commit(self, record: dict[str, Any]) -> None:
@@ -179,7 +180,7 @@ def open_session(
     log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
     torch.manual_seed(job.train.seed + mesh.rank)  # for a user's module; Weft's own models do not use this state
     dataset = dataset or open_dataset(job)
-    state = build_state(job, plan, mesh)
+    state = build_state(job, plan, mesh, initial_weights(job, run, mesh))
     journal = Journal(run) if mesh.rank == 0 else None
 
     def on_event(kind: str, **fields: Any) -> None:
@@ -218,9 +219,8 @@ def open_session(
     guards = Guards(job, plan, mesh, state, event, warn)
     guards.weights.spacing = snapshots.every
 
-    stepper.before_update = (
-        guards.weights.before_update
-    )  # after the snapshot is copied, so that a flipped bit in it is detected
+    # after the snapshot is copied, so that a flipped bit in it is detected
+    stepper.before_update = guards.weights.before_update
     session = Session(
         job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards
     )

@@ -69,7 +69,7 @@ class State:
         """Continue from the shards of a snapshot that were just read in place."""
         self.restore(shards, counts)
         self.restore_compression({n: t for n, t in shards.items() if n.startswith(COMPRESSION)})
-        self.model.recall_maxima()
+        self.model.restore_maxima()
 
     def restore_compression(self, held: dict[str, Tensor]) -> None:
         """Restore compression residuals, and how many random numbers were drawn for rounding."""
@@ -113,7 +113,7 @@ class State:
             "skipped_steps": sorted(self.skipped_steps),
             "scale": self.scale.state(),
             "sync": self.rounds.meta(),
-            "experts": {} if self.model.load is None else self.model.load.told(),
+            "experts": {} if self.model.load is None else self.model.load.placement(),
         }
 
     def meta(self, job: Job, plan: Plan) -> dict[str, Any]:
@@ -126,12 +126,12 @@ class State:
         apart = (*COMPRESSION, FP8_PREFIX, "outer.", *(() if saved_world == self.mesh.world else ("random",)))
         return {n: t for n, t in self.tensors().items() if not n.startswith(apart)}
 
-    def own(self, meta: dict[str, Any]) -> dict[str, Tensor]:
+    def replica_tensors(self, meta: dict[str, Any]) -> dict[str, Tensor]:
         """Tensors to load after those, by their name in a checkpoint: what only this rank or its replica saved."""
         tensors = self.tensors()
         same = meta["plan"]["world"] == self.mesh.world
         random = {n: t for n, t in tensors.items() if n.startswith("random") and same}
-        return random | self.rounds.own(meta.get("sync", {}), tensors)
+        return random | self.rounds.replica_tensors(meta.get("sync", {}), tensors)
 
     def saved(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, with names and values that a run with any train.sync can resume from."""
@@ -148,9 +148,9 @@ class State:
             torch.cuda.set_rng_state(cuda.cpu(), self.mesh.device)
         for compressor in self.model.compressors:
             compressor.steps = self.step
-        self.rounds.adopt(meta.get("sync", {}))
+        self.rounds.restore(meta.get("sync", {}))
         if self.model.load is not None:
-            self.model.load.recall(meta.get("experts", {}))
+            self.model.load.restore(meta.get("experts", {}))
         self.model.refresh()
 
 
@@ -173,5 +173,5 @@ def meta_problem(meta: dict[str, Any]) -> str | None:
 
 
 def _is_copies(value: Any) -> bool:
-    """Whether this is one block of ExpertLoad.told()."""
+    """Whether this is one block of ExpertLoad.placement()."""
     return all(len(pair) == 2 and all(type(n) is int and 0 <= n < MAX_COUNT for n in pair) for pair in value)

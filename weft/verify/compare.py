@@ -20,15 +20,15 @@ class Tolerance:
     """Norm of the difference of a gradient, and of the routers' scores. In fp8 a change in the last digit of a product
     leads to other roundings in the layers after it: with eight layers, gradients of the third step are 0.3 apart."""
     size: float
-    """Of what rounding, which goes up as often as down, hardly changes: the loss, the norm, the parameters, and the
-    part of a gradient along the reference. A gradient of half the size, or a missing one, is 0.5 or 1 off."""
+    """Of values in which rounding errors cancel: the loss, the norm, the parameters, and the part of a gradient along
+    the reference. A gradient of half the size, or a missing one, is 0.5 or 1 off."""
     moment: float
     """The same part of the optimizer's moment of a parameter. It grows with the clipped gradients, so it shows a wrong
     clip, which the updates of Adam do not."""
     update_size: float
-    """Length of a parameter's way from the first step to the last, and the part of it along the reference."""
+    """Length of a parameter's change from the first step to the last, and the part of it along the reference."""
     update: float
-    """Norm of the difference of that way. Adam divides small gradients by their own size, which makes their rounding
+    """Norm of the difference of that change. Adam divides small gradients by their own size, which makes their rounding
     visible."""
 
 
@@ -61,7 +61,7 @@ class Trace:
     """The optimizer's moments after the last step (MOMENTS)."""
     seconds: float
     routing: Routing | None = None
-    """Where a model with experts would have sent its tokens, if it was made to send them where one process did."""
+    """How the routing of a model with experts differs, if it replayed that of one process."""
 
     def save(self, folder: Path) -> None:
         """Write it as tensors and numbers, which load() reads without building objects."""
@@ -78,7 +78,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One layout beside the single process. Differences are relative."""
+    """The comparison of one layout with a single process. Differences are relative."""
 
     layout: str
     world: int
@@ -94,7 +94,7 @@ class Verdict:
     why: str | None = None
     grad_diff_by_parameter: dict[str, float] = field(default_factory=dict)
     routed_apart: float | None = None
-    """Share of the tokens' experts that the layout would have chosen otherwise."""
+    """Share of the tokens' experts that the layout would have chosen differently."""
     router_diff: float | None = None
     """Difference of the routers' scores, relative to their spread."""
     size_diff: float | None = None
@@ -102,9 +102,9 @@ class Verdict:
     moment_diff: float | None = None
     """The same of the optimizer's moments."""
     update_size_diff: float | None = None
-    """Of the length of the way from the first step to the last, in the worst parameter."""
+    """Of the length of the change from the first step to the last, in the worst parameter."""
     update_diff: float | None = None
-    """Of that way, in the worst parameter."""
+    """Of that change, in the worst parameter."""
     differs: tuple[str, ...] = ()
     """What is beyond the tolerance."""
 
@@ -121,10 +121,10 @@ def compare(layout: str, world: int, reference: Trace, other: Trace, precision: 
             difference, along = _difference(g, theirs.get(name), floor)
             gradients[name], size = max(gradients.get(name, 0.0), difference), max(size, along)
         gradients |= {name: INFINITE for name in theirs.keys() - ours.keys()}
-    ways, other_ways = ({n: t.parameters[n].double() - s for n, s in t.start.items()} for t in (reference, other))
-    moved = [name for name in sorted(above_floor & ways.keys()) if ways[name].any()]
-    updates = [_difference(ways[n], other_ways.get(n)) for n in moved]
-    lengths = [_relative(float(ways[n].norm()), float(other_ways[n].norm())) for n in moved if n in other_ways]
+    changes, other_changes = ({n: t.parameters[n].double() - s for n, s in t.start.items()} for t in (reference, other))
+    moved = [name for name in sorted(above_floor & changes.keys()) if changes[name].any()]
+    updates = [_difference(changes[n], other_changes.get(n)) for n in moved]
+    lengths = [_relative(float(changes[n].norm()), float(other_changes[n].norm())) for n in moved if n in other_changes]
     moments = [_difference(m, other.moments.get(n)) for n, m in reference.moments.items() if n in above_floor]
     apart = _norm([other.parameters[n].double() - p.double() for n, p in reference.parameters.items()])
     worst, routing = max(gradients, key=lambda n: gradients[n]), other.routing

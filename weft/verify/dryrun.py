@@ -23,7 +23,7 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
 from weft.memory.tracer import Tracer
-from weft.mesh import Mesh, connect, pretend
+from weft.mesh import Mesh, connect, fake_mesh
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import Batch
 from weft.planner import RUNNABLE, check, make_plan
@@ -83,7 +83,7 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
         raise JobError(
             f"train.sync={plan.sync}: a dry run traces a step that sums gradients; train.sync=step would work"
         )
-    mesh = pretend(plan, rank)
+    mesh = fake_mesh(plan, rank)
     try:
         norms = fused_norms() if plan.device == "cuda" else nullcontext()
         with warnings.catch_warnings(), real_meshes(), norms, fake_tensors():
@@ -121,7 +121,7 @@ def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()
         stepper.update(grads, stepper.learning_rate())
         meter.stop()
     master_params = state.model.master_params.values()
-    weights = [w for stage in _stages(state.model) for w in getattr(stage.data, "weights", {}).values()]
+    weights = [w for part in state.model.parts for w in getattr(part.data, "weights", {}).values()]
     parts = {
         "parameters": _bytes(master_params),
         "copies": _bytes(weights) if plan.precision != "fp32" else 0,
@@ -139,10 +139,6 @@ def _names(mesh: Mesh) -> dict[str, str]:
     if mesh.everyone is not None:
         groups.setdefault(str(mesh.everyone.group.group_name), "everyone")
     return groups
-
-
-def _stages(spread_model: Any) -> list[Any]:
-    return list(spread_model.stages.values()) if hasattr(spread_model, "stages") else [spread_model]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

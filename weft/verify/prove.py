@@ -31,7 +31,7 @@ from weft.planner.rules.layout_syntax import parse_layouts, ranks
 from weft.training.build import build_state
 from weft.training.step import Stepper
 from weft.verify.compare import Trace, Verdict, compare, moments_of
-from weft.verify.routing import Guided
+from weft.verify.routing import RoutingReplay
 
 DEFAULT_LAYOUTS = (
     "ddp2", "zero1", "zero2", "zero3", "tp2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "hsdp", "pp2", "pp2 zbv",
@@ -45,7 +45,7 @@ of noise. With this the update stays a smooth function of the gradient, and a wr
 
 
 def small(job: Job) -> Job:
-    """The same kind of model, small enough for any laptop: fewer layers, narrower, shorter; ratios of heads kept."""
+    """The same kind of model, small enough for any laptop: fewer layers, narrower, shorter, same head ratio."""
     m = job.model
     if m.module:
         raise JobError("a model of your own cannot be shrunk; give it smaller model.args instead")
@@ -64,14 +64,8 @@ def small(job: Job) -> Job:
         job = job.model_copy(update={"data": job.data.model_copy(update={"seq_len": seq})})
     if m.experts is not None:
         updates["experts"] = _fewer(m.experts)
-    train = job.train.model_copy(
-        update={
-            "global_batch": min(job.train.global_batch, 16),
-            "batch_ramp": [],
-            "microbatch": "auto",
-            "accumulation": "auto",
-        }
-    )
+    batch = {"global_batch": min(job.train.global_batch, 16), "batch_ramp": [], "microbatch": "auto"}
+    train = job.train.model_copy(update={**batch, "accumulation": "auto"})
     return job.model_copy(update={"model": m.model_copy(update=updates), "train": train})
 
 
@@ -80,14 +74,14 @@ def _fewer(e: Experts) -> Experts:
     count, top_k = min(e.count, 8), min(e.top_k, 2)
     groups = gcd(e.groups, max(1, count // 2))
     top_groups = None if e.top_groups is None else -(-e.top_groups * groups // e.groups)
-    if top_groups is not None:  # none has less room than its experts need
+    if top_groups is not None:  # the allowed groups must have top_k experts
         top_groups = max(top_groups, -(-top_k * groups // count))
     less = {"count": count, "top_k": top_k, "ffn": min(e.ffn or 32, 32), "groups": groups, "top_groups": top_groups}
     return e.model_copy(update={**less, "first_dense": min(e.first_dense, 1)})
 
 
 def with_layout(job: Job, section: dict[str, Any]) -> Job:
-    """The job on local ranks under one layout: CPU ranks, or sharing the GPUs where the job says device=cuda."""
+    """The job on local ranks in one layout: CPU ranks, or ranks that share the GPUs if the job has device=cuda."""
     raw = resolve(job).model_dump(mode="json")
     raw["parallel"] = section
     device = "cuda" if job.cluster.device == "cuda" else "cpu"
@@ -101,20 +95,20 @@ def with_layout(job: Job, section: dict[str, Any]) -> Job:
 
 
 def trace(job: Job, steps: int, folder: str, reference: str | None = None) -> None:
-    """Run a few steps on the ranks of this call and leave the Trace, whole tensors, in folder/trace.pt.
+    """Run a few steps on the ranks of this call and write the Trace, in whole tensors, to folder/trace.pt.
 
-    Without a `reference`, the folder of the run to be held against, where tokens went is left beside it.
+    `reference` is the folder of the reference run; without one this is it, and its routing is written too.
     """
     job, plan = make_plan(job)
     trace_on(connect(plan, job.comm.timeout_s), job, plan, steps, folder, reference)
 
 
 def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, reference: str | None = None) -> None:
-    """The same on a mesh that exists already."""
+    """trace() on a mesh that exists already."""
     began = time.perf_counter()
     state = build_state(job, plan, mesh)
     stepper = Stepper(job, plan, mesh, state)
-    guided = Guided(state.model.load, folder, reference)
+    replay = RoutingReplay(state.model.load, folder, reference)
     losses, norms, gradients = [], [], []
     start = {n: whole(m) for n, m in state.model.master_params.items()}
     loader = Loader(
@@ -136,7 +130,7 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
     moments = moments_of({n: whole(t).float() for n, t in state.optimizers.state().items()})
     for held in (*gradients, start, parameters, moments):
         join_stages(held, mesh)
-    routing = guided.end(mesh)
+    routing = replay.end(mesh)
     if mesh.rank == 0:
         seconds = time.perf_counter() - began
         Trace(losses, norms, gradients, start, parameters, moments, seconds, routing).save(Path(folder))
@@ -178,7 +172,7 @@ def prove(
 ) -> list[Verdict]:  # fmt: skip
     """Compare each layout with one process. Without layouts, every one of DEFAULT_LAYOUTS that the job allows.
 
-    Gradients travel uncompressed: a layout is proved, and compression is meant to change them.
+    Gradients are not compressed, since compression changes them.
     """
     job = job.model_copy(update={"comm": job.comm.model_copy(update={"compression": "none"})})
     named = parse_layouts(layouts or DEFAULT_LAYOUTS)
@@ -191,8 +185,8 @@ def prove(
         tempfile.TemporaryDirectory(prefix="weft-prove-") as folder,
     ):
         reference = _run(pool, reference_job, 1, steps, folder)
-        for words, section in named:
-            verdict = _judge(pool, job, words, section, reference, steps, plan.precision, folder)
+        for name, section in named:
+            verdict = _judge(pool, job, name, section, reference, steps, plan.precision, folder)
             if verdict.verdict == "refused" and not layouts:
                 continue
             verdicts.append(verdict)
@@ -210,7 +204,7 @@ def open_pool(job: Job, world: int) -> Iterator[RankPool]:
 
 
 def describe_ranks(job: Job, world: int) -> str:
-    """Where up to `world` ranks of a proof run, in words."""
+    """The devices of up to `world` ranks of a proof, as text."""
     if job.cluster.device != "cuda":
         return "local CPU ranks"
     gpus = len(probe().gpus)
@@ -222,25 +216,27 @@ def describe_ranks(job: Job, world: int) -> str:
 
 
 def _judge(
-    pool: RankPool, job: Job, words: str, section: dict[str, Any], reference: Trace, steps: int, precision: str,
-    held_to: str,
+    pool: RankPool, job: Job, name: str, section: dict[str, Any], reference: Trace, steps: int, precision: str,
+    reference_folder: str,
 ) -> Verdict:  # fmt: skip
     world = ranks(section)
     try:
         spread, plan = make_plan(with_layout(job, section))
         check(spread, plan, RUNNABLE)
-        words = plan.layout() + (f" split {section['split']}" if "split" in section else "")
+        name = plan.layout() + (f" split {section['split']}" if "split" in section else "")
         with tempfile.TemporaryDirectory(prefix="weft-prove-") as folder:
-            return compare(words, world, reference, _run(pool, spread, world, steps, folder, held_to), precision)
+            return compare(
+                name, world, reference, _run(pool, spread, world, steps, folder, reference_folder), precision
+            )
     except WeftError as error:
-        return Verdict(words, world, "refused", why=str(error))
+        return Verdict(name, world, "refused", why=str(error))
 
 
 def _run(pool: RankPool, job: Job, world: int, steps: int, folder: str, reference: str | None = None) -> Trace:
     try:
         pool.run(trace, world, job, steps, folder, reference)
     except RankFailed as failure:
-        if isinstance(failure.error, WeftError):  # what only the ranks could tell, in its own words
+        if isinstance(failure.error, WeftError):  # an error that only a rank can find
             raise failure.error from None
         raise
     return Trace.load(Path(folder))

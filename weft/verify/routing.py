@@ -1,9 +1,9 @@
-"""Where one process sends its tokens, so that each layout is held against it on the same way.
+"""Records the routing of the reference run and replays it in each layout, so that both compute the same.
 
-Routing is a decision: where two experts' scores are equal but for rounding, another order of sums sends a token to
-another expert, and the gradients of both are different ones. That is no fault of a layout, and it must not hide one. So
-a layout is led where one process went, its routers' scores are held to those of one process as gradients are, and the
-share of choices that it would have made otherwise is told.
+Where two experts' scores differ only by rounding, another order of sums may send a token to another expert, and the
+gradients of both change. That is not an error of the layout, and must not hide one. So a layout uses the reference's
+choices, its routers' scores are compared like gradients, and the share of choices it would have made differently is
+reported.
 """
 
 from __future__ import annotations
@@ -19,60 +19,60 @@ from weft.mesh import Mesh
 from weft.parallel.expert.load import ExpertLoad
 
 FILE = "routes.pt"
-LEAST_SPREAD = 1e-2
-"""Scores are compared to how far they lie from their mean, or to this share of their size where all are alike."""
+MIN_SPREAD = 1e-2
+"""Differences of scores are relative to their spread, or to this share of their size if all are nearly equal."""
 
 Routes = dict[tuple[int, int], tuple[Tensor, Tensor]]
-"""By block and sample: how its tokens rank the experts [seq, experts], and what they chose [seq, k]."""
+"""By block and sample: the scores of its tokens [seq, experts], and the chosen experts [seq, k]."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What a run that was led would have done by itself."""
+    """How the routing of a replayed run differs from the reference."""
 
     apart: float
-    """Share of the tokens' experts that it would have chosen otherwise."""
+    """Share of the tokens' experts that it would have chosen differently."""
     scores: float
     """Difference of the scores in the worst block, relative to their spread."""
 
 
-class Guided:
-    """The routers of one rank, watched: those of the reference write down where tokens go, the others are led there."""
+class RoutingReplay:
+    """Records the choices of this rank's routers in the reference run, and replays them in other runs."""
 
     def __init__(self, load: ExpertLoad | None, folder: str, reference: str | None):
         self.file = Path(folder if reference is None else reference) / FILE
         self.blocks = [] if load is None else load.blocks
         self.routes: Routes = torch.load(self.file, weights_only=True) if reference is not None and self.blocks else {}
-        self.leads = reference is None
+        self.recording = reference is None
         self.seen = torch.zeros(len(self.blocks), 6, dtype=torch.float64)
-        """By block: other choices, squares of the scores' differences, scores, their squares; how many of each."""
+        """Sums by block: other choices, squared differences of the scores, scores, their squares, and both counts."""
         for block, part in ({} if load is None else load.parts).items():
-            part.routing_override = partial(self._lead if self.leads else self._follow, block)
+            part.routing_override = partial(self._record if self.recording else self._replay, block)
 
-    def _lead(self, block: int, ranked: Tensor, chosen: Tensor, samples: Tensor | None, rows: Tensor) -> Tensor:
+    def _record(self, block: int, ranked: Tensor, chosen: Tensor, samples: Tensor | None, rows: Tensor) -> Tensor:
         assert samples is not None
         for sample, scores, experts in zip(samples.tolist(), ranked.cpu(), chosen.cpu(), strict=True):
             self.routes[block, sample] = scores.clone(), experts.clone()
         return chosen
 
-    def _follow(self, block: int, ranked: Tensor, chosen: Tensor, samples: Tensor | None, rows: Tensor) -> Tensor:
+    def _replay(self, block: int, ranked: Tensor, chosen: Tensor, samples: Tensor | None, rows: Tensor) -> Tensor:
         assert samples is not None
         known = [self.routes[block, sample] for sample in samples.tolist()]
         scores, experts = (torch.stack(x).to(ranked.device) for x in zip(*known, strict=True))
-        real = rows < scores.shape[1]  # the others fill up, and go nowhere
+        real = rows < scores.shape[1]  # the others are padding
         place = torch.where(real, rows, 0)
-        way = experts[:, place]
-        others = (chosen.unsqueeze(3) != way.unsqueeze(2)).all(3)[:, real]
+        chosen_there = experts[:, place]
+        others = (chosen.unsqueeze(3) != chosen_there.unsqueeze(2)).all(3)[:, real]
         theirs = scores[:, place[real]].double()
         off = ranked[:, real].double() - theirs
         sums = torch.stack([others.sum().double(), off.square().sum(), theirs.sum(), theirs.square().sum()]).cpu()
         sizes = torch.tensor([others.numel(), off.numel()], dtype=torch.float64)
         self.seen[self.blocks.index(block)] += torch.cat([sums, sizes])
-        return way
+        return chosen_there
 
     def end(self, mesh: Mesh) -> Routing | None:
-        """After the last step, on all ranks together."""
-        if self.leads:
+        """Call after the last step, on all ranks. Returns the differences from the reference."""
+        if self.recording:
             torch.save(self.routes, self.file)
             return None
         if not self.blocks:
@@ -81,7 +81,7 @@ class Guided:
         if mesh.everyone is not None:
             mesh.everyone.all_reduce(seen)
         otherwise, off, total, squares, choices, number = seen.cpu().unbind(1)
-        spread = torch.maximum(squares - total.square() / number, LEAST_SPREAD**2 * squares)
+        spread = torch.maximum(squares - total.square() / number, MIN_SPREAD**2 * squares)
         return Routing(
             float(otherwise.sum() / choices.sum()), float((off / spread).sqrt().max().nan_to_num(float("inf")))
         )

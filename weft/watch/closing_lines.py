@@ -19,11 +19,11 @@ def closing_lines(run: RunDir) -> list[str]:
         return []
     end = ends[-1]
     if end["event"] == "done" and not end.get("steps_done"):
-        return [f"already done at step {end.get('step')}; raise train.steps to go on, or use --fresh to start again"]
+        return [f"already done at step {end.get('step')}; raise train.steps to continue, or use --fresh to start again"]
     records = read_metrics(run.metrics)
     if end["event"] == "stop" and not end.get("steps_done"):
-        return [f"stopped at step {end.get('step')} before another was done; the same command goes on from here"]
-    status = "done" if end["event"] == "done" else "stopped and saved; the same command goes on from here"
+        return [f"stopped at step {end.get('step')} before another was done; the same command continues from here"]
+    status = "done" if end["event"] == "done" else "stopped and saved; the same command continues from here"
     lines = [f"{status}: step {end.get('step')}, {duration(end.get('seconds'))}{_losses(events, records)}"]
     return lines + _predicted_and_measured(end, records)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from weft.watch.figures.figure import Figure
-from weft.watch.html_page import card, esc, shell
+from weft.watch.html_page import card, esc, section, write_page
 
 COLOURS = ("@blue", "@orange", "@green", "@purple", "#CCBB44", "#EE6677", "#44AA99", "#882255", "@quiet")
 Data = dict[str, Any]
@@ -16,17 +15,6 @@ Data = dict[str, Any]
 
 def write_collectives_page(path: Path, data: Data) -> Path:
     """Write the page for the output of `weft bench collectives --json`."""
-    from plotly.offline import get_plotlyjs
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    waiting = path.with_name(f".{path.name}.{os.getpid()}")
-    waiting.write_text(collectives_page(data, get_plotlyjs()), encoding="utf-8")
-    waiting.replace(path)
-    return path
-
-
-def collectives_page(data: Data, plotly: str) -> str:
-    """The page as HTML."""
     first = data["rows"][0]
     dtype, rows = first["dtype"], [r for r in data["rows"] if r["axis"] == first["axis"]]
     native = [r for r in rows if r["algorithm"] == "native" and r["dtype"] == dtype]
@@ -43,7 +31,7 @@ def collectives_page(data: Data, plotly: str) -> str:
     where = f"{data['ranks']} ranks over {data['backend']} on {data['device']}, torch {data['torch']}"
     header = f"""<header><div class="top"><h1>Collectives</h1></div><p>{esc(where)}</p>
 <p class="meta">bus bandwidth as nccl-tests define it; the table holds the fits of time = α + β · bytes</p></header>"""
-    return shell("collectives", "\n".join([header, *(card(f) for f in drawn if f.data), table(data)]), plotly)
+    return write_page(path, "collectives", "\n".join([header, *(card(f) for f in drawn if f.data), table(data)]))
 
 
 def figure(name: str, title: str, rows: list[Data], by: str) -> Figure:
@@ -73,4 +61,4 @@ def table(data: Data) -> str:
         for x in data["lines"]
     )
     head = "".join(f"<th>{h}</th>" for h in ("axis", "collective", "by", "dtype", "α µs", "β ns/byte", "bus GB/s"))
-    return f'<section class="card"><h2>Fits</h2><table><tr>{head}</tr>{cells}</table></section>'
+    return section("Fits", f"<table><tr>{head}</tr>{cells}</table>")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from weft.watch.figures.figure import Figure
 from weft.watch.journal import to_plain
 
 
-def shell(title: str, body: str, plotly: str) -> str:
+def _shell(title: str, body: str, plotly: str) -> str:
     """The whole page around its body."""
     # the policy forbids all network requests
     return f"""<!doctype html>
@@ -49,7 +50,23 @@ def card(figure: Figure, above: str = "") -> str:
 aria-label="{esc(figure.title)}"></div>
 <script type="application/json" id="{figure.id}-data">{embed(data)}</script>
 <button type="button" data-figure="{figure.id}">Download the data (JSON)</button>"""
-    return f'<section class="card"><h2>{esc(figure.title)}</h2>{above}{inner}</section>'
+    return section(figure.title, above + inner)
+
+
+def section(title: str, inner: str) -> str:
+    """A titled card with any content."""
+    return f'<section class="card"><h2>{esc(title)}</h2>{inner}</section>'
+
+
+def write_page(path: Path, title: str, body: str) -> Path:
+    """Write a page with its figures; through a temporary file, so that a reader never sees half a page."""
+    from plotly.offline import get_plotlyjs
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(_shell(title, body, get_plotlyjs()), encoding="utf-8", errors="replace")
+    temporary.replace(path)
+    return path
 
 
 def embed(value: Any) -> str:

@@ -60,8 +60,8 @@ NUMBERS = frozenset({
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Every complete line that is a JSON object, without figures that are no numbers; other lines are skipped, and a
-    missing or unreadable file is empty."""
+    """Every complete line that is a JSON object, without fields of NUMBERS that hold something else. Other lines are
+    skipped; a missing or unreadable file is empty."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError:

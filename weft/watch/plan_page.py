@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
 from weft.watch.figures.figure import Figure
 from weft.watch.figures.mesh import mesh_figure, pipeline_text
-from weft.watch.figures.pipeline import pipeline_figure
-from weft.watch.html_page import card, esc, shell
+from weft.watch.figures.pipeline import pipeline_card
+from weft.watch.html_page import card, esc, section, write_page
 
 COLOURS = (
     "@blue", "@orange", "@green", "@purple", "@quiet", "#CCBB44", "#EE6677", "#882255", "#44AA99", "#DDCC77", "#999933",
@@ -30,27 +29,13 @@ Data = dict[str, Any]
 
 def write_plan_page(path: Path, data: Data) -> Path:
     """Write the page for the output of `weft plan --json`."""
-    from plotly.offline import get_plotlyjs
-
     if path.is_dir():
         raise JobError(f"--html {path} is a folder; a file in it, such as {path / 'plan.html'}, would work")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    waiting = path.with_name(f".{path.name}.{os.getpid()}")
-    waiting.write_text(plan_page(data, get_plotlyjs()), encoding="utf-8")
-    waiting.replace(path)
-    return path
-
-
-def plan_page(data: Data, plotly: str) -> str:
-    """The page as HTML."""
     name = str(data["job"].get("name", "plan"))
     drawn = [memory_figure(data), time_figure(data), front_figure(data), mesh_figure(data)]
-    pipeline = pipeline_figure(pipeline_text(data))
     body = [_header(name, data), _keys(data), *(card(f) for f in drawn if f is not None)]
-    if pipeline is not None:
-        body.append(card(pipeline))
-    body += [_list("Runner-ups", data.get("candidates") or []), _why(data)]
-    return shell(f"{name}: plan", "\n".join(body), plotly)
+    body += [pipeline_card(pipeline_text(data)), _list("Runner-ups", data.get("candidates") or []), _why(data)]
+    return write_page(path, f"{name}: plan", "\n".join(body))
 
 
 def _header(name: str, data: Data) -> str:
@@ -168,8 +153,8 @@ def _list(title: str, rows: list[Data]) -> str:
         f'<td style="min-width:16rem;white-space:normal">{esc(r["lacks"])}</td></tr>'
         for r in rows
     )
-    return f"""<section class="card"><h2>{esc(title)}</h2><div class="scroll"><table class="list"><tr><th>layout</th>\
-<th class="n">s a step</th><th class="n">GiB</th><th>disadvantage</th></tr>{lines}</table></div></section>"""
+    head = '<th>layout</th><th class="n">s a step</th><th class="n">GiB</th><th>disadvantage</th>'
+    return section(title, f'<div class="scroll"><table class="list"><tr>{head}</tr>{lines}</table></div>')
 
 
 def _why(data: Data) -> str:

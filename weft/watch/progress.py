@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from weft.watch.figures.figure import number
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
@@ -25,14 +27,9 @@ class Progress:
     """Shows finished steps. Missing values and a closed terminal are ignored."""
 
     def __init__(
-        self,
-        total_steps: int,
-        start_step: int,
-        every: int,
-        console: Console | None = None,
-        plain: bool | None = None,
+        self, total_steps: int, start_step: int, every: int, console: Console | None = None, plain: bool | None = None,
         silent: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`silent` shows nothing; for ranks other than 0."""
         self.total = total_steps
         self.start = start_step
@@ -74,13 +71,13 @@ class Progress:
                 self._mute = True
             self._live = None
         elif self._printed != self._step:
-            self._say(self.line())
+            self._print(self.line())
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Show a finished step."""
         now = time.monotonic()
         elapsed, self._seen = now - self._seen, now
-        step = _number(record.get("step"))
+        step = number(record.get("step"))
         before = self._step
         self._step = int(step) if step is not None else before + 1
         self._record = dict(record)
@@ -89,19 +86,19 @@ class Progress:
         if took is not None and took > 0:
             old = self._step_time
             self._step_time = took if old is None else old + SMOOTHING * (took - old)
-        self._interval.append((max(0.0, took or 0.0), _number(record.get("tokens_per_s")), _number(record.get("mfu"))))
+        self._interval.append((max(0.0, took or 0.0), number(record.get("tokens_per_s")), number(record.get("mfu"))))
         if self._live is not None:
             if now - self._drawn >= REFRESH_S or self._step >= self.total:
                 self._draw()
         elif self._plain and (self._step % self.every == 0 or self._step >= self.total):
-            self._say(self.line())
+            self._print(self.line())
             self._printed = self._step
             self._interval = []
 
     def note(self, text: str) -> None:
         """Print a separate line, above the bar."""
         if self._live is None:
-            self._say(text)
+            self._print(text)
             return
         try:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -117,7 +114,7 @@ class Progress:
         return None if self._step_time is None else max(0, self.total - self._step) * self._step_time
 
     def _figures(self) -> list[tuple[str, str]]:
-        get = {k: _number(v) for k, v in self._record.items()}
+        get = {k: number(v) for k, v in self._record.items()}
         rate, mfu = self._mean(1), self._mean(2)
         shown = [
             ("loss", _as(get.get("loss"), ".3f")),
@@ -144,7 +141,7 @@ class Progress:
         seconds = sum(took for took, _ in steps)
         return sum(took * value for took, value in steps) / seconds if seconds > 0 else None
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._mute:
             return
         stream = self._console.file if self._console is not None else sys.stderr
@@ -234,17 +231,8 @@ def _is_terminal(console: Console | None) -> bool:
         return False
 
 
-def _number(value: Any) -> float | None:
-    """The value as a finite number, or None if it is not one."""
-    try:
-        found = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return found if math.isfinite(found) else None
-
-
 def _first(value: Any, otherwise: float | None) -> float | None:
-    found = _number(value)
+    found = number(value)
     return found if found is not None else otherwise
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import yaml
 from weft.job.run_folder import RunDir
 from weft.watch.figures.experts import expert_figure
 from weft.watch.figures.figure import Figure, Record, number
-from weft.watch.figures.pipeline import pipeline_figure
+from weft.watch.figures.mesh import mesh_figure
+from weft.watch.figures.pipeline import pipeline_card
 from weft.watch.figures.profile import profile_figure, profile_table
-from weft.watch.figures.slices import mesh_picture, parse_slices, slice_map
+from weft.watch.figures.slices import parse_slices, slice_map
 from weft.watch.figures.steps import figures, predictions
-from weft.watch.html_page import card as _figure
-from weft.watch.html_page import esc as _esc
-from weft.watch.html_page import shell
+from weft.watch.html_page import card, esc, section, write_page
 from weft.watch.journal import read_jsonl, read_metrics, to_plain
 from weft.watch.report_summary import Status, describe_layout, key_figures, measured, started, status_of
 
@@ -35,17 +33,6 @@ _LABELS = {
 
 def write_report(run: RunDir) -> Path:
     """Write report.html from the files of the run's folder, which may still be incomplete."""
-    from plotly.offline import get_plotlyjs
-
-    page = _page(run, get_plotlyjs())
-    # written to a temporary file first, so that a reader never sees half a page
-    waiting = run.report.with_name(f".{run.report.name}.{os.getpid()}")
-    waiting.write_text(page, encoding="utf-8", errors="replace")
-    waiting.replace(run.report)
-    return run.report
-
-
-def _page(run: RunDir, plotly: str) -> str:
     records, events = read_metrics(run.metrics), read_jsonl(run.events)
     plan, job = _json(run.plan), _text(run.job)
     plan = plan if isinstance(plan, dict) else {}
@@ -55,31 +42,32 @@ def _page(run: RunDir, plotly: str) -> str:
             _header(name, status_of(events, records), plan, events),
             _keys(records, events, plan),
             _profile(_text(run.profile)),
-            *(_figure(f) for f in figures(records, events, plan)),
+            *(card(f) for f in figures(records, events, plan)),
             _experts(records),
-            _pipeline(_text(run.path / "pipeline.json")),
+            pipeline_card(_text(run.pipeline)),
             _predicted(records, plan),
+            _mesh(plan),
             _slices(_json(run.slices)),
             _events(events),
             _source(job, plan),
         ]
     )
-    return shell(name, body, plotly)
+    return write_page(run.report, name, body)
 
 
 def _header(name: str, status: Status, plan: Record, events: Sequence[Record]) -> str:
-    why = f'<p class="why">{_esc(status.detail)}</p>' if status.detail else ""
-    meta = " · ".join(_esc(part) for part in started(events))
+    why = f'<p class="why">{esc(status.detail)}</p>' if status.detail else ""
+    meta = " · ".join(esc(part) for part in started(events))
     return f"""<header>
-<div class="top"><h1>{_esc(name)}</h1><span class="status {status.tone}">{_esc(status.word)}</span></div>
-{why}<p>{_esc(describe_layout(plan))}</p>
+<div class="top"><h1>{esc(name)}</h1><span class="status {status.tone}">{esc(status.word)}</span></div>
+{why}<p>{esc(describe_layout(plan))}</p>
 <p class="meta">{meta}</p>
 </header>"""
 
 
 def _keys(records: Sequence[Record], events: Sequence[Record], plan: Record) -> str:
     items = "".join(
-        f"<div><dt>{_esc(title)}</dt><dd>{_esc(value)}{f'<small>{_esc(note)}</small>' if note else ''}</dd></div>"
+        f"<div><dt>{esc(title)}</dt><dd>{esc(value)}{f'<small>{esc(note)}</small>' if note else ''}</dd></div>"
         for title, value, note in key_figures(records, events, plan)
     )
     return f'<section class="card"><dl class="keys">{items}</dl></section>'
@@ -87,12 +75,7 @@ def _keys(records: Sequence[Record], events: Sequence[Record], plan: Record) -> 
 
 def _experts(records: Sequence[Record]) -> str:
     figure = expert_figure(records)
-    return _figure(figure) if figure else ""
-
-
-def _pipeline(text: str) -> str:
-    figure = pipeline_figure(text)
-    return _figure(figure) if figure else ""
+    return card(figure) if figure else ""
 
 
 def _profile(text: str) -> str:
@@ -101,12 +84,12 @@ def _profile(text: str) -> str:
         return ""
     header, rows = profile_table(text)
     shown = "".join(
-        f'<tr><td class="t">{_esc(first)}</td>{"".join(f"<td class=n>{_esc(c)}</td>" for c in rest)}</tr>'
+        f'<tr><td class="t">{esc(first)}</td>{"".join(f"<td class=n>{esc(c)}</td>" for c in rest)}</tr>'
         for first, *rest in rows
     )
-    heads = "".join(f"<th{' class=n' if i else ''}>{_esc(h)}</th>" for i, h in enumerate(header))
+    heads = "".join(f"<th{' class=n' if i else ''}>{esc(h)}</th>" for i, h in enumerate(header))
     table = f'<div class="scroll"><table class="list"><tr>{heads}</tr>{shown}</table></div>' if rows else ""
-    return _figure(figure, table)
+    return card(figure, table)
 
 
 def _predicted(records: Sequence[Record], plan: Record) -> str:
@@ -115,25 +98,30 @@ def _predicted(records: Sequence[Record], plan: Record) -> str:
         found = measured(key, records)
         ratio = f"{found / expected:.2f}×" if found is not None and expected else "–"
         rows.append(
-            f'<tr><td class="any">{_esc(_LABELS.get(key, key))}</td><td class="n">{expected:,.4g}</td>'
+            f'<tr><td class="any">{esc(_LABELS.get(key, key))}</td><td class="n">{expected:,.4g}</td>'
             f'<td class="n">{"–" if found is None else f"{found:,.4g}"}</td><td class="n">{ratio}</td></tr>'
         )
     if not rows:
         return ""
-    return f"""<section class="card"><h2>Predicted beside measured</h2>
-<p class="caption">Measured is the median over steps; of memory, the highest.</p>
+    inner = f"""<p class="caption">Measured is the median over steps; of memory, the highest.</p>
 <div class="scroll"><table class="list"><tr><th>figure</th><th class="n">predicted</th><th class="n">measured</th>\
-<th class="n">measured / predicted</th></tr>{"".join(rows)}</table></div></section>"""
+<th class="n">measured / predicted</th></tr>{"".join(rows)}</table></div>"""
+    return section("Predicted beside measured", inner)
+
+
+def _mesh(plan: Record) -> str:
+    try:
+        return card(mesh_figure(plan)) if (number(plan.get("world")) or 1) > 1 else ""
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError):  # a damaged plan.json
+        return ""
 
 
 def _slices(raw: Any) -> str:
     slices = parse_slices(raw) if raw is not None else None
     if slices is None:
         message = "This run has no slices.json." if raw is None else "slices.json could not be understood."
-        return _figure(Figure("slices", "Which rank holds which slice", empty=message))
-    mesh = mesh_picture(slices)
-    above = f"<h3>The mesh</h3>{mesh}<h3>The parameters</h3>" if mesh else ""
-    return _figure(slice_map(slices), above)
+        return card(Figure("slices", "Which rank holds which slice", empty=message))
+    return card(slice_map(slices))
 
 
 def _events(events: Sequence[Record]) -> str:
@@ -147,20 +135,21 @@ def _events(events: Sequence[Record]) -> str:
         time = str(event.get("time") or "–")[:19].replace("T", " ")
         step = number(event.get("step"))
         rows.append(
-            f'<tr><td class="t">{_esc(time)}</td><td class="t">{_esc(str(event.get("event", "–")))}</td>'
-            f'<td class="n">{"–" if step is None else f"{step:,.0f}"}</td><td class="any">{_esc(rest)}</td></tr>'
+            f'<tr><td class="t">{esc(time)}</td><td class="t">{esc(str(event.get("event", "–")))}</td>'
+            f'<td class="n">{"–" if step is None else f"{step:,.0f}"}</td><td class="any">{esc(rest)}</td></tr>'
         )
     note = f'<p class="caption">{left} events in the middle are left out.</p>' if left > 0 else ""
-    return f"""<section class="card"><h2>Events</h2>{note}
+    inner = f"""{note}
 <div class="scroll"><table class="list"><tr><th>time (UTC)</th><th>event</th><th class="n">step</th><th>details</th>\
-</tr>{"".join(rows)}</table></div></section>"""
+</tr>{"".join(rows)}</table></div>"""
+    return section("Events", inner)
 
 
 def _source(job: str, plan: Record) -> str:
     reasons = plan.get("reasons")
-    listed = "".join(f"<li>{_esc(_value(r))}</li>" for r in reasons) if isinstance(reasons, list) else ""
+    listed = "".join(f"<li>{esc(_value(r))}</li>" for r in reasons) if isinstance(reasons, list) else ""
     why = f"<h2>Why this layout</h2><ul>{listed}</ul>" if listed else ""
-    text = f"<details><summary>The job as resolved</summary><pre>{_esc(job)}</pre></details>" if job else ""
+    text = f"<details><summary>The job as resolved</summary><pre>{esc(job)}</pre></details>" if job else ""
     return f'<section class="card">{why}{text}</section>' if why or text else ""
 
 

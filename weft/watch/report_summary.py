@@ -25,8 +25,7 @@ class Status:
     detail: str = ""
 
 
-# the last of these events gives the status
-_STANDS: dict[str, tuple[str, str]] = {
+_STATUS_BY_EVENT: dict[str, tuple[str, str]] = {
     "start": ("Running or cut off", "open"),
     "resume": ("Running or cut off", "open"),
     "stop": ("Stopped, can resume", "open"),
@@ -34,6 +33,7 @@ _STANDS: dict[str, tuple[str, str]] = {
     "diverged": ("Diverged", "bad"),
     "failed": ("Failed", "bad"),
 }
+"""The last of these events gives the status."""
 
 _AXES: dict[str, str] = {
     "pp": "layers in {n} pipeline stages",
@@ -49,8 +49,8 @@ def status_of(events: Sequence[Record], records: Sequence[Record]) -> Status:
     """The run's status, with the reason if an event has one."""
     for event in reversed(events):
         kind = str(event.get("event"))
-        if kind in _STANDS:
-            word, tone = _STANDS[kind]
+        if kind in _STATUS_BY_EVENT:
+            word, tone = _STATUS_BY_EVENT[kind]
             reason = next((event[k] for k in ("reason", "message", "error", "why") if event.get(k)), "")
             step = number(event.get("step"))
             at = f"At step {step:.0f}" if step is not None and kind not in ("start", "resume", "done") else ""
@@ -86,7 +86,7 @@ def describe_layout(plan: Record) -> str:
 
 
 def started(events: Sequence[Record]) -> list[str]:
-    """When the run started and where; the report's own date and host where no event tells."""
+    """When the run started and where; and when and where the report was written."""
     phrases = []
     times = _times(events)
     phrases.append(f"started {times[0]:%Y-%m-%d %H:%M} UTC" if times else "start not recorded")

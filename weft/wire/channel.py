@@ -2,7 +2,7 @@
 
 A connection starts with a challenge from each side, from which both derive keys unique to the connection; every frame
 is signed together with its number. Frames cannot be forged, changed, replayed or moved to another connection. Only
-JSON and bytes that the receiver asked for are read; nothing is ever unpickled. Messages are not encrypted.
+JSON and bytes that the receiver asked for are read; nothing is ever unpickled. Messages are encrypted on request (TLS).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import struct
 import time
 from collections.abc import Sequence
 from typing import Any
+
+from weft.wire.tls import tls_context
 
 MAGIC = b"weft-1\r\n"
 NONCE, DIGEST = 32, 32
@@ -114,11 +116,12 @@ class Channel:
 
 
 def open_channel(
-    address: tuple[str, int], secret: bytes, timeout_s: float = 2.0, ack_timeout_s: float | None = ACK_TIMEOUT_S
-) -> Channel:
+    address: tuple[str, int], secret: bytes, timeout_s: float = 2.0, ack_timeout_s: float | None = ACK_TIMEOUT_S,
+    encrypt: bool = False,
+) -> Channel:  # fmt: skip
     """Connect to a listener; both sides prove that they hold the secret.
 
-    ack_timeout_s: how long data may stay unacknowledged; None leaves it to the kernel.
+    ack_timeout_s: how long data may stay unacknowledged; None leaves it to the kernel. encrypt: as the listener.
     """
     try:
         sock = socket.create_connection(address, timeout=timeout_s)
@@ -126,6 +129,9 @@ def open_channel(
         raise Disconnected(f"{address[0]}:{address[1]}: {error}") from error
     try:
         _set_options(sock, ack_timeout_s)
+        if encrypt:
+            sock.settimeout(HANDSHAKE_S)
+            sock = tls_context(secret, server=False).wrap_socket(sock)
         deadline = time.monotonic() + HANDSHAKE_S
         hello = _read_until(sock, len(MAGIC) + NONCE, deadline)
         if hello[: len(MAGIC)] != MAGIC:
@@ -142,12 +148,16 @@ def open_channel(
         raise
 
 
-def accept_channel(sock: socket.socket, secret: bytes, ack_timeout_s: float | None = ACK_TIMEOUT_S) -> Channel:
+def accept_channel(
+    sock: socket.socket, secret: bytes, ack_timeout_s: float | None = ACK_TIMEOUT_S, encrypt: bool = False
+) -> Channel:
     """The listener's half of open_channel()."""
     _set_options(sock, ack_timeout_s)
+    sock.settimeout(HANDSHAKE_S)
+    if encrypt:
+        sock = tls_context(secret, server=True).wrap_socket(sock, server_side=True)
     deadline = time.monotonic() + HANDSHAKE_S
     ours = secrets.token_bytes(NONCE)
-    sock.settimeout(HANDSHAKE_S)
     sock.sendall(MAGIC + ours)
     answer = _read_until(sock, len(MAGIC) + NONCE + DIGEST, deadline)
     theirs, proof = bytes(answer[len(MAGIC) : len(MAGIC) + NONCE]), answer[len(MAGIC) + NONCE :]

@@ -28,9 +28,11 @@ class Listener:
         host: str = "127.0.0.1",
         setting: str = "resilience.bind",
         ack_timeout_s: float | None = ACK_TIMEOUT_S,
+        encrypt: bool = False,
     ):
-        """setting: the job field of the host, for messages. ack_timeout_s: see open_channel()."""
-        self._secret, self._serve, self._note, self._unheard_s = secret, serve, note, ack_timeout_s
+        """setting: the job field of the host, for messages. ack_timeout_s, encrypt: see open_channel()."""
+        self._secret, self._serve, self._note = secret, serve, note
+        self._ack_timeout_s, self._encrypt = ack_timeout_s, encrypt
         self._pending: dict[socket.socket, float] = {}
         self._open: set[Channel] = set()
         self._noted: set[str] = set()
@@ -80,7 +82,7 @@ class Listener:
 
     def _handshake(self, sock: socket.socket) -> None:
         try:
-            channel = accept_channel(sock, self._secret, self._unheard_s)
+            channel = accept_channel(sock, self._secret, self._ack_timeout_s, self._encrypt)
         except (OSError, ValueError) as error:
             self._note_once(f"a connection was dropped: {error}")
             close_socket(sock)

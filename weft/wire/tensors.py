@@ -57,10 +57,10 @@ class TensorChannel:
         self.channel.close()
 
 
-def open_tensor_channel(address: str, secret: bytes, timeout_s: float = 10.0) -> TensorChannel:
-    """Connect to a listener at host:port."""
+def open_tensor_channel(address: str, secret: bytes, encrypt: bool = False, timeout_s: float = 10.0) -> TensorChannel:
+    """Connect to a listener at host:port; see open_channel()."""
     host, _, port = address.rpartition(":")
-    return TensorChannel(open_channel((host, int(port)), secret, timeout_s, ack_timeout_s=None))
+    return TensorChannel(open_channel((host, int(port)), secret, timeout_s, None, encrypt))
 
 
 def _pack(tensors: dict[str, Tensor]) -> list[Bytes]:

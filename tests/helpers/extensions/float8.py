@@ -3,13 +3,12 @@
 import torch
 from torch import Tensor
 
-from weft.comm.codecs import Agree, Codecs, RoundingNoise
+from weft.comm.compression.codec_base import Agree, Codec, RoundingNoise
+from weft.comm.compression.codecs import Codecs
 from weft.job.compression import COMPRESSORS, CompressionKind
 
 
-class Float8:
-    feedback = sparse = False
-
+class Float8(Codec):
     def encode(self, x: Tensor, rounding: RoundingNoise | None, agree: Agree) -> Tensor:
         scale = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 448
         return torch.cat([scale.view(torch.uint8), (x / scale).to(torch.float8_e4m3fn).view(torch.uint8)], 1)

@@ -1,4 +1,4 @@
-"""A pipeline whose rank is gone ends by itself, names the rank, and goes on where it was when it is started again."""
+"""A pipeline with a lost rank ends, names the rank, and resumes when it is started again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOB: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Started:
-    """A run whose rank 0 stands still. It takes a while to notice, in which the other test may go on."""
+    """A run whose rank 0 is stopped. The timeout elapses while the other test runs."""
     folder = tmp_path_factory.mktemp("stopped")
     write_job(folder, **{**JOB, "comm": {"timeout_s": 5}})
     started = Started(folder, "train", "job.yaml", "--no-resilient")
@@ -40,7 +40,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Started:
 
 
 @pytest.mark.usefixtures("stopped")
-def test_a_rank_that_dies_in_a_schedule_ends_the_run_which_then_resumes(tmp_path: Path) -> None:
+def test_killed_rank_ends_the_run_which_then_resumes(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
     run = run_of(tmp_path, "run")
     started = Started(tmp_path, "train", "job.yaml", "--no-resilient")
@@ -59,10 +59,10 @@ def test_a_rank_that_dies_in_a_schedule_ends_the_run_which_then_resumes(tmp_path
     assert resumed and int(resumed[1]) in range(4, STEPS, 4), again.err
     told = losses(run)
     assert list(told) == list(range(1, STEPS + 1))
-    assert all(len(set(values)) == 1 for values in told.values()), "a step told twice had another loss"
+    assert all(len(set(values)) == 1 for values in told.values()), "a repeated step had another loss"
 
 
-def test_a_rank_that_stands_still_is_named_once_the_others_have_waited_long_enough(stopped: Started) -> None:
+def test_stopped_rank_is_named_after_the_timeout(stopped: Started) -> None:
     said = stopped.end()
     assert said.code == Exit.HANG
     assert said.err.splitlines()[-2].startswith("rank 0 did not respond; rank 1 (pp1) waited in ")
@@ -72,7 +72,7 @@ def test_a_rank_that_stands_still_is_named_once_the_others_have_waited_long_enou
     )
 
 
-def test_a_pair_that_a_timeout_closed_is_no_echo_of_another_rank() -> None:
-    """Gloo closes a pair when a wait on it has timed out here; whoever waits on it next gets these words."""
+def test_closed_pair_is_a_timeout_not_a_peer_failure() -> None:
+    """Gloo closes a pair after a timeout of this rank; later waits on it fail with this message."""
     error = RuntimeError("Application timeout caused pair closure")
     assert exit_code(error) == Exit.HANG and not is_peer_failure(error)

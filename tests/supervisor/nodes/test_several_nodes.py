@@ -130,13 +130,13 @@ def test_run_survives_lost_ranks_nodes_and_links(cluster: Cluster) -> None:
 
     cluster.nodes[1].send_signal(signal.SIGTERM)
     assert [cluster.nodes[n].wait(DEADLINE_S) for n in range(3)] == [Exit.PREEMPTED] * 3, cluster.said()
-    _check_ledger(cluster.run)
+    _check_metrics(cluster.run)
     recovered = [e["how"] for e in read_jsonl(cluster.run.events) if e["event"] == "recovered"]
     assert {"shrink", "grow"} <= set(recovered)
 
 
-def _check_ledger(run: RunDir) -> None:
-    """Every step was committed, told again with the same loss, and read its own samples, each once."""
+def _check_metrics(run: RunDir) -> None:
+    """Every step was committed, repeated steps have the same loss, and every sample was read once."""
     told = losses(run)
     last = max(told)
     assert sorted(told) == list(range(1, last + 1))

@@ -18,8 +18,8 @@ WIDTHS = (10, 4, 12, 7, 14, 13, 10, 18)
 
 
 def run_and_show(asked: Experiment, as_json: bool) -> int:
-    """Rehearse, print, and give the exit code: 0 if the run finished and no sample was lost."""
-    signal.signal(signal.SIGTERM, _interrupt)  # whoever is ended like this must still clean up
+    """Run the experiment and print its results. Returns the exit code: 0 if the run finished and no sample was lost."""
+    signal.signal(signal.SIGTERM, _interrupt)  # clean up before the process ends
     account = run_experiment(asked, lambda text: print(text, file=sys.stderr, flush=True))
     print(json.dumps(to_json(account, asked.seed), indent=2) if as_json else show(account))
     return int(account.code)
@@ -30,7 +30,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def to_json(account: ExperimentResult, seed: int) -> dict[str, Any]:
-    """The account as other programs read it."""
+    """The results as JSON."""
     return {
         "finished": account.finished,
         "samples_lost": account.samples.lost,
@@ -53,14 +53,13 @@ def to_json(account: ExperimentResult, seed: int) -> dict[str, Any]:
 
 
 def show(account: ExperimentResult) -> str:
-    """The ledger as a table, and the sentence."""
+    """The results as a table, and a summary."""
     rows = [_row(COLUMNS), _row(["─" * w for w in WIDTHS]), *(_row(_cells(o)) for o in account.outcomes), ""]
     if account.why:
         rows.append(f"{account.why}")
     if account.not_struck:
-        rows.append(
-            f"the run ended before these could strike: {', '.join(account.not_struck)}; give it more train.steps"
-        )
+        missed = ", ".join(account.not_struck)
+        rows.append(f"the run ended before these faults were injected: {missed}; give it more train.steps")
     if account.samples_skipped:
         rows.append(f"{account.samples_skipped} samples were left out on purpose: their batch was poisoned")
     losses = (account.final_loss, account.undisturbed_loss)

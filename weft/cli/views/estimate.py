@@ -14,14 +14,9 @@ from weft.planner.published.score import score_table, show_table
 
 
 def run_and_show(
-    job: str | None,
-    overrides: list[str],
-    table: Path | None,
-    stack: str | None,
-    fit: bool,
-    nproc: int | None,
+    job: str | None, overrides: list[str], table: Path | None, stack: str | None, fit: bool, nproc: int | None,
     as_json: bool,
-) -> str:
+) -> str:  # fmt: skip
     """The output of the command."""
     if (job is None) == (table is None):
         raise JobError("weft estimate takes a JOB or --table FILE.csv, one of them")

@@ -16,12 +16,12 @@ from weft.planner.advice.history import read_history
 from weft.planner.advice.mixed_devices import mixed
 from weft.planner.advice.pinned_job import pinned_job, tuned_job
 from weft.planner.advice.tune import token_budget, tune
-from weft.planner.advice.why import gib
 from weft.planner.advice.why_not import why_not
 from weft.planner.calibration import Calibration
 from weft.planner.describe import describe_plan, draw_schedule
 from weft.planner.make_plan import PlanStart, check_fits, complete_plan, pick_layout, runs_here, start_plan
 from weft.planner.memory.explain import explain_memory
+from weft.planner.number_format import gib, gib_difference
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.search.survey import Survey, survey
@@ -75,9 +75,7 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
         blocks.append(tables.history_table(history))
     made = survey(start, asked.top, asked.front, trainable=runs_here(start), calibration=calibration)
     data = {**made.to_json(), **data}
-    text = [describe_plan(made.job, made.plan), tables.estimates(made, _trainable_instead(made, start, calibration))]
-    if asked.gantt:
-        text.append(draw_schedule(made.job, made.plan))
+    text = [draw_schedule(made.job, made.plan)] if asked.gantt else []
     if asked.explain == "memory":
         text.append(explain_memory(made.job, made.plan, made.found.estimator.limit_gib))
     if made.fits:
@@ -91,9 +89,12 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
         }
         blocks.append(tables.changes_that_fit(found))
     _add_tables(start, made, asked, calibration, data, blocks)
-    shown = "\n\n".join(block for block in [*text, *blocks] if block)
     pinned = pinned_job(job, _trainable_plan(made, start, calibration)) if asked.apply and made.fits else None
-    return PlanOutput(shown, data, failed, pinned)
+    instead = _trainable_instead(made, start, calibration)
+    took = tables.process_seconds()
+    data["search"]["seconds"] = took
+    first = [describe_plan(made.job, made.plan), tables.estimates(made, instead, took)]
+    return PlanOutput("\n\n".join(block for block in [*first, *text, *blocks] if block), data, failed, pinned)
 
 
 def _add_tables(
@@ -146,11 +147,11 @@ def _fit_error(made: Survey) -> FitError:
         try:
             check_fits(made.job, made.plan)
         except FitError as error:
-            return FitError(f"{error}; in total {gib(need)} GiB, {gib(need - limit)} too much")
+            return FitError(f"{error}; in total {gib(need)} GiB, {gib(gib_difference(need, limit))} too much")
     return FitError(
         f"no layout fits: the smallest, {made.plan.layout()}, needs {gib(need)} GiB a rank, but "
         f"{made.plan.device_name} has {gib(float(found.estimator.cluster.memory_gib))} ({gib(limit)} of them usable), "
-        f"so {gib(need - limit)} are missing"
+        f"so {gib(gib_difference(need, limit))} are missing"
     )
 
 

@@ -12,8 +12,8 @@ from weft.planner.advice.fitting_changes import Change
 from weft.planner.advice.history import History
 from weft.planner.advice.mixed_devices import Mixed
 from weft.planner.advice.tune import TunedSetting
-from weft.planner.advice.why import TIME_WORDS, gib, seconds
-from weft.planner.describe import human_count
+from weft.planner.advice.why import TIME_WORDS
+from weft.planner.number_format import duration, gib, human_count, seconds
 from weft.planner.search.survey import Point, Survey
 
 
@@ -33,8 +33,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line(row) for row in (head, *rows))
 
 
-def estimates(made: Survey, instead: str) -> str:
-    """Time, cost, energy and goodput of the best layout, and the search."""
+def estimates(made: Survey, instead: str, took_s: float) -> str:
+    """Time, cost, energy and goodput of the best layout, and the search; `took_s` is the command's wall time."""
     estimate, kept = made.estimate, made.goodput
     low, high = estimate["range_s"]
     parts = sorted(((s, n) for n, s in estimate["time"].items() if s > 0.005 * estimate["step_time_s"]), reverse=True)
@@ -53,8 +53,8 @@ def estimates(made: Survey, instead: str) -> str:
                             f"{duration(hours)}, {estimate['energy_kwh'] / kept.share:,.0f} kWh{money}"))  # fmt: skip
         stops = duration(kept.hours_between_stops)
         text = f"{100 * kept.share:.1f} % of the time is progress: a failure every {stops}"
-        rows.append(("goodput", f"{text}, a checkpoint every {kept.every} steps"))
-    rows.append(("searched", f"{made.found.size:,} layouts; the command took {process_seconds():.1f} s"))
+        rows.append(("goodput", f"{text}, a checkpoint every {kept.every:,} steps"))
+    rows.append(("searched", f"{made.found.size:,} layouts; the command took {took_s:.1f} s"))
     if made.gains:
         gains = ", ".join(f"{g.setting} {100 * g.faster:.0f} % faster" for g in made.gains)
         rows.append(("beyond", f"with the same degrees: {gains}"))
@@ -70,14 +70,6 @@ def process_seconds() -> float:
     return time.time() - psutil.Process().create_time()
 
 
-def duration(hours: float) -> str:
-    for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60), ("s", 1 / 3600)):
-        if hours >= 2 * size or unit == "s":
-            value = hours / size
-            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-    return ""
-
-
 def _choice(point: Point) -> str:
     p = point.plan
     more = [f"microbatch {p.microbatch}"]
@@ -89,9 +81,9 @@ def _choice(point: Point) -> str:
 
 
 def runners_up(made: Survey) -> str:
-    """The runners-up, and the disadvantage of each."""
+    """The runners-up, each compared with the plan."""
     rows = [(_choice(p), seconds(p.raw_step_time_s), gib(p.peak_gib), p.lacks) for p in made.runner_ups]
-    return table(("runners-up", "step", "GiB", "disadvantage"), rows)
+    return table(("runners-up", "step", "GiB", "compared with the plan"), rows)
 
 
 def pareto_front(made: Survey) -> str:
@@ -101,7 +93,7 @@ def pareto_front(made: Survey) -> str:
          f"{p.kwh:,.0f}", _choice(p))
         for p in made.front
     ]  # fmt: skip
-    return table(("front: ranks", "step", "GiB", "USD", "kWh", "layout"), rows)
+    return table(("front: ranks", "step with failures", "GiB", "USD", "kWh", "layout"), rows)
 
 
 def changes_that_fit(found: Sequence[Change]) -> str:

@@ -18,7 +18,7 @@ WIDTHS = (34, 5, 9, 11, 10, 13, 8)
 
 
 def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json: bool) -> int:
-    """Prove, print, and give the exit code: 0 the same, 1 something differs, 2 a layout was refused."""
+    """Prove and print. Returns the exit code: 0 the same, 1 something differs, 2 a layout was refused."""
     named = parse_layouts(layouts or DEFAULT_LAYOUTS)  # an unknown name is refused before anything is run
     where = describe_ranks(job, max(ranks(section) for _, section in named))
     if not as_json:

@@ -67,7 +67,7 @@ class SequenceSplit:
                 out[key] = batch[key].index_select(1, inside)
         if batch["valid"].dim() > 1:
             out["valid"] = batch["valid"].index_select(1, inside) & (rows < length)
-        elif self.rank > 0:  # one target a sample, and every rank knows the whole answer: one of them counts it
+        elif self.rank > 0:  # one target a sample, which every rank computes: one of them counts it
             out["valid"] = torch.zeros_like(batch["valid"])
         return out
 
@@ -98,7 +98,7 @@ class Blocks:
         return chunks_of(group, self.cut.ring, self.cut.halves)
 
     def tokens(self, j: int) -> int:
-        """Tokens of a chunk that are no padding."""
+        """Tokens of a chunk, without padding."""
         return min(max(self.length - j * self.size, 0), self.size)
 
     def sees(self, i: int, j: int) -> bool:
@@ -115,7 +115,7 @@ class Blocks:
         return [j for j in self.of(of) if any(self.sees(i, j) for i in self.of(group))]
 
     def documents(self, i: int, j: int) -> Docs | None:
-        """What tells queries of i and keys of j apart; None where they all belong to one document."""
+        """The documents of chunk i's queries and of chunk j's keys, for a mask; None if all belong to one document."""
         if self.docs is None:
             return None
         if all(a == b == c == d for (a, b), (c, d) in zip(self.spans[i], self.spans[j], strict=True)):

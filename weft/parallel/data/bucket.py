@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.comm.algorithms import Start
 from weft.comm.shards import like, local_of
-from weft.parallel.data.compression import Segment
+from weft.parallel.data.compressed_unit import Segment
 from weft.planner.engine_constants import GRADIENT_ALIGNMENT
 
 

@@ -21,7 +21,8 @@ from torch.distributed.tensor import Shard
 
 from weft.comm.algorithms import Start
 from weft.comm.axis import Axis, Pending
-from weft.comm.shards import local_of
+from weft.comm.foreach_internals import foreach_copy_
+from weft.comm.shards import local_of, placed_like
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import BucketQueue
 from weft.parallel.data.compression import Compressor
@@ -44,19 +45,19 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
                 owner.register_parameter(key, cast[id(p)])
 
 
-def arriving(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[Tensor], None]:
+def gradient_hook(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[Tensor], None]:
     """A hook with a weak reference to its owner. The garbage collector cannot follow autograd's hooks, so a strong one
     would keep the model, its process groups and their threads alive."""
 
-    def arrived(weight: Tensor) -> None:
+    def gradient_ready(weight: Tensor) -> None:
         if (replicas := owner()) is not None:
-            replicas.arrived(number, name, weight)
+            replicas.gradient_ready(number, name, weight)
 
-    return arrived
+    return gradient_ready
 
 
 class Replicas:
-    """Whole copies of the model: gradients are summed over the dp_replicate axis while the backward pass goes on.
+    """Whole copies of the model: gradients are summed over the dp_replicate axis during the backward pass.
 
     Weights compute in `dtype`; where that is not fp32 the master weights are a copy, and gradients are summed in fp32.
     Buckets are reduced in the same order on every rank (bucket_queue.py), whichever gradients a rank has. `summed`: a
@@ -106,7 +107,7 @@ class Replicas:
         for number, bucket in enumerate(self.buckets):
             for name, grad in bucket.grads.items():
                 self.master_params[name].grad = grad
-                self.weights[name].register_post_accumulate_grad_hook(arriving(weakref.ref(self), number, name))
+                self.weights[name].register_post_accumulate_grad_hook(gradient_hook(weakref.ref(self), number, name))
 
     def _kind(self, name: str) -> str:
         """Which weights may share a bucket."""
@@ -128,7 +129,7 @@ class Replicas:
             bucket.start = packed.start_plain
         self.buckets.append(bucket)
 
-    def arrived(self, number: int, name: str, weight: Tensor) -> None:
+    def gradient_ready(self, number: int, name: str, weight: Tensor) -> None:
         """Called when autograd has computed the gradient of a weight in a bucket."""
         bucket = self.buckets[number]
         self._take_in(bucket, name, weight)
@@ -144,10 +145,10 @@ class Replicas:
         if weight.grad is None:
             return
         if self.mixed:
-            bucket.add(name, local_of(weight.grad))
+            bucket.add(name, local_of(placed_like(weight.grad, weight)))
             weight.grad = None
         elif weight.grad is not bucket.grads[name]:
-            bucket.put(name, local_of(weight.grad))
+            bucket.put(name, local_of(placed_like(weight.grad, weight)))
             weight.grad = bucket.grads[name]
 
     def _send_ready(self, all_of_them: bool = False) -> None:
@@ -164,7 +165,7 @@ class Replicas:
         """Only the last microbatch of a step starts reductions."""
         self.last = last
 
-    def hold(self, split_backward: bool) -> None:
+    def begin_pipeline(self, split_backward: bool) -> None:
         """Called before a pipeline runs, whose gradients may come without hooks."""
 
     def collect(self) -> None:
@@ -202,12 +203,12 @@ class Replicas:
     def refresh(self) -> None:
         """Copy the master weights to the compute weights."""
         if self.mixed:
-            torch._foreach_copy_(
+            foreach_copy_(
                 [local_of(w.detach()) for w in self.weights.values()],
                 [local_of(m.detach()) for m in self.master_params.values()],
             )
 
-    def settle(self) -> None:
+    def after_evaluation(self) -> None:
         """Nothing to undo after an evaluation."""
 
 
@@ -222,9 +223,7 @@ class Shards:
     | 3 | sharded after every use | sharded at once |
     """
 
-    def __init__(
-        self, module: nn.Module, zero: int, replicated: bool, compressor: Compressor | None = None
-    ):  # fmt: skip
+    def __init__(self, module: nn.Module, zero: int, replicated: bool, compressor: Compressor | None = None):
         assert isinstance(module, FSDPModule)
         self.module, self.zero, self.replicated, self.held = module, zero, replicated, False
         self.compressor = compressor
@@ -266,7 +265,7 @@ class Shards:
         if self.zero < 3:
             self.module.set_reshard_after_backward(last)
 
-    def hold(self, split_backward: bool) -> None:
+    def begin_pipeline(self, split_backward: bool) -> None:
         """In a split backward pass FSDP2's hooks do not run: gradients stay whole, and weights gathered, until
         finish()."""
         self.held = split_backward
@@ -296,7 +295,7 @@ class Shards:
     def refresh(self) -> None:
         """Nothing to do: FSDP2 gathers from the master weights."""
 
-    def settle(self) -> None:
+    def after_evaluation(self) -> None:
         """Free weights gathered by an evaluation: they would be stale after the next update."""
         for m in self.fsdp_modules:
             m.reshard()

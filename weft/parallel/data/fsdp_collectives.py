@@ -25,7 +25,7 @@ class Allocates:
 
 
 def _metered(axis: Axis | None, what: str, tensor: Tensor, run: Callable[[], Any], async_op: bool) -> Any:
-    """Run a collective with its counters. On a GPU it runs in a stream of FSDP2's, so the call itself is no wait."""
+    """Run a collective with its counters. On a GPU it runs in a stream of FSDP2's, so the call itself does not wait."""
     if axis is None:
         return run()
     meter = axis.meter
@@ -58,7 +58,7 @@ class CountedGather(Allocates):
 
 
 class CountedScatter(Allocates):
-    """Sums and shards gradients as FSDP2 does by default, with counters. `replicated` says whether FSDP2 sums the
+    """Sums and shards gradients as FSDP2 does by default, with counters. `replicated` returns whether FSDP2 sums the
     shards over dp_replicate next; the meter counts that wait until FSDP2 calls summed()."""
 
     def __init__(self, axes: Axes, replicated: Callable[[], bool]):

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.axis import native_all_gather, native_reduce_scatter
-from weft.comm.compressed_sum import gather_encoded
-from weft.parallel.data.compression import Compressor, Segment
+from weft.comm.compression.compressed_sum import gather_encoded
+from weft.parallel.data.compressed_unit import Segment
+from weft.parallel.data.compression import Compressor
 from weft.parallel.data.fsdp_collectives import Allocates
 
 Weights = list[tuple[str, torch.Size]]
@@ -58,10 +59,10 @@ class CompressedScatter(Allocates):
 
     def __init__(self, compressor: Compressor, weights: Weights) -> None:
         self.compressor, self.columns = compressor, Columns(compressor, weights)
-        self.channel = None
+        self.unit = None
         if self.columns.segments:
             width = self.columns.packed_width
-            self.channel = compressor.channel(self.columns.segments, compressor.axis.size, width)
+            self.unit = compressor.add_unit(self.columns.segments, compressor.axis.size, width)
         self.partial: Tensor | None = None
 
     def __call__(
@@ -69,12 +70,12 @@ class CompressedScatter(Allocates):
     ) -> None:
         columns, axis = self.columns, self.compressor.axis
         x = input_tensor.view(axis.size, -1)
-        if self.channel is None or x.shape[1] != columns.width:  # a weight without a gradient has no columns
+        if self.unit is None or x.shape[1] != columns.width:  # a weight without a gradient has no columns
             axis.count("reduce_scatter", input_tensor)
             native_reduce_scatter(output_tensor, input_tensor, op=op, group=group)
             return
         out = output_tensor.view(1, -1)
-        columns.put(out, columns.packed, self.compressor.scatter(self.channel, columns.pick(x, columns.packed))[None])
+        columns.put(out, columns.packed, self.compressor.scatter(self.unit, columns.pick(x, columns.packed))[None])
         if columns.plain:
             columns.put(out, columns.plain, axis.reduce_scatter(columns.pick(x, columns.plain), 0))
 
@@ -90,13 +91,11 @@ class CompressedScatter(Allocates):
         if self.partial is not None:
             part.add_(self.partial)
             self.partial = None
-        if self.channel is None or part.numel() != columns.width:
+        if self.unit is None or part.numel() != columns.width:
             compressor.across.all_reduce(part)
             return
         row = part.view(1, -1)
-        columns.put(
-            row, columns.packed, compressor.sum_across(self.channel, columns.pick(row, columns.packed)[0])[None]
-        )
+        columns.put(row, columns.packed, compressor.sum_across(self.unit, columns.pick(row, columns.packed)[0])[None])
         if columns.plain:
             columns.put(row, columns.plain, compressor.across.all_reduce(columns.pick(row, columns.plain)))
 
@@ -110,8 +109,8 @@ class CompressedGather(Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        columns, axis, channel = self.columns, self.compressor.axis, self.scatter.channel
-        codec = channel.codecs.weights if channel is not None else None
+        columns, axis, unit = self.columns, self.compressor.axis, self.scatter.unit
+        codec = unit.codecs.weights if unit is not None else None
         n = input_tensor.numel()
         worth = codec is not None and codec.bytes_of(n) < n * input_tensor.element_size()
         if codec is None or not worth or n != columns.width or not input_tensor.is_floating_point():

@@ -77,8 +77,8 @@ def all_reduces(unit: nn.Module) -> Callable[[], bool]:
 
 
 def meter_gpu_waits(unit: nn.Module, meter: Meter, axis: str) -> None:
-    """Count the waits of the compute stream: for gathered weights, and where gradients are handed over. Collectives run
-    in streams of FSDP2's."""
+    """Count the waits of the compute stream: for gathered weights, and where gradients are reduced. Collectives run in
+    FSDP2's own streams."""
 
     def metered(function: Callable[..., Any], what: str) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:

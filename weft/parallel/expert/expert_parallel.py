@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,6 @@ from weft.models.mixture_of_experts import (
     ExpertLayout,
     ExpertMatrices,
     MixtureOfExperts,
-    gated,
 )
 from weft.parallel.data.data_parallel import shard
 from weft.parallel.expert.overlap import Halves
@@ -159,14 +159,9 @@ class _TwoHops:
         self.coming = last.flatten(0, 1)
         sums = [asked.sum((0, 2)), middle.sum((1, 2)), middle.sum((0, 2)), last.sum((1, 2))]
         found = known(torch.cat([*sums, *_borrowed_rows(self.coming, own)]), 4 * most)
-        a, b, c, d = near.size, 2 * near.size, 2 * near.size + far.size, 2 * (near.size + far.size)
-        send, receive, send_far, receive_far, self.borrowed = (
-            found[:a],
-            found[a:b],
-            found[b:c],
-            found[c:d],
-            sum(found[d:]),
-        )
+        rest = iter(found)
+        send, receive, send_far, receive_far = (list(islice(rest, axis.size)) for axis in (near, near, far, far))
+        self.borrowed = sum(rest)
         self.routed, self.total = sum(send), sum(receive_far)
         self.orders = swapped(asked.sum(2), self.routed), swapped(middle.sum(2), sum(receive))
         self.there = RowExchange(near, send, receive), RowExchange(far, send_far, receive_far)
@@ -275,4 +270,4 @@ def compile_around(modules: list[tuple[str, nn.Module]], backend: str = "inducto
     for _, module in modules:
         if isinstance(module, MixtureOfExperts):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-            module.experts.join = torch.compile(gated, dynamic=True, backend=backend)
+            module.experts.join = torch.compile(module.experts.gated, dynamic=True, backend=backend)

@@ -1,4 +1,4 @@
-"""How even the experts' load is: counted in every step, told to the metrics, and learned from where a router does."""
+"""The experts' load: counted in every step, written to the metrics, and used to update routers that balance by it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.parallel.expert.expert_parallel import ExpertDispatch
 from weft.parallel.expert.replication import ExpertCopies
 
 MAX_LOGGED_COUNTS = 4096
-"""Numbers of tokens by block and expert that a step's record holds; of larger models, only their sums over blocks."""
+"""Most numbers of tokens by block and expert in a step's metrics; larger models record their sums over blocks."""
 
 
 Pairs = tuple[tuple[int, int], ...]
@@ -28,11 +28,11 @@ def mixtures(model: nn.Module) -> dict[int, MixtureOfExperts]:
 class ExpertLoad:
     """The mixtures of experts on this rank, and the load of the last step over all ranks.
 
-    Every rank holds other tokens or other blocks, so a sum over everyone counts each token once.
+    Every rank holds other tokens or other blocks, so a sum over all ranks counts each token once.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, everyone: Axis | None, ep: int = 1):
-        """`model` is the whole one, before its blocks are dealt out to stages."""
+        """`model` is the whole one, before it is split into stages."""
         found = mixtures(model)
         self.blocks, self.everyone, self.ep = sorted(found), everyone, ep
         width = max((len(m.tally) for m in found.values()), default=0)
@@ -57,18 +57,17 @@ class ExpertLoad:
         for index, part in self.parts.items():
             if isinstance(part.layout, ExpertDispatch):
                 pairs = self.copies.get(index)
-                part.layout.copies = (
-                    None if pairs is None else ExpertCopies(part.options.count // self.ep, self.ep, pairs)
-                )
+                own = part.options.count // self.ep
+                part.layout.copies = None if pairs is None else ExpertCopies(own, self.ep, pairs)
 
-    def told(self) -> dict[str, Any]:
+    def placement(self) -> dict[str, Any]:
         """The placement of copies, for snapshots and checkpoints."""
         pairs = {str(block): [list(pair) for pair in pairs] for block, pairs in self.copies.items()}
         return {"ep": self.ep, "copies": pairs} if pairs else {}
 
-    def recall(self, told: dict[str, Any]) -> None:
-        """Place copies as told() returned them, if ep has the same size; else there are none."""
-        found = told["copies"] if told.get("ep") == self.ep else {}
+    def restore(self, placement: dict[str, Any]) -> None:
+        """Place copies as placement() returned them, if ep has the same size; else there are none."""
+        found = placement["copies"] if placement.get("ep") == self.ep else {}
         self.place({int(block): tuple((expert, rank) for expert, rank in pairs) for block, pairs in found.items()})
 
     def begin(self, scale: float) -> None:
@@ -95,7 +94,7 @@ class ExpertLoad:
         return self.table.clone()
 
     @torch.no_grad()
-    def follow(self, taken: bool | Tensor = True) -> None:
+    def after_step(self, taken: bool | Tensor = True) -> None:
         """Call after a step: updates the routers by its load, equally on every rank, if it was taken."""
         table = self.figures()
         if taken is False:
@@ -111,7 +110,7 @@ class ExpertLoad:
                 new = (load / load.mean().clamp(min=1)).to(part.past.dtype)
                 part.past.copy_(new if taken is True else torch.where(taken, new, part.past))
 
-    def words(self, values: list[float], tokens: int) -> dict[str, Any]:
+    def metrics(self, values: list[float], tokens: int) -> dict[str, Any]:
         """The fields of a step's metrics, from its table read by the host."""
         if not self.blocks:
             return {}

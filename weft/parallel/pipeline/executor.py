@@ -25,8 +25,8 @@ from weft.parallel.spread_model import Batch, LossOf, SpreadModel
 from weft.planner.schedules.actions import Action, Schedule
 
 
-class Spans:
-    """When each action of one step began and ended, for the picture; nothing is kept unless `wanted`."""
+class ActionTimes:
+    """When each action of one step began and ended; recorded only if `wanted`."""
 
     def __init__(self, device: torch.device) -> None:
         self.wanted, self.device = False, device
@@ -45,14 +45,14 @@ class Spans:
 
 
 class Pipelined:
-    """The stages of this rank and the schedule they follow. To the loop it looks like one spread model."""
+    """The stages of this rank and the schedule they follow, with the interface of a SpreadModel."""
 
     def __init__(
         self, stages: dict[int, SpreadModel], schedule: Schedule, axis: Axis, device: torch.device, dtype: torch.dtype,
         sequence_cut: int, load: ExpertLoad, at_once: frozenset[int] = frozenset(),
     ):  # fmt: skip
-        """`at_once` are the stages with recomputed blocks: each pass back through a block computes it again, so theirs
-        makes the gradients of inputs and weights together, and nothing is left for a schedule's W."""
+        """`at_once` are the stages with recomputed blocks. A backward pass through a block recomputes it, so the
+        gradients of inputs and weights are computed together, and the schedule's W has nothing to do."""
         self.at_once, self.load = at_once, load
         self.stages, self.schedule, self.axis, self.sequence_cut = stages, schedule, axis, sequence_cut
         self.device = device
@@ -60,13 +60,13 @@ class Pipelined:
         self.transfers = transfers_of(schedule, axis.rank)
         self.evaluation: dict[int, tuple[Schedule, tuple[Transfer, ...]]] = {}
         """By the number of batches: the schedule of an evaluation and its transfers."""
-        self.spans = Spans(device)
+        self.spans = ActionTimes(device)
         self.last = schedule.stages - 1
         self.master_params: dict[str, Tensor] = {}
         self.compute_params: dict[str, Tensor] = {}
         self.twins: dict[str, Tensor] = {}
-        """Tied weights that this rank holds a second time, in its last stage. They follow their master and are nothing
-        else: the optimizer, checkpoints and proofs never see them."""
+        """Tied weights that this rank holds a second time, in its last stage: copies of the master weight, which the
+        optimizer, checkpoints and proofs do not use."""
         self.twin_compute_params: dict[str, Tensor] = {}
         self.counted: list[Tensor] = []
         for index in sorted(stages):
@@ -81,34 +81,39 @@ class Pipelined:
         self.splits = any(a.kind in "IW" for a in schedule.actions[axis.rank])
 
     @property
+    def parts(self) -> list[SpreadModel]:
+        """The stages on this rank."""
+        return list(self.stages.values())
+
+    @property
     def grad_params(self) -> dict[str, Tensor]:
         """The master weights themselves: a pipeline sums over microbatches."""
         return self.master_params
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        return {n: p for stage in self.stages.values() for n, p in stage.frozen.items()}
+        return {n: p for stage in self.parts for n, p in stage.frozen.items()}
 
     @property
     def compressors(self) -> list[Compressor]:
-        return [c for stage in self.stages.values() for c in stage.compressors]
+        return [c for stage in self.parts for c in stage.compressors]
 
     def maxima(self) -> dict[str, Tensor]:
-        return {n: t for stage in self.stages.values() for n, t in stage.maxima().items()}
+        return {n: t for stage in self.parts for n, t in stage.maxima().items()}
 
-    def recall_maxima(self) -> None:
-        for stage in self.stages.values():
-            stage.recall_maxima()
+    def restore_maxima(self) -> None:
+        for stage in self.parts:
+            stage.restore_maxima()
 
     def residuals(self) -> dict[str, Tensor]:
-        return {n: t for stage in self.stages.values() for n, t in stage.residuals().items()}
+        return {n: t for stage in self.parts for n, t in stage.residuals().items()}
 
     def load_residuals(self, held: dict[str, Tensor]) -> None:
-        for stage in self.stages.values():
+        for stage in self.parts:
             stage.load_residuals(held)
 
     def buffers(self) -> dict[str, Tensor]:
-        return {n: b for stage in self.stages.values() for n, b in stage.buffers().items()}
+        return {n: b for stage in self.parts for n, b in stage.buffers().items()}
 
     def backward(
         self, batches: list[Batch], loss_of: LossOf, scale: float, meanwhile: Callable[[], None] = nothing
@@ -121,13 +126,13 @@ class Pipelined:
         actions = self.schedule.actions[self.axis.rank]
         final = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
         self.links.begin(self.transfers, step.shape)
-        for stage in self.stages.values():
+        for stage in self.parts:
             stage.begin(scale)
-            stage.data.hold(self.splits)
+            stage.data.begin_pipeline(self.splits)
         for i, action in enumerate(actions):
             step.do(action, last=final[action.stage] == i)
         self.links.end()
-        for stage in self.stages.values():
+        for stage in self.parts:
             stage.finish(meanwhile)
         self._sum_tied()
         self.load.gather()
@@ -136,7 +141,7 @@ class Pipelined:
     @torch.no_grad()
     def evaluate(self, batches: list[Batch], loss_of: LossOf) -> Tensor:
         """The summed loss of some batches where the last stage is, 0 elsewhere."""
-        for stage in self.stages.values():
+        for stage in self.parts:
             stage.module.eval()
         schedule, transfers = self._forward_only(len(batches))
         step = _Step(self, batches, loss_of, 1.0)
@@ -145,8 +150,8 @@ class Pipelined:
             step.do(action, last=False)
             step.held.clear()
         self.links.end()
-        for stage in self.stages.values():
-            stage.data.settle()
+        for stage in self.parts:
+            stage.data.after_evaluation()
             stage.module.train()
         return step.total
 
@@ -159,14 +164,14 @@ class Pipelined:
         return self.evaluation[count]
 
     def zero_grad(self) -> None:
-        for stage in self.stages.values():
+        for stage in self.parts:
             stage.zero_grad()
 
-    def follow(self, taken: bool | Tensor = True) -> None:
-        """After a step: a weight that is held twice is updated once, and its twin follows."""
-        for stage in self.stages.values():
-            stage.follow(taken)
-        self.load.follow(taken)
+    def after_step(self, taken: bool | Tensor = True) -> None:
+        """Call after a step. A weight that is held twice is updated once, and then copied."""
+        for stage in self.parts:
+            stage.after_step(taken)
+        self.load.after_step(taken)
         self._renew_twins()
 
     @torch.no_grad()
@@ -178,12 +183,12 @@ class Pipelined:
     def figures(self) -> Tensor:
         return self.load.figures()
 
-    def words(self, figures: list[float], tokens: int) -> dict[str, Any]:
-        return self.load.words(figures, tokens)
+    def metrics(self, figures: list[float], tokens: int) -> dict[str, Any]:
+        return self.load.metrics(figures, tokens)
 
     def refresh(self) -> None:
         self._renew_twins()
-        for stage in self.stages.values():
+        for stage in self.parts:
             stage.refresh()
 
     def _sum_tied(self) -> None:
@@ -198,7 +203,7 @@ class Pipelined:
 
     @property
     def tied(self) -> list[str]:
-        module = next(iter(self.stages.values())).module
+        module = self.parts[0].module
         return list(getattr(module, "aliases", {}).values())
 
 
@@ -219,7 +224,7 @@ class _Step:
         """The weights whose gradients are still to be computed."""
 
     def shape(self, message: Message) -> tuple[int, ...]:
-        module: Any = next(iter(self.p.stages.values())).module
+        module: Any = self.p.parts[0].module
         shape: tuple[int, ...] = module.hidden_shape(self.batches[message.microbatch]["inputs"], self.p.sequence_cut)
         return shape
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from weft.planner.number_format import gib, gib_difference, percent, relative_difference, seconds
 from weft.planner.schedules.registry import SCHEDULE_NAMES
 from weft.planner.search.candidates import RECOMPUTES, Layouts
-from weft.planner.search.frontier import TIME_TOLERANCE
+from weft.planner.search.frontier import TIME_TOLERANCE, complexity
 from weft.planner.search.search import LayoutSearch, SearchResult
 
 AXES = ("pp", "tp", "cp", "ep")
@@ -41,7 +40,7 @@ def _unused(search: LayoutSearch, one: Layouts, best: float) -> list[str]:
             continue
         other = search.find(**only)
         if len(other):
-            words.append(f"{axis} (best {percent(max(0.0, float(other.times.min()) / best - 1))} slower)")
+            words.append(f"{axis} (best {slower_or_faster(float(other.times.min()), best)})")
         elif other.size:
             words.append(f"{axis} (none fits)")
     return [f"left out: {', '.join(words)}"] if words else []
@@ -55,12 +54,18 @@ def _instead(search: LayoutSearch, best: float, limit: float, **only: Any) -> st
         if other.size == 0:
             return None
         return f"would need {gib(other.smallest_gib)} of {gib(limit)} GiB"
-    slower = float(other.times.min()) / best - 1
-    if slower < -TIME_TOLERANCE:
-        return None
-    if slower < TIME_TOLERANCE:
-        return "would be as fast, but less simple"
-    return f"would be {percent(slower)} slower ({short(other.layouts, 0)})"
+    fastest = int(other.times.argmin())
+    return f"would be {slower_or_faster(float(other.times[fastest]), best)} ({short(other.layouts, fastest)})"
+
+
+def slower_or_faster(time: float, best: float) -> str:
+    """A step time compared with the chosen layout's. Of the same search, one that is faster is within the tolerance."""
+    gap = relative_difference(time, best)
+    if gap >= 0:
+        return f"{percent(gap)} slower" if gap else "as fast"
+    if gap < -TIME_TOLERANCE:
+        return f"{percent(-gap)} faster"
+    return f"{percent(-gap)} faster, within the tolerance of {100 * TIME_TOLERANCE:g} %, but less simple"
 
 
 def _axes(search: LayoutSearch, one: Layouts, best: float, limit: float) -> list[str]:
@@ -114,38 +119,25 @@ def _schedule(search: LayoutSearch, one: Layouts, best: float, limit: float) -> 
 
 
 def compare(found: SearchResult, layouts: Layouts, i: int) -> str:
-    """The disadvantage of layout i: how much slower it is, and in which part."""
+    """Layout i compared with the best: its time and, where that is about the same, its memory and complexity."""
     both = Layouts.join([found.layouts.take([0]), layouts.take([i])])
     made = found.estimator.estimate(both)
-    times = np.asarray(made.step_time_s)
-    gap = float(times[1] / times[0] - 1)
-    if abs(gap) < TIME_TOLERANCE:
-        more = float(made.peak_gib[1] - made.peak_gib[0])
-        words = f"as fast within {100 * TIME_TOLERANCE:g} % ({percent(abs(gap))} {'faster' if gap < 0 else 'slower'})"
-        return f"{words}, {'needs ' + gib(more) + ' GiB more' if more > 0.05 else 'but less simple'}"
-    parts = {name: float(v[1] - v[0]) for name, v in made.time.items() if np.ndim(v)}
-    worst = max(parts, key=lambda name: parts[name])
-    return f"{percent(gap)} slower: {seconds(parts[worst])} more in {TIME_WORDS.get(worst, worst)}"
+    best, time = (float(t) for t in made.step_time_s)
+    gap = relative_difference(time, best)
+    if gap >= TIME_TOLERANCE:
+        parts = {name: float(v[1] - v[0]) for name, v in made.time.items()}
+        worst = max(parts, key=lambda name: parts[name])
+        return f"{percent(gap)} slower: {seconds(parts[worst])} more in {TIME_WORDS.get(worst, worst)}"
+    words = [slower_or_faster(time, best)]
+    more = gib_difference(float(made.peak_gib[1]), float(made.peak_gib[0]))
+    if more:
+        words.append(f"needs {gib(abs(more))} GiB {'more' if more > 0 else 'less'}")
+    steps = complexity(both)
+    if gap >= 0 and steps[1] > steps[0]:
+        words.append("less simple")
+    return ", ".join(words)
 
 
 def short(layouts: Layouts, i: int) -> str:
     """The short form of a layout."""
     return layouts.plan(i).layout()
-
-
-def gib(value: float) -> str:
-    """A size in GiB with two or three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
-
-
-def percent(share: float) -> str:
-    """A share as a percentage."""
-    return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.1f} %"
-
-
-def seconds(value: float) -> str:
-    """A duration in s, ms or µs."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value * 1e6:.3g} µs"

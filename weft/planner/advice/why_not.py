@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from weft.job.errors import JobError
-from weft.planner.advice.why import TIME_WORDS, gib, percent, seconds
+from weft.planner.advice.why import TIME_WORDS, slower_or_faster
+from weft.planner.number_format import gib, gib_difference, relative_difference, seconds
 from weft.planner.plan import AXES
 from weft.planner.rules.arithmetic import divisors
 from weft.planner.rules.layout_syntax import parse_layout
@@ -51,8 +52,8 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
         parts = search.estimator.estimate(found.smallest, detail=True).memory
         worst = max(parts, key=lambda name: float(np.ravel(parts[name])[0]))
         most = float(np.ravel(parts[worst])[0])
-        because = f"its most frugal form, {found.smallest.plan(0).layout()}, needs {gib(need)} GiB of {gib(limit)}: "
-        because += f"{gib(need - limit)} too much, {gib(most)} of it {worst}"
+        because = f"its smallest form, {found.smallest.plan(0).layout()}, needs {gib(need)} GiB of {gib(limit)}: "
+        because += f"{gib(gib_difference(need, limit))} too much, {gib(most)} of it {worst}"
         return {**answer, "verdict": "does not fit", "peak_memory_gib": need, "because": because}
     if not made.fits:
         return {**answer, "verdict": "fits", "because": f"{found.layouts.plan(0).layout()} would fit"}
@@ -62,23 +63,19 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
 def _beside(made: Survey, other: Layouts) -> dict[str, Any]:
     both = made.found.estimator.estimate(Layouts.join([made.found.layouts.take([0]), other]))
     times, peaks = np.asarray(both.step_time_s), np.asarray(both.peak_gib)
-    gap = float(times[1] / times[0] - 1)
+    best, time = float(times[0]), float(times[1])
+    gap = relative_difference(time, best)
     layout = other.plan(0).layout()
-    facts = {"layout": layout, "step_time_s": float(times[1]), "peak_memory_gib": float(peaks[1]), "slower": gap}
-    if abs(gap) < 0.005:
-        return {
-            **facts,
-            "verdict": "as fast",
-            "because": f"{layout} takes {seconds(float(times[1]))}, as long as the chosen one",
-        }
+    facts = {"layout": layout, "step_time_s": time, "peak_memory_gib": float(peaks[1]), "slower": gap}
+    if gap == 0:
+        return {**facts, "verdict": "as fast", "because": f"{layout} takes {seconds(time)}, as long as the chosen one"}
     parts = {name: float(v[1] - v[0]) for name, v in both.time.items() if np.ndim(v)}
     order = sorted(parts, key=lambda name: -parts[name])
     more = [f"{seconds(parts[n])} more in {TIME_WORDS.get(n, n)}" for n in order[:2] if parts[n] > 0.02 * times[0]]
     less = [f"{seconds(-parts[n])} less in {TIME_WORDS.get(n, n)}" for n in order[-1:] if parts[n] < -0.02 * times[0]]
-    word = "slower" if gap > 0 else "faster"
-    because = f"its best form, {layout}, takes {seconds(float(times[1]))} a step and {gib(float(peaks[1]))} GiB, "
-    because += f"{percent(abs(gap))} {word}: " + ", ".join([*more, *less])
-    return {**facts, "verdict": word, "because": because.rstrip(": ")}
+    because = f"its best form, {layout}, takes {seconds(time)} a step and {gib(float(peaks[1]))} GiB, "
+    because += f"{slower_or_faster(time, best)}: " + ", ".join([*more, *less])
+    return {**facts, "verdict": "slower" if gap > 0 else "faster", "because": because.rstrip(": ")}
 
 
 def _named(text: str) -> dict[str, Any]:

@@ -6,7 +6,9 @@ and is the independent check.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +24,12 @@ from weft.planner.memory.unit_passes import PassTables
 from weft.planner.model.facts import Size
 from weft.planner.model.parameters import coords_of
 from weft.planner.plan import Plan
-from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts
+from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, hashed
+
+TRACED_AT_ONCE = 8192
+"""Layouts traced at once: their arrays stay in the cache."""
+THREADS = min(2, os.cpu_count() or 1)
+"""Threads that trace many layouts; numpy works on large arrays without Python's lock."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ class EngineMemory:
         """Where the loss is computed; a dry run traces on the CPU, without compiling."""
         self.compile = False if traced else job.train.compile
         self.tables = PassTables(job, plan, self.device)
+        self._known_peaks: tuple[Any, Any] = np.array([], np.uint64), np.array([])
+        """Sorted keys of layouts, and the memory of each."""
 
     def compiled(self, layouts: Layouts) -> Size:
         """Which layouts compile their blocks: by default on GPUs where no collective is inside a block."""
@@ -58,8 +67,17 @@ class EngineMemory:
         return (layouts.tp == 1) & (layouts.cp == 1)
 
     def peak(self, layouts: Layouts) -> Size:
-        """Bytes of the fullest rank."""
-        return self._fullest(layouts, detail=False)["total"]
+        """Bytes of the fullest rank. Layouts that were asked for before are looked up."""
+        key, first, position = np.unique(_memory_key(layouts), return_index=True, return_inverse=True)
+        keys, peaks = self._known_peaks
+        known = np.isin(key, keys)
+        if not known.all():
+            new = first[~known]
+            keys = np.concatenate([keys, key[~known]])
+            peaks = np.concatenate([peaks, self._fullest(layouts.take(new), detail=False)["total"]])
+            order = np.argsort(keys)
+            self._known_peaks = keys, peaks = keys[order], peaks[order]
+        return peaks[np.searchsorted(keys, key)][position.ravel()]
 
     def parts(self, layouts: Layouts) -> dict[str, Size]:
         """Bytes by component of the fullest rank, when it holds most."""
@@ -68,9 +86,9 @@ class EngineMemory:
 
     def states(self, layouts: Layouts, place: Place) -> dict[str, Size]:
         """Bytes that one rank keeps between steps: exact, to the padding of shards."""
-        ((chosen, flags),) = self._groups(layouts)
-        units = _expanded(self.job, layouts, place)
-        group = LayoutGroup(self.tables, layouts.take(chosen), flags, np.broadcast_to(place.pp, 1), units)
+        ((_, flags),) = self._groups(layouts)
+        units, _ = _unit_sizes(self.job, layouts, place)
+        group = LayoutGroup(self.tables, layouts, flags, np.broadcast_to(place.pp, 1), units)
         held = group.held(*self.stages.at(layouts, place.pp)[:2])
         sharded = flags["zero"] > 0
         return {
@@ -82,9 +100,9 @@ class EngineMemory:
     def step_facts(self, layouts: Layouts, place: Place) -> dict[str, Size]:
         """Figures of one layout's rank: parameters before and after sharding, blocks, bytes that a block keeps on
         average, and microbatches in flight."""
-        ((chosen, flags),) = self._groups(layouts)
+        ((_, flags),) = self._groups(layouts)
         at = np.broadcast_to(place.pp, 1)
-        group = LayoutGroup(self.tables, layouts.take(chosen), flags, at, _expanded(self.job, layouts, place))
+        group = LayoutGroup(self.tables, layouts, flags, at, _unit_sizes(self.job, layouts, place)[0])
         blocks, dense, again = self.stages.at(layouts, place.pp)
         held, in_flight = group.held(blocks, dense), microbatches_by_schedule("in_flight", layouts, at)
         stage = group.stage(self.tables.passes(layouts, flags), blocks, dense, again, in_flight, 0.0 * in_flight)
@@ -109,13 +127,15 @@ class EngineMemory:
     def _fullest(self, layouts: Layouts, detail: bool) -> dict[str, Size]:
         if self.plan.sync != "step":  # between exchanges every replica is by itself
             layouts = replace(layouts, dp_replicate=np.ones(len(layouts), np.int64))
-        first, inverse = _unique(_memory_key(layouts))
-        layouts = layouts.take(first)
         size = len(layouts)
         piped = np.flatnonzero(layouts.pp > 1)
-        middle = self.stages.largest(layouts.take(piped))
-        if self.plan.backend == "gloo":  # send buffers of ranks with two neighbours
-            middle = np.where((middle == 0) & (layouts.pp[piped] > 2), 1, middle)
+        pipelines = layouts.take(piped)
+        middle = self.stages.largest(pipelines)
+        # the second rank has two neighbours: it holds more messages, where as many microbatches are in flight
+        held = [microbatches_by_schedule("in_flight", pipelines, np.full(len(piped), index)) for index in (0, 1)]
+        middle = np.where(
+            (middle == 0) & (pipelines.pp > 2) & ((self.plan.backend == "gloo") | (held[1] >= held[0])), 1, middle
+        )
         inner = middle > 0
         which = np.concatenate([np.arange(size), piped, piped[inner]])
         at = np.concatenate([np.zeros(size, np.int64), layouts.pp[piped] - 1, middle[inner]])
@@ -125,27 +145,37 @@ class EngineMemory:
             other = offset + np.arange(len(some))
             heavier = found["total"][other] > found["total"][best[some]]
             best[some] = np.where(heavier, other, best[some])
-        return {part: held[best[inverse]] for part, held in found.items()}
+        return {part: held[best] for part, held in found.items()}
 
     def _rank(self, layouts: Layouts, place: Place, detail: bool, least: Size | None = None) -> dict[str, Size]:
         names = ("total", *PARTS) if detail else ("total",)
         out = {name: np.zeros(len(layouts)) for name in names}
-        units = _expanded(self.job, layouts, place)
+        units, position = _unit_sizes(self.job, layouts, place)
         if least is None:
             blocks, dense, again = self.stages.at(layouts, place.pp)
         else:
             blocks, again = least, np.minimum(least, layouts.recompute_blocks)
             dense = np.where(layouts.pp > 1, least if self.job.model.experts is None else 0.0, self.stages.first_dense)
-        for chosen, flags in self._groups(layouts):
+
+        def trace(group: tuple[Any, dict[str, Any]]) -> None:
+            chosen, flags = group
             some = layouts.take(chosen)
             at = np.broadcast_to(place.pp, len(layouts))[chosen]
-            group = LayoutGroup(self.tables, some, flags, at, {k: u.take(chosen) for k, u in units.items()})
+            mine = {kind: sizes.take(position[chosen]) for kind, sizes in units.items()}
+            rank = LayoutGroup(self.tables, some, flags, at, mine)
             if least is not None and flags["piped"]:
-                group.begins, group.ends = 0.0 * group.begins, 0.0 * group.ends
-            walk = group.trace(blocks[chosen], dense[chosen], again[chosen], detail)
+                rank.begins, rank.ends = 0.0 * rank.begins, 0.0 * rank.ends
+            walk = rank.trace(blocks[chosen], dense[chosen], again[chosen], detail)
             out["total"][chosen] = walk.peak
             for part, held in walk.at_peak.items():
                 out[part][chosen] = held
+
+        if len(layouts) <= 2 * TRACED_AT_ONCE:
+            for group in self._groups(layouts):
+                trace(group)
+        else:
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(trace, self._groups(layouts)))
         return out
 
     def _groups(self, layouts: Layouts) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -173,7 +203,10 @@ class EngineMemory:
         first, inverse = _unique(key)
         for number, i in enumerate(first):
             flags = {name: column[i].item() for name, column in columns.items()}
-            yield (np.flatnonzero(inverse == number) if len(first) > 1 else slice(None)), flags
+            chosen = np.flatnonzero(inverse == number)
+            chosen = chosen[np.lexsort((layouts.pp[chosen], layouts.recompute[chosen]))]  # alike next to each other
+            for a in range(0, len(chosen), TRACED_AT_ONCE):
+                yield chosen[a : a + TRACED_AT_ONCE], flags
 
     def is_long(self, layouts: Layouts) -> Size:
         """Which layouts run blocks in chunks of tokens, or with their inputs offloaded to the host."""
@@ -182,16 +215,11 @@ class EngineMemory:
 
 def _memory_key(layouts: Layouts) -> Any:
     """Equal for layouts whose memory is the same: placement and styles of cp do not matter."""
-    columns = (
+    return hashed(
         layouts.dp_replicate > 1, layouts.dp_shard, layouts.zero, layouts.tp, layouts.sequence, layouts.cp, layouts.pp,
         layouts.virtual_stages, layouts.schedule, layouts.ep, layouts.microbatch, layouts.accumulation,
         layouts.recompute, layouts.recompute_blocks, layouts.offload, layouts.precision, layouts.compression,
     )  # fmt: skip
-    key = np.zeros(len(layouts), np.uint64)
-    for column in columns:  # a 64-bit hash
-        key = (key ^ np.asarray(column).astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        key ^= key >> np.uint64(29)
-    return key
 
 
 def _unique(key: Any) -> tuple[Any, Any]:
@@ -200,10 +228,9 @@ def _unique(key: Any) -> tuple[Any, Any]:
     return first, inverse.ravel()
 
 
-def _expanded(job: Job, layouts: Layouts, place: Place) -> dict[str, UnitSizes]:
-    """Sizes of units, computed once for layouts that shard alike."""
+def _unit_sizes(job: Job, layouts: Layouts, place: Place) -> tuple[dict[str, UnitSizes], Any]:
+    """Sizes of units for each way of sharding them, and for each layout the position of its way."""
     key = ((layouts.tp * 4096 + layouts.ep) * 65_536 + layouts.dp_shard * layouts.cp) * 4
     key = key + 2 * (layouts.dp_shard > 1) + layouts.sequence
-    first, inverse = _unique(key)
-    found = unit_sizes(job, layouts.take(first), place.tp, place.shard)
-    return {kind: sizes.take(inverse) for kind, sizes in found.items()}
+    first, position = _unique(key)
+    return unit_sizes(job, layouts.take(first), place.tp, place.shard), position

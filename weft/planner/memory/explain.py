@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from weft.job.schema import Job
-from weft.planner.describe import human_count
 from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.memory.layout_group import GIB
 from weft.planner.model.counts import count_parameters
+from weft.planner.number_format import human_count
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
 

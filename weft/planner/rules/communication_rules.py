@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.hardware.rank_environment import under_mpi
+from weft.hardware.rank_environment import rank_info, under_mpi
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 
@@ -31,6 +31,19 @@ def compressed_experts_rule(job: Job, plan: Plan) -> str | None:
     return (
         f"comm.compression={job.comm.compression} acts on gradients that all data-parallel ranks sum, and "
         f"parallel.ep={plan.ep} gives each rank experts of its own; compression=none or ep=1 would work"
+    )
+
+
+def encryption_rule(job: Job, plan: Plan) -> str | None:
+    """Only Weft's own messages can be encrypted."""
+    here = rank_info()
+    one_machine = job.cluster.nodes == 1 and here.local_world == here.world
+    if not job.comm.encrypt or one_machine or plan.sync in ("server", "federated"):
+        return None
+    return (
+        "comm.encrypt=true encrypts the messages of parameter servers and federated clients, and the gradients of "
+        f"several nodes are sent by {plan.backend}, which cannot encrypt; comm.encrypt=false in a private network or "
+        "over WireGuard or IPsec, or train.sync=server:async would work"
     )
 
 

@@ -94,15 +94,17 @@ def _wrapped(words: Sequence[str], width: int) -> list[str]:
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 960, 66, 16, 44, 30, 5
 _STYLE = """
-.bg{fill:#ffffff}.ink{fill:#1c1e21}.soft{fill:#5c636b}.track{fill:#ecedef}.tick{stroke:#c9ccd0}
-text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
-.name{font-weight:600;font-size:15px}.on{fill:#14171a;font-size:12px;text-anchor:middle}
+.gantt text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
+.gantt .bg{fill:#ffffff}.gantt .ink{fill:#1c1e21}.gantt .soft{fill:#5c636b}.gantt .track{fill:#ecedef}
+.gantt .tick{stroke:#c9ccd0}.gantt .name{font-weight:600;font-size:15px}
+.gantt .on{fill:#14171a;font-size:12px;text-anchor:middle}
 @media (prefers-color-scheme:dark){
-.bg{fill:#1c1f24}.ink{fill:#e8eaed}.soft{fill:#a3abb3}.track{fill:#30353c}.tick{stroke:#565d66}}
+.gantt .bg{fill:#1c1f24}.gantt .ink{fill:#e8eaed}.gantt .soft{fill:#a3abb3}.gantt .track{fill:#30353c}
+.gantt .tick{stroke:#565d66}}
 """
 
 
-def gantt_svg(timeline: Timeline, title: str, until: float | None = None) -> str:
+def gantt_svg(timeline: Timeline, title: str, until: float | None = None, unit: str = "long") -> str:
     """An SVG for light and dark pages. `until` is the end of its axis, to compare several pictures."""
     ranks = len(timeline.idle)
     end = max(until or 0.0, timeline.length) or 1.0
@@ -110,12 +112,12 @@ def gantt_svg(timeline: Timeline, title: str, until: float | None = None) -> str
     bottom = _TOP + ranks * (_ROW + _GAP)
     height = bottom + 62
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
+        f'<svg class="gantt" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style>",
         f'<rect class="bg" width="{_WIDTH}" height="{height}" rx="8"/>',
         f'<text class="ink name" x="16" y="26">{html.escape(title)}</text>',
         f'<text class="soft" x="{_WIDTH - _RIGHT}" y="26" text-anchor="end">bubble {timeline.bubble:.1%}, '
-        f"{timeline.length:.4g} long</text>",
+        f"{timeline.length:.4g} {unit}</text>",
     ]
     for rank in range(ranks):
         y = _TOP + rank * (_ROW + _GAP)

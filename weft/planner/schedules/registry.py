@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 
+import numpy as np
+
 from weft.job.errors import JobError
 from weft.job.parallel import PIPELINE_SCHEDULES
 from weft.planner.plan import Plan
@@ -22,6 +24,9 @@ for _entry in SCHEDULES.values():
 
 SCHEDULE_NAMES: tuple[str, ...] = tuple(name for name, entry in SCHEDULES.items() if not entry.stands_for)
 """Schedules with action lists of their own; arrays of layouts refer to a schedule by its position here."""
+
+LAST_STAGE_ON_FIRST_RANK = np.array([SCHEDULES[name].last_stage_on_first_rank for name in SCHEDULE_NAMES])
+"""By the position of a schedule: whether stages go down the ranks and back up."""
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:

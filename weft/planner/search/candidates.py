@@ -114,6 +114,21 @@ class Layouts:
         return replace(known, **values, zero=int(self.zero[i]) or 3, sequence=bool(self.sequence[i]), split=())
 
 
+def distinct(*columns: Any) -> tuple[IntArray, IntArray]:
+    """First index of each combination of values in columns, and for each entry the position of its combination."""
+    _, first, position = np.unique(hashed(*columns), return_index=True, return_inverse=True)
+    return first, position.ravel()
+
+
+def hashed(*columns: Any) -> NDArray[np.uint64]:
+    """A 64-bit hash of each combination of values in columns."""
+    key = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        key = (key ^ np.asarray(column).astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        key ^= key >> np.uint64(29)
+    return key
+
+
 _CODED: dict[str, Callable[[], tuple[str, ...]]] = {
     "schedule": lambda: SCHEDULE_NAMES,
     "recompute": lambda: RECOMPUTES,
@@ -136,10 +151,10 @@ def _codes(plan: Plan) -> dict[str, Any]:
         name: getattr(plan, name) for name in _DEFAULTS if hasattr(plan, name) and name not in _CODED
     }
     codes["zero"] = plan.zero if plan.dp_shard > 1 else 0
-    said = {name: getattr(plan, name) for name in _CODED if hasattr(plan, name)}
-    said["schedule"] = resolve_name(plan.schedule, plan.virtual_stages)
-    if str(said["recompute"]).isdigit():  # a count of blocks
-        per_stage = -(-int(said["recompute"]) // plan.pp)
-        codes["recompute_blocks"], said["recompute"] = per_stage, "full"
-    said["compression"] = said["compression"].partition(":")[0]
-    return codes | {name: _CODED[name]().index(word) for name, word in said.items()}
+    names = {name: getattr(plan, name) for name in _CODED if hasattr(plan, name)}
+    names["schedule"] = resolve_name(plan.schedule, plan.virtual_stages)
+    if str(names["recompute"]).isdigit():  # a count of blocks
+        per_stage = -(-int(names["recompute"]) // plan.pp)
+        codes["recompute_blocks"], names["recompute"] = per_stage, "full"
+    names["compression"] = names["compression"].partition(":")[0]
+    return codes | {name: _CODED[name]().index(word) for name, word in names.items()}

@@ -1,7 +1,7 @@
 """Branch and bound over a space: the fastest layouts that fit, found exactly.
 
 Settings fall in two: coarse ones (degrees, ZeRO stage, microbatch) and fine ones (schedule, placement, recompute). For
-each coarse row the estimator itself gives a bound: no bubble, no messages between stages, no embedding and head beside
+each coarse row the estimator itself gives a bound: no bubble, no messages between stages, no embedding and head on
 a stage's blocks and nothing recomputed is never slower than any fine choice; as few waiting microbatches as a schedule
 allows and everything recomputed never needs more memory. Rows are opened from the lowest bound up, until the bound is
 above what was found.
@@ -9,8 +9,6 @@ above what was found.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.estimator import Estimator
+from weft.planner.memory.engine_memory import THREADS
 from weft.planner.memory.layout_group import SPLITS
 from weft.planner.model.facts import ModelFacts
 from weft.planner.schedules.registry import SCHEDULE_NAMES
@@ -30,11 +29,10 @@ from weft.planner.time.step import Estimates
 
 CHUNK = 32_768
 """Candidates estimated at once: their arrays stay in the cache."""
-FIRST_LAYOUTS, LAYOUTS_AT_ONCE = 128, 2048
+FIRST_LAYOUTS, LAYOUTS_AT_ONCE = 1024, 8192
 """Layouts whose memory is computed at first, and at most at once after that."""
-FIRST_ROWS, ROWS_AT_ONCE = 16, 128
+FIRST_ROWS, ROWS_AT_ONCE = 64, 2048
 """Coarse rows opened at first, and at once after that."""
-THREADS = min(2, os.cpu_count() or 1)
 BOUND_SLACK = 0.98
 """Bounds are lowered by this much, for rounding in the estimator's curves."""
 
@@ -56,7 +54,6 @@ class SearchResult:
     """Memory of the layout that needs least where none fits, else of the best."""
     smallest: Layouts
     """That layout."""
-    seconds: float
 
     def __len__(self) -> int:
         return len(self.layouts)
@@ -79,16 +76,13 @@ class LayoutSearch:
     """The coarse rows of a space with their bounds, computed once and searched under any conditions."""
 
     def __init__(self, space: Space, estimator: Estimator) -> None:
-        start = time.perf_counter()
         self.space, self.estimator = space, estimator
         self.rows = coarse(space)
         self.size = count(space, self.rows)
         self.times, self.peaks = _row_bounds(space, estimator, self.rows)
-        self.seconds = time.perf_counter() - start
 
     def find(self, top: int = 1, front: bool = False, fine: Space | None = None, **only: Any) -> SearchResult:
         """Search the rows whose settings are among `only` (such as tp=(1,)); `fine` narrows schedules and the like."""
-        start = time.perf_counter() - self.seconds
         space, estimator, rows, times, peaks = fine or self.space, self.estimator, self.rows, self.times, self.peaks
         if only:
             mask = np.logical_and.reduce([np.isin(rows[name], values) for name, values in only.items()])
@@ -109,16 +103,7 @@ class LayoutSearch:
         smallest, least = (
             (found[0].take([0]), float(found[2][0])) if len(found[0]) else _smallest(space, estimator, rows, peaks)
         )
-        return SearchResult(
-            space,
-            estimator,
-            *found,
-            size,
-            estimated,
-            least,
-            smallest,
-            time.perf_counter() - start,
-        )
+        return SearchResult(space, estimator, *found, size, estimated, least, smallest)
 
 
 def _none(rows: Columns) -> Columns:

@@ -12,33 +12,16 @@ import numpy as np
 from weft.job.compression import COMPRESSORS
 from weft.job.schema import Job
 from weft.planner.rules.arithmetic import divisors
+from weft.planner.rules.context_rules import has_short_window
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import (
     CP_STYLES,
     OFFLOADS,
-    PLACEMENTS,
     PRECISIONS,
     RECOMPUTES,
     IntArray,
     Layouts,
 )
-
-__all__ = [
-    "CP_STYLES",
-    "OFFLOADS",
-    "PLACEMENTS",
-    "PRECISIONS",
-    "RECOMPUTES",
-    "Columns",
-    "Layouts",
-    "Space",
-    "all_layouts",
-    "coarse",
-    "count",
-    "expand",
-    "job_space",
-    "layouts_of",
-]  # fmt: skip
 
 MAX_MICROBATCH_TOKENS = 65_536
 """Tokens in one microbatch of a rank beyond which a larger one gains nothing."""
@@ -61,6 +44,8 @@ class Space:
     seq_len: int
     parts: int
     """Embedding, blocks and head: the units that stages are made of."""
+    tp_parts: int | None = None
+    """The units where tp cuts layers in pairs; None: the same."""
     tp: tuple[int, ...] = (1,)
     cp: tuple[int, ...] = (1,)
     pp: tuple[int, ...] = (1,)
@@ -122,8 +107,14 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
     heads, kv = model.heads or 0, model.kv_heads or 0
     width = (model.ffn if not model.is_stack else model.dim) or 1
     layers = model.layers or 1
+    parts = layers if model.is_stack else layers + 2
     tp = [d for d in options if width % d == 0 and (not heads or (heads % d == 0 and kv % d == 0))]
-    cp = [d for d in options if d == 1 or (heads and seq % (2 * d) == 0 and seq // d >= MIN_CP_TOKENS and model.causal)]
+    whole = has_short_window(job)
+    cp = [
+        d
+        for d in options
+        if d == 1 or (heads and not whole and seq % (2 * d) == 0 and seq // d >= MIN_CP_TOKENS and model.causal)
+    ]
     experts = model.experts.count if model.experts else 0
     if experts:
         expert_width = (model.experts.ffn if model.experts else 0) or width
@@ -136,7 +127,8 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
         # these pass once through a block's backward, so a schedule that splits it is no choice (planner/rules/table.py)
         fixed["schedules"] = tuple((name, stages) for name, stages in _PIPELINES if not SCHEDULES[name].splits_backward)
     return Space(
-        **share, parts=layers + 2, tp=tuple(tp), cp=tuple(cp), pp=tuple(d for d in options if d <= layers + 2),
+        **share, parts=parts, tp_parts=-(-layers // 2) if model.is_stack else None, tp=tuple(tp), cp=tuple(cp),
+        pp=tuple(d for d in options if d <= parts),
         ep=tuple(d for d in options if experts % d == 0) if experts else (1,), heads=heads, kv_heads=kv,
         experts=experts, **fixed,
     )  # fmt: skip
@@ -190,7 +182,7 @@ def count(space: Space, rows: Columns) -> int:
     pipes = np.zeros(len(rows["pp"]), np.int64)
     for _, stages in space.schedules:
         for each in stages:
-            pipes += rows["pp"] * each <= space.parts
+            pipes += rows["pp"] * each <= _max_stages(space, rows)
     pipes = np.where(rows["pp"] > 1, pipes, 1)
     swaps = ("ulysses" in space.cp_style) & (space.kv_heads % np.maximum(rows["tp"] * rows["cp"], 1) == 0)
     pinned = len(space.cp_style) == 1
@@ -198,6 +190,10 @@ def count(space: Space, rows: Columns) -> int:
     far = (rows["pp"] > 1) & (rows["dp_shard"] * rows["dp_replicate"] > 1)
     places = np.where(far, len(space.placement), 1)
     return int((pipes * styles * places).sum()) * len(space.recompute)
+
+
+def _max_stages(space: Space, rows: Columns) -> IntArray:
+    return np.where(rows["tp"] > 1, space.tp_parts or space.parts, space.parts)
 
 
 def _degrees(space: Space) -> Columns:
@@ -270,7 +266,7 @@ def _schedules(space: Space, rows: Columns) -> Columns:
     parts = []
     for name, stages in space.schedules:
         for count in stages:
-            fits = ~plain & (rows["pp"] * count <= space.parts)
+            fits = ~plain & (rows["pp"] * count <= _max_stages(space, rows))
             part = _keep(rows, fits)
             size = len(part["pp"])
             code = SCHEDULE_NAMES.index(name)

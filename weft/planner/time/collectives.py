@@ -28,22 +28,15 @@ class Group:
     """Between two ranks in different groups of the innermost level."""
 
 
-def axis_groups(cluster: ClusterFacts, layouts: Layouts, cal: Calibration) -> dict[str, Group]:
-    """The group of every axis; `dp` is dp_shard × dp_replicate together."""
-    degree = {axis: getattr(layouts, axis) for axis in PLACEMENTS[0]}
-    out = {}
-    for axis in degree:
-        stride = np.ones(len(layouts))
-        for code, order in enumerate(PLACEMENTS):
-            below = np.ones(len(layouts))
-            for other in order[: order.index(axis)]:
-                below = below * degree[other]
-            stride = np.where(layouts.placement == code, below, stride)
-        out[axis] = rank_group(cluster, degree[axis], stride, cal)
-    out["dp"] = rank_group(cluster, layouts.dp, layouts.tp * layouts.cp, cal)
-    out["shard_cp"] = rank_group(cluster, layouts.dp_shard * layouts.cp, layouts.tp, cal)
-    out["ep"] = rank_group(cluster, layouts.ep, np.ones(len(layouts)), cal)
-    return out
+def axis_group(cluster: ClusterFacts, layouts: Layouts, axis: str, cal: Calibration) -> Group:
+    """The group of an axis of the mesh, of `ep`, or of all ranks (`everyone`)."""
+    if axis not in PLACEMENTS[0]:
+        return rank_group(cluster, layouts.ep if axis == "ep" else layouts.world, 1.0, cal)
+    strides = []
+    for order in PLACEMENTS:
+        nearer = [getattr(layouts, other) for other in order[: order.index(axis)]]
+        strides.append(np.prod([np.ones(len(layouts)), *nearer], axis=0))
+    return rank_group(cluster, getattr(layouts, axis), np.choose(layouts.placement, strides), cal)
 
 
 def rank_group(cluster: ClusterFacts, ranks: Size, stride: Size, cal: Calibration) -> Group:

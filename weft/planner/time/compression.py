@@ -148,9 +148,3 @@ def shard_bytes(
             cut["all_to_all"] += round(scatters * whole * per_number(_coded(here)))
             _halves(across, _coded(there), shard.padded, plan.dp_replicate)
     return cut, across if plan.dp_replicate > 1 else Counter()
-
-
-def residual_of(plan: Plan, shards: Iterable[ParamShard]) -> float:
-    """Bytes of a rank's residual: one value for each element of its compressed weights."""
-    residual = parse_compression(plan.compression).entry.residual
-    return residual * sum(p.whole for p in shards if is_compressed(plan, p.weight)) if plan.dp * plan.cp > 1 else 0.0

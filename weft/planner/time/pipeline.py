@@ -21,28 +21,26 @@ def stage_layers(layers: Size, stages: Size) -> tuple[Size, Size]:
 
 
 def step_time(
-    layouts: Layouts, layers: Size, forward: Size, backward: Size, head: Size, embedding: Size, send: Size
-) -> tuple[Size, Size]:
-    """Seconds from the first forward to the last backward, and the bubble of the busiest rank.
+    layouts: Layouts, layers: Size, largest_and_last: tuple[Size, Size], forward: Size, backward: Size, head: Size,
+    embedding: Size,
+) -> tuple[Size, Size]:  # fmt: skip
+    """Seconds from the first forward to the last backward without messages, and the bubble of the busiest rank.
 
-    `forward` and `backward` are one block's for one microbatch, `head` and `embedding` both passes, `send` one message
-    that is not hidden. A rank's own work, then what the schedule leaves it waiting while the pipeline fills and drains:
-    (pp − 1) of a stage's forward and backward for 1F1B, 1/v of that when interleaved (Narayanan et al. 2021), less the
-    weights' gradients under zero-bubble schedules (Qi et al. 2023).
+    `largest_and_last` are the blocks of those stages, `forward` and `backward` one block's for one microbatch, `head`
+    and `embedding` both passes. A rank's own work, then its idle time while the pipeline fills and drains: (pp − 1) of
+    a stage's forward and backward for 1F1B, 1/v of that when interleaved (Narayanan et al. 2021), less the weights'
+    gradients under zero-bubble schedules (Qi et al. 2023).
     """
     pp, v, count = layouts.pp, layouts.virtual_stages, layouts.accumulation
-    most, last = stage_layers(layers, pp * v)
+    most, last = largest_and_last
     block = forward + backward
-    middle = most * v * block
-    first = middle + embedding
-    end = ((v - 1) * most + last) * block + head
-    busiest = np.maximum(np.maximum(middle, first), end)
+    busiest = np.maximum(most * v * block + embedding, ((v - 1) * most + last) * block + head)
     alone = layers * block + head + embedding
     busiest = np.where(pp > 1, busiest, alone)
-    once = (alone - busiest) / v  # the other stages' passes of one microbatch, while this one waits
+    once = (alone - busiest) / v  # the other stages' passes of one microbatch, while this one is idle
     weight = backward / np.maximum(block, 1e-30) / 2
-    kept = [np.asarray(SCHEDULES[name].bubble(weight, count), float) + 0 * pp for name in SCHEDULE_NAMES]
-    wait = np.choose(layouts.schedule, kept)
-    bubble = np.where(pp > 1, np.maximum(once, 0) * wait, 0.0)
-    messages = np.where(pp > 1, 2 * send * (count * v + pp - 1), 0.0)
-    return count * busiest + bubble + messages, bubble
+    idle = np.zeros(len(layouts))
+    for code in np.unique(layouts.schedule):
+        idle = np.where(layouts.schedule == code, SCHEDULES[SCHEDULE_NAMES[code]].bubble(weight, count), idle)
+    bubble = np.where(pp > 1, np.maximum(once, 0) * idle, 0.0)
+    return count * busiest + bubble, bubble

@@ -24,7 +24,7 @@ from weft.planner.model.parameters import (
     stages_of,
 )
 from weft.planner.model.weight_table import Weight
-from weft.planner.plan import Plan
+from weft.planner.plan import AXES, Plan
 from weft.planner.schedules.actions import Schedule
 from weft.planner.schedules.registry import make_schedule
 from weft.planner.sync import exchange_bytes, one_replica
@@ -49,12 +49,6 @@ def compute_bytes(plan: Plan) -> int:
 def gradients_stay_low_precision(plan: Plan) -> bool:
     """Whether gradients stay in the compute dtype, where the backward pass left them: nothing is summed."""
     return plan.precision != "fp32" and plan.dp == plan.cp == plan.pp == plan.accumulation == 1
-
-
-def rank_shards(job: Job, plan: Plan, rank: int) -> list[list[ParamShard]]:
-    """What a rank holds of every weight, stage by stage."""
-    coords = coords_of(plan, rank)
-    return [param_shards(job.model, plan, s, coords) for s in stages_of(plan, coords["pp"])]
 
 
 def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> Traffic:
@@ -130,7 +124,7 @@ def _shards(
 
 
 def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
-    """Two regions of cut matrices a block, each entered and left; the embedding is left, the head entered."""
+    """Two regions of cut matrices in a block, each entered and left; the embedding is only left, the head entered."""
     model, times = job.model, plan.accumulation
     first, end, begins, ends = stage_range(model, plan, stage)
     blocks = end - first
@@ -154,7 +148,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
 
 
 def _mlp_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
-    """A pair of layers sums its output forward and the gradient of its input back; nobody wants that of the data."""
+    """A pair of layers sums its output forward and the gradient of its input backward, except that of the data."""
     first, end, begins, _ = stage_range(job.model, plan, stage)
     pairs = (job.model.layers or 0) // 2
     rows = sum(1 for i in range(first, end) if i < 2 * pairs and i % 2 == 1)
@@ -239,7 +233,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
             passes = 3.0
             if not shard.weight.unit:
                 tokens = samples * (1 if name == "head.weight" and model.is_classifier else seq)
-                passes = 2.0 if name == "embed.weight" else 3.0  # nobody wants the gradient of patches
+                passes = 2.0 if name == "embed.weight" else 3.0  # patches need no gradient
             else:
                 tokens = samples * seq
                 passes += 1.0 if plan.recompute == "full" and not name.endswith("mlp.down.weight") else 0.0
@@ -277,6 +271,22 @@ def communication_bytes(job: Job, plan: Plan, last: bool = False) -> dict[str, f
         for axis, kinds in traffic_of(job, inner, rank, at).items():
             out[axis] += share * sum(amount for kind, amount in kinds.items() if kind != "recv")
     return dict(out) | exchange_bytes(job, plan)
+
+
+AXIS_OF = {
+    "dp_shard_cp": "dp_shard", "dp_replicate_cp": "dp_replicate", "ep_near": "ep", "ep_far": "ep",
+    "ep_shard": "dp_shard", "expert_replicate": "dp_replicate", "server": "dp_replicate",
+}  # fmt: skip
+"""Axes under which the traffic of other groups of ranks is reported."""
+
+
+def axis_bytes(job: Job, plan: Plan) -> dict[str, float]:
+    """The sums of `communication_bytes` by axis of the layout, and `everyone` for all ranks."""
+    out = dict.fromkeys((*reversed(AXES[1:]), "ep", "pp"), 0.0)
+    for group, bytes_ in communication_bytes(job, plan).items():
+        axis = AXIS_OF.get(group, group)
+        out[axis] = out.get(axis, 0.0) + bytes_
+    return out
 
 
 def _approximate(job: Job, plan: Plan) -> dict[str, float]:

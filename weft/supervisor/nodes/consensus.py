@@ -15,7 +15,7 @@ whatever the network does.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -293,3 +293,18 @@ class Consensus:
         return (
             report is not None and self.decision.incarnations.get(str(node), report.incarnation) != report.incarnation
         )
+
+
+def keep_ranks_in_place(nodes: Sequence[int], slots: Mapping[int, int], before: Decision | None) -> list[int]:
+    """Order the nodes so that as many as possible keep their ranks."""
+    if before is None or len(set(slots.values())) > 1:
+        return list(nodes)
+    size = next(iter(slots.values()))
+    copied = {
+        assignment.first // size: assignment.node
+        for assignment in before.assignments
+        if assignment.node in nodes and assignment.first % size == 0
+    }
+    copied = {position: node for position, node in copied.items() if position < len(nodes)}
+    rest = [node for node in nodes if node not in copied.values()]
+    return [copied[position] if position in copied else rest.pop(0) for position in range(len(nodes))]

@@ -87,10 +87,10 @@ class Membership:
             decision = self.consensus.decision
             if decision is None:
                 return None
-            told = [
+            others = [
                 r for n, r in self.consensus.reports.items() if n in decision.nodes and r.attempt == decision.number
             ]
-            return next((r.code for r in told if r.state == ENDED), None)
+            return next((r.code for r in others if r.state == ENDED), None)
 
     def lease_until(self) -> float:
         """Until when (time.monotonic) this node may commit."""
@@ -233,13 +233,13 @@ class Membership:
             time.sleep(REPORT_INTERVAL_S)
 
     def _send_reports(self, channel: Channel) -> None:
-        told = -1
+        sent = -1
         while not self._closed:
             with self._changed:
                 report, decision = self.consensus.update(time.monotonic()), self.consensus.decision
             message: Message = {"report": report.to_json()}
-            if decision is not None and decision.number != told:
-                message["decision"], told = decision.to_json(), decision.number
+            if decision is not None and decision.number != sent:
+                message["decision"], sent = decision.to_json(), decision.number
             channel.send(message, timeout_s=self.consensus.lost_s)
             with self._changed:
                 self._changed.wait(REPORT_INTERVAL_S)

@@ -9,11 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from weft.checkpoint.snapshot_replication import ReplicaSender, ReplicaStore, ReplicationRequest, survives_node_loss
 from weft.hardware.network import GLOO, NCCL, interfaces
+from weft.job.compression import parse_compression
 from weft.job.errors import Exit, WeftError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
@@ -21,7 +22,7 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.diagnosis import FaultReport
 from weft.supervisor.local_ranks import CLEAN_EXITS, die_with_parent
-from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report
+from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report, keep_ranks_in_place
 from weft.supervisor.nodes.membership import Membership, incarnations
 from weft.supervisor.nodes.node_address import NodeAddress
 from weft.supervisor.process_name import set_process_name
@@ -50,8 +51,8 @@ class NodeSupervisor(Supervisor):
         self, run: RunDir, folder: Path, board: StatusBoard, job: Job, plan: Plan, place: NodeAddress, slots: int
     ):
         super().__init__(run, folder, board, job.resilience, plan)
-        self.copying = True
-        """Whether nodes hold copies of one another's snapshots."""
+        self.copying, self.own_only = True, False
+        """Whether nodes hold replicas of one another's snapshots, and only of what no other rank holds."""
         self.job, self.place, self.slots = job, place, slots
         self.free: list[int] | None = None
         """Slots that wait for the next attempt; None while an attempt runs."""
@@ -113,12 +114,12 @@ class NodeSupervisor(Supervisor):
         if self.free is not None:
             return None
         ranks = [records[slot] for slot in self.attempt.ranks.values()]
-        died = any(r.deaths > self.attempt.deaths[r.slot] for r in ranks)
+        exited = any(r.deaths > self.attempt.deaths[r.slot] for r in ranks)
         back = [r for r in ranks if r.phase == "waiting" and r.attempt == self.attempt.number]
         step = max((r.step for r in ranks), default=self.committed)
-        if self.board["pause"] == self.attempt.number and not died:
+        if self.board["pause"] == self.attempt.number and not exited:
             return FaultReport("grow", None, "others join", step) if len(back) == len(ranks) else None
-        if back and not died:  # it lost a connection to a rank of another node
+        if back and not exited:  # it lost a connection to a rank of another node
             return FaultReport("elsewhere", None, self.nodes.trouble() or "a rank of another node has exited", step)
         if why := self.nodes.trouble():
             return FaultReport("elsewhere", None, why, step)
@@ -141,19 +142,19 @@ class NodeSupervisor(Supervisor):
         self.blameless = self.blameless if self.blameless is not None and now - self.blameless < 10 else now
         return found if now - self.blameless > OTHER_NODES_WAIT_S else None
 
-    def tell(self, fault: FaultReport) -> None:
+    def log_fault(self, fault: FaultReport) -> None:
         """Faults of another node are logged there; a lost node is logged by the leader."""
         if fault.kind == "elsewhere":
             log(f"node {self.place.node}: {fault.why}; its ranks stop")
         elif fault.kind != "grow":
-            super().tell(fault)
+            super().log_fault(fault)
 
     def next(self, back: dict[int, int]) -> None:
         """The ranks of this node have stopped: agree on the next attempt with the other nodes."""
         self.free = sorted(back.values())
         fault = self.open[0]
-        who = "" if fault.rank is None else f"rank {fault.rank} "
-        self.nodes.halt("" if fault.kind == "elsewhere" else f"{who}{fault.why}")
+        subject = "" if fault.rank is None else f"rank {fault.rank} "
+        self.nodes.halt("" if fault.kind == "elsewhere" else f"{subject}{fault.why}")
 
     def wait_for_others(self) -> int | None:
         decision, now = self.nodes.decision, time.monotonic()
@@ -176,8 +177,8 @@ class NodeSupervisor(Supervisor):
             self.left_out = now
             if self.nodes.consensus.newest:  # otherwise only its supervisor was replaced
                 self.note("the others continued without it; it waits to rejoin")
-        told = (*(r.code for r in self.nodes.consensus.reports.values()), self.nodes.ended())
-        if over := [code for code in told if code is not None]:
+        codes = (*(r.code for r in self.nodes.consensus.reports.values()), self.nodes.ended())
+        if over := [code for code in codes if code is not None]:
             return self.end(over[0], [])
         if now - self.left_out > self.settings.gather_s:
             words = f"node {self.place.node} could not rejoin within {self.settings.gather_s:g} s"
@@ -235,9 +236,9 @@ class NodeSupervisor(Supervisor):
         if (ranks := self.slots_for(range(assignment.first, assignment.first + assignment.ranks))) is None:
             return
         self.plan = Plan.from_json(decision.given["plan"])
-        self.copying = not survives_node_loss(
-            self.plan, [range(s.first, s.first + s.ranks) for s in decision.assignments]
-        )
+        nodes = [range(s.first, s.first + s.ranks) for s in decision.assignments]
+        self.own_only = survives_node_loss(self.plan, nodes)
+        self.copying = not self.own_only or parse_compression(self.plan.compression).entry.residual > 0
         if leads:
             self.store_server.open(decision.number)
             _write_plan(self.run, self.plan)
@@ -262,13 +263,13 @@ class NodeSupervisor(Supervisor):
         A process cannot change its rank: torch caches the coordinates of a mesh of the same shape.
         """
         records = {r.slot: r for r in self.board.records()}
-        lives = {slot: r.rank for slot, r in records.items() if r.rank >= 0 and r.phase != "gone"}
-        placed = {rank: slot for slot, rank in lives.items() if rank in ranks}
-        unfit = [slot for slot in lives if slot not in placed.values()]
-        for slot in unfit:
+        alive = {slot: r.rank for slot, r in records.items() if r.rank >= 0 and r.phase != "gone"}
+        placed = {rank: slot for slot, rank in alive.items() if rank in ranks}
+        unusable = [slot for slot in alive if slot not in placed.values()]
+        for slot in unusable:
             kill(records[slot].pid)
-        if unfit or self.ending:  # the manager counts an exit shortly after the phase shows it
-            self.ending = bool(unfit)
+        if unusable or self.ending:  # the manager counts an exit shortly after the phase shows it
+            self.ending = bool(unusable)
             return None
         order = {"spare": 0, "start": 1, "gone": 2}
         fresh = sorted(records.keys() - placed.values(), key=lambda slot: order.get(records[slot].phase, 3))
@@ -301,7 +302,7 @@ class NodeSupervisor(Supervisor):
         found, target = self.nodes.neighbour(), self.nodes.copies()[1]
         if self.free is not None or not self.attempt.ranks or not target or found is None:
             return None
-        return ReplicationRequest(self.attempt.number, frozenset(self.attempt.ranks), *found, target)
+        return ReplicationRequest(self.attempt.number, frozenset(self.attempt.ranks), *found, target, self.own_only)
 
     def end(self, code: int, lines: list[str]) -> int:
         """Report the end to the other nodes and wait briefly for their acknowledgement."""
@@ -313,21 +314,6 @@ class NodeSupervisor(Supervisor):
         self.closed = True
         self.nodes.close()
         return super().end(code, lines)
-
-
-def keep_ranks_in_place(nodes: Sequence[int], slots: Mapping[int, int], before: Decision | None) -> list[int]:
-    """Order the nodes so that as many as possible keep their ranks."""
-    if before is None or len(set(slots.values())) > 1:
-        return list(nodes)
-    size = next(iter(slots.values()))
-    copied = {
-        assignment.first // size: assignment.node
-        for assignment in before.assignments
-        if assignment.node in nodes and assignment.first % size == 0
-    }
-    copied = {position: node for position, node in copied.items() if position < len(nodes)}
-    rest = [node for node in nodes if node not in copied.values()]
-    return [copied[position] if position in copied else rest.pop(0) for position in range(len(nodes))]
 
 
 def _write_plan(run: RunDir, plan: Plan) -> None:

@@ -29,7 +29,7 @@ def coordinates(plan: Plan, rank: int) -> dict[str, int]:
     return place
 
 
-def mesh_figure(data: dict[str, Any]) -> Figure | None:
+def mesh_figure(data: dict[str, Any]) -> Figure:
     """One cell a device, one row a node; the colour is the stage, or the shard or replica without a pipeline."""
     plan = Plan.from_json(data)
     nodes, each = plan.nodes, max(1, plan.world // plan.nodes)

@@ -1,4 +1,4 @@
-"""The figure of which rank holds which slice of each parameter, and the mesh as a table."""
+"""The figure of which rank holds which slice of each parameter."""
 
 from __future__ import annotations
 
@@ -182,40 +182,6 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             runs.append([n, n])
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
-
-
-def mesh_picture(slices: Slices) -> str:
-    """The mesh as small tables: innermost axis across, the next one down, one table for each place on the others."""
-    axes = [a for a, n in slices.axes.items() if n > 1] or list(slices.axes)[-1:]
-    if not axes or not all(set(axes) <= set(c) for c in slices.ranks.values()):
-        return ""
-    place = {tuple(c[a] for a in axes): rank for rank, c in slices.ranks.items()}
-    grids: dict[tuple[int, ...], dict[tuple[int, ...], dict[int, int]]] = {}
-    for key, rank in sorted(place.items())[:MAX_RANKS]:
-        grids.setdefault(key[:-2], {}).setdefault(key[-2:-1], {})[key[-1]] = rank
-    drawn = "".join(_grid(axes, outer, rows) for outer, rows in grids.items())
-    left = len(place) - MAX_RANKS
-    more = f'<p class="caption">{left} more ranks are left out.</p>' if left > 0 else ""
-    return f'<div class="scroll grids">{drawn}</div>{more}'
-
-
-def _grid(axes: list[str], outer: tuple[int, ...], rows: dict[tuple[int, ...], dict[int, int]]) -> str:
-    columns = sorted({i for row in rows.values() for i in row})
-    corner = ", ".join(_place(a, i) for a, i in zip(axes, outer, strict=False))
-    head = "".join(f"<th>{_place(axes[-1], i)}</th>" for i in columns)
-    body = []
-    for down, cells in rows.items():
-        name = _place(axes[-2], down[0]) if down else ""
-        body.append(f"<tr><th>{name}</th>{''.join(f'<td>{_cell(cells.get(i))}</td>' for i in columns)}</tr>")
-    return f'<table class="mesh"><tr><th class="corner">{corner}</th>{head}</tr>{"".join(body)}</table>'
-
-
-def _place(axis: str, index: int) -> str:
-    return f"{html.escape(axis)} {index}"
-
-
-def _cell(rank: int | None) -> str:
-    return f"rank <b>{rank}</b>" if rank is not None else "–"
 
 
 def _heatmap(ranks: list[int], z: list[list[int | None]], text: list[list[str]], most: int) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.comm.axis import Axis
-from weft.comm.codecs import Agree, Codec, RoundingNoise, encode_sum, sum_of
+from weft.comm.compression.codec_base import Agree, Codec, RoundingNoise
+from weft.comm.shards import on_flat
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -72,7 +73,7 @@ def _exchange(
 def scatter_sum(axis: Axis, codec: Codec, x: Tensor, rounding: RoundingNoise | None) -> tuple[Tensor, Tensor | None]:
     """A reduce-scatter: of x, [ranks, n], rank i gets the sum of all ranks' x[i]; its own row is not encoded."""
     received, error = run_to_end(_exchange(axis, codec, x, rounding))
-    return sum_of(codec, received, x.shape[1]).add_(x[axis.rank]), error
+    return codec.sum_of(received, x.shape[1]).add_(x[axis.rank]), error
 
 
 def gather_encoded(axis: Axis, codec: Codec, x: Tensor, rounding: RoundingNoise | None) -> tuple[Tensor, Tensor | None]:
@@ -102,14 +103,13 @@ def summing(
         gathered, pending = axis.start_gather(payload)
         yield
         pending.wait()
-        total = sum_of(codec, gathered, n)
+        total = codec.sum_of(gathered, n)
         return x.copy_(total) if in_place else total, left
     whole = n % axis.size == 0
     halves = (x if whole else functional.pad(x, (0, -n % axis.size))).view(axis.size, -1)
     received, error = yield from _exchange(axis, codec, halves, rounding)
-    payload = encode_sum(
-        codec, received, halves[axis.rank], rounding, agree, None if error is None else error[axis.rank]
-    )
+    missing = None if error is None else error[axis.rank]
+    payload = codec.encode_sum(received, halves[axis.rank], rounding, agree, missing)
     gathered, pending = axis.start_gather(payload)
     yield
     pending.wait()
@@ -146,15 +146,9 @@ def _product(columns: Tensor, rows: Tensor) -> Tensor:
 
 def _from_first(axes: Sequence[Axis], parts: list[Tensor]) -> list[Tensor]:
     """The tensors of the first rank: each rank's own may differ in the last bit."""
-    flat = torch.cat([p.reshape(-1) for p in parts])
-    for axis in axes:
-        axis.broadcast(flat, 0)
-    return [s.view_as(p) for s, p in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
+    return on_flat(parts, lambda flat: [axis.broadcast(flat, 0) for axis in axes])
 
 
 def _summed(axes: Sequence[Axis], parts: list[Tensor]) -> list[Tensor]:
     """The sums of small tensors over all ranks of some axes, in one message an axis."""
-    flat = torch.cat([p.reshape(-1) for p in parts])
-    for axis in axes:
-        axis.all_reduce(flat)
-    return [s.view_as(p) for s, p in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
+    return on_flat(parts, lambda flat: [axis.all_reduce(flat) for axis in axes])

@@ -1,17 +1,17 @@
-"""The private torch operations on lists of tensors still do what weft/optim/foreach_internals.py says."""
+"""The private torch operations on lists of tensors still do what weft/comm/foreach_internals.py says."""
 
 from __future__ import annotations
 
 import torch
 
-from weft.optim import foreach_internals as internals
+from weft.comm import foreach_internals as internals
 
 
 def test_operations_on_lists() -> None:
     some = [torch.ones(2), torch.full((3,), 2.0)]
     internals.foreach_add_(some, torch.tensor(1.0))
     internals.foreach_mul_(some, torch.tensor(2.0))
-    moved = "torch changed a _foreach operation: adapt weft/optim/foreach_internals.py"
+    moved = "torch changed a _foreach operation: adapt weft/comm/foreach_internals.py"
     assert [t[0].item() for t in some] == [4.0, 6.0], moved
     internals.foreach_lerp_(some, [torch.zeros(2), torch.zeros(3)], 0.5)
     assert [t[0].item() for t in some] == [2.0, 3.0], moved

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.comm.adaptive import (
+from weft.comm.compression.adaptive import (
     LEVELS,
     LOOKS_BEFORE_LOWERING,
     WARY_LOOKS,

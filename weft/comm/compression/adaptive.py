@@ -18,8 +18,9 @@ from torch import Tensor
 
 from weft.comm.axis import Axis, Pending
 from weft.comm.background import Done
-from weft.comm.codecs import RoundingNoise, codecs_of
-from weft.comm.compressed_sum import sum_all
+from weft.comm.compression.codec_base import RoundingNoise
+from weft.comm.compression.codecs import codecs_of
+from weft.comm.compression.compressed_sum import sum_all
 from weft.job.compression import parse_compression
 
 LEVELS = ("none", "bf16", "int8", "int4", "topk:0.04")
@@ -140,8 +141,8 @@ class AdaptiveChoice:
             return None
         plain, chosen = (sum(row[r] for row, r in zip(table, some, strict=True)) for some in (self.none, self.levels))
         return (
-            f"{_link(figures)}, uncompressed gradients would travel for {plain:.2f} s, these for {chosen:.2f} s; how "
-            "long a step computes is not known yet"
+            f"{_link(figures)}, uncompressed gradients would travel for {plain:.2f} s, these for {chosen:.2f} s; the "
+            "computation time of a step is not known yet"
         )
 
     @property

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.comm.codecs import Codec, Integers, Largest, Signs, codecs_of
-from weft.comm.compression_warmup import codec_at, fit_basis
+from weft.comm.compression.codec_base import Codec
+from weft.comm.compression.codecs import Signs, codecs_of
+from weft.comm.compression.integer_codec import Integers
+from weft.comm.compression.sparse_codec import Largest
+from weft.comm.compression.warmup import codec_at, fit_basis
 from weft.job import parse_job
 from weft.job.compression import parse_compression
 from weft.planner import make_plan

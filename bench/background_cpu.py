@@ -1,10 +1,9 @@
-"""What a run takes beside its steps: processor time and wake-ups of every process and thread that does not train.
+"""Processor time and wake-ups of every process and thread of a run that does not train.
 
-    python bench/beside.py [--steps 40] [--root .]
+    python bench/background_cpu.py [--steps 40] [--root .]
 
-The run of bench/overhead.py, two ranks that leave no core free. Counts come from the kernel (/proc), of some steps: how
-busy the machine is with other things changes how long these take, and the counts of a second hardly. `--root` names
-another checkout, to set two versions beside each other.
+Two ranks that leave no core free, as in bench/overhead.py. Counts come from the kernel (/proc) and are rates, which
+depend little on the load of the machine. `--root` names another checkout, to compare two versions.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from overhead import BATCH, MODEL, ROOT, SEQ, WARM
+from overhead import BATCH, MODEL, ROOT, SEQ, WARMUP_STEPS
 
-NAMES = {"weft.supervisor.supervisor": "supervisor", "weft.training.supervised_rank": "member", "-m weft": "manager"}
+NAMES = {"weft.supervisor.supervisor": "supervisor", "weft.training.supervised_rank": "rank", "-m weft": "manager"}
 
 
 class Used(NamedTuple):
@@ -74,7 +73,7 @@ def main() -> None:
                 time.sleep(0.05)
             return threads_of(run)
 
-        before, began = after(WARM), time.monotonic()
+        before, began = after(WARMUP_STEPS), time.monotonic()
         then, seconds = after(args.steps - 2), time.monotonic() - began
         run.wait()
     rows = []

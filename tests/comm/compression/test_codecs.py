@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.comm.codecs import Codec, Largest, RoundingNoise, codecs_of, sum_of
+from weft.comm.compression.codec_base import Codec, RoundingNoise
+from weft.comm.compression.codecs import codecs_of
+from weft.comm.compression.sparse_codec import Largest
 from weft.job.compression import parse_compression
 from weft.launch.rank_pool import RankPool
 
@@ -50,7 +52,7 @@ def test_round_trip_error_and_size(name: str, seed: int, rows: int, n: int, size
     assert (back - x).norm() <= x.norm() * (1 + 1e-5)
     if name in UNBIASED:
         assert bool(((back - x).abs().amax(1) <= 1.01 * UNBIASED[name] * x.abs().amax(1)).all())
-    assert torch.allclose(sum_of(c, payload, n), back.sum(0), rtol=1e-5, atol=1e-5 * float(x.abs().max()))
+    assert torch.allclose(c.sum_of(payload, n), back.sum(0), rtol=1e-5, atol=1e-5 * float(x.abs().max()))
 
 
 @pytest.mark.parametrize("name", UNBIASED)
@@ -92,7 +94,7 @@ def test_extremes(name: str) -> None:
         assert bool(torch.isfinite(back[0]).all()) and not bool(torch.isfinite(back[1]).all())
     assert c.decode(c.encode(torch.zeros(2, 300), rounding, alone), 300).count_nonzero() == 0
     large = torch.full((4, 300), 3e37)  # fp16 ends at 65504; four of these still fit into fp32
-    assert torch.allclose(sum_of(c, c.encode(large, rounding, alone), 300).max(), torch.tensor(1.2e38), rtol=0.02)
+    assert torch.allclose(c.sum_of(c.encode(large, rounding, alone), 300).max(), torch.tensor(1.2e38), rtol=0.02)
 
 
 def test_topk_selects_the_largest() -> None:

@@ -6,14 +6,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from weft.comm.codecs import Codec, Largest, Signs, codecs_of
+from weft.comm.compression.codec_base import Codec
+from weft.comm.compression.codecs import Signs, codecs_of
+from weft.comm.compression.sparse_codec import Largest
 from weft.job.compression import Compression
-from weft.planner.time.compression_warmup import (
-    RAMP_FACTOR,
-    WARMUP_COMPRESSION,
-    share_at,
-    sparse_waits,
-)
+from weft.planner.time.compression_warmup import RAMP_FACTOR, WARMUP_COMPRESSION, share_at, sparse_waits
 
 INT8 = codecs_of(WARMUP_COMPRESSION).gradients
 _MIDDLE = codecs_of(Compression("int4")).gradients

@@ -1,0 +1,106 @@
+"""Encrypted messages: nothing readable on the network, and only processes with the run's secret."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from helpers.command import DEADLINE_S
+
+from weft.job import apply_overrides, parse_job
+from weft.job.errors import JobError, MachineError
+from weft.planner import check, make_plan
+from weft.wire import channel as wire
+from weft.wire import tls
+from weft.wire.channel import Channel, WireError, open_channel
+from weft.wire.listener import Listener
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+TEXT = "weights that must not be readable"
+
+
+def echo(channel: Channel) -> None:
+    while True:
+        channel.send(*channel.receive(DEADLINE_S, blob_limit=1 << 22))
+
+
+@pytest.fixture
+def encrypted() -> Iterator[Listener]:
+    made = Listener(SECRET, echo, lambda text: None, encrypt=True)
+    yield made
+    made.close()
+
+
+def recorded(target: tuple[str, int], encrypt: bool) -> bytes:
+    """All bytes of a connection to a listener, in both directions, recorded by a relay."""
+    seen, relay = bytearray(), socket.create_server(("127.0.0.1", 0))
+
+    def copy(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # a side has closed
+            while part := source.recv(1 << 16):
+                seen.extend(part)
+                sink.sendall(part)
+            sink.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        near, far = relay.accept()[0], socket.create_connection(target)
+        with near, far:
+            back = threading.Thread(target=copy, args=(far, near))
+            back.start()
+            copy(near, far)
+            back.join()
+
+    between = threading.Thread(target=serve)
+    between.start()
+    channel = open_channel(relay.getsockname(), SECRET, encrypt=encrypt)
+    blob = TEXT.encode() * 50_000
+    channel.send({"text": TEXT}, blob)
+    assert channel.receive(DEADLINE_S, 1 << 22) == ({"text": TEXT}, blob)
+    channel.close()
+    between.join()
+    relay.close()
+    return bytes(seen)
+
+
+def test_encrypted_messages_cannot_be_read(encrypted: Listener) -> None:
+    seen = recorded(encrypted.address, encrypt=True)
+    assert len(seen) > 100_000 and TEXT.encode() not in seen and b"weft" not in seen
+    plain = Listener(SECRET, echo, lambda text: None)
+    assert TEXT.encode() in recorded(plain.address, encrypt=False)
+    plain.close()
+
+
+def test_encrypted_listener_needs_the_secret(encrypted: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WireError):
+        open_channel(encrypted.address, os.urandom(32), encrypt=True)
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.5)
+    with pytest.raises(WireError):  # a client without TLS
+        open_channel(encrypted.address, SECRET)
+    assert open_channel(encrypted.address, SECRET, encrypt=True).peer == "127.0.0.1"
+
+
+def test_one_certificate_a_run() -> None:
+    """Every process derives the same certificate from the secret, and no other run has it."""
+    assert tls._certificate(SECRET) == tls._certificate(SECRET)
+    assert tls._certificate(SECRET) != tls._certificate(SECRET[::-1])
+
+
+def test_encryption_that_is_not_possible_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = {"name": "x", "model": {"shape": "tiny"}, "cluster": {"device": "h100-sxm", "nodes": 2}}
+    with pytest.raises(JobError, match=r"nccl, which cannot encrypt; .*WireGuard or IPsec.* would work"):
+        check(*make_plan(parse_job(apply_overrides(raw, ["comm.encrypt=true"]))))
+    alone = parse_job(apply_overrides(raw, ["comm.encrypt=true", "cluster.nodes=1", "cluster.device=cpu"]))
+    check(*make_plan(alone, 2))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(JobError, match="gloo, which cannot encrypt"):
+        check(*make_plan(alone, 2))
+    monkeypatch.setattr(tls.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        MachineError, match=r"comm.encrypt needs the package cryptography: pip install 'weft\[encrypt\]'"
+    ):
+        tls.check_tls_package()

@@ -1,0 +1,103 @@
+"""Time of one block for one microbatch: its compute, the communication inside it, and the host that launches it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.planner.calibration import Calibration
+from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
+from weft.planner.search.candidates import CP_STYLES, Layouts
+from weft.planner.time import collectives as links
+from weft.planner.time.compute import compute_time
+
+PROFILE_WIDTH = 0.25
+"""Width, in doublings of a shape's sides, of the kernel that interpolates measured blocks."""
+SLOW_KERNEL_LAUNCHES = 1.3
+"""Host time of a block whose attention scores use the slower kernels, over one with fast kernels."""
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """Seconds of one block for one microbatch, and of what is outside the blocks."""
+
+    forward: Size
+    backward: Size
+    """Without recompute."""
+    again: Size
+    """What selective recompute repeats; full recompute repeats `forward`."""
+    gpu_forward: Size
+    """Forward without waiting for the host."""
+    gpu_backward: Size
+    gpu_again: Size
+    tp: Size
+    """Exposed tensor-parallel communication of one pass."""
+    cp_forward: Size
+    cp_backward: Size
+    ep: Size
+    head: Size
+    """Both passes."""
+    embedding: Size
+    row_bytes: Size
+    """Bytes of the residual stream."""
+
+    @classmethod
+    def columns(cls, layouts: Layouts) -> tuple[Size, ...]:
+        """The settings that a block's time depends on."""
+        return (
+            layouts.microbatch, layouts.tp, layouts.sequence, layouts.cp, layouts.cp_style, layouts.ep,
+            layouts.precision,
+        )  # fmt: skip
+
+
+def exposed(communication: Size, window: Size, overlap: float) -> Size:
+    """Communication that is not hidden behind `window` seconds of compute."""
+    return communication - overlap * np.minimum(communication, window)
+
+
+def _smooth_max(a: Size, b: Size, power: float) -> Size:
+    """A smooth maximum."""
+    top = np.maximum(np.maximum(a, b), 1e-30)
+    return top * ((a / top) ** power + (b / top) ** power) ** (1 / power)
+
+
+def _profiled(cal: Calibration, tokens: Size, dim: Size, tp: Size) -> Size:
+    """Ratio of measured to computed time for similar measured shapes; 1 where there are none."""
+    points = np.log2(np.array(cal.profile))
+    here = np.stack(np.broadcast_arrays(np.log2(tokens), np.log2(dim), np.log2(tp)), axis=-1)
+    near = np.exp(-(((here[:, None, :] - points[None, :, :3]) / PROFILE_WIDTH) ** 2).sum(-1) / 2)
+    return np.exp2(near @ points[:, 3] / (near.sum(-1) + 0.02))
+
+
+def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibration) -> BlockTime:
+    w = compute_time(model, cluster, layouts, cal)
+    ones = np.ones(len(layouts))
+    tokens = layouts.microbatch * model.seq_len / layouts.cp
+    size = np.where(layouts.precision == 0, 4.0, 2.0)
+    row = tokens * model.dim * size
+    # tensor parallel: two sums forward and two backward, as large as the residual stream
+    tp = 2 * links.all_reduce_time(links.rank_group(cluster, layouts.tp, ones, cal), row) * (1 - cal.overlap_tp)
+    # context parallel: keys and values go round a ring, or heads are exchanged
+    near = links.rank_group(cluster, layouts.cp, layouts.tp, cal)
+    ring = (layouts.cp - 1) * links.send_time(near, 2 * tokens * model.kv_width / layouts.tp * size)
+    swap = links.all_to_all_time(near, tokens * (2 * model.q_width + 2 * model.kv_width) / layouts.tp * size)
+    cp = np.where(layouts.cp > 1, np.where(layouts.cp_style == CP_STYLES.index("ring"), ring, swap), 0.0)
+    cp_f, cp_b = exposed(cp, w.attention, cal.overlap_cp), exposed(2 * cp, 2.5 * w.attention, cal.overlap_cp)
+    # expert parallel: tokens go to their experts and back
+    share = model.moe_layers / model.layers
+    routed = tokens / layouts.tp * model.top_k * model.dim * size
+    experts = links.all_to_all_time(links.rank_group(cluster, layouts.ep, ones, cal), routed, model.top_k)
+    ep = share * 2 * experts * (1 - cal.overlap_ep)
+    host = cal.host_us * 1e-6 + share * cal.host_moe_us * 1e-6 * np.maximum(model.experts, 1) / layouts.ep
+    if cal.score_batch:
+        odd = np.mod(layouts.microbatch * model.heads / layouts.tp, cal.score_batch) != 0
+        host = host * np.where(odd, SLOW_KERNEL_LAUNCHES, 1.0)
+    gpu_f, gpu_b = w.forward + tp + cp_f + ep, w.backward + tp + cp_b + ep
+    ratio = _profiled(cal, tokens, model.dim, layouts.tp) if cal.profile else 1.0
+    return BlockTime(
+        forward=_smooth_max(gpu_f, host, cal.host_blend) * ratio,
+        backward=_smooth_max(gpu_b, host * cal.host_backward, cal.host_blend) * ratio,
+        again=w.inner * ratio, gpu_forward=gpu_f, gpu_backward=gpu_b, gpu_again=w.inner, tp=tp, cp_forward=cp_f,
+        cp_backward=cp_b, ep=ep, head=w.head_forward + w.head_backward, embedding=w.embedding, row_bytes=row,
+    )  # fmt: skip
