@@ -26,7 +26,7 @@ from weft.planner.model.parameters import coords_of
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, hashed
 
-TRACED_AT_ONCE = 8192
+TRACED_AT_ONCE = 4096
 """Layouts traced at once: their arrays stay in the cache."""
 THREADS = min(2, os.cpu_count() or 1)
 """Threads that trace many layouts; numpy works on large arrays without Python's lock."""

@@ -29,7 +29,7 @@ from weft.planner.time.step import Estimates
 
 CHUNK = 32_768
 """Candidates estimated at once: their arrays stay in the cache."""
-FIRST_LAYOUTS, LAYOUTS_AT_ONCE = 1024, 8192
+FIRST_LAYOUTS, LAYOUTS_AT_ONCE = 1024, 65_536
 """Layouts whose memory is computed at first, and at most at once after that."""
 FIRST_ROWS, ROWS_AT_ONCE = 64, 2048
 """Coarse rows opened at first, and at once after that."""
@@ -191,7 +191,7 @@ def _by_speed(times: NDArray[np.float64], kept: BestLayouts) -> Iterator[IntArra
     while at < len(order) and times[order[at]] <= kept.horizon:
         some = order[at : at + size]
         yield some[times[some] <= kept.horizon]
-        at, size = at + size, min(2 * size, LAYOUTS_AT_ONCE)
+        at, size = at + size, min(4 * size, LAYOUTS_AT_ONCE)
 
 
 def _some_blocks(
