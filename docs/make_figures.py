@@ -37,6 +37,14 @@ def faults() -> str:
     )
 
 
+def pretrained_families() -> str:
+    """The families of published checkpoints that Weft reads and writes."""
+    from weft.pretrained.registry import PRETRAINED
+
+    rows = [f"| {family.help} | `{family.name}` | `{family.architecture}` |" for family in PRETRAINED]
+    return "\n".join(["| models | model_type | class of transformers |", "|---|---|---|", *rows])
+
+
 def command(*arguments: str, first: bool = False) -> str:
     """The output of a weft command without the line that depends on this machine's speed; or its first part."""
     done = subprocess.run(
@@ -176,6 +184,7 @@ def own_runs_fp8() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "faults": faults,
+    "pretrained families": pretrained_families,
     "plan 70b": plan_70b,
     "plan seven": plan_seven,
     "layouts 8b": layouts_8b,

@@ -19,6 +19,7 @@ _MODULES = {
     "save": "weft.checkpoint.save_load",
     "load": "weft.checkpoint.save_load",
     "train": "weft.launch.train",
+    "from_hf": "weft.pretrained.reader",
 }
 
 __all__ = [*_MODULES]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.data.batch_shares import BatchShares, divide_samples
-from weft.guards.straggler_detection import StepTimes
+from weft.guards.straggler_detection import RankTimes
 from weft.guards.work_shares import Rebalancer, limits, shares_of
 from weft.launch.rank_pool import RankPool
 from weft.planner.plan import Plan
@@ -76,8 +76,8 @@ def test_microbatch_counts_follow_the_layout(counts: list[int], zero: int) -> No
     assert sum(s.stop - s.start for s in parts) == sum(counts)
 
 
-def slowed(steps: int, slow: int | None, factor: float = 2.0, ranks: int = 4) -> StepTimes:
-    times = StepTimes(ranks)
+def slowed(steps: int, slow: int | None, factor: float = 2.0, ranks: int = 4) -> RankTimes:
+    times = RankTimes(ranks)
     for i in range(steps):
         times.add(
             0.2, [0.1 * (factor if r == slow else 1) * (1 + 0.1 * ((i * 7 + r * 3) % 5 - 2)) for r in range(ranks)]
@@ -99,7 +99,7 @@ def test_slow_rank_is_named_within_ten_steps() -> None:
 
 
 def test_cpu_quota_makes_a_rank_slow() -> None:
-    times = StepTimes(2)
+    times = RankTimes(2)
     for i in range(60):  # steps of 20 ms, of which every fifth stands still for 100 ms
         times.add(0.12 if i % 5 == 0 else 0.02, [0.02, 0.12 if i % 5 == 0 else 0.02])
     found = times.slow()
@@ -110,7 +110,7 @@ def test_cpu_quota_makes_a_rank_slow() -> None:
 
 def test_contention_is_not_a_slow_rank() -> None:
     """Ranks that wait for busy cores are late in turn; later one of them stays late."""
-    contention, held = StepTimes(4), StepTimes(4)
+    contention, held = RankTimes(4), RankTimes(4)
     late = [0.1, 0.0, 0.0, 0.0]
     for i in range(120):  # of 0.2 s: for two seconds each
         turn = i // 10 % 4

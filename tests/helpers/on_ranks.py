@@ -28,6 +28,7 @@ from weft.mesh import Mesh, connect
 from weft.optim.adafactor import add_up
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.training.build import build_state
+from weft.training.initial_weights import published_weights
 from weft.training.step import Stepper
 from weft.verify.compare import Trace, moments_of
 from weft.verify.prove import join_stages
@@ -66,7 +67,7 @@ def begin(job: Job | Planned) -> tuple[Job, Plan, Mesh, Stepper, Loader]:
     check(job, plan, RUNNABLE)
     mesh = connect(plan, 300.0)
     torch.manual_seed(mesh.rank)  # whatever a layout draws here must not reach the weights
-    stepper = Stepper(job, plan, mesh, build_state(job, plan, mesh))
+    stepper = Stepper(job, plan, mesh, build_state(job, plan, mesh, published_weights(job)))
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
         dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0,

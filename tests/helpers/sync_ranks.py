@@ -32,7 +32,7 @@ def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -
         tensors = state.loadable_tensors(saved_world=0)
         found = checkpoints.load_newest(tensors)
         assert found is not None
-        checkpoints.load(found, state.own(found.meta))
+        checkpoints.load(found, state.replica_tensors(found.meta))
         state.restore(tensors, found.meta)
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,

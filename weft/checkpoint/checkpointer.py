@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.checkpoint.contents import CheckpointContents
 from weft.checkpoint.format import (
+    WEIGHTS_ONLY,
     Damaged,
     Manifest,
     SavedCheckpoint,
@@ -150,9 +151,9 @@ class Checkpointer:
                 self._note("checkpoint_failed", step=manifest.step, path=final, why=error_text(error))
 
     def newest(self, at_most: int | None = None) -> SavedCheckpoint | None:
-        """The newest good checkpoint, of step `at_most` or before, the same on all ranks; damaged ones are reported and
-        skipped."""
-        return next(self._good(at_most), None)
+        """The newest checkpoint to resume from, of step `at_most` or before, the same on all ranks; damaged ones are
+        reported and skipped."""
+        return next((found for found in self._good(at_most) if not found.meta.get(WEIGHTS_ONLY)), None)
 
     def load(self, found: SavedCheckpoint, tensors: dict[str, Tensor]) -> None:
         """Fill the tensors in place. Raises on every rank: JobError when they do not fit, else Damaged."""
@@ -186,6 +187,8 @@ class Checkpointer:
         """Load the newest checkpoint that can be loaded; None, with the tensors unchanged, when there is none."""
         failed: Damaged | None = None
         for found in self._good(at_most):
+            if found.meta.get(WEIGHTS_ONLY):
+                continue
             try:
                 self.load(found, tensors)
             except Damaged as error:

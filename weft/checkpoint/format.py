@@ -21,6 +21,8 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(tmp|old|damaged|trash)-\w+)?")
 _BLOCK = 4 << 20
+WEIGHTS_ONLY = "weights_only"
+"""Key of the metadata of a checkpoint that holds no optimizer state: a run starts from it, but does not resume."""
 MAX_MANIFEST_BYTES = 256 << 20
 
 

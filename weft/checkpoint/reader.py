@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,6 +124,16 @@ def load_full(path: Path, prefix: str = "") -> dict[str, Tensor]:
         index.fill(tensors)
     except Exception as error:
         raise Damaged(path, f"its files are intact, but it cannot be loaded: {error_text(error)}") from error
+    return tensors
+
+
+def load_named(index: Index, names: Sequence[str], prefix: str) -> dict[str, Tensor]:
+    """Some tensors by name without their prefix, unsharded, in host memory, of a checkpoint that was verified."""
+    try:
+        tensors = {n: torch.empty(e.size, dtype=e.properties.dtype) for n in names for e in [index.tensors[prefix + n]]}
+        index.fill({prefix + n: t for n, t in tensors.items()})
+    except Exception as error:
+        raise Damaged(index.path, f"its files are intact, but it cannot be loaded: {error_text(error)}") from error
     return tensors
 
 

@@ -9,10 +9,10 @@ import dataclasses
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from weft.checkpoint.contents import CheckpointContents, Chunk
+from weft.checkpoint.contents import Chunk
 from weft.checkpoint.dcp_internals import INDEX_FILE, StorageInfo, write_index
 from weft.checkpoint.format import (
     FileSum,
@@ -55,12 +55,21 @@ class Saved:
     replaced: Path | None
 
 
+class Contents(Protocol):
+    """What a checkpoint is written from: the chunks of this rank, and their tensors by the same index."""
+
+    def plan(self) -> list[tuple[Any, ...]]: ...
+
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+
+
 Extents = list[list[int]]
 """Offset and length in its file of every chunk that a rank wrote."""
 
 
 def write_checkpoint(
-    contents: CheckpointContents,
+    contents: Contents,
     folder: Path,
     manifest: Manifest,
     ranks: Agreement,
@@ -89,7 +98,7 @@ def write_checkpoint(
 
     def write_own_file() -> tuple[Extents, int, int]:
         made.mkdir(parents=True, exist_ok=True)  # on a node that does not see rank 0's disk: finish() reports that
-        extents, written = write_file(made / _file_name(ranks.rank), [contents.tensors[i] for i in mine])
+        extents, written = write_file(made / _file_name(ranks.rank), (contents.tensors[i] for i in mine))
         return extents, written.bytes, written.crc32
 
     def finish() -> tuple[int, str | None]:
@@ -165,7 +174,7 @@ def assign_chunks(plans: list[list[Chunk]]) -> list[list[int]]:
     return writes
 
 
-def write_file(path: Path, tensors: list[Tensor]) -> tuple[Extents, FileSum]:
+def write_file(path: Path, tensors: Iterable[Tensor]) -> tuple[Extents, FileSum]:
     """Write tensors one after the other, each as torch.save does; durable on return."""
     extents: Extents = []
     with path.open("wb", buffering=1 << 20) as raw:

@@ -23,7 +23,8 @@ app = typer.Typer(
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     train.train, planning.plan, planning.estimate, train.prove, train.chaos, planning.dryrun, planning.calibrate,
-    results.generate, results.export, results.report, machine.doctor, machine.schema, machine.recipes, machine.lesson,
+    results.generate, results.import_, results.export, results.report, machine.doctor, machine.schema, machine.recipes,
+    machine.lesson,
 )  # fmt: skip
 """The commands, in the order of --help."""
 
@@ -37,7 +38,7 @@ GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
 """Commands of two words: the help text of a group and its commands."""
 
 for command in COMMANDS:
-    app.command()(command)
+    app.command(command.__name__.rstrip("_"))(command)
 for group_name, (help_text, members) in GROUPS.items():
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help_text)
     for name, command in members.items():

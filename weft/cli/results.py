@@ -1,7 +1,9 @@
-"""`weft generate`, `export` and `report`: the results of a run."""
+"""`weft generate`, `import`, `export` and `report`: the results of a run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +17,20 @@ MIN_TEMPERATURE = 0.001
 
 def generate(
     run: RunArg,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "The ",
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue; give it again for several. Default: 'The '.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Number of tokens to generate.")] = 300,
     temperature: Annotated[
         float, typer.Option(min=0, max=1000, help="Sampling temperature; 0 always takes the most likely token.")
     ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, max=2**31, help="Sample from the K most likely tokens; 0 uses all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Sample from the most likely tokens of this total probability.")
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End a text before this one; give it again for several.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Random seed of the sampling.")] = 0,
     ema: Annotated[bool, typer.Option(help="Use the moving average of the weights.")] = False,
     trust_module: Annotated[
@@ -28,52 +38,102 @@ def generate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate text with a trained run."""
+    """Generate text with a trained or imported run."""
     from weft.job.errors import JobError
     from weft.job.load import load_job
     from weft.job.run_folder import find_run
     from weft.training.export import newest, saved_job
-    from weft.training.generate import generate as generate_text
+    from weft.training.generate import Sampling
+    from weft.training.generate import generate as generate_texts
 
     if temperature != 0 and not temperature >= MIN_TEMPERATURE:
         raise JobError(f"--temperature {temperature:g} is too small; use 0 or at least {MIN_TEMPERATURE}")
-    folder = find_run(run)
+    folder, prompts = find_run(run), prompt or ["The "]
     own, found = load_job(str(folder.job)), newest(folder)
     job = saved_job(found, own, trust_module)
-    made = generate_text(found, job, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, ema=ema)
+    sampling = Sampling(temperature, top_k, top_p, tuple(word for word in stop or () if word), seed)
+    pieces = generate_texts(found, job, prompts, tokens, sampling, ema)
     if as_json:
-        print_json({"step": found.step, "prompt": prompt, "text": "".join(made)})
+        texts = [""] * len(prompts)
+        for i, piece in pieces:
+            texts[i] += piece
+        shown = [{"prompt": p, "text": t} for p, t in zip(prompts, texts, strict=True)]
+        print_json({"step": found.step, "prompt": prompts[0], "text": texts[0]} | ({"texts": shown} if prompt else {}))
         return
-    first = next(made, "")  # errors are raised before anything is printed
-    print(prompt + first, end="", flush=True)
-    for piece in made:
-        print(piece, end="", flush=True)
+    _print_texts(prompts, pieces)
+
+
+def _print_texts(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
+    """Print the first text as it is generated, and the others after it."""
+    later = list(prompts)
+    first = next(pieces, (0, ""))  # errors are raised before anything is printed
+    print(prompts[0], end="", flush=True)
+    for i, piece in chain([first], pieces):
+        if i == 0:
+            print(piece, end="", flush=True)
+        else:
+            later[i] += piece
     print()
+    for text in later[1:]:
+        print(f"\n{text}")
+
+
+def import_(
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint: a folder, or a name in the hub cache.")
+    ],
+    name: Annotated[str | None, typer.Option(help="Name of the run. Default: the folder's.")] = None,
+    runs_dir: Annotated[str, typer.Option(help="Folder of all runs.")] = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Import a published checkpoint as a run, which `weft train`, `generate` and `export` take.
+
+    Weights are read from safetensors or .bin files; code in them is never run. What the config asks for and Weft does
+    not support is refused. docs/pretrained.md lists the families.
+    """
+    clean_up_on_interrupt()
+    from weft.launch.import_run import import_run
+
+    run, job, size = import_run(path, name, runs_dir)
+    if as_json:
+        print_json({"run": str(run.path), "family": job.model.family, "bytes": size})
+    else:
+        print(f"{run.path}: {size / 2**20:.1f} MiB; weft generate {run.path}, or weft train {run.job}")
 
 
 def export(
     run: RunArg,
-    to: Annotated[str, typer.Option(help="Format: safetensors.")] = "safetensors",
-    out: Annotated[Path | None, typer.Option(help="Output file. Default: RUN/model.safetensors.")] = None,
-    dtype: Annotated[str, typer.Option(help="Data type: fp32, bf16 or fp16.")] = "fp32",
+    to: Annotated[str, typer.Option(help="Format: safetensors, torch or hf (for transformers).")] = "safetensors",
+    out: Annotated[
+        Path | None, typer.Option(help="Output file, or folder for hf. Default: RUN/model.safetensors, model.pt or hf.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Data type: fp32, bf16 or fp16. Default: fp32; for hf, that of the imported run.")
+    ] = None,
+    shard_size: Annotated[
+        str | None, typer.Option(help="Largest size of a file, such as 5GB. Default: one file; for hf, 5GB.")
+    ] = None,
     ema: Annotated[bool, typer.Option(help="Export the moving average of the weights.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export the weights of a run as one file."""
+    """Export the weights of a run, for other tools."""
     from weft.job.errors import JobError
     from weft.job.run_folder import find_run
     from weft.precision import EXPORT_DTYPES
-    from weft.training.export import export_safetensors, newest
+    from weft.pretrained.writer import parse_size
+    from weft.training.export import FILES, ExportOptions, export_run, newest
 
-    if to != "safetensors":
-        raise JobError(f"--to {to!r} is not a known format; use safetensors")
-    if dtype not in EXPORT_DTYPES:
+    if to not in FILES:
+        raise JobError(f"--to {to!r} is not a known format; use {', '.join(FILES)}")
+    if dtype is not None and dtype not in EXPORT_DTYPES:
         raise JobError(f"--dtype {dtype!r} is not supported; use {', '.join(EXPORT_DTYPES)}")
+    options = ExportOptions(
+        EXPORT_DTYPES[dtype] if dtype else None, parse_size(shard_size) if shard_size else None, ema
+    )
     folder = find_run(run)
     clean_up_on_interrupt()
-    found = newest(folder)
-    path = export_safetensors(found, out or folder.path / "model.safetensors", ema, EXPORT_DTYPES[dtype])
-    size = path.stat().st_size
+    found, path = newest(folder), out or folder.path / FILES[to]
+    size = export_run(folder, found, to, path, options)
     if as_json:
         print_json({"path": str(path), "step": found.step, "bytes": size})
     else:

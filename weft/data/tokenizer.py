@@ -37,6 +37,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Tokens:
         """The tokens of a text, without eos."""
 
+    def encode_prompt(self, text: str) -> Tokens:
+        """The tokens of a text to continue, with those that the tokenizer puts at its beginning."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
 
@@ -50,6 +53,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(utf8(text), dtype=np.uint8)
+
+    def encode_prompt(self, text: str) -> Tokens:
+        return self.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids).decode("utf-8", "replace")
@@ -69,6 +75,11 @@ class BpeTokenizer:
             for block in _blocks(utf8(text).decode("utf-8"))
         ]
         return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.uint32)
+
+    def encode_prompt(self, text: str) -> Tokens:
+        start = self.inner.encode("", add_special_tokens=True).ids
+        ends = start and start[-1] == self.eos  # a tokenizer that also adds an end, such as </s>
+        return np.concatenate([np.asarray(start[:-1] if ends else start, dtype=np.uint32), self.encode(text)])
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=True))

@@ -50,7 +50,7 @@ class StepTime:
     idle: Sequence[float]
 
 
-class StepTimes:
+class RankTimes:
     """The recent steps of every rank."""
 
     def __init__(self, ranks: int) -> None:

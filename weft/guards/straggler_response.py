@@ -11,7 +11,7 @@ from weft.data.loader import Loader
 from weft.guards.fault_log import FaultLog
 from weft.guards.slow_links import SlowLinkDetector
 from weft.guards.step_report import RankFigures
-from weft.guards.straggler_detection import SlowRank, StepTimes
+from weft.guards.straggler_detection import RankTimes, SlowRank
 from weft.guards.work_shares import MIN_TIME_LOST_S, Rebalancer
 from weft.job.schema import Job
 from weft.mesh import UNDER, Mesh
@@ -33,7 +33,7 @@ class StragglerResponse:
         self.links_of = {axis: self._groups(set(UNDER.get(axis, (axis,)))) for axis in mesh.axes}
         self.shares = BatchShares.even(job.train.global_batch, plan.microbatch, plan.dp)
         self.balance = Rebalancer(plan, job.train.global_batch)
-        self.times, self.links = StepTimes(mesh.world), SlowLinkDetector()
+        self.times, self.links = RankTimes(mesh.world), SlowLinkDetector()
         self.loader: Loader | None = None
         self.slow: int | None = None
         self.lost_s = 0.0

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from weft.job.errors import JobError
+from weft.job.model import expand_model
 from weft.job.registry import import_extensions
 from weft.job.schema import Job
 from weft.job.section import plain_types
@@ -167,7 +168,7 @@ def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
 
 
 _SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
-    "model": lambda text: {"module": text} if ":" in text else {"shape": text},
+    "model": expand_model,
     "train.sync": expand,
 }
 """Sections that have a short form."""

@@ -39,19 +39,51 @@ class Family:
 FAMILIES: Registry[Family] = Registry("model.family", "weft.models.families")
 
 
+def expand_model(text: str) -> dict[str, Any]:
+    """The fields of a model's short form: hf:PATH, package.module:Class or the name of a shape."""
+    if text.startswith("hf:"):
+        return {"pretrained": text.removeprefix("hf:")}
+    return {"module": text} if ":" in text else {"shape": text}
+
+
 class RopeScaling(Section):
     """Scaling of rotary positions for sequences longer than the model was trained on."""
 
-    kind: Literal["linear", "ntk", "llama3"] = "llama3"
-    """linear divides positions; ntk raises the base; llama3 scales only the low frequencies."""
+    kind: Literal["linear", "ntk", "llama3", "yarn", "longrope"] = "llama3"
+    """linear divides positions; ntk raises the base; llama3 scales only the low frequencies; yarn does so with a linear
+    ramp and scales the attention; longrope has a factor for each frequency."""
     factor: float = Field(8.0, ge=1)
     """Factor by which sequences become longer."""
     original_len: int = Field(8192, ge=1, le=2**31)
-    """Sequence length of the original training (llama3)."""
+    """Sequence length of the original training (llama3, yarn, longrope)."""
     low_freq: float = Field(1.0, gt=0)
     """Wavelengths longer than original_len / low_freq are scaled by the full factor (llama3)."""
     high_freq: float = Field(4.0, gt=0)
     """Wavelengths shorter than original_len / high_freq are not scaled (llama3)."""
+    beta_fast: float = Field(32.0, gt=0)
+    """Frequencies with more rotations than this in original_len are not scaled (yarn)."""
+    beta_slow: float = Field(1.0, gt=0)
+    """Frequencies with fewer rotations than this in original_len are scaled by the full factor (yarn)."""
+    truncate: bool = True
+    """Round the ends of the ramp to whole frequencies (yarn)."""
+    attention_factor: float | None = Field(None, gt=0)
+    """Factor on the rotated queries and keys (yarn, longrope). Default: from `factor`, as published."""
+    short_factors: tuple[float, ...] = ()
+    """Factor of each frequency in sequences of at most original_len (longrope)."""
+    long_factors: tuple[float, ...] = ()
+    """Factor of each frequency in longer sequences (longrope)."""
+
+
+class Latent(Section):
+    """Multi-head latent attention (DeepSeek-V2): keys and values are expanded from one small vector a token. A head has
+    model.head_dim values, of which model.rope_dim are rotated."""
+
+    q_rank: int | None = Field(None, ge=1, le=2**20)
+    """Width of the vector from which queries are expanded. Default: queries come from the input itself."""
+    kv_rank: int = Field(512, ge=1, le=2**20)
+    """Width of the vector from which keys and values are expanded."""
+    v_dim: int = Field(128, ge=1, le=65_536)
+    """Width of a head's values, at most model.head_dim."""
 
 
 class Experts(Section):
@@ -65,6 +97,10 @@ class Experts(Section):
     """Hidden width of one expert. Default: model.ffn."""
     shared: int = Field(0, ge=0, le=1024)
     """Shared experts, which every token uses; they are stored as one network of `shared` times the width."""
+    shared_ffn: int | None = Field(None, ge=1, le=2**24)
+    """Width of that network, where it is not a multiple of ffn."""
+    shared_gate: bool = False
+    """Multiply the output of the shared experts by the sigmoid of a learned score of the token."""
     first_dense: int = Field(0, ge=0, le=10_000)
     """Number of blocks at the start with a dense feed-forward layer of width model.ffn instead of experts."""
     groups: int = Field(1, ge=1, le=65_536)
@@ -93,6 +129,11 @@ class Experts(Section):
     """Capacity factor: tokens of a sequence that an expert processes, as a multiple of an even share; further tokens
     are dropped during training. Default: no limit."""
 
+    @property
+    def shared_width(self) -> int:
+        """Width of the network of all shared experts; 0 if there are none."""
+        return self.shared and (self.shared_ffn or self.shared * (self.ffn or 0))
+
     @model_validator(mode="after")
     def _check_counts(self) -> Experts:
         if {"count", "top_k", "groups"} - self.model_fields_set:
@@ -114,6 +155,9 @@ class Model(Section):
 
     shape: str | None = None
     """A predefined shape, such as tiny, gpt2-125m, llama-1b, llama-8b or llama-405b."""
+    pretrained: str | None = None
+    """A Hugging Face checkpoint: a folder, or a name in the local hub cache; `model: hf:PATH` is short for it. Its
+    config sets the fields of the model, and training starts from its weights."""
     module: str | None = None
     """Your own nn.Module, as package.module:Class; `model: package.module:Class` is short for it."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -140,8 +184,10 @@ class Model(Section):
     """Vocabulary size; for vit, the number of classes. Default: the tokenizer's."""
     max_len: int | None = Field(None, ge=1, le=2**31)
     """Longest sequence of a model with learned positions. Default: data.seq_len."""
-    norm: Literal["layernorm", "rmsnorm"] | None = None
-    """Normalisation before attention and feed-forward."""
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_offset"] | None = None
+    """Normalisation; the weights of rmsnorm_offset are differences from 1."""
+    norm_at: Literal["input", "output", "both"] | None = None
+    """Normalise the inputs of attention and feed-forward, their outputs, or both. Default: input."""
     norm_eps: float | None = Field(None, gt=0)
     """Epsilon added to the variance in the norm."""
     positions: Literal["learned", "rope"] | None = None
@@ -150,14 +196,37 @@ class Model(Section):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Scaling of rotary positions for longer sequences."""
-    activation: Literal["gelu", "swiglu"] | None = None
-    """Activation of the feed-forward layer."""
+    rope_dim: int | None = Field(None, ge=2, le=65_536)
+    """Width of the rotated part of a head. Default: head_dim."""
+    window: int | None = Field(None, ge=1, le=2**31)
+    """Sliding window: a token attends to this many tokens, itself included. Default: to all."""
+    window_layers: tuple[int, ...] | None = None
+    """Blocks with the sliding window. Default: all."""
+    window_theta: float | None = Field(None, gt=0)
+    """Base of the rotary frequencies in blocks with the sliding window, where it differs; they are not scaled."""
+    latent: Latent | None = None
+    """Multi-head latent attention instead of grouped queries."""
+    attention_scale: float | None = Field(None, gt=0)
+    """Scale of the attention scores. Default: 1 / √head_dim."""
+    embedding_scale: float | None = Field(None, gt=0)
+    """Factor on the token embedding. Default: 1."""
+    activation: Literal["gelu", "gelu_exact", "swiglu", "geglu"] | None = None
+    """Activation of the feed-forward layer: gelu (tanh approximation), gelu_exact, or a product of two linear layers of
+    which one goes through SiLU (swiglu) or GELU (geglu)."""
+    parallel_residual: bool | None = None
+    """Compute attention and feed-forward from the same input, and add both to it."""
     tied: bool | None = None
     """Tie the token embedding and the output head."""
     bias: bool | None = None
     """Use biases in linear layers and layer norms."""
-    qk_norm: bool | None = None
-    """Normalise the queries and keys of each head before attention."""
+    qkv_bias: bool | None = None
+    """Use biases in the layers of queries, keys and values. Default: as bias."""
+    out_bias: bool | None = None
+    """Use a bias in the output layer of attention. Default: as bias."""
+    mlp_bias: bool | None = None
+    """Use biases in feed-forward layers. Default: as bias."""
+    qk_norm: bool | Literal["all"] | None = None
+    """Normalise queries and keys before attention: those of each head (true), or of all heads together (all)."""
     causal: bool | None = None
     """Causal attention: a token attends only to itself and earlier tokens."""
     experts: Experts | None = None
@@ -169,12 +238,26 @@ class Model(Section):
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return {"module": value} if ":" in value else {"shape": value}
-        return value
+        return expand_model(value) if isinstance(value, str) else value
 
     def _is(self, structure: Structure) -> bool:
         return self.family is not None and FAMILIES[self.family].structure == structure
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer is a product of two linear layers."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Whether the layers of queries, keys and values, the output of attention, and the feed-forward layers have
+        biases."""
+        qkv, out, mlp = (bool(self.bias if b is None else b) for b in (self.qkv_bias, self.out_bias, self.mlp_bias))
+        return qkv, out, mlp
+
+    def has_window(self, index: int) -> bool:
+        """Whether a block has the sliding window."""
+        return self.window is not None and (self.window_layers is None or index in self.window_layers)
 
     @property
     def is_decoder(self) -> bool:

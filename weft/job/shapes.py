@@ -8,6 +8,7 @@ from typing import Any
 
 from weft.job.errors import JobError
 from weft.job.model import FAMILIES
+from weft.job.registry import find_object
 from weft.job.schema import Data, Experts, Job, Model
 from weft.job.token_files import META, read_meta, tokenizer_vocab
 
@@ -71,7 +72,26 @@ def resolve(job: Job) -> Job:
     """The job with every field of its model resolved: given fields first, then the shape, then the family."""
     if job.model.module:
         return job
+    if job.model.pretrained and job.model.family is None:  # else it is resolved, and the checkpoint may be elsewhere
+        job = _with_pretrained(job, job.model.pretrained)
     return job.model_copy(update={"model": _resolve_model(job.model, job.data)})
+
+
+def _with_pretrained(job: Job, name: str) -> Job:
+    """The job with the fields and, where it names no other, the tokenizer of a published checkpoint."""
+    given = {n: v for n, v in job.model.model_dump(exclude_unset=True, exclude_none=True).items() if n != "dropout"}
+    for field in given.keys() - {"pretrained", "experts"}:
+        if field in Model.model_fields:
+            raise JobError(f"model.{field} is set by the config of model.pretrained={name}; leave it out")
+    fields = find_object("weft.pretrained.config:model_fields", "model.pretrained")(name)
+    if "experts" in given and "experts" in fields:  # such as experts.balance, which only training uses
+        fields["experts"] = {**fields["experts"], **given["experts"]}
+    model = Model.model_validate({**fields, "pretrained": name, "dropout": job.model.dropout or 0.0})
+    data = job.data
+    if "tokenizer" not in data.model_fields_set:
+        tokenizer = find_object("weft.pretrained.config:tokenizer_path", "model.pretrained")(name)
+        data = data.model_copy(update={"tokenizer": tokenizer or data.tokenizer})
+    return job.model_copy(update={"model": model, "data": data})
 
 
 def _resolve_model(model: Model, data: Data) -> Model:
@@ -110,6 +130,11 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         fields["head_dim"] = dim // heads
     if fields["positions"] == "rope" and fields["head_dim"] % 2:
         raise JobError(f"rotary positions need an even head size; model.head_dim is {fields['head_dim']}")
+    if (latent := fields.get("latent")) is not None:
+        if not fields.get("rope_dim") or fields["kv_heads"] != heads:
+            raise JobError("model.latent needs model.rope_dim, and model.kv_heads equal to model.heads")
+        if (width := dict(latent).get("v_dim", 128)) > fields["head_dim"]:
+            raise JobError(f"model.latent.v_dim={width} is larger than model.head_dim={fields['head_dim']}")
     if "ffn" not in fields:
         fields["ffn"] = 4 * dim if fields["activation"] == "gelu" else -(-8 * dim // (3 * 64)) * 64
     if fields.get("experts") is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from weft.comm import algorithms
 from weft.comm.axis import Axis
+from weft.measure.timing import timed
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64, "int8": torch.int8,
@@ -128,17 +127,9 @@ def measure(axis: Axis, device: torch.device, wanted: Sequence[Case], budget_s: 
 def seconds(axis: Axis, work: Work, device: torch.device, budget_s: float) -> float:
     """Seconds of one call: the median of a few rounds, each of a number of calls that all ranks agree on."""
 
-    def one_round(calls: int) -> float:
-        dist.barrier(group=axis.group)
-        began = time.perf_counter()
-        for _ in range(calls):
-            work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / calls
+    def slowest(mine: float) -> float:
+        one = torch.tensor([mine], dtype=torch.float64, device=device)
+        dist.all_reduce(one, op=dist.ReduceOp.MAX, group=axis.group)
+        return one.item()
 
-    one_round(1)
-    one = torch.tensor([one_round(1)], dtype=torch.float64, device=device)
-    dist.all_reduce(one, op=dist.ReduceOp.MAX, group=axis.group)
-    calls = max(1, min(1000, int(budget_s / ROUNDS / max(one.item(), 1e-6))))
-    return statistics.median(one_round(calls) for _ in range(ROUNDS))
+    return timed(work, device, budget_s, ROUNDS, lambda: dist.barrier(group=axis.group), slowest)

@@ -162,8 +162,9 @@ class _Part:
         x.unflatten(1, (self.cut, -1)).narrow(2, self.start, self.size).copy_(value.unflatten(1, (self.cut, -1)))
 
     def info(self, info: TokenInfo) -> TokenInfo:
-        rotation = info.rotation and (self.take_all(info.rotation[0]), self.take_all(info.rotation[1]))
-        return info._replace(rotation=rotation, rows=self.take_all(info.rows, 0))
+        turned = (r and (self.take_all(r[0]), self.take_all(r[1])) for r in (info.rotation, info.window_rotation))
+        rotation, window_rotation = turned
+        return info._replace(rotation=rotation, window_rotation=window_rotation, rows=self.take_all(info.rows, 0))
 
 
 class _ChunkedFunction(torch.autograd.Function):

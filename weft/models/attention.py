@@ -47,13 +47,21 @@ class TokenInfo(NamedTuple):
     """Length of the whole sequence; rows from here on are padding."""
     samples: Tensor | None = None
     """Key of each sample [batch], the same in every block."""
+    window_rotation: tuple[Tensor, Tensor] | None = None
+    """Cosine and sine in blocks with a sliding window, where they differ."""
+    window: int | None = None
+    """Sliding window of this block: each token attends to so many, itself included."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> Tensor:
     """All tokens on this device. q [batch, seq, heads, head_dim], k and v of as many heads or fewer."""
-    if info.docs is None and _suits_cudnn(q):
+    window = info.window if info.window is not None and info.window < q.shape[1] else None
+    if info.docs is None and window is None and _suits_cudnn(q):
         return _cudnn(q, k, v, causal)
     mask = None if info.docs is None else document_mask(info.docs, info.docs, causal)
+    if window is not None:
+        near = window_mask(q.shape[1], window, q.device)
+        mask = near if mask is None else mask & near
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
         attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
@@ -77,6 +85,13 @@ def document_mask(of_queries: Tensor, of_keys: Tensor, causal: bool) -> Tensor:
     """True where a token may attend: within its document, and not ahead if causal. [batch, 1, queries, keys]"""
     same = of_queries.unsqueeze(2) == of_keys.unsqueeze(1)
     return (same.tril() if causal else same).unsqueeze(1)
+
+
+def window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """True where a token may attend in a causal sliding window, [length, length]."""
+    rows = torch.arange(length, device=device)
+    distance = rows.unsqueeze(1) - rows
+    return (distance >= 0) & (distance < window)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, docs: Docs | None) -> tuple[Tensor, Tensor]:

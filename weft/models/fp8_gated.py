@@ -148,11 +148,11 @@ class Fp8FeedForward(FeedForward):
 
 
 def fuse_gated(module: FeedForward) -> None:
-    """Fuse a feed-forward part whose layers are all in fp8 with delayed scales, unsharded and without biases."""
+    """Fuse a SwiGLU part whose layers are all in fp8 with delayed scales, unsharded and without biases."""
     layers = [m for m in (module.gate, module.up, module.down) if type(m) is Fp8Linear]
     found = [m.maxima for m in layers if m.bias is None]
     maxima = [m for m in found if m is not None]
-    if len(maxima) < 3:
+    if len(maxima) < 3 or module.activation is not F.silu:
         return
     module.__class__ = Fp8FeedForward
     assert isinstance(module, Fp8FeedForward)

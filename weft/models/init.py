@@ -22,7 +22,7 @@ def initialise(name: str, tensor: Tensor, model: nn.Module, seed: int, first: in
     if leaf == "bias":
         tensor.zero_()
     elif tensor.dim() == 1:
-        tensor.fill_(1.0)
+        tensor.fill_(getattr(model.get_submodule(owner), "initial", 1.0))
     else:
         layers = int(getattr(model, "depth", 1))
         if not hasattr(model, "blocks"):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weft.comm.shards import local_of
 from weft.job.schema import Experts, Model
 from weft.models.attention import TokenInfo
-from weft.models.feedforward import FeedForward
+from weft.models.feedforward import ACTIVATIONS, FeedForward
 from weft.models.grouped import dispatch, gather_weighted, product
 
 AUX_WEIGHT = {"aux": 0.01, "bias": 0.0, "none": 0.0}
@@ -57,21 +57,21 @@ class ExpertMatrices(nn.Module):
         self.weight = nn.Parameter(torch.empty(count, outputs, inputs))
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
 class ExpertFeedForward(nn.Module):
     """The experts' feed-forward networks, applied to rows sorted by expert."""
 
-    join: Callable[[Tensor, Tensor], Tensor] = staticmethod(gated)
-
     def __init__(self, m: Model, e: Experts):
         super().__init__()
-        assert m.dim and e.ffn
-        self.gate = ExpertMatrices(e.count, e.ffn, m.dim) if m.activation == "swiglu" else None
+        assert m.dim and e.ffn and m.activation
+        self.activation = ACTIVATIONS[m.activation]
+        self.join: Callable[[Tensor, Tensor], Tensor] = self.gated
+        """Activation of the gate times the other product; compilation replaces it."""
+        self.gate = ExpertMatrices(e.count, e.ffn, m.dim) if m.gated else None
         self.up = ExpertMatrices(e.count, e.ffn, m.dim)
         self.down = ExpertMatrices(e.count, m.dim, e.ffn)
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.activation(gate) * up
 
     def forward(self, x: Tensor, counts: Tensor, compute: ExpertCompute | None = None) -> Tensor:
         # x [rows, dim]; counts [experts of this rank], and their sum is the number of rows
@@ -83,7 +83,7 @@ class ExpertFeedForward(nn.Module):
         gate, up, down = matrices
         assert up is not None and down is not None
         made = product(x, up, counts)
-        hidden = F.gelu(made, approximate="tanh") if gate is None else self.join(product(x, gate, counts), made)
+        hidden = self.activation(made) if gate is None else self.join(product(x, gate, counts), made)
         return product(hidden, down, counts)
 
 
@@ -132,7 +132,8 @@ class TokenRouting(NamedTuple):
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, experts, and the experts that every token uses. Names: router, experts.{gate,up,down}, shared."""
+    """Router, experts, and the experts that every token uses. Names: router, experts.{gate,up,down}, shared,
+    shared_gate."""
 
     routing_override: RoutingOverride | None = None
     """Chooses experts instead of the router; used by weft prove to compare runs under the same routing."""
@@ -152,8 +153,9 @@ class MixtureOfExperts(nn.Module):
         self.options, self.layout = e, ExpertLayout()
         self.router = Router(m.dim, e.count)
         self.experts = ExpertFeedForward(m, e)
-        wide = m.model_copy(update={"ffn": e.shared * e.ffn, "bias": False})
+        wide = m.model_copy(update={"ffn": e.shared_width, "bias": False, "mlp_bias": False})
         self.shared = FeedForward(wide) if e.shared else None
+        self.shared_gate = nn.Linear(m.dim, 1, bias=False) if e.shared and e.shared_gate else None
         self.aux_weight = AUX_WEIGHT[e.balance] if e.aux_weight is None else e.aux_weight
         # buffers have values even while the weights are on the meta device
         here = torch.device("cpu")
@@ -176,12 +178,16 @@ class MixtureOfExperts(nn.Module):
         numbers = torch.arange(self.options.count + 1, device=ids.device)
         counts = torch.searchsorted(ids.index_select(0, order), numbers).diff()
         sent = dispatch(flat, order, inverse, self.options.top_k)
-        back, always = self.layout.carry(
-            self.experts, sent, counts, lambda: None if self.shared is None else self.shared(x, info)
-        )
+        back, always = self.layout.carry(self.experts, sent, counts, lambda: self._shared_output(x, info))
         y = gather_weighted(back, weights.to(back.dtype), order, inverse)
         out = self.layout.leave(y.view(batch, seq, dim), x.shape[1])
         return out if always is None else out + always
+
+    def _shared_output(self, x: Tensor, info: TokenInfo) -> Tensor | None:
+        if self.shared is None:
+            return None
+        out: Tensor = self.shared(x, info)
+        return out if self.shared_gate is None else out * self.shared_gate(x).sigmoid()
 
     def route(self, flat: Tensor, batch: int, rows: Tensor, info: TokenInfo) -> TokenRouting:
         """Choose experts for tokens [batch · seq, dim] at `rows` of their sequences."""

@@ -1,4 +1,4 @@
-"""One transformer that covers GPT-2, Llama and ViT by configuration, without any parallelism."""
+"""One transformer that covers GPT-2, Llama, their relatives and ViT by configuration, without any parallelism."""
 
 from __future__ import annotations
 
@@ -11,85 +11,55 @@ from torch import Tensor, nn
 
 from weft.job.schema import Model
 from weft.job.shapes import PATCH_DIM
-from weft.models.attention import TokenInfo, attention
+from weft.models.attention import TokenInfo
+from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout, salt
 from weft.models.feedforward import FeedForward
+from weft.models.latent_attention import LatentAttention
 from weft.models.loss import HeadProducts, HeadProductsFactory, linear_cross_entropy
 from weft.models.mixture_of_experts import MixtureOfExperts
-from weft.models.rope import frequencies, rotate, rotation
-
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool, TokenInfo], Tensor]
-"""Attention of queries, keys and values [batch, seq, heads, head_dim], causal or not."""
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
-class Attention(nn.Module):
-    """Grouped-query attention. The number of heads follows from the width of q, k and v, so any share of them works.
-
-    Parallel layouts replace `enter` (gathers the input) and `core` (the attention itself).
-    """
-
-    core: AttentionFunction = staticmethod(attention)
-    enter: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
-
-    def __init__(self, m: Model):
-        super().__init__()
-        assert m.dim and m.heads and m.kv_heads and m.head_dim
-        self.head_dim, self.causal, bias = m.head_dim, bool(m.causal), bool(m.bias)
-        self.q = nn.Linear(m.dim, m.heads * m.head_dim, bias=bias)
-        self.k = nn.Linear(m.dim, m.kv_heads * m.head_dim, bias=bias)
-        self.v = nn.Linear(m.dim, m.kv_heads * m.head_dim, bias=bias)
-        self.o = nn.Linear(m.heads * m.head_dim, m.dim, bias=bias)
-        self.q_norm = _norm(m, m.head_dim) if m.qk_norm else None
-        self.k_norm = _norm(m, m.head_dim) if m.qk_norm else None
-
-    def project(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values with rotary positions applied."""
-        x = self.enter(x)
-        batch, seq, _ = x.shape
-        q = self.q(x).view(batch, seq, -1, self.head_dim)
-        k = self.k(x).view(batch, seq, -1, self.head_dim)
-        v = self.v(x).view(batch, seq, -1, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if info.rotation is not None:
-            q, k = rotate(q, info.rotation), rotate(k, info.rotation)
-        return q, k, v
-
-    def forward(self, x: Tensor, info: TokenInfo) -> Tensor:
-        y = self.core(*self.project(x, info), self.causal, info)
-        return self.o(y.flatten(2))
+from weft.models.norms import make_norm
+from weft.models.rope import attention_factor, frequencies, rotation
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream."""
+    """Attention and feed-forward, each added to the residual stream; norms at their inputs, outputs or both."""
 
     def __init__(self, m: Model, index: int):
         super().__init__()
         assert m.dim
-        self.attn_norm = _norm(m, m.dim)
-        self.attn = Attention(m)
+        inputs, outputs = m.norm_at != "output", m.norm_at in ("output", "both")
+        self.parallel = bool(m.parallel_residual)
+        self.attn_norm = make_norm(m, m.dim) if inputs else None
+        self.attn = Attention(m, index) if m.latent is None else LatentAttention(m, index)
+        self.attn_out_norm = make_norm(m, m.dim) if outputs else None
         self.attn_drop = Dropout(m.dropout or 0.0, site=1)
-        self.mlp_norm = _norm(m, m.dim)
+        self.mlp_norm = make_norm(m, m.dim) if inputs else None
         routed = m.experts is not None and index >= m.experts.first_dense
         self.mlp = MixtureOfExperts(m) if routed else FeedForward(m)
+        self.mlp_out_norm = make_norm(m, m.dim) if outputs else None
         self.mlp_drop = Dropout(m.dropout or 0.0, site=2)
 
     def forward(self, x: Tensor, info: TokenInfo) -> Tensor:
-        x = x + self.attn_drop(self.attn(self.attn_norm(x), info), info.keys, info.rows)
-        return x + self.mlp_drop(self.mlp(self.mlp_norm(x), info), info.keys, info.rows)
+        return self._add(x, self.attn(_optional(self.attn_norm, x), info), info)
 
     def before(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Tensor, Tensor]:
         """The token-wise part before the attention core; after() is the part that follows it."""
-        return self.attn.project(self.attn_norm(x), info)
+        return self.attn.project(_optional(self.attn_norm, x), info)
 
     def after(self, x: Tensor, y: Tensor, info: TokenInfo) -> Tensor:
         """The token-wise part after the attention core, whose output is y [batch, seq, heads, head_dim]."""
-        x = x + self.attn_drop(self.attn.o(y.flatten(2)), info.keys, info.rows)
-        return x + self.mlp_drop(self.mlp(self.mlp_norm(x), info), info.keys, info.rows)
+        return self._add(x, self.attn.output(y), info)
+
+    def _add(self, x: Tensor, attended: Tensor, info: TokenInfo) -> Tensor:
+        """The output of the block from its input and the output of attention."""
+        y = x + self.attn_drop(_optional(self.attn_out_norm, attended), info.keys, info.rows)
+        fed = self.mlp(_optional(self.mlp_norm, x if self.parallel else y), info)
+        return y + self.mlp_drop(_optional(self.mlp_out_norm, fed), info.keys, info.rows)
+
+
+def _optional(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def _mean(x: Tensor, info: TokenInfo | None) -> Tensor:
@@ -128,6 +98,9 @@ class Transformer(nn.Module):
         "positions": "scatter",
         "drop": "sequence",
         "blocks.*.attn.[qk]_norm": "heads",
+        "blocks.*.attn.*_a_norm": "heads",
+        "blocks.*.attn.*_a": "heads",
+        "blocks.*.attn.*_b": "column",
         "blocks.*_norm": "sequence",
         "blocks.*_drop": "sequence",
         "blocks.*.attn": "region",
@@ -138,6 +111,7 @@ class Transformer(nn.Module):
         "blocks.*.mlp.experts": "routed",
         "blocks.*.mlp": "region",
         "blocks.*.mlp.experts.*": "inside",
+        "blocks.*.mlp.shared_gate": "sequence",
         "blocks.*.mlp.*gate": "column",
         "blocks.*.mlp.*up": "column",
         "blocks.*.mlp.*down": "row",
@@ -150,7 +124,9 @@ class Transformer(nn.Module):
     def __init__(self, m: Model):
         super().__init__()
         assert m.dim and m.vocab and m.layers and m.max_len and m.head_dim
-        self.head_dim, self.theta, self.scaling = m.head_dim, m.rope_theta or 10_000.0, m.rope_scaling
+        self.rope_dim, self.theta, self.scaling = m.rope_dim or m.head_dim, m.rope_theta or 10_000.0, m.rope_scaling
+        self.window_theta = m.window_theta if m.window is not None else None
+        self.embedding_scale = m.embedding_scale
         self.causal, self.rotary = bool(m.causal), m.positions == "rope"
         self.dim, self.depth = m.dim, m.layers
         self.embed: nn.Module | None = nn.Embedding(m.vocab, m.dim)
@@ -159,7 +135,7 @@ class Transformer(nn.Module):
         self.positions = nn.Embedding(m.max_len, m.dim) if m.positions == "learned" else None
         self.drop = Dropout(m.dropout or 0.0, site=0)
         self.blocks = nn.ModuleList(Block(m, i) for i in range(m.layers))
-        self.norm: nn.Module | None = _norm(m, m.dim)
+        self.norm: nn.Module | None = make_norm(m, m.dim)
         self.head: Head | None = Head(m)
         self.aliases = {"head.weight": "embed.weight"} if m.tied else {}
         if m.tied:
@@ -175,10 +151,14 @@ class Transformer(nn.Module):
         if rows is None:
             rows = torch.arange(inputs.shape[1], device=inputs.device)
         positions = rows if positions is None else positions
-        angles = None
+        length = inputs.shape[1] if length is None else length
+        angles = window_angles = None
         if self.rotary:
-            angles = rotation(positions, frequencies(self.head_dim, self.theta, self.scaling, inputs.device))
-        info = TokenInfo(angles, docs, keys, rows, inputs.shape[1] if length is None else length, keys)
+            freq = frequencies(self.rope_dim, self.theta, self.scaling, inputs.device, length)
+            angles = rotation(positions, freq, attention_factor(self.scaling))
+            if self.window_theta is not None:
+                window_angles = rotation(positions, frequencies(self.rope_dim, self.window_theta, None, inputs.device))
+        info = TokenInfo(angles, docs, keys, rows, length, keys, window_angles)
         x = self.begin(inputs, positions, info) if hidden is None else hidden
         for index, block in self.blocks.named_children():
             # each block has its own dropout keys but the same code, so that one compilation serves all
@@ -192,6 +172,8 @@ class Transformer(nn.Module):
         """Embedding, positions and dropout."""
         assert self.embed is not None
         x = self.embed(inputs)
+        if self.embedding_scale is not None:
+            x = x * self.embedding_scale
         if self.positions is not None:
             x = x + self.positions(positions)
         return self.drop(x, info.keys, info.rows)
@@ -209,10 +191,3 @@ class Transformer(nn.Module):
     def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
         """Shape of the activations between stages."""
         return inputs.shape[0], inputs.shape[1] // sequence_cut, self.dim
-
-
-def _norm(m: Model, width: int) -> nn.Module:
-    eps = m.norm_eps or 1e-5
-    if m.norm == "rmsnorm":
-        return nn.RMSNorm(width, eps=eps)
-    return nn.LayerNorm(width, eps=eps, bias=bool(m.bias))

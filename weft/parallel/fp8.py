@@ -13,11 +13,12 @@ from weft.comm.axis import Axis
 from weft.comm.shards import local_of
 from weft.job.errors import JobError, MachineError
 from weft.mesh import Mesh
+from weft.models.attention_layer import Attention
 from weft.models.feedforward import FeedForward
 from weft.models.fp8_gated import Fp8FeedForward, fuse_gated
 from weft.models.fp8_head import Fp8HeadProducts
 from weft.models.fp8_linear import AmaxHistory, Fp8Layer, Fp8Linear, Fp8Recipe
-from weft.models.transformer import Attention, Head
+from weft.models.transformer import Head
 from weft.parallel.tensor import ColumnLinear, RowLinear
 from weft.planner.model.fp8 import stays_bf16
 from weft.planner.plan import Plan
@@ -135,25 +136,25 @@ class DelayedScales:
                 axis.all_reduce(self.seen, dist.ReduceOp.MAX)
             steps = torch.cat([self.seen.unsqueeze(1), self.steps[:, :-1]], 1)
             self.steps.copy_(steps if taken is True else torch.where(taken, steps, self.steps))
-            self._remember()
+            self._update_past()
         self.seen.zero_()
 
-    def _remember(self) -> None:
+    def _update_past(self) -> None:
         self.past.copy_(self.steps.amax(1))
         for m in self.maxima:
             m.known = True
 
-    def held(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The history, by layer, in place."""
         return {f"{FP8_PREFIX}{name}": self.steps[i] for i, name in enumerate(self.names)}
 
     @torch.no_grad()
-    def recall(self) -> None:
-        """Continue from values that were just read into held(); zeros mean that there was no step."""
+    def restore(self) -> None:
+        """Continue from values that were just read into tensors(); zeros mean that there was no step."""
         if not self.maxima:
             return
         self.seen.zero_()
-        self._remember()
+        self._update_past()
         if not self.steps.any():
             for m in self.maxima:
                 m.known = False

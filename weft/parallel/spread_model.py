@@ -119,7 +119,7 @@ class SpreadModel:
         """The summed loss of some batches, without dropout and without changing any state."""
         self.module.eval()
         losses = [loss_of(self.module, batch) for batch in batches]
-        self.data.settle()
+        self.data.after_evaluation()
         self.module.train()
         return torch.stack(losses).sum()
 
@@ -149,12 +149,12 @@ class SpreadModel:
     def zero_grad(self) -> None:
         self.data.zero_grad()
 
-    def follow(self, taken: bool | Tensor = True) -> None:
+    def after_step(self, taken: bool | Tensor = True) -> None:
         """Call after a step: updates fp8 scales, routers and residuals, if it was taken."""
         if self.scales is not None:
             self.scales.step(taken)
         if self.load is not None:
-            self.load.follow(taken)
+            self.load.after_step(taken)
         if self.compressor is not None:
             self.compressor.keep(taken)
 
@@ -172,12 +172,12 @@ class SpreadModel:
 
     def maxima(self) -> dict[str, Tensor]:
         """The amax history of fp8 layers with delayed scales, by layer, in place."""
-        return {} if self.scales is None else self.scales.held()
+        return {} if self.scales is None else self.scales.tensors()
 
-    def recall_maxima(self) -> None:
+    def restore_maxima(self) -> None:
         """Continue from values that were just read into maxima()."""
         if self.scales is not None:
-            self.scales.recall()
+            self.scales.restore()
 
     def residuals(self) -> dict[str, Tensor]:
         """The residuals and bases of compression, for a checkpoint. Each rank whose gradients are summed has its own

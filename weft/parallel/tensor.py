@@ -22,15 +22,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along
+from weft.comm.autograd import copy_in, gather_along, reduce_out, scatter_along, sum_up
 from weft.comm.axis import Axis
 from weft.comm.shards import local_of
 from weft.job.errors import JobError
 from weft.models.attention import TokenInfo
+from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout
 from weft.models.loss import linear_cross_entropy
 from weft.models.mixture_of_experts import MixtureOfExperts
-from weft.models.transformer import Attention, Head
+from weft.models.norms import WideRMSNorm
+from weft.models.transformer import Head
 
 SEQ = 1  # activations are [batch, seq, dim]
 
@@ -129,10 +131,28 @@ class VocabHead(Head):
         x = self.mean(x, info) if self.pool else x
         weight = local_of(self.weight)
         if targets is None:
-            return gather_along(F.linear(x, weight), self.split.axis, -1)
+            return self._whole(F.linear(x, weight))
         start, _ = self.split.shard(self.weight.shape[0])
         vocab = SplitVocab(self.split.axis, start, self.weight.shape[0])
         return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab, self.products)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """The logits of the whole vocabulary; the shards of the last ranks may be shorter and are padded."""
+        vocab, size = self.weight.shape[0], self.split.axis.size
+        padded = F.pad(logits, (0, -(-vocab // size) - logits.shape[-1]))
+        return gather_along(padded, self.split.axis, padded.dim() - 1)[..., :vocab]
+
+
+class SplitRMSNorm(WideRMSNorm):
+    """A norm over all heads, of which each rank has some."""
+
+    split: TensorSplit
+
+    def mean_square(self, x: Tensor) -> Tensor:
+        return sum_up(x.square().sum(-1, keepdim=True), self.split.axis) / self.normalized_shape[0]
+
+    def local_weight(self) -> Tensor:
+        return local_of(self.weight)
 
 
 class SplitVocab:
@@ -228,7 +248,10 @@ def _sequence(split: TensorSplit, part: PartModule) -> None:
 
 
 def _heads(split: TensorSplit, part: PartModule) -> None:
-    part.mark_partial(split)
+    if not isinstance(part.module, WideRMSNorm):
+        return part.mark_partial(split)
+    part.change_class(WideRMSNorm, SplitRMSNorm, "heads", split)
+    split.cut(part.model, part.module, "weight", 0)
 
 
 def _routed(split: TensorSplit, part: PartModule) -> None:

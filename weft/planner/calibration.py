@@ -33,7 +33,7 @@ class Calibration:
     odd: float = 0.1
     """Loss of a product whose sides are not multiples of 64, the tile size of the devices."""
     low_precision: float = 0.75
-    """What fp8 keeps of its peak beside casts and scales, over what bf16 keeps."""
+    """Share of its peak that fp8 reaches with casts and scales, over the share that bf16 reaches."""
     # time: attention and the rest of a block
     fused: float = 1.0
     """1: attention in one kernel that skips masked blocks; 0: scores are written to memory, all of them."""
@@ -63,7 +63,7 @@ class Calibration:
     link: float = 0.75
     """Share of the links inside a node that a large collective gets (nccl-tests: 232 of 300 GB/s on A100)."""
     network: float = 0.85
-    """The same between nodes (nccl-tests: 24 of 25 GB/s a NIC alone, less beside computing)."""
+    """The same between nodes (nccl-tests: 24 of 25 GB/s a NIC alone, less while computing)."""
     latency: float = 1.0
     """Latency of a collective's steps, over the catalog's."""
     overlap_tp: float = 0.0
@@ -84,19 +84,27 @@ class Calibration:
     reduce_bytes: float = 4.0
     """Bytes per gradient value in collectives."""
     master_bytes: float = 4.0
-    """An fp32 copy of the weights beside those multiplied; 0 where there is none."""
+    """Bytes of the fp32 copy of a weight; 0 where there is none."""
     moment_bytes: float = 8.0
     activation: float = 1.0
     """Bytes kept for the backward pass, over the count of the formulas."""
+    stream: float = 4.0
+    """Values per token and model dimension that the norms and residuals of a block keep; tp does not cut them. Fused
+    norms keep 4 in all, norms made of several fp32 operators more."""
     logits: float = 10.0
     """Bytes for each logit at the loss (bf16 logits, fp32 copy and its gradient)."""
     logits_whole: float = 0.0
     """Bytes for each logit that the loss gathers from the ranks of tp; 0 where it works on what each rank has."""
     loss_chunk: float = 0.0
     """Logits held at once, where the loss works through them in chunks; 0: all of a microbatch."""
-    chunk_tokens: float = 0.0
-    """Tokens of a sequence on a rank beyond which blocks run in chunks and keep only their input and attention's output
-    (memory/chunked_block.py); 0: never."""
+    gather_limit: float = 0.0
+    """Elements of weights that ZeRO 3 gathers at once; 0: two blocks."""
+    loads_whole: float = 0.0
+    """1 where every rank loads the whole model before ZeRO 3 shards it."""
+    host_checkpoints: float = 0.0
+    """1 where ZeRO 3 keeps the inputs of recomputed blocks in host memory."""
+    experts_over_tp: float = 0.0
+    """1 where tp cuts the matrices of experts too."""
     context_gib: float = 1.0
     """Driver, libraries and communication buffers, outside the allocator."""
     fragment: float = 0.05
@@ -124,22 +132,22 @@ def read_calibration(name: str) -> dict[str, Any]:
             f"no calibration is named {name!r}; known: {', '.join(calibration_names())}, or the path of a .json"
         )
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise JobError(f"the calibration {name} is not JSON: {error}") from None
-    if not isinstance(told, dict):
-        raise JobError(f'the calibration {name} is {told!r:.40}; it must be an object such as {{"matmul": 0.8}}')
+    if not isinstance(values, dict):
+        raise JobError(f'the calibration {name} is {values!r:.40}; it must be an object such as {{"matmul": 0.8}}')
     numbers = {f.name for f in fields(Calibration)} - {"name", "profile"}
-    for key, value in told.items():
+    for key, value in values.items():
         if key in numbers and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise JobError(f"the calibration {name}: {key} is {value!r}; it must be a number")
-    return {**told, "name": str(told.get("name", path.stem))}
+    return {**values, "name": str(values.get("name", path.stem))}
 
 
 @cache
 def load_calibration(name: str) -> Calibration:
     """A calibration by its name, or from a JSON file."""
-    told = read_calibration(name)
+    values = read_calibration(name)
     known = {f.name for f in fields(Calibration)}
-    told["profile"] = tuple(tuple(point) for point in told.get("profile", ()))
-    return Calibration(**{k: v for k, v in told.items() if k in known})
+    values["profile"] = tuple(tuple(point) for point in values.get("profile", ()))
+    return Calibration(**{k: v for k, v in values.items() if k in known})

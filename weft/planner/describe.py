@@ -66,7 +66,7 @@ def _recompute(job: Job, plan: Plan) -> str:
     if not plan.long:
         return f"{plan.recompute} of {job.model.layers} blocks" if isinstance(plan.recompute, int) else plan.recompute
     chunks = f", in chunks of {plan.chunk} tokens" if plan.chunk else ""
-    parked = f"; up to {plan.host_gib:.0f} GiB parked in host memory" if plan.offload == "activations" else ""
+    parked = f"; up to {plan.host_gib:.0f} GiB in host memory" if plan.offload == "activations" else ""
     return f"all but attention{chunks}{parked}"
 
 

@@ -123,10 +123,10 @@ def pick_layout(
 
 
 def complete_plan(
-    start: PlanStart, plan: Plan, said: Sequence[str], estimator: Estimator | None = None
+    start: PlanStart, plan: Plan, why: Sequence[str], estimator: Estimator | None = None
 ) -> tuple[Job, Plan]:
     """The chosen layout with its stages, its reasons and its predicted memory, time and traffic."""
-    job, reasons = start.job, [*start.reasons, *said]
+    job, reasons = start.job, [*start.reasons, *why]
     if job.parallel == "auto":
         plan = _choose_context_parallel(job, plan, start.device, reasons)
     plan = _chunking(job, plan, reasons)
@@ -135,9 +135,9 @@ def complete_plan(
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
     if job.comm.bucket_mb == "auto" and plan.dp_shard == 1 and plan.dp_replicate * plan.cp > 1:
-        size, why = bucket_mb(job, plan, start.device)
+        size, reason = bucket_mb(job, plan, start.device)
         plan = replace(plan, bucket_mb=size)
-        reasons += [why] if why else []
+        reasons += [reason] if reason else []
     return job, replace(plan, reasons=tuple(reasons), predicted=_predict(start, plan, estimator))
 
 
@@ -226,9 +226,9 @@ def _compile(job: Job, plan: Plan) -> bool:
 
 
 def _choose_sequence_parallel(job: Job, plan: Plan, reasons: list[str]) -> Plan:
-    if plan.tp == 1:
+    if plan.tp == 1 or job.model.is_stack:
         return replace(plan, sequence=False)
-    if plan.sequence and plan.cp == 1 and not job.model.is_stack and job.data.seq_len % plan.tp:
+    if plan.sequence and plan.cp == 1 and job.data.seq_len % plan.tp:
         reasons.append(
             f"norms keep the whole sequence: data.seq_len {job.data.seq_len} does not divide by tp {plan.tp}"
         )

@@ -34,6 +34,7 @@ from weft.server.rendezvous import publish_address, servers_folder
 from weft.server.secure_averaging import SecureAveraging
 from weft.server.shard import RemoteShard, Shard, assign_weights
 from weft.training.build import build_state
+from weft.training.initial_weights import published_weights
 from weft.training.metrics import peak_memory_gib
 from weft.training.signals import Signals
 from weft.training.state import State
@@ -52,7 +53,7 @@ EXIT_TIMEOUT_S = 10.0
 def build_whole_model(job: Job, plan: Plan) -> tuple[State, Mesh]:
     """Build the whole model in this process, with a mesh of one rank."""
     mesh = Mesh(0, 1, local_device(plan, 0), None, {}, None, None, None)
-    state = build_state(job, one_replica(plan), mesh)
+    state = build_state(job, one_replica(plan), mesh, published_weights(job))
     if learned := [n for n, b in state.model.buffers().items() if b.is_floating_point()]:
         raise JobError(
             f"train.sync={plan.sync} synchronizes parameters only, and the model has the floating-point buffer "

@@ -14,12 +14,16 @@ from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import SpreadModel
 from weft.planner.plan import Plan
 from weft.precision import LossScale
+from weft.training.initial_weights import InitialWeights
 from weft.training.state import State
 
 
-def build_state(job: Job, plan: Plan, mesh: Mesh) -> State:
-    """The state of a run at step 0."""
+def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None = None) -> State:
+    """The state of a run at step 0, with random weights or those that `weights` fills in."""
     spread_model = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
+    if weights is not None:
+        weights(spread_model.master_params | spread_model.frozen, spread_model.buffers())
+        spread_model.refresh()
     ema = Ema(spread_model.master_params, job.train.ema)
     scale = LossScale.for_precision(plan.precision)
     state = State(spread_model, make_optimizers(job, spread_model, mesh), ema, scale, mesh)

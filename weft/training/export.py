@@ -1,20 +1,31 @@
-"""The trained model of a run in one process: loaded for generation, or exported as one file."""
+"""The trained model of a run in one process: loaded for generation, or exported as files."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from weft.checkpoint.format import SavedCheckpoint, newest_good
-from weft.checkpoint.reader import Index, load_full
+from weft.checkpoint.reader import Index, load_full, load_named
+from weft.data.dataset import open_tokenizer
 from weft.job.errors import JobError
 from weft.job.load import parse_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.models.build_model import build_model
 from weft.planner.model.counts import count_parameters
+from weft.pretrained.folder import CONFIG, SIDE_FOLDER, existing_folder, read_json
+from weft.pretrained.writer import save_tensors, write_checkpoint_folder, write_shards
+from weft.training.model_card import model_card
+
+FILES = {"safetensors": "model.safetensors", "torch": "model.pt", "hf": "hf"}
+"""By format, the default name of the export in the run's folder: a file, or a folder for hf."""
+SHARD_BYTES = 5 * 10**9
+"""Size of the files of an hf export, unless another is given."""
 
 
 def newest(run: RunDir) -> SavedCheckpoint:
@@ -26,12 +37,20 @@ def newest(run: RunDir) -> SavedCheckpoint:
 
 
 def load_params(found: SavedCheckpoint, ema: bool = False) -> dict[str, Tensor]:
-    """Every parameter, unsharded, by its name in the model."""
+    """Every parameter, unsharded, in fp32, by its name in the model."""
     prefix = "ema." if ema else "model."
-    params = {n.removeprefix(prefix): t for n, t in load_full(found.path, prefix).items()}
+    params = {n.removeprefix(prefix): _fp32(t) for n, t in load_full(found.path, prefix).items()}
     if not params:
-        raise JobError(f"{found.path} holds no moving average; train with train.ema to get one")
+        raise _without_average(found)
     return params
+
+
+def _fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _without_average(found: SavedCheckpoint) -> JobError:
+    return JobError(f"{found.path} holds no moving average; train with train.ema to get one")
 
 
 def load_buffers(found: SavedCheckpoint) -> dict[str, Tensor]:
@@ -87,20 +106,70 @@ def load_model(found: SavedCheckpoint, job: Job, ema: bool = False) -> nn.Module
     return model.eval()
 
 
-def export_safetensors(found: SavedCheckpoint, to: Path, ema: bool = False, dtype: torch.dtype | None = None) -> Path:
-    """Write every parameter and buffer, unsharded, to one file, with the job in its metadata."""
-    from safetensors.torch import save_file
+@dataclass(frozen=True)
+class ExportOptions:
+    """What `weft export` writes besides the choice of a format."""
 
-    if to.exists() and not to.is_file():
-        raise JobError(f"--out {to} exists and is not a regular file; name a new file such as model.safetensors")
+    dtype: torch.dtype | None = None
+    """None: as the checkpoint that the run was imported from, else fp32."""
+    shard_bytes: int | None = None
+    """Largest size of a file. None: one file, or SHARD_BYTES for hf."""
+    ema: bool = False
 
-    def cast(tensor: Tensor) -> Tensor:
-        return (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
 
-    tensors = {n: cast(t) for n, t in (load_params(found, ema) | load_buffers(found)).items()}
-    to.parent.mkdir(parents=True, exist_ok=True)
-    temporary = to.with_name(to.name + ".tmp")
-    job = str(found.meta.get("job", ""))
-    save_file(tensors, temporary, metadata={"format": "pt", "weft_step": str(found.step), "job": job})
-    temporary.replace(to)
-    return to
+def export_run(run: RunDir, found: SavedCheckpoint, to: str, out: Path, options: ExportOptions) -> int:
+    """Export a checkpoint in a format of FILES; returns the bytes of the weights."""
+    return _export_hf(run, found, out, options) if to == "hf" else _export_file(found, to, out, options)
+
+
+def _export_hf(run: RunDir, found: SavedCheckpoint, out: Path, options: ExportOptions) -> int:
+    if out.exists() and not out.is_dir():
+        raise JobError(f"--out {out} exists and is not a folder; name a new folder such as my-model")
+    job = saved_job(found)
+    if job.model.module or not job.model.is_decoder:
+        what = job.model.module or f"model.family={job.model.family}"
+        raise JobError(f"--to hf writes language models, and this run trains {what}; --to safetensors would work")
+    source = existing_folder(job.model.pretrained)
+    tokenizer = Path(job.data.tokenizer)
+    index, prefix = Index(found.path), "ema." if options.ema else "model."
+    if options.ema and not any(name.startswith(prefix) for name in index.tensors):
+        raise _without_average(found)
+    buffers = {name.removeprefix("buffer.") for name in index.tensors if name.startswith("buffer.")}
+
+    def load(names: list[str]) -> dict[str, Tensor]:
+        return {n: load_named(index, [n], "buffer." if n in buffers else prefix)[n] for n in names}
+
+    return write_checkpoint_folder(
+        out, job.model, build_model(job.model), load, dtype=options.dtype,
+        shard_bytes=options.shard_bytes or SHARD_BYTES, original=read_json(source / CONFIG) if source else None,
+        side_files=source or run.path / SIDE_FOLDER,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        eos=open_tokenizer(job.data).eos if tokenizer.is_file() else None, card=model_card(run, job, found.step),
+    )  # fmt: skip
+
+
+def _export_file(found: SavedCheckpoint, to: str, out: Path, options: ExportOptions) -> int:
+    """Write every parameter and buffer, unsharded, under Weft's names, with the job in the file's metadata."""
+    if out.exists() and not out.is_file():
+        raise JobError(f"--out {out} exists and is not a regular file; name a new file such as {FILES[to]}")
+    dtype = options.dtype or torch.float32
+    index, prefix = Index(found.path), "ema." if options.ema else "model."
+    names = [n.removeprefix(prefix) for n in index.tensors if n.startswith(prefix)]
+    if not names:
+        raise _without_average(found)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            yield name, load_named(index, [name], prefix)[name].to(dtype).contiguous()
+        for name, buffer in load_buffers(found).items():
+            yield name, (buffer.to(dtype) if buffer.is_floating_point() else buffer).contiguous()
+
+    def save(held: dict[str, Tensor], path: Path) -> None:
+        if to == "torch":
+            torch.save(held, path)
+            return
+        save_tensors(held, path, weft_step=str(found.step), job=str(found.meta.get("job", "")))
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    name = out.name if "." in out.name else f"{out.name}.{FILES[to].rsplit('.', 1)[1]}"
+    return write_shards(out.parent, name, tensors(), options.shard_bytes or 2**63, save)

@@ -1,47 +1,135 @@
-"""Generates text from a checkpoint, token by token."""
+"""Generates text from a checkpoint, token by token, for several prompts at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from weft.checkpoint.format import SavedCheckpoint
 from weft.data.dataset import open_tokenizer
+from weft.data.tokenizer import Tokenizer
 from weft.job.errors import JobError
 from weft.job.schema import Job
+from weft.pretrained.folder import CONFIG, GENERATION_CONFIG, existing_folder, read_json
 from weft.training.export import load_model
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen, and where a text ends."""
+
+    temperature: float = 0.8
+    """0 always takes the most likely token."""
+    top_k: int = 0
+    """Sample from so many tokens; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens that have this probability together."""
+    stop: tuple[str, ...] = ()
+    """Texts before which generation ends."""
+    seed: int = 0
+
+
 def generate(
-    found: SavedCheckpoint, job: Job, prompt: str, tokens: int, *, temperature: float = 0.8, top_k: int = 0,
-    seed: int = 0, ema: bool = False,
-) -> Iterator[str]:  # fmt: skip
-    """Yield the generated text in parts, without the prompt. `job` is the checkpoint's saved_job(). Temperature 0
-    always takes the likeliest token."""
+    found: SavedCheckpoint, job: Job, prompts: Sequence[str], tokens: int, sampling: Sampling, ema: bool = False
+) -> Iterator[tuple[int, str]]:
+    """Yield the generated texts in parts, each with the index of its prompt, without the prompts. `job` is the
+    checkpoint's saved_job()."""
     if not job.model.is_decoder:
         raise JobError(f"only a language model can generate; this run trains {job.model.module or job.model.family}")
-    model = load_model(found, job, ema)
-    tokenizer = open_tokenizer(job.data)
-    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eos]
-    window = job.model.max_len or job.data.seq_len
-    random = torch.Generator().manual_seed(seed)
-    shown = ""
-    start = len(ids)
-    for _ in range(tokens):
-        logits = model(torch.tensor([ids[-window:]]))[0, -1].float()
-        ids.append(_pick(logits[: tokenizer.vocab], temperature, top_k, random))
-        text = tokenizer.decode(ids[start:])
-        if not text.endswith("\ufffd"):  # wait for the rest of a multi-byte character
-            yield text[len(shown) :]
-            shown = text
+    return continue_texts(
+        load_model(found, job, ema), open_tokenizer(job.data), prompts, tokens, sampling,
+        window=job.model.max_len or job.data.seq_len, end_tokens=end_tokens(job.model.pretrained),
+    )  # fmt: skip
 
 
-def _pick(logits: torch.Tensor, temperature: float, top_k: int, random: torch.Generator) -> int:
-    if temperature == 0:
+def end_tokens(pretrained: str | None) -> frozenset[int]:
+    """The tokens after which a published model has nothing more to say, from its configs."""
+    folder = existing_folder(pretrained)
+    for name in (GENERATION_CONFIG, CONFIG) if folder else ():
+        path = (folder or Path()) / name
+        if path.is_file():
+            ids = read_json(path).get("eos_token_id")
+            known = [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
+            if known:
+                return frozenset(known)
+    return frozenset()
+
+
+@dataclass
+class _Text:
+    """The continuation of one prompt."""
+
+    ids: list[int]
+    prompt: str
+    """The prompt as its tokens are decoded."""
+    random: torch.Generator
+    shown: int = 0
+    done: bool = False
+
+    def show(self, text: str, stop: tuple[str, ...], last: bool) -> str:
+        """The part of the text that can be shown now: not what may become a stop word or half a character."""
+        cut = min((at for word in stop if (at := text.find(word)) >= 0), default=None)
+        if cut is not None:
+            self.done, text = True, text[:cut]
+        elif not last:
+            if text.endswith("\ufffd"):  # wait for the rest of a multi-byte character
+                return ""
+            text = text[: len(text) - max((len(word) - 1 for word in stop), default=0)]
+        piece = text[self.shown :]
+        self.shown = max(self.shown, len(text))
+        return piece
+
+
+@torch.no_grad()
+def continue_texts(
+    model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], tokens: int, sampling: Sampling, *,
+    window: int, end_tokens: frozenset[int] = frozenset(),
+) -> Iterator[tuple[int, str]]:  # fmt: skip
+    """Continue several prompts together; each draws its own random numbers, so others do not change its text."""
+    texts = []
+    for i, prompt in enumerate(prompts):
+        ids = [int(t) for t in tokenizer.encode_prompt(prompt)] or [tokenizer.eos]
+        texts.append(_Text(ids, tokenizer.decode(ids), torch.Generator().manual_seed((sampling.seed + i) % 2**63)))
+    for count in range(1, tokens + 1):
+        going = [(i, text) for i, text in enumerate(texts) if not text.done]
+        if not going:
+            return
+        logits = _next_logits(model, [text.ids[-window:] for _, text in going])[:, : tokenizer.vocab]
+        for (i, text), scores in zip(going, logits, strict=True):
+            token = pick_token(scores, sampling, text.random)
+            text.done = token in end_tokens
+            if not text.done:
+                text.ids.append(token)
+            last = text.done or count == tokens
+            if piece := text.show(tokenizer.decode(text.ids).removeprefix(text.prompt), sampling.stop, last):
+                yield i, piece
+
+
+def _next_logits(model: nn.Module, rows: list[list[int]]) -> Tensor:
+    """Logits of the token after each row [rows, vocab]; shorter rows are padded at their beginning."""
+    longest = max(map(len, rows))
+    pads = torch.tensor([longest - len(row) for row in rows])
+    inputs = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    if not pads.any():
+        return model(inputs)[:, -1].float()
+    place = torch.arange(longest) - pads.unsqueeze(1)
+    return model(inputs, docs=(place >= 0).long(), positions=place.clamp(min=0))[:, -1].float()
+
+
+def pick_token(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:
+    """Choose a token from its logits [vocab]."""
+    if sampling.temperature == 0:
         return int(logits.argmax())
-    if top_k:
-        floor = logits.topk(min(top_k, len(logits))).values[-1]
+    if sampling.top_k:
+        floor = logits.topk(min(sampling.top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < floor, float("-inf"))
-    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=random))
+    shares = (logits / sampling.temperature).softmax(0)
+    if sampling.top_p < 1:
+        ordered, order = shares.sort(descending=True)
+        before = ordered.cumsum(0) - ordered  # the most likely token always stays
+        shares[order[before >= sampling.top_p]] = 0
+    return int(torch.multinomial(shares, 1, generator=random))

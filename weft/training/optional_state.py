@@ -61,7 +61,7 @@ def load_amax_history(checkpoints: Checkpointer, found: SavedCheckpoint, state: 
     found_by_rank = state.mesh.all_gather_json(alike if mine else None)
     if any(found_by_rank) and False not in found_by_rank:
         checkpoints.load(found, mine)
-    state.model.recall_maxima()
+    state.model.restore_maxima()
 
 
 def _weight(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,10 +14,12 @@ from weft.checkpoint.merge_snapshots import save_merged_snapshots
 from weft.checkpoint.snapshot_file import SnapshotLayout
 from weft.data.dataset import fingerprint_of
 from weft.job.compression import parse_compression
+from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.parallel.data.local_sgd import Rounds
 from weft.planner.plan import Plan
-from weft.training.build import build_state, make_optimizers
+from weft.training.build import build_state
+from weft.training.initial_weights import initial_weights
 from weft.training.optional_state import load_amax_history, load_residuals
 from weft.watch.journal import read_jsonl
 
@@ -105,17 +108,17 @@ def resume_from_disk(session: Session, at_most: int | None = None) -> None:
     state, checkpoints = session.state, session.checkpoints
     newest = checkpoints.newest(at_most)
     if newest is None:
-        if state.step:
+        if state.step or checkpoints.damaged:  # weights to start from were not loaded, since there was a checkpoint
             _restart(session)
         _report_restart(session)
         return
     tensors = state.loadable_tensors(saved_world=0)
     found = checkpoints.load_newest(tensors, at_most)
     if found is None:
-        state.optimizers = make_optimizers(session.job, state.model, session.mesh)
+        _restart(session)
         _report_restart(session)
         return
-    own = state.own(found.meta)
+    own = state.replica_tensors(found.meta)
     checkpoints.load(found, own)
     tensors |= {n: t for n, t in own.items() if n.startswith("random")}
     state.restore(tensors, found.meta)
@@ -136,7 +139,8 @@ def resume_from_disk(session: Session, at_most: int | None = None) -> None:
 def _restart(session: Session) -> None:
     """Reset the session's state to step 0."""
     torch.manual_seed(session.job.train.seed + session.mesh.rank)
-    vars(session.state).update(vars(build_state(session.job, session.plan, session.mesh)))
+    weights = initial_weights(session.job, session.run, session.mesh, at_start=False)
+    vars(session.state).update(vars(build_state(session.job, session.plan, session.mesh, weights)))
     _truncate_sample_records(session)
 
 
@@ -154,6 +158,8 @@ def _warn_about_changes(session: Session, before: dict[str, Any]) -> None:
     if session.mesh.rank != 0:
         return
     now = session.job.model_dump(mode="json")
+    with suppress(JobError, ValueError):  # with the defaults of fields that are newer than the checkpoint
+        before = before | {"model": Model.model_validate(before["model"]).model_dump(mode="json")}
     what = [(section, key, "other samples follow") for section, key in SAMPLE_FIELDS]
     # equal shapes may mean another model: the number of heads does not change a matrix
     what += [("model", key, "the weights were trained with the former") for key in MODEL_FIELDS]

@@ -26,6 +26,7 @@ from weft.planner.plan import Plan
 from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
 from weft.training.build import build_state
 from weft.training.expert_rebalance import rebalance
+from weft.training.initial_weights import initial_weights
 from weft.training.resume import (
     merge_old_snapshots,
     newest_on_disk,
@@ -179,7 +180,7 @@ def open_session(
     log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
     torch.manual_seed(job.train.seed + mesh.rank)  # for a user's module; Weft's own models do not use this state
     dataset = dataset or open_dataset(job)
-    state = build_state(job, plan, mesh)
+    state = build_state(job, plan, mesh, initial_weights(job, run, mesh))
     journal = Journal(run) if mesh.rank == 0 else None
 
     def on_event(kind: str, **fields: Any) -> None:

@@ -69,7 +69,7 @@ class State:
         """Continue from the shards of a snapshot that were just read in place."""
         self.restore(shards, counts)
         self.restore_compression({n: t for n, t in shards.items() if n.startswith(COMPRESSION)})
-        self.model.recall_maxima()
+        self.model.restore_maxima()
 
     def restore_compression(self, held: dict[str, Tensor]) -> None:
         """Restore compression residuals, and how many random numbers were drawn for rounding."""
@@ -126,12 +126,12 @@ class State:
         apart = (*COMPRESSION, FP8_PREFIX, "outer.", *(() if saved_world == self.mesh.world else ("random",)))
         return {n: t for n, t in self.tensors().items() if not n.startswith(apart)}
 
-    def own(self, meta: dict[str, Any]) -> dict[str, Tensor]:
+    def replica_tensors(self, meta: dict[str, Any]) -> dict[str, Tensor]:
         """Tensors to load after those, by their name in a checkpoint: what only this rank or its replica saved."""
         tensors = self.tensors()
         same = meta["plan"]["world"] == self.mesh.world
         random = {n: t for n, t in tensors.items() if n.startswith("random") and same}
-        return random | self.rounds.own(meta.get("sync", {}), tensors)
+        return random | self.rounds.replica_tensors(meta.get("sync", {}), tensors)
 
     def saved(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, with names and values that a run with any train.sync can resume from."""
@@ -148,7 +148,7 @@ class State:
             torch.cuda.set_rng_state(cuda.cpu(), self.mesh.device)
         for compressor in self.model.compressors:
             compressor.steps = self.step
-        self.rounds.adopt(meta.get("sync", {}))
+        self.rounds.restore(meta.get("sync", {}))
         if self.model.load is not None:
             self.model.load.restore(meta.get("experts", {}))
         self.model.refresh()

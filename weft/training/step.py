@@ -85,11 +85,11 @@ class Stepper:
             flag = finite if unseen else None
             state.optimizers.step(lr, clipped * grads.factor, flag)
             state.ema.update(flag)
-        state.model.follow(finite if taken and unseen else taken)
+        state.model.after_step(finite if taken and unseen else taken)
         state.scale.update(taken or not wanted)
         state.samples += self.job.train.ramp.batch(state.step)
         state.step += 1
-        state.rounds.after(state.step, grads.count, state.model.refresh)
+        state.rounds.after_step(state.step, grads.count, state.model.refresh)
         return norm, taken
 
     def learning_rate(self) -> float:

@@ -147,6 +147,8 @@ def test_tuned_settings() -> None:
         "the steps fit the budget"
     )
     assert trained.ramp.samples_before(trained.ramp.end) * 4096 == pytest.approx(0.05e12, rel=0.01)
+    short = {t.key: t.value for t in tune(job, 64, 1e7)}
+    assert 0 < short["optim.warmup"] <= short["train.steps"] / 10
 
 
 def test_an_applied_plan_is_planned_the_same_way_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,11 +74,11 @@ def refused(world: int | None = None, **job: Any) -> str:
         (4, {"parallel": {"dp_shard": -1, "tp": -1}},
          "parallel.dp_shard and parallel.tp are both -1; only one axis can take the rest"),
         (2, {"model": "own:Net", "parallel": {"cp": 2}},
-         "parallel.cp=2 splits the sequence, and own:Net has no sequence dimension that "
-         "Weft knows; use dp_replicate or dp_shard"),
+         "parallel.cp=2 splits the sequence, and own:Net has no known "
+         "sequence dimension; use dp_replicate or dp_shard"),
         (2, {"model": {**SMALL, "family": "mlp"}, "parallel": {"cp": 2}},
-         "parallel.cp=2 splits the sequence, and model.family=mlp has no sequence dimension that "
-         "Weft knows; use dp_replicate or dp_shard"),
+         "parallel.cp=2 splits the sequence, and model.family=mlp has no known "
+         "sequence dimension; use dp_replicate or dp_shard"),
         (1, {"model": {**SMALL, "family": "mlp"}, "memory": {"chunk": 8}},
          "memory.chunk=8 works on a transformer's blocks, and model.family=mlp is not a "
          "transformer; memory.recompute=full would "

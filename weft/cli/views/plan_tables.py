@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 
@@ -66,8 +68,12 @@ def estimates(made: Survey, instead: str, took_s: float) -> str:
 
 
 def process_seconds() -> float:
-    """Wall time since this process was started."""
-    return time.time() - psutil.Process().create_time()
+    """Wall time since this process was started; on Linux exact to a hundredth of a second."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.time() - psutil.Process().create_time()
 
 
 def _choice(point: Point) -> str:

@@ -45,15 +45,15 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
                 owner.register_parameter(key, cast[id(p)])
 
 
-def arriving(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[Tensor], None]:
+def gradient_hook(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[Tensor], None]:
     """A hook with a weak reference to its owner. The garbage collector cannot follow autograd's hooks, so a strong one
     would keep the model, its process groups and their threads alive."""
 
-    def arrived(weight: Tensor) -> None:
+    def gradient_ready(weight: Tensor) -> None:
         if (replicas := owner()) is not None:
-            replicas.arrived(number, name, weight)
+            replicas.gradient_ready(number, name, weight)
 
-    return arrived
+    return gradient_ready
 
 
 class Replicas:
@@ -107,7 +107,7 @@ class Replicas:
         for number, bucket in enumerate(self.buckets):
             for name, grad in bucket.grads.items():
                 self.master_params[name].grad = grad
-                self.weights[name].register_post_accumulate_grad_hook(arriving(weakref.ref(self), number, name))
+                self.weights[name].register_post_accumulate_grad_hook(gradient_hook(weakref.ref(self), number, name))
 
     def _kind(self, name: str) -> str:
         """Which weights may share a bucket."""
@@ -129,7 +129,7 @@ class Replicas:
             bucket.start = packed.start_plain
         self.buckets.append(bucket)
 
-    def arrived(self, number: int, name: str, weight: Tensor) -> None:
+    def gradient_ready(self, number: int, name: str, weight: Tensor) -> None:
         """Called when autograd has computed the gradient of a weight in a bucket."""
         bucket = self.buckets[number]
         self._take_in(bucket, name, weight)
@@ -165,7 +165,7 @@ class Replicas:
         """Only the last microbatch of a step starts reductions."""
         self.last = last
 
-    def hold(self, split_backward: bool) -> None:
+    def begin_pipeline(self, split_backward: bool) -> None:
         """Called before a pipeline runs, whose gradients may come without hooks."""
 
     def collect(self) -> None:
@@ -208,7 +208,7 @@ class Replicas:
                 [local_of(m.detach()) for m in self.master_params.values()],
             )
 
-    def settle(self) -> None:
+    def after_evaluation(self) -> None:
         """Nothing to undo after an evaluation."""
 
 
@@ -265,7 +265,7 @@ class Shards:
         if self.zero < 3:
             self.module.set_reshard_after_backward(last)
 
-    def hold(self, split_backward: bool) -> None:
+    def begin_pipeline(self, split_backward: bool) -> None:
         """In a split backward pass FSDP2's hooks do not run: gradients stay whole, and weights gathered, until
         finish()."""
         self.held = split_backward
@@ -295,7 +295,7 @@ class Shards:
     def refresh(self) -> None:
         """Nothing to do: FSDP2 gathers from the master weights."""
 
-    def settle(self) -> None:
+    def after_evaluation(self) -> None:
         """Free weights gathered by an evaluation: they would be stale after the next update."""
         for m in self.fsdp_modules:
             m.reshard()

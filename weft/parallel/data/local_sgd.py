@@ -25,7 +25,7 @@ Tensors = dict[str, Tensor]
 class EveryStep:
     """Gradients are summed in every step, so nothing is done between steps."""
 
-    def after(self, step: int, count: Tensor, refresh: Callable[[], None]) -> None:
+    def after_step(self, step: int, count: Tensor, refresh: Callable[[], None]) -> None:
         """Call after a step with its number of valid targets."""
 
     def tensors(self) -> Tensors:
@@ -40,11 +40,11 @@ class EveryStep:
         """The metadata of a checkpoint."""
         return {}
 
-    def own(self, meta: dict[str, Any], tensors: Tensors) -> Tensors:
+    def replica_tensors(self, meta: dict[str, Any], tensors: Tensors) -> Tensors:
         """By name in a checkpoint, what only this replica has and is read after the shared tensors."""
         return {}
 
-    def adopt(self, meta: dict[str, Any]) -> None:
+    def restore(self, meta: dict[str, Any]) -> None:
         """Continue after a checkpoint was read."""
 
     def figures(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Rounds(EveryStep):
         self.anchor = _copies(master_params) if outer or self.codec else {}
         self.velocity = {n: torch.zeros_like(local_of(m.detach())) for n, m in master_params.items()} if outer else {}
 
-    def after(self, step: int, count: Tensor, refresh: Callable[[], None]) -> None:
+    def after_step(self, step: int, count: Tensor, refresh: Callable[[], None]) -> None:
         self.tokens += count
         self.since += 1
         self.sent = 0
@@ -92,14 +92,14 @@ class Rounds(EveryStep):
     def _exchange(self) -> None:
         share = self._share()
         for names in self._groups(self.master_params):
-            self._meet(names, share)
+            self._average(names, share)
         for names in self._groups(self.averages):
             mean = self._sum(_flat(self.averages, names) * share)
             _spread(mean, [local_of(self.averages[n]) for n in names])
         self.tokens.zero_()
         self.since = 0
 
-    def _meet(self, names: list[str], share: Tensor) -> None:
+    def _average(self, names: list[str], share: Tensor) -> None:
         """Average some weights over the replicas, or take the outer step."""
         weights = [local_of(self.master_params[n].detach()) for n in names]
         here = _flat(self.master_params, names)
@@ -108,14 +108,14 @@ class Rounds(EveryStep):
             return
         anchors = [self.anchor[n] for n in names]
         anchor = torch.cat([a.reshape(-1) for a in anchors])
-        way = (anchor - here) * share
-        way = sum_all(self.axis, self.codec, way, None)[0] if self.codec else self._sum(way)
+        change = (anchor - here) * share
+        change = sum_all(self.axis, self.codec, change, None)[0] if self.codec else self._sum(change)
         if self.velocity:
             held = [self.velocity[n] for n in names]
-            velocity = torch.cat([v.reshape(-1) for v in held]).mul_(self.momentum).add_(way)
+            velocity = torch.cat([v.reshape(-1) for v in held]).mul_(self.momentum).add_(change)
             _spread(velocity, held)
-            way = way.add_(velocity, alpha=self.momentum).mul_(self.rate)
-        _spread(anchor.sub_(way), anchors)
+            change = change.add_(velocity, alpha=self.momentum).mul_(self.rate)
+        _spread(anchor.sub_(change), anchors)
         _spread(anchor, weights)
 
     def _share(self) -> Tensor:
@@ -156,15 +156,15 @@ class Rounds(EveryStep):
         for name, tensor in tensors.items():
             kind, _, of = name.partition(".")
             if kind == "optim" and self.axis.rank:
-                out[self._mine(name)] = tensor
+                out[self._own_name(name)] = tensor
             elif share is not None and ((kind == "model" and of in self.master_params) or kind == "ema"):
                 out[name] = like(self._sum(local_of(tensor) * share), tensor)
-                out[self._mine(name)] = tensor
+                out[self._own_name(name)] = tensor
             elif share is not None or not name.startswith(("outer.anchor", "outer.tokens")):
                 out[name] = tensor
         return out
 
-    def _mine(self, name: str) -> str:
+    def _own_name(self, name: str) -> str:
         return f"replica.{self.axis.rank}.{name}"
 
     def meta(self) -> dict[str, Any]:
@@ -175,22 +175,22 @@ class Rounds(EveryStep):
             "anchor": bool(self.anchor),
         }
 
-    def own(self, meta: dict[str, Any], tensors: Tensors) -> Tensors:
+    def replica_tensors(self, meta: dict[str, Any], tensors: Tensors) -> Tensors:
         """With another number of replicas than the checkpoint's, only the state of the outer optimizer is read."""
         mine = {n: t for n, t in self.tensors().items() if n.startswith("outer.velocity")}
         mine = mine if meta.get("mode") == "diloco" else {}
         if meta.get("replicas") != self.axis.size:
             return mine
         if self.axis.rank:
-            mine |= {self._mine(n): t for n, t in tensors.items() if n.startswith("optim.")}
+            mine |= {self._own_name(n): t for n, t in tensors.items() if n.startswith("optim.")}
         if meta["since"]:
             trained = {f"model.{n}" for n in self.master_params}
-            mine |= {self._mine(n): t for n, t in tensors.items() if n in trained or n.startswith("ema.")}
+            mine |= {self._own_name(n): t for n, t in tensors.items() if n in trained or n.startswith("ema.")}
             mine |= {n: t for n, t in self.tensors().items() if n.startswith("outer.anchor") and meta["anchor"]}
             mine[f"outer.tokens.{self.axis.rank}"] = self.tokens
         return mine
 
-    def adopt(self, meta: dict[str, Any]) -> None:
+    def restore(self, meta: dict[str, Any]) -> None:
         same = meta.get("replicas") == self.axis.size
         self.since = meta["since"] if same else 0
         if not (same and self.since and meta["anchor"]):

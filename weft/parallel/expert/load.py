@@ -94,7 +94,7 @@ class ExpertLoad:
         return self.table.clone()
 
     @torch.no_grad()
-    def follow(self, taken: bool | Tensor = True) -> None:
+    def after_step(self, taken: bool | Tensor = True) -> None:
         """Call after a step: updates the routers by its load, equally on every rank, if it was taken."""
         table = self.figures()
         if taken is False:

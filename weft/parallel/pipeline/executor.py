@@ -101,9 +101,9 @@ class Pipelined:
     def maxima(self) -> dict[str, Tensor]:
         return {n: t for stage in self.parts for n, t in stage.maxima().items()}
 
-    def recall_maxima(self) -> None:
+    def restore_maxima(self) -> None:
         for stage in self.parts:
-            stage.recall_maxima()
+            stage.restore_maxima()
 
     def residuals(self) -> dict[str, Tensor]:
         return {n: t for stage in self.parts for n, t in stage.residuals().items()}
@@ -128,7 +128,7 @@ class Pipelined:
         self.links.begin(self.transfers, step.shape)
         for stage in self.parts:
             stage.begin(scale)
-            stage.data.hold(self.splits)
+            stage.data.begin_pipeline(self.splits)
         for i, action in enumerate(actions):
             step.do(action, last=final[action.stage] == i)
         self.links.end()
@@ -151,7 +151,7 @@ class Pipelined:
             step.held.clear()
         self.links.end()
         for stage in self.parts:
-            stage.data.settle()
+            stage.data.after_evaluation()
             stage.module.train()
         return step.total
 
@@ -167,11 +167,11 @@ class Pipelined:
         for stage in self.parts:
             stage.zero_grad()
 
-    def follow(self, taken: bool | Tensor = True) -> None:
+    def after_step(self, taken: bool | Tensor = True) -> None:
         """Call after a step. A weight that is held twice is updated once, and then copied."""
         for stage in self.parts:
-            stage.follow(taken)
-        self.load.follow(taken)
+            stage.after_step(taken)
+        self.load.after_step(taken)
         self._renew_twins()
 
     @torch.no_grad()

@@ -118,7 +118,7 @@ def place(load: Sequence[float], ranks: int, *, moves: bool, room: int, price: f
 
 
 def with_copies(job: Job, plan: Plan, facts: ClusterFacts) -> Plan:
-    """The plan with the settings of the expert rebalancer, if the job asks for one.
+    """The plan with the settings of the expert rebalancer, if the job sets one.
 
     A copy sends its weights and their gradients, 2 · matrices · dim · ffn elements. One row less on the busiest rank
     saves 6 · matrices · dim · ffn operations and four transfers of dim elements; dim cancels out.
@@ -130,7 +130,7 @@ def with_copies(job: Job, plan: Plan, facts: ClusterFacts) -> Plan:
     link = (inner if plan.ep <= inner.size else outer).gb_s * 1e9
     flops = EXPERT_EFFICIENCY * (facts.peak_tflops.get(plan.precision) or CORE_TFLOPS) * 1e12
     size = 4 if plan.precision == "fp32" else 2
-    products = (3 if job.model.activation == "swiglu" else 2) * (e.ffn or 1)
+    products = (3 if job.model.gated else 2) * (e.ffn or 1)
     price = 2 * products * size / link / (6 * products / flops + 4 * size / link)
     room = min(job.parallel.ep_copies, e.count - e.count // plan.ep)  # experts of all other ranks
     return replace(plan, ep_copies=room, ep_copy_rows=float(price), ep_moves=e.groups == 1)

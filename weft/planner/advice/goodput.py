@@ -1,4 +1,4 @@
-"""Goodput: how much of a run's time is progress, once failures, restarts and checkpoints are paid for.
+"""Goodput: how much of a run's time is progress, with failures, restarts and checkpoints.
 
 Failures come at random with a mean time between them of M. Checkpoints cost C each and are taken every τ seconds of
 work; a failure loses what was done since the last one and costs a restart R. The expected time of τ seconds of work is

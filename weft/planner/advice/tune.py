@@ -24,6 +24,10 @@ RAMP_DIVISORS = (4, 2)
 RAMP_TOKENS = 0.025
 """Share of the tokens in each stage of the ramp."""
 MIN_STEPS_FOR_RAMP = 2000
+WARMUP_SHARE = 0.01
+"""Share of the steps in which the learning rate rises."""
+MIN_WARMUP_STEPS, MAX_WARMUP_STEPS = 10, 2000
+"""Least steps of the warm-up, where a run has ten times as many, and most."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +58,26 @@ def tune(job: Job, world: int, tokens: float | None = None) -> list[TunedSetting
     critical = a * (budget / 1e6) ** b * length
     batch = _divisible_batch(critical / seq, world)
     ramp = _ramp(batch, world, budget / seq)
-    steps, left, begin = 0, budget / seq, 0
-    for end, size in ramp:
-        steps, left, begin = end, left - (end - begin) * size, end
-    steps += max(1, round(left / batch))
+    begins = (0, *(end for end, _ in ramp))
+    ramped = sum((end - begin) * size for begin, (end, size) in zip(begins, ramp, strict=False))
+    steps = begins[-1] + max(1, round((budget / seq - ramped) / batch))
     compute = 6.0 * counts.active * budget
     rate = float(f"{min(LEARNING_RATE[0] * compute ** LEARNING_RATE[1], MAX_LEARNING_RATE):.2g}")
-    warmup = int(min(2000, max(10, round(0.01 * steps))))
+    warmup = min(MAX_WARMUP_STEPS, max(round(WARMUP_SHARE * steps), min(MIN_WARMUP_STEPS, steps // 10)))
     out = [
         TunedSetting(
             "train.global_batch", batch,
             f"{human_count(budget)} tokens allow about {human_count(critical)} tokens per step before larger batches "
             f"stop saving steps; the nearest number of sequences for {world} ranks",
         ),
-        TunedSetting("train.batch_ramp", [list(stage) for stage in ramp], _ramp_reason(ramp, batch, budget)),
+        TunedSetting("train.batch_ramp", [list(stage) for stage in ramp], _ramp_reason(ramp, batch, ramped * seq)),
         TunedSetting(
             "train.steps", steps, f"{human_count(budget)} tokens in steps of {human_count(batch * seq)}"
             + (f", {ramp[-1][0]} of them with smaller batches" if ramp else ""),
         ),
         TunedSetting("optim.lr", rate, f"0.3118 × C^−0.125 for C = {compute:.1e} FLOP; it falls with the compute"),
         TunedSetting("optim.betas", [0.9, 0.95], "a shorter average of squares adapts faster to loss spikes"),
-        TunedSetting("optim.warmup", warmup, "1 % of the steps, at most 2,000, until the moments are reliable"),
+        TunedSetting("optim.warmup", warmup, _warmup_reason(warmup, steps)),
     ]  # fmt: skip
     if job.optim.scale_lr == "none" and batch != job.train.global_batch:
         factor = math.sqrt(batch / job.train.global_batch)
@@ -88,6 +91,12 @@ def tune(job: Job, world: int, tokens: float | None = None) -> list[TunedSetting
         why += "a smaller model would learn more" if few else "right for a model that is used much"
         out.append(TunedSetting("tokens", f"{budget:.3g}", why))
     return out
+
+
+def _warmup_reason(warmup: int, steps: int) -> str:
+    limit = {MAX_WARMUP_STEPS: "the most", MIN_WARMUP_STEPS: "the least"}.get(warmup, "")
+    share = f"{100 * warmup / steps:.2g} % of the steps" + (f", {limit} that is advised" if limit else "")
+    return f"{share}: until the optimizer's moments are reliable"
 
 
 def _tokens_per_sequence(job: Job) -> int:
@@ -106,12 +115,12 @@ def _ramp(batch: int, world: int, sequences: float) -> tuple[tuple[int, int], ..
     return tuple(stages)
 
 
-def _ramp_reason(ramp: tuple[tuple[int, int], ...], batch: int, budget: float) -> str:
+def _ramp_reason(ramp: tuple[tuple[int, int], ...], batch: int, tokens: int) -> str:
     if not ramp:
         return f"none: the run is shorter than {MIN_STEPS_FOR_RAMP:,} steps, or the batch is too small to divide"
     sizes = ", ".join(str(size) for _, size in ramp)
-    tokens = human_count(RAMP_TOKENS * len(ramp) * budget)
-    return f"{sizes}, then {batch} sequences after {tokens} tokens: early gradients agree, so small batches suffice"
+    after = f"{sizes}, then {batch} sequences after {human_count(tokens)} tokens"
+    return f"{after}: early gradients agree, so small batches suffice"
 
 
 def _divisible_batch(wanted: float, world: int) -> int:

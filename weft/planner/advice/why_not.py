@@ -52,7 +52,7 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
         parts = search.estimator.estimate(found.smallest, detail=True).memory
         worst = max(parts, key=lambda name: float(np.ravel(parts[name])[0]))
         most = float(np.ravel(parts[worst])[0])
-        because = f"its most frugal form, {found.smallest.plan(0).layout()}, needs {gib(need)} GiB of {gib(limit)}: "
+        because = f"its smallest form, {found.smallest.plan(0).layout()}, needs {gib(need)} GiB of {gib(limit)}: "
         because += f"{gib(gib_difference(need, limit))} too much, {gib(most)} of it {worst}"
         return {**answer, "verdict": "does not fit", "peak_memory_gib": need, "because": because}
     if not made.fits:

@@ -69,13 +69,13 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
 
 def selective_kept(m: Model, z: Sizes, mix: Mixture | None) -> Size:
     """The input and the outputs of matrix products and attention: what selective recompute keeps."""
-    gates = 2 if m.activation == "swiglu" else 1
+    gates = 2 if m.gated else 1
     attention = z.tokens * (2 * z.heads + 2 * z.kv) * z.c + z.tokens * z.scores * FP32_BYTES
     if mix is None:
         hidden = z.tokens * gates * z.ffn * z.c
     else:
         hidden = (mix.uses * (gates * mix.ffn + z.dim) + z.tokens * gates * mix.shared) * z.c
-    return 3 * z.rows * z.dim * z.c + attention + hidden
+    return (z.rows + 2 * z.tokens) * z.dim * z.c + attention + hidden  # products are kept before tp cuts their sums
 
 
 def _block_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> None:
@@ -109,7 +109,7 @@ def _feed_forward(t: LiveBytes, m: Model, z: Sizes) -> None:
     norm(t, m, z, "n2", z.rows, z.dim)
     enter(t, z, "n2")
     hidden = z.tokens * z.ffn * z.c
-    if m.activation == "swiglu":
+    if m.gated:
         t.take(g=hidden, s=hidden, u=hidden, p=hidden)
     else:
         t.take(u=hidden, p=hidden)
@@ -129,7 +129,7 @@ def _feed_backward(t: LiveBytes, m: Model, z: Sizes) -> None:
     t.take(dp=hidden)
     t.weight_gradient(matrix, z.retain)
     t.drop("p", "dd")
-    if m.activation == "swiglu":
+    if m.gated:
         t.take(ds=hidden, du=hidden)
         t.drop("dp", "s", "u")
         t.take(dn=wide)

@@ -57,7 +57,7 @@ def routed_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture) -> None:
         t.take(rows=x, lent=_lent(m, z, mix))
     t.flash(copies * h)
     t.take(u=h)
-    if m.activation == "swiglu":
+    if m.gated:
         t.flash(copies * h)
         t.take(g=h, s=h)
     t.take(p=h)
@@ -96,7 +96,7 @@ def routed_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture) -> None:
 
 def _lent(m: Model, z: Sizes, mix: Mixture) -> Size:
     """Bytes of the guests' matrices."""
-    return mix.guests * (3 if m.activation == "swiglu" else 2) * z.dim * mix.ffn * z.c
+    return mix.guests * (3 if m.gated else 2) * z.dim * mix.ffn * z.c
 
 
 def _route(t: LiveBytes, z: Sizes, mix: Mixture) -> None:
@@ -127,7 +127,7 @@ def _shared_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture) -> None:
         t.flash(2 * wide)
         t.take(all=wide)
     t.take(su=hidden, sp=hidden)
-    if m.activation == "swiglu":
+    if m.gated:
         t.take(sg=hidden, ss=hidden)
     t.flash(wide * (2 if z.tp else 1))
     t.take(always=z.rows * z.dim * z.c)
@@ -143,7 +143,7 @@ def _shared_backward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture) -> None:
     t.take(sdp=hidden)
     t.weight_gradient(matrix, z.retain)
     t.drop("sp", "sd")
-    if m.activation == "swiglu":
+    if m.gated:
         t.take(sdg=2 * hidden)
         t.drop("sdp", "ss", "sg")
         t.take(sdn=2 * wide)
@@ -180,7 +180,7 @@ def routed_backward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture) -> None:
     t.take(dp=h)
     t.weight_gradient(matrix, z.retain)
     t.drop("p", "dback", "dmade")
-    if m.activation == "swiglu":
+    if m.gated:
         t.take(ds=h, du=h)
         t.drop("dp", "s")
         t.take(dg=h)

@@ -98,7 +98,7 @@ def _mixture(job: Job, layouts: Layouts, flags: dict[str, Any], guests: int) -> 
     tokens = layouts.microbatch * np.ceil(job.data.seq_len / (layouts.cp * layouts.tp))
     return Mixture(
         experts=e, tokens=tokens, ffn=e.ffn or 0, own=e.count / layouts.ep, ep=flags["ep"],
-        cut=flags["tp"] and not flags["sequence"], shared=e.shared * (e.ffn or 0) / layouts.tp,
+        cut=flags["tp"] and not flags["sequence"], shared=e.shared_width / layouts.tp,
         apart=flags["zero"] > 0 and flags["ep"], guests=guests,
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     end, head_grad = head_bytes(m, z, vocab, targets, LOGITS_BYTES[memory.device] // FP32_BYTES)
     if flags["compiled"] and mix is None:
         end = _compiled_head(job, z, vocab)
-    gates = 2 if m.activation == "swiglu" else 1
+    gates = 2 if m.gated else 1
     wide = z.ffn if mix is None else (mix.uses * mix.ffn + z.tokens * mix.shared) / z.tokens
     later = z.tokens * z.c * (z.heads + 2 * z.kv + gates * wide) + 4 * hidden
     begin = _embedding(m, z, layouts)
@@ -158,9 +158,10 @@ def _embedding(m: Model, z: Sizes, layouts: Layouts) -> PassBytes:
 
 
 def _chunked_block(z: Sizes) -> BlockBytes:
-    """A block in chunks of tokens: it keeps its input and attention's output."""
+    """A block in chunks of tokens: it keeps its input and attention's output. The backward pass holds both ends of the
+    block, a norm's output and attention's tensors, each with its gradient."""
     kept = (z.rows * z.dim + z.tokens * z.heads) * z.c
-    working = z.tokens * z.c * (4 * z.heads + 4 * z.kv) + 6 * z.rows * z.dim * z.c
+    working = z.tokens * z.c * (4 * z.heads + 4 * z.kv) + 5 * z.rows * z.dim * z.c
     one = PassBytes(kept, working, working)
     return BlockBytes(one, one, one)
 
@@ -173,13 +174,15 @@ def _compiled_block(job: Job, z: Sizes) -> BlockBytes:
     """
     m = job.model
     again = job.precision == "fp8" and job.fp8.amax == "dynamic"
-    hidden = ((3 if m.activation == "swiglu" else 2) - again) * z.ffn
+    hidden = ((3 if m.gated else 2) - again) * z.ffn
     whole = z.tokens * (z.c * ((4 - 2 * again) * z.dim + 2 * z.heads + 2 * z.kv + hidden) + 4 * z.scores + 8)
     x = z.tokens * z.dim * z.c
     back = 2 * z.ffn * z.tokens * z.c + 2 * x
-    some = selective_kept(m, z, None)
+    some = selective_kept(m, z, None) - x  # the output of the last product is not needed again
     return BlockBytes(
-        PassBytes(whole, whole, back), PassBytes(some, whole, back + whole), PassBytes(x, whole, back + whole)
+        PassBytes(whole, whole, back),
+        PassBytes(some, whole, back + whole - some),
+        PassBytes(x, whole, back + whole - x),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from weft.hardware.catalog import Device, find_device, find_network
 from weft.hardware.prices import price_of
-from weft.job.schema import Job
+from weft.job.schema import Job, Model
 from weft.job.shapes import PATCH_DIM, resolve
 
 Size = Any
@@ -38,10 +38,15 @@ class ModelFacts:
     causal: Size = 1
     positions: Size = 0
     """Rows of learned positions."""
-    bias: Size = 0
+    qkv_bias: Size = 0
+    out_bias: Size = 0
+    mlp_bias: Size = 0
+    block_norms: Size = 2
+    """Norms of a block, without those of queries and keys."""
     norm_rows: Size = 1
     """Vectors in a norm: 2 for a layernorm with bias, 0 where there are no norms."""
     qk_norm: Size = 0
+    """Values in the norms of queries and keys."""
     embedding_rows: Size = 0
     """Rows of the embedding: the vocabulary, or an image patch's values and a bias."""
     head_share: Size = 1.0
@@ -53,6 +58,8 @@ class ModelFacts:
     moe_ffn: Size = 0
     shared_ffn: Size = 0
     """Total width of the shared experts."""
+    shared_gate: Size = 0
+    """Weights that score a token for the shared experts."""
     first_dense: Size = 0
     """Blocks before the first with experts."""
     moe_every: Size = 1
@@ -64,7 +71,11 @@ class ModelFacts:
     frozen: Size = 0
     """1 where the base weights are not trained (adapters only)."""
     frozen_bytes: Size = 2.0
-    """Bytes of a weight that is not trained: 2, or about 0.6 where it is kept in 4 bits."""
+    """Bytes of a block's weight that is not trained: 2, or less where it is quantized."""
+    kept_outputs: Size = 0
+    """1 where adapters scale the output of every product, which is then kept (LLaMA-Adapter V2)."""
+    in_flight: Size = 1.0
+    """Microbatches that a pipeline holds, over those of its schedule's entry: 2 for ZB-2p."""
 
     @property
     def q_width(self) -> Size:
@@ -90,13 +101,14 @@ class ModelFacts:
     @property
     def attention(self) -> Size:
         """Parameters of one attention part."""
-        biases = np.where(self.heads, (self.heads + 2 * self.kv_heads) * self.head_dim + self.dim, 0) * self.bias
-        return self.attention_weights + biases + 2 * self.norm_rows * self.head_dim * self.qk_norm
+        inner = (self.heads + 2 * self.kv_heads) * self.head_dim * self.qkv_bias
+        biases = np.where(self.heads, inner + self.dim * self.out_bias, 0)
+        return self.attention_weights + biases + self.norm_rows * self.qk_norm
 
     @property
     def dense(self) -> Size:
         """Parameters of one feed-forward part without experts."""
-        return (self.gates + 1) * self.dim * self.ffn + (self.gates * self.ffn + self.dim) * self.bias
+        return (self.gates + 1) * self.dim * self.ffn + (self.gates * self.ffn + self.dim) * self.mlp_bias
 
     @property
     def expert(self) -> Size:
@@ -107,7 +119,9 @@ class ModelFacts:
     def moe_rest(self) -> Size:
         """Parameters of a MoE layer without the routed experts: router and shared experts."""
         return np.where(
-            np.asarray(self.experts) > 0, self.dim * self.experts + (self.gates + 1) * self.dim * self.shared_ffn, 0
+            np.asarray(self.experts) > 0,
+            self.dim * self.experts + (self.gates + 1) * self.dim * self.shared_ffn + self.shared_gate,
+            0,
         )
 
     @property
@@ -123,7 +137,7 @@ class ModelFacts:
     def block_shared(self) -> Size:
         """Parameters of an average block, without its experts."""
         share = self.moe_layers / self.layers
-        return self.attention + 2 * self.norm + (1 - share) * self.dense + share * self.moe_rest
+        return self.attention + self.block_norms * self.norm + (1 - share) * self.dense + share * self.moe_rest
 
     @property
     def block_experts(self) -> Size:
@@ -171,28 +185,45 @@ def model_facts(job: Job) -> ModelFacts:
     if model.is_stack:
         return ModelFacts(
             layers=model.layers, dim=model.dim, ffn=model.dim, heads=0, kv_heads=0, head_dim=0, vocab=0, seq_len=1,
-            gates=0, causal=0, bias=int(bool(model.bias)), norm_rows=0, head_share=0.0,
+            gates=0, causal=0, mlp_bias=int(bool(model.bias)), norm_rows=0, head_share=0.0,
         )  # fmt: skip
     vit = model.is_classifier
     extra: dict[str, Any] = {}
     experts = getattr(model, "experts", None)
     if experts is not None:
         known = experts.model_dump()
-        shared = (known.get("shared") or 0) * (known.get("ffn") or 0)
         extra = {
             "experts": known.get("count", 0), "top_k": known.get("top_k", 1),
-            "moe_ffn": known.get("ffn") or model.ffn, "shared_ffn": shared,
+            "moe_ffn": known.get("ffn") or model.ffn, "shared_ffn": experts.shared_width,
+            "shared_gate": (model.dim or 0) * int(bool(experts.shared and experts.shared_gate)),
             "first_dense": known.get("first_dense") or 0, "moe_every": known.get("every") or 1,
         }  # fmt: skip
     return ModelFacts(
         layers=model.layers, dim=model.dim, ffn=model.ffn, heads=model.heads, kv_heads=model.kv_heads,
-        head_dim=model.head_dim, vocab=model.vocab, seq_len=job.data.seq_len,
-        gates=2 if model.activation == "swiglu" else 1, tied=int(bool(model.tied)), causal=int(bool(model.causal)),
-        positions=model.max_len if model.positions == "learned" else 0, bias=int(bool(model.bias)),
-        norm_rows=2 if model.norm == "layernorm" and model.bias else 1, qk_norm=int(bool(model.qk_norm)),
+        head_dim=(model.head_dim or 0) - (model.rope_dim or 0) if model.latent else model.head_dim, vocab=model.vocab,
+        seq_len=job.data.seq_len,
+        gates=2 if model.gated else 1, tied=int(bool(model.tied)), causal=int(bool(model.causal)),
+        positions=model.max_len if model.positions == "learned" else 0,
+        qkv_bias=int(model.biases[0]), out_bias=int(model.biases[1]), mlp_bias=int(model.biases[2]),
+        norm_rows=2 if model.norm == "layernorm" and model.bias else 1, qk_norm=_qk_norm_values(model),
+        block_norms=4 if model.norm_at == "both" else 2,
         embedding_rows=PATCH_DIM + 1 if vit else model.vocab, head_share=1 / job.data.seq_len if vit else 1.0,
-        head_low=int(job.fp8.head), **extra,
+        head_low=int(job.fp8.head), **extra, **_latent(model),
     )  # fmt: skip
+
+
+def _latent(model: Model) -> dict[str, int]:
+    """Ranks of latent attention; one without a rank of its own for the queries counts as if it had the full one."""
+    if (latent := model.latent) is None:
+        return {}
+    return {"q_rank": latent.q_rank or model.dim or 0, "kv_rank": latent.kv_rank, "rope_dim": model.rope_dim or 0}
+
+
+def _qk_norm_values(model: Model) -> int:
+    if not model.qk_norm:
+        return 0
+    heads = (model.heads or 0) + (model.kv_heads or 0) if model.qk_norm == "all" else 2
+    return heads * (model.head_dim or 0)
 
 
 @dataclass(frozen=True)
@@ -299,10 +330,10 @@ def cluster_facts(job: Job, world: int, device: Device | None = None, memory_gib
 
 def _levels(job: Job, made: ClusterFacts) -> tuple[Level, ...]:
     """The job's topology; the network connects groups of its last level."""
-    said = [
+    levels = [
         Level(level.name, min(level.size, made.world), level.gb_s, level.latency_us, level.oversubscription)
         for level in job.cluster.levels
     ]
-    if not said:
+    if not levels:
         return made.levels
-    return (*said, made.levels[-1]) if said[-1].size < made.world else tuple(said)
+    return (*levels, made.levels[-1]) if levels[-1].size < made.world else tuple(levels)

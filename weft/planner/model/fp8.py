@@ -49,7 +49,7 @@ def cast_bytes(job: Job, tokens: float) -> float:
     """Bytes moved by a block's casts to fp8: inputs, gradients and weights, in both orientations."""
     m = job.model
     dim, ffn, heads = m.dim or 0, m.ffn or 0, (m.heads or 0) * (m.head_dim or 0)
-    kv, gates = (m.kv_heads or 0) * (m.head_dim or 0), 2 if m.activation == "swiglu" else 1
+    kv, gates = (m.kv_heads or 0) * (m.head_dim or 0), 2 if m.gated else 1
     inputs, gradients = 2 * dim + heads + ffn, heads + 2 * kv + 2 * dim + gates * ffn
     weights = dim * (2 * heads + 2 * kv + (gates + 1) * ffn)
     return CAST_BYTES[job.fp8.amax] * (tokens * (inputs + gradients) + weights)
@@ -70,7 +70,7 @@ def _linears(job: Job, i: int) -> list[tuple[str, int, int, str]]:
         pairs = (m.layers or 0) // 2
         return [(f"layers.{i}", dim, dim, ("column", "row")[i % 2] if i < 2 * pairs else "whole")]
     heads, kv, ffn = (m.heads or 0) * (m.head_dim or 0), (m.kv_heads or 0) * (m.head_dim or 0), m.ffn or 0
-    gate = [("mlp.gate", ffn, dim, "column")] if m.activation == "swiglu" else []
+    gate = [("mlp.gate", ffn, dim, "column")] if m.gated else []
     parts = [
         ("attn.q", heads, dim, "column"), ("attn.k", kv, dim, "column"), ("attn.v", kv, dim, "column"),
         ("attn.o", dim, heads, "row"), *gate, ("mlp.up", ffn, dim, "column"), ("mlp.down", dim, ffn, "row"),

@@ -37,7 +37,7 @@ class ParamShard:
 
 
 def coords_of(plan: Plan, rank: int) -> dict[str, int]:
-    """Where a rank stands on each axis; the last axis of the mesh runs fastest."""
+    """Coordinates of a rank on each axis; the last axis of the mesh varies fastest."""
     out: dict[str, int] = {}
     for axis, degree in reversed(plan.axes.items()):
         rank, out[axis] = divmod(rank, degree)

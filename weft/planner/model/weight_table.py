@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from weft.job.model import FAMILIES
-from weft.job.schema import Model
+from weft.job.schema import Latent, Model
 from weft.job.shapes import PATCH_DIM
 
 Shape = tuple[int, ...]
@@ -19,7 +19,7 @@ class Weight:
     name: str
     shape: Shape
     unit: str
-    """The block it is gathered with; empty for what stands outside the blocks."""
+    """The block it is gathered with; empty for weights outside the blocks."""
     cut: int | None = None
     """The dim that tp cuts; None: every rank of tp has it whole."""
     partial: bool = False
@@ -66,25 +66,52 @@ def _transformer(m: Model, sequence: bool, first: int, end: int, begins: bool, e
 def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight]:
     dim, ffn, hd = _int(m.dim), _int(m.ffn), _int(m.head_dim)
     heads, kv = _int(m.heads) * hd, _int(m.kv_heads) * hd
-    yield from _norm(m, f"{unit}.attn_norm", unit, dim, sequence)
-    for key, width in (("q", heads), ("k", kv), ("v", kv)):
-        yield from _column(m, f"{unit}.attn.{key}", unit, width, dim)
-    yield from _row(m, f"{unit}.attn.o", unit, dim, heads, sequence)
-    if m.qk_norm:
-        for key in ("q_norm", "k_norm"):
+    inputs, outputs = m.norm_at != "output", m.norm_at in ("output", "both")
+    qkv_bias, out_bias, mlp_bias = m.biases
+    if inputs:
+        yield from _norm(m, f"{unit}.attn_norm", unit, dim, sequence)
+    if m.latent is not None:
+        yield from _latent_attention(m, m.latent, f"{unit}.attn", unit, sequence)
+    else:
+        for key, width in (("q", heads), ("k", kv), ("v", kv)):
+            yield from _column(qkv_bias, f"{unit}.attn.{key}", unit, width, dim)
+        yield from _row(out_bias, f"{unit}.attn.o", unit, dim, heads, sequence)
+    for key, width in (("q_norm", heads), ("k_norm", kv)) if m.qk_norm else ():
+        if m.qk_norm == "all":
+            yield Weight(f"{unit}.attn.{key}.weight", (width,), unit, 0)
+        else:
             yield from _norm(m, f"{unit}.attn.{key}", unit, hd, True)
-    yield from _norm(m, f"{unit}.mlp_norm", unit, dim, sequence)
+    if outputs:
+        yield from _norm(m, f"{unit}.attn_out_norm", unit, dim, sequence)
+    if inputs:
+        yield from _norm(m, f"{unit}.mlp_norm", unit, dim, sequence)
     if routed:
-        yield from _experts(m, unit)
-        return
-    for key in ("gate", "up") if m.activation == "swiglu" else ("up",):
-        yield from _column(m, f"{unit}.mlp.{key}", unit, ffn, dim)
-    yield from _row(m, f"{unit}.mlp.down", unit, dim, ffn, sequence)
+        yield from _experts(m, unit, sequence)
+    else:
+        for key in ("gate", "up") if m.gated else ("up",):
+            yield from _column(mlp_bias, f"{unit}.mlp.{key}", unit, ffn, dim)
+        yield from _row(mlp_bias, f"{unit}.mlp.down", unit, dim, ffn, sequence)
+    if outputs:
+        yield from _norm(m, f"{unit}.mlp_out_norm", unit, dim, sequence)
 
 
-def _experts(m: Model, unit: str) -> Iterator[Weight]:
+def _latent_attention(m: Model, latent: Latent, name: str, unit: str, sequence: bool) -> Iterator[Weight]:
+    dim, heads, hd, rope = _int(m.dim), _int(m.heads), _int(m.head_dim), _int(m.rope_dim)
+    if latent.q_rank is None:
+        yield Weight(f"{name}.q.weight", (heads * hd, dim), unit, 0)
+    else:
+        yield Weight(f"{name}.q_a.weight", (latent.q_rank, dim), unit, None, True)
+        yield Weight(f"{name}.q_a_norm.weight", (latent.q_rank,), unit, None, True)
+        yield Weight(f"{name}.q_b.weight", (heads * hd, latent.q_rank), unit, 0)
+    yield Weight(f"{name}.kv_a.weight", (latent.kv_rank + rope, dim), unit, None, True)
+    yield Weight(f"{name}.kv_a_norm.weight", (latent.kv_rank,), unit, None, True)
+    yield Weight(f"{name}.kv_b.weight", (heads * (hd - rope + latent.v_dim), latent.kv_rank), unit, 0)
+    yield from _row(False, f"{name}.o", unit, dim, heads * latent.v_dim, sequence)
+
+
+def _experts(m: Model, unit: str, sequence: bool) -> Iterator[Weight]:
     assert m.experts is not None
-    e, dim, gates = m.experts, _int(m.dim), ("gate", "up") if m.activation == "swiglu" else ("up",)
+    e, dim, gates = m.experts, _int(m.dim), ("gate", "up") if m.gated else ("up",)
     ffn = _int(e.ffn)
     yield Weight(f"{unit}.mlp.router.weight", (e.count, dim), unit, None, True)
     for key in gates:
@@ -92,19 +119,21 @@ def _experts(m: Model, unit: str) -> Iterator[Weight]:
     yield Weight(f"{unit}.mlp.experts.down.weight", (e.count, dim, ffn), unit, None, True, True)
     if e.shared:
         for key in gates:
-            yield Weight(f"{unit}.mlp.shared.{key}.weight", (e.shared * ffn, dim), unit, 0)
-        yield Weight(f"{unit}.mlp.shared.down.weight", (dim, e.shared * ffn), unit, 1)
+            yield Weight(f"{unit}.mlp.shared.{key}.weight", (e.shared_width, dim), unit, 0)
+        yield Weight(f"{unit}.mlp.shared.down.weight", (dim, e.shared_width), unit, 1)
+        if e.shared_gate:
+            yield Weight(f"{unit}.mlp.shared_gate.weight", (1, dim), unit, None, sequence)
 
 
-def _column(m: Model, name: str, unit: str, out: int, into: int) -> Iterator[Weight]:
+def _column(bias: bool, name: str, unit: str, out: int, into: int) -> Iterator[Weight]:
     yield Weight(f"{name}.weight", (out, into), unit, 0)
-    if m.bias:
+    if bias:
         yield Weight(f"{name}.bias", (out,), unit, 0)
 
 
-def _row(m: Model, name: str, unit: str, out: int, into: int, sequence: bool) -> Iterator[Weight]:
+def _row(bias: bool, name: str, unit: str, out: int, into: int, sequence: bool) -> Iterator[Weight]:
     yield Weight(f"{name}.weight", (out, into), unit, 1)
-    if m.bias:
+    if bias:
         yield Weight(f"{name}.bias", (out,), unit, None, sequence)
 
 

@@ -19,8 +19,25 @@ def sequence_rule(job: Job, plan: Plan) -> str | None:
         return None
     what = job.model.module or f"model.family={job.model.family}"
     return (
-        f"parallel.cp={plan.cp} splits the sequence, and {what} has no sequence dimension that Weft knows; use "
+        f"parallel.cp={plan.cp} splits the sequence, and {what} has no known sequence dimension; use "
         "dp_replicate or dp_shard"
+    )
+
+
+def has_short_window(job: Job) -> bool:
+    """Whether a sliding window is shorter than the sequence."""
+    return attends(job) and job.model.window is not None and job.model.window < job.data.seq_len
+
+
+def window_rule(job: Job, plan: Plan) -> str | None:
+    """A sliding window needs the whole sequence in one piece."""
+    if not has_short_window(job) or (plan.cp == 1 and not plan.long):
+        return None
+    chunks = "memory.offload=activations" if plan.offload == "activations" else f"memory.chunk={plan.chunk}"
+    setting, other = (f"parallel.cp={plan.cp}", "cp=1") if plan.cp > 1 else (chunks, "memory.recompute=full")
+    return (
+        f"{setting} splits the sequence, and model.window={job.model.window} is not supported in parts of it; {other} "
+        f"would work, or data.seq_len={job.model.window}"
     )
 
 

@@ -58,7 +58,7 @@ def _ep(job: Job, plan: Plan) -> str | None:
             f"parallel.ep_copies=0 allows ep_rebalance={plan.ep_rebalance:g} only to renumber experts, and "
             f"model.experts.groups={groups} depends on their numbers; ep_copies=1 would work, or ep_rebalance=0"
         )
-    width = shared * (job.model.experts.ffn or 0)
+    width = job.model.experts.shared_width
     if width % plan.tp:
         return (
             f"parallel.tp={plan.tp} cuts the {shared} shared experts, whose width of {width} it does not divide; "

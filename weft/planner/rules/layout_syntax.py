@@ -27,7 +27,7 @@ ALIASES: dict[str, dict[str, Any]] = {
     "ep": {"ep": 2},
     "zero": {"zero": 3},
 }
-"""What a name stands for; a number after it replaces the degree 2."""
+"""The settings that a name means; a number after it replaces the degree 2."""
 
 _WORD = re.compile(r"(dp_replicate|dp_shard|replicate|shard|hsdp|fsdp|ddp|dp|zero[-_]?[123](?![0-9])|zero|tp|cp|pp|ep)")
 _SETTINGS = {

@@ -44,6 +44,6 @@ class ScheduleEntry:
     splits_backward: bool = False
     """Computes the gradient of a stage's input first and that of its weights later."""
     last_stage_on_first_rank: bool = False
-    """The stages lie in a V, so the first rank holds the head as well as the embedding."""
+    """Stages go down the ranks and back up in a V, so the first rank holds the head as well as the embedding."""
     stands_for: dict[int, str] = field(default_factory=dict, hash=False)
     """For a name that covers several schedules: the one used with each number of stages per rank."""

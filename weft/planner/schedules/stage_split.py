@@ -127,8 +127,8 @@ def _pinned(parts: int, stages: int, pinned: Sequence[int]) -> list[tuple[int, i
         raise JobError(f"{setting} has a stage of {min(pinned)} blocks; a number of blocks is 0 or more")
     if sum(pinned) != blocks:
         gap = blocks - sum(pinned)
-        mend = f"{gap} more" if gap > 0 else f"{-gap} fewer"
-        raise JobError(f"{setting} adds up to {sum(pinned)} blocks, but model.layers={blocks}; {mend} would work")
+        change = f"{gap} more" if gap > 0 else f"{-gap} fewer"
+        raise JobError(f"{setting} adds up to {sum(pinned)} blocks, but model.layers={blocks}; {change} would work")
     empty = [s for s in range(1, stages - 1) if pinned[s] == 0]
     if empty:
         raise JobError(

@@ -9,7 +9,7 @@ from weft.planner.schedules.entry import ActionLists
 
 
 def build(ranks: int, microbatches: int, stages_per_rank: int) -> ActionLists:
-    """The lists of the schedule that this name stands for."""
+    """The lists of the schedule that this name resolves to."""
     return (zbv if stages_per_rank == 2 else zb_h1).build(ranks, microbatches, stages_per_rank)
 
 

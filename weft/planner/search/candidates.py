@@ -151,10 +151,10 @@ def _codes(plan: Plan) -> dict[str, Any]:
         name: getattr(plan, name) for name in _DEFAULTS if hasattr(plan, name) and name not in _CODED
     }
     codes["zero"] = plan.zero if plan.dp_shard > 1 else 0
-    said = {name: getattr(plan, name) for name in _CODED if hasattr(plan, name)}
-    said["schedule"] = resolve_name(plan.schedule, plan.virtual_stages)
-    if str(said["recompute"]).isdigit():  # a count of blocks
-        per_stage = -(-int(said["recompute"]) // plan.pp)
-        codes["recompute_blocks"], said["recompute"] = per_stage, "full"
-    said["compression"] = said["compression"].partition(":")[0]
-    return codes | {name: _CODED[name]().index(word) for name, word in said.items()}
+    names = {name: getattr(plan, name) for name in _CODED if hasattr(plan, name)}
+    names["schedule"] = resolve_name(plan.schedule, plan.virtual_stages)
+    if str(names["recompute"]).isdigit():  # a count of blocks
+        per_stage = -(-int(names["recompute"]) // plan.pp)
+        codes["recompute_blocks"], names["recompute"] = per_stage, "full"
+    names["compression"] = names["compression"].partition(":")[0]
+    return codes | {name: _CODED[name]().index(word) for name, word in names.items()}

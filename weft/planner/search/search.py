@@ -1,7 +1,7 @@
 """Branch and bound over a space: the fastest layouts that fit, found exactly.
 
 Settings fall in two: coarse ones (degrees, ZeRO stage, microbatch) and fine ones (schedule, placement, recompute). For
-each coarse row the estimator itself gives a bound: no bubble, no messages between stages, no embedding and head beside
+each coarse row the estimator itself gives a bound: no bubble, no messages between stages, no embedding and head on
 a stage's blocks and nothing recomputed is never slower than any fine choice; as few waiting microbatches as a schedule
 allows and everything recomputed never needs more memory. Rows are opened from the lowest bound up, until the bound is
 above what was found.
@@ -29,7 +29,7 @@ from weft.planner.time.step import Estimates
 
 CHUNK = 32_768
 """Candidates estimated at once: their arrays stay in the cache."""
-FIRST_LAYOUTS, LAYOUTS_AT_ONCE = 1024, 8192
+FIRST_LAYOUTS, LAYOUTS_AT_ONCE = 1024, 65_536
 """Layouts whose memory is computed at first, and at most at once after that."""
 FIRST_ROWS, ROWS_AT_ONCE = 64, 2048
 """Coarse rows opened at first, and at once after that."""
@@ -191,7 +191,7 @@ def _by_speed(times: NDArray[np.float64], kept: BestLayouts) -> Iterator[IntArra
     while at < len(order) and times[order[at]] <= kept.horizon:
         some = order[at : at + size]
         yield some[times[some] <= kept.horizon]
-        at, size = at + size, min(2 * size, LAYOUTS_AT_ONCE)
+        at, size = at + size, min(4 * size, LAYOUTS_AT_ONCE)
 
 
 def _some_blocks(

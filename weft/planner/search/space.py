@@ -12,6 +12,7 @@ import numpy as np
 from weft.job.compression import COMPRESSORS
 from weft.job.schema import Job
 from weft.planner.rules.arithmetic import divisors
+from weft.planner.rules.context_rules import has_short_window
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import (
     CP_STYLES,
@@ -108,7 +109,12 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
     layers = model.layers or 1
     parts = layers if model.is_stack else layers + 2
     tp = [d for d in options if width % d == 0 and (not heads or (heads % d == 0 and kv % d == 0))]
-    cp = [d for d in options if d == 1 or (heads and seq % (2 * d) == 0 and seq // d >= MIN_CP_TOKENS and model.causal)]
+    whole = has_short_window(job)
+    cp = [
+        d
+        for d in options
+        if d == 1 or (heads and not whole and seq % (2 * d) == 0 and seq // d >= MIN_CP_TOKENS and model.causal)
+    ]
     experts = model.experts.count if model.experts else 0
     if experts:
         expert_width = (model.experts.ffn if model.experts else 0) or width

@@ -112,15 +112,15 @@ def survey(
     why = reasons(search, found, pinned=job.parallel != "auto") if len(found) else []
     winner = found.layouts if len(found) else found.smallest
     _, chosen = complete_plan(start, keep_pinned(job, plan, winner.plan(0, plan)), why, estimator)
-    told = estimate_job(job, chosen, calibration)
+    estimate = estimate_job(job, chosen, calibration)
     if len(found) == 0:
-        return Survey(job, chosen, start, search, found, told, _goodput(job, chosen, 1.0))
-    kept = _goodput(job, chosen, told["step_time_s"])
+        return Survey(job, chosen, start, search, found, estimate, _goodput(job, chosen, 1.0))
+    kept = _goodput(job, chosen, estimate["step_time_s"])
     others = [_point(start, found, int(i), compare(found, found.layouts, int(i))) for i in found.best(top)[1:]]
     others.sort(key=lambda point: point.raw_step_time_s)
     refused = tuple(text for rule in RUNNABLE if (text := rule(job, chosen)))
     gains = () if trainable else tuple(gains_of_other_settings(search, found))
-    made = Survey(job, chosen, start, search, found, told, kept, tuple(others), (), refused, gains)
+    made = Survey(job, chosen, start, search, found, estimate, kept, tuple(others), (), refused, gains)
     return replace(made, front=_front(made, trainable, calibration)) if front else made
 
 

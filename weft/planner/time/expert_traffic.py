@@ -1,4 +1,4 @@
-"""What experts hand to collectives in a step, where load is even: tokens, counts, and what balances them."""
+"""Bytes that experts pass to collectives in a step, for an even load: tokens, counts and balancing losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.planner.model.parameters import stage_range
 from weft.planner.plan import Plan
 
 EXPERT_AXES = ("ep", "ep_near", "ep_far", "ep_shard", "expert_replicate")
-"""The same ranks as experts see them (mesh.py); an axis that is one of the others as well goes by the other's name."""
+"""Axes of the experts' mesh (mesh.py); an axis with the same ranks as another one has the other's name."""
 INDEX_BYTES = 8
 """Bytes of a count or a place."""
 

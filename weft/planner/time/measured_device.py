@@ -49,7 +49,7 @@ def _matrices(job: Job) -> list[tuple[int, int]]:
     m = job.model
     dim, ffn, hd = m.dim or 0, m.ffn or 0, m.head_dim or 0
     heads, kv = (m.heads or 0) * hd, (m.kv_heads or 0) * hd
-    gates = 2 if m.activation == "swiglu" else 1
+    gates = 2 if m.gated else 1
     return [(dim, heads), (dim, kv), (dim, kv), (heads, dim), *[(dim, ffn)] * gates, (ffn, dim)]
 
 
@@ -86,7 +86,7 @@ def elementwise_bytes(job: Job, tokens: float) -> float:
     dim, ffn = m.dim or 0, m.ffn or 0
     turned = ((m.heads or 0) + (m.kv_heads or 0)) * (m.head_dim or 0)
     rope = 96.0 * turned if m.positions == "rope" else 0.0
-    gates = (2 + 3 + 6 + 3) * 2.0 * ffn if m.activation == "swiglu" else (2 + 3) * 2.0 * ffn
+    gates = (2 + 3 + 6 + 3) * 2.0 * ffn if m.gated else (2 + 3) * 2.0 * ffn
     return tokens * (rope + gates + (2 * 2 + 2 * 3 + 2 * 4 + 4 * 3) * 2.0 * dim)
 
 

@@ -124,7 +124,7 @@ def _shards(
 
 
 def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
-    """Two regions of cut matrices a block, each entered and left; the embedding is left, the head entered."""
+    """Two regions of cut matrices in a block, each entered and left; the embedding is only left, the head entered."""
     model, times = job.model, plan.accumulation
     first, end, begins, ends = stage_range(model, plan, stage)
     blocks = end - first
@@ -148,7 +148,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
 
 
 def _mlp_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
-    """A pair of layers sums its output forward and the gradient of its input back; nobody wants that of the data."""
+    """A pair of layers sums its output forward and the gradient of its input backward, except that of the data."""
     first, end, begins, _ = stage_range(job.model, plan, stage)
     pairs = (job.model.layers or 0) // 2
     rows = sum(1 for i in range(first, end) if i < 2 * pairs and i % 2 == 1)
@@ -233,7 +233,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
             passes = 3.0
             if not shard.weight.unit:
                 tokens = samples * (1 if name == "head.weight" and model.is_classifier else seq)
-                passes = 2.0 if name == "embed.weight" else 3.0  # nobody wants the gradient of patches
+                passes = 2.0 if name == "embed.weight" else 3.0  # patches need no gradient
             else:
                 tokens = samples * seq
                 passes += 1.0 if plan.recompute == "full" and not name.endswith("mlp.down.weight") else 0.0

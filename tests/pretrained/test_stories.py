@@ -1,0 +1,154 @@
+"""stories260K, a real pretrained Llama, writes its known text after import, after a round trip and under tp 2.
+
+Its weights are MIT-licensed (Andrej Karpathy's tinyllamas, the llama2.c project).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import published_ranks
+
+import weft
+from weft.cli import main
+from weft.job.load import load_job
+from weft.training.generate import Sampling, continue_texts, pick_token
+
+STORIES = Path(__file__).parents[2] / "recipes" / "stories260K"
+KNOWN = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+GREEDY = ("--prompt", "", "--temperature", "0", "--tokens", "36")
+
+Weft = Callable[..., str]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
+    """Runs a command in this process and returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["weft", *args])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code, capfd.readouterr().err
+        return capfd.readouterr().out
+
+    return run
+
+
+def test_known_text_after_import_and_round_trip(command: Weft, tmp_path: Path) -> None:
+    command("import", str(STORIES), "--name", "stories")
+    assert command("generate", "stories", *GREEDY).startswith(KNOWN)
+    command("export", "stories", "--to", "hf", "--out", "again", "--shard-size", "300KB")
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) == 4
+    assert "| parameters | 260,032 |" in (tmp_path / "again" / "README.md").read_text()
+    command("import", "again")
+    assert command("generate", "again", *GREEDY).startswith(KNOWN)
+    command("export", "again", "--to", "torch")
+    assert set(torch.load("runs/again/model.pt", weights_only=True)) == set(
+        dict(weft.from_hf(str(STORIES)).named_parameters())  # type: ignore[attr-defined]
+    )
+
+
+def test_batch_of_prompts_with_stop_words(command: Weft) -> None:
+    """Several prompts give the texts that each gives alone; a text ends before a stop word."""
+    command("import", str(STORIES), "--name", "stories")
+    greedy = ("--temperature", "0", "--tokens", "30", "--stop", "play", "--json")
+    prompts = ["Once upon a time", "The dog"]
+    both = json.loads(command("generate", "stories", "--prompt", prompts[0], "--prompt", prompts[1], *greedy))
+    assert both["texts"][0]["text"] == ", there was a little girl named Lily. She loved to "
+    for made, prompt in zip(both["texts"], prompts, strict=True):
+        alone = json.loads(command("generate", "stories", "--prompt", prompt, *greedy))
+        assert made == {"prompt": prompt, "text": alone["text"]}
+    shown = command("generate", "stories", "--prompt", prompts[0], "--prompt", prompts[1], *greedy[:-1])
+    assert shown == "".join(
+        (made["prompt"] + made["text"]).join(("\n" * i, "\n")) for i, made in enumerate(both["texts"])
+    )
+
+
+def test_known_text_under_tensor_parallelism(world: Any, tmp_path: Path) -> None:
+    ids = world(2)(published_ranks.greedy, str(STORIES), 24)
+    model = weft.from_hf(str(STORIES))  # type: ignore[attr-defined]
+    expected = [1]
+    with torch.no_grad():
+        for _ in range(24):
+            expected.append(int(model(torch.tensor([expected]))[0, -1].argmax()))
+    assert ids == [expected, expected]
+
+
+def test_training_continues_from_an_imported_run(command: Weft) -> None:
+    """The first loss of an imported run is that of a trained model, and it resumes from its own checkpoints."""
+    command("import", str(STORIES), "--name", "stories")
+    assert load_job("runs/stories/job.yaml").model.pretrained == "runs/stories/pretrained"
+    changes = [
+        "data.seq_len=32",
+        "train.global_batch=2",
+        "checkpoint.every=2",
+        "data.source=synthetic",
+        "cluster.device=cpu",
+    ]
+    for steps in (2, 3):
+        command(
+            "train",
+            "runs/stories/job.yaml",
+            f"train.steps={steps}",
+            *changes,
+            "cluster.device=cpu",
+            "--no-resilient",
+            "-n",
+            "1",
+        )
+    records = [json.loads(line) for line in Path("runs/stories/metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3]
+    events = [json.loads(line) for line in Path("runs/stories/events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "resume"] == [2]
+
+
+def test_top_p_keeps_the_likeliest_tokens() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    random = torch.Generator().manual_seed(0)
+    for top_p, possible in ((0.4, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+        sampling = Sampling(temperature=1.0, top_p=top_p)
+        assert {pick_token(logits, sampling, random) for _ in range(200)} == possible
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    vocab, eos = 4, 3
+
+    def encode(self, text: str) -> list[int]:
+        return ["abc".index(c) for c in text]
+
+    encode_prompt = encode
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join("abc"[i] for i in ids)
+
+
+def test_end_tokens_and_held_back_stop_words() -> None:
+    """A text ends at an end token, and what may become a stop word is held back until it is clear."""
+    script = iter([0, 1, 0, 2, 3])
+
+    def model(inputs: torch.Tensor, **_: Any) -> torch.Tensor:
+        logits = torch.zeros(1, inputs.shape[1], 4)
+        logits[0, -1, next(script)] = 1
+        return logits
+
+    made = continue_texts(
+        model,
+        Letters(),
+        ["c"],
+        9,
+        Sampling(0, stop=("aba!",)),
+        window=8,
+        end_tokens=frozenset({3}),  # type: ignore[arg-type]
+    )
+    assert [piece for _, piece in made] == ["a", "bac"]

@@ -1,0 +1,126 @@
+"""`weft import`: a published checkpoint as a run whose first checkpoint holds its weights."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, overload
+
+from torch import Tensor
+
+from weft.checkpoint.contents import Chunk
+from weft.checkpoint.format import WEIGHTS_ONLY, Manifest
+from weft.checkpoint.writer import SaveFailed, write_checkpoint
+from weft.comm.agreement import Agreement
+from weft.job.errors import JobError, MachineError
+from weft.job.load import parse_job
+from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.job.shapes import resolve
+from weft.launch.run_files import write_job_and_plan
+from weft.planner import Plan, make_plan
+from weft.precision import LossScale
+from weft.pretrained.folder import MAX_JSON_BYTES, SIDE_FILES, SIDE_FOLDER, find_folder
+from weft.pretrained.reader import PretrainedWeights
+
+DEFAULT_SEQ_LEN = 1024
+
+
+class _Parameters(Sequence[Tensor]):
+    """Parameters that are read from their files when they are asked for, one at a time."""
+
+    def __init__(self, weights: PretrainedWeights):
+        self.weights, self.names = weights, list(weights.shapes)
+        self.dtypes = weights.dtypes()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        name = self.names[index]
+        return self.weights.load(name, self.dtypes[name])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
+
+
+class _ImportedContents:
+    """The contents of a checkpoint that is written from a published one, parameter by parameter."""
+
+    def __init__(self, weights: PretrainedWeights):
+        self.tensors = _Parameters(weights)
+
+    def plan(self) -> list[tuple[Any, ...]]:
+        shapes, dtypes, buffers = self.tensors.weights.shapes, self.tensors.dtypes, self.tensors.weights.buffers
+        chunks = [
+            Chunk(
+                f"{'buffer' if n in buffers else 'model'}.{n}",
+                str(dtypes[n]).removeprefix("torch."),
+                shape,
+                (0,) * len(shape),
+                shape,
+            )
+            for n, shape in shapes.items()
+        ]
+        return [astuple(chunk) for chunk in chunks]
+
+
+def import_run(source: str, name: str | None = None, runs_dir: str = "runs") -> tuple[RunDir, Job, int]:
+    """Write a published checkpoint as the run runs_dir/name; returns it, its job and the bytes of its checkpoint.
+
+    At most one file of weights is open at a time, and one parameter in memory.
+    """
+    folder = find_folder(source)
+    name = name or re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip(".-_") or "imported"
+    run = RunDir(Path(runs_dir) / name)
+    if run.path.exists() and any(run.path.iterdir()):
+        raise JobError(f"{run.path} exists; give the imported run another --name")
+    side = run.path / SIDE_FOLDER
+    weights, fields = _open(folder, name, runs_dir)
+    try:
+        _copy_side_files(folder, side)
+        fields["model"]["pretrained"] = str(side)
+        if (side / "tokenizer.json").is_file():
+            fields["data"]["tokenizer"] = str(side / "tokenizer.json")
+        job, plan = make_plan(parse_job(fields), 1)
+        run.path.mkdir(parents=True, exist_ok=True)
+        manifest = Manifest(0, _meta(job, plan), {})
+        saved = write_checkpoint(_ImportedContents(weights), run.checkpoints, manifest, Agreement(None))
+        write_job_and_plan(run, job, plan)
+    except BaseException as error:
+        shutil.rmtree(run.path, ignore_errors=True)
+        if isinstance(error, SaveFailed):
+            raise MachineError(f"{run.path} could not be written: {error}") from error
+        raise
+    return run, job, saved.bytes
+
+
+def _open(folder: Path, name: str, runs_dir: str) -> tuple[PretrainedWeights, dict[str, Any]]:
+    """The weights of a checkpoint, checked, and the fields of the job that trains it further."""
+    raw: dict[str, Any] = {"name": name, "runs_dir": runs_dir, "model": {"pretrained": str(folder)}}
+    job = resolve(parse_job({**raw, "data": {"source": "synthetic", "seq_len": 1}}))
+    length = min(DEFAULT_SEQ_LEN, job.model.max_len or DEFAULT_SEQ_LEN)
+    model = job.model.model_dump(mode="json", exclude_none=True)
+    return PretrainedWeights(str(folder), job.model), {**raw, "model": model, "data": {"seq_len": length}}
+
+
+def _copy_side_files(folder: Path, side: Path) -> None:
+    side.mkdir(parents=True)
+    for name in SIDE_FILES:
+        if (folder / name).is_file() and (folder / name).stat().st_size <= MAX_JSON_BYTES:
+            shutil.copyfile(folder / name, side / name)
+
+
+def _meta(job: Job, plan: Plan) -> dict[str, Any]:
+    """The metadata of a checkpoint at step 0 without optimizer state."""
+    counts = {"step": 0, "tokens": 0, "samples": 0, "scale": LossScale.for_precision(plan.precision).state()}
+    return {**counts, WEIGHTS_ONLY: True, "job": job.model_dump(mode="json"), "plan": plan.to_json()}

@@ -1,0 +1,118 @@
+"""From a config.json to the fields of `model`, and from a model to a config.json. Does not need torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.job.errors import JobError
+from weft.job.model import FAMILIES
+from weft.job.registry import did_you_mean, listed
+from weft.job.schema import Model
+from weft.pretrained.config_fields import Config, Fields
+from weft.pretrained.folder import CONFIG, TOKENIZER, find_folder, read_json
+from weft.pretrained.registry import PRETRAINED, PretrainedFamily
+
+
+def model_fields(name: str) -> Fields:
+    """The fields of `model` for a checkpoint: a folder or a name in the hub cache."""
+    folder = find_folder(name)
+    return read_fields(read_json(folder / CONFIG), str(folder / CONFIG))[1]
+
+
+def tokenizer_path(name: str) -> str | None:
+    """The tokenizer.json of a checkpoint, if it has one."""
+    path = find_folder(name) / TOKENIZER
+    return str(path) if path.is_file() else None
+
+
+def read_fields(raw: Mapping[str, Any], where: str) -> tuple[PretrainedFamily, Fields]:
+    """The family of a config and the fields of the model that it describes."""
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in PRETRAINED:
+        hint = did_you_mean(kind, PRETRAINED.names()) if isinstance(kind, str) else ""
+        raise JobError(f"{where} has model_type={kind!r}; Weft reads {listed(PRETRAINED.names())}{hint}")
+    family = PRETRAINED[kind]
+    if (classes := raw.get("architectures")) and family.architecture not in classes:
+        raise JobError(f"{where} has architectures={classes!r}; Weft reads {family.architecture}")
+    config, fields = Config(raw, where), dict(FAMILIES[family.family].defaults)
+    fields["family"] = family.family
+    for converter in family.converters:
+        for name, value in converter.read(config).items():
+            fields[name] = {**fields.get(name, {}), **value} if name == "experts" else value
+    config.check_all_taken()
+    try:
+        return family, Model.model_validate(fields).model_dump(exclude_none=True, exclude_unset=True)
+    except (JobError, ValueError) as error:
+        raise JobError(f"{where} describes a model that Weft cannot build: {error}") from None
+
+
+def write_config(model: Model, kind: str | None = None, original: Mapping[str, Any] | None = None) -> Fields:
+    """The config of a model: the original one if it still describes it, else one of the first family that can."""
+    if original is not None:
+        family, fields = read_fields(original, CONFIG)
+        if described(Model.model_validate(fields)) == described(model):
+            return dict(original)
+        kind = family.name
+    for family in PRETRAINED:
+        if kind in (None, family.name) and (found := _written(family, model)) is not None:
+            return found
+    what = f"the family {kind}" if kind else "any family of transformers that Weft writes"
+    raise JobError(f"this model cannot be written as {what}; --to safetensors writes it with Weft's own names")
+
+
+def _written(family: PretrainedFamily, model: Model) -> Fields | None:
+    if family.family != model.family:
+        return None
+    out: Fields = {"architectures": [family.architecture], "model_type": family.name}
+    for converter in family.converters:
+        out |= converter.write(model)
+    out = {key: value for key, value in out.items() if value is not None}
+    try:
+        fields = read_fields(out, CONFIG)[1]
+    except JobError:
+        return None
+    if described(Model.model_validate(fields)) != described(model):
+        return None
+    return out | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # not the family's defaults
+
+
+_OF_EXPERTS = (
+    "count", "top_k", "shared_width", "shared_gate", "first_dense", "groups", "top_groups", "router", "scale",
+)  # fmt: skip
+
+
+def described(model: Model) -> Fields:
+    """What a model computes, without what only its training uses; equal for two spellings of one model."""
+    rope = model.positions == "rope"
+    scaling = model.rope_scaling.model_dump() if rope and model.rope_scaling else None
+    e = model.experts
+    experts = e and {n: getattr(e, n) for n in _OF_EXPERTS} | {
+        "ffn": e.ffn or model.ffn,
+        "renormalize": e.top_k > 1 if e.renormalize is None else e.renormalize,
+        "bias": e.balance == "bias",
+    }
+    layers = model.layers or 0
+    windowed = tuple(i for i in range(layers) if model.has_window(i))
+    return {
+        **{n: getattr(model, n) for n in ("family", "dim", "layers", "heads", "ffn", "vocab", "norm", "norm_eps")},
+        **{n: getattr(model, n) for n in ("positions", "embedding_scale", "activation", "causal")},
+        "kv_heads": model.kv_heads or model.heads,
+        "head_dim": model.head_dim or (model.dim or 0) // (model.heads or 1),
+        "norm_at": model.norm_at or "input",
+        "norm_bias": model.norm == "layernorm" and bool(model.bias),
+        "biases": model.biases,
+        "qk_norm": model.qk_norm or False,
+        "attention_scale": model.attention_scale,
+        "tied": bool(model.tied),
+        "parallel_residual": bool(model.parallel_residual),
+        "theta": model.rope_theta if rope else None,
+        "rope_dim": (model.rope_dim or model.head_dim) if rope else None,
+        "scaling": scaling,
+        "latent": model.latent and model.latent.model_dump(),
+        "window": model.window if windowed else None,
+        "windowed": windowed,
+        "window_theta": model.window_theta if windowed else None,
+        "max_len": None if rope else model.max_len,
+        "experts": experts,
+    }

@@ -1,0 +1,269 @@
+"""How keys of a config.json become fields of `model`, and back. Does not need torch.
+
+A family lists converters. Each takes the keys that it knows from a config; a key that no converter takes and that is
+not known to leave the function of the model unchanged is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from weft.job.errors import JobError
+from weft.job.schema import Model
+
+Fields = dict[str, Any]
+
+IGNORED_KEYS = frozenset((
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
+    "_experts_implementation_internal", "_name_or_path", "architectures", "attention_dropout", "attn_pdrop",
+    "auto_map", "begin_suppress_tokens", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
+    "classifier_dropout", "dtype", "embd_pdrop", "embedding_dropout", "eos_token_id", "finetuning_task",
+    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "hidden_dropout", "id2label",
+    "initializer_range", "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id",
+    "max_length", "model_type", "num_labels", "output_attentions", "output_hidden_states", "pad_token_id",
+    "prefix", "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "return_dict_in_generate",
+    "router_aux_loss_coef", "sep_token_id", "summary_activation", "summary_first_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params", "temperature",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version", "typical_p",
+    "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict",
+))  # fmt: skip
+"""Keys that do not change the logits of a model: token ids, dropout, defaults of generation, bookkeeping."""
+
+
+class Config:
+    """The keys of a config.json, of which converters take what they know."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str):
+        self.raw, self.where = dict(raw), where
+        self.taken: set[str] = set()
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value of a key; null counts as left out."""
+        self.taken.add(key)
+        found = self.raw.get(key)
+        return default if found is None else found
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A whole number above 0."""
+        found = self.take(key, default)
+        if type(found) is not int or not 0 < found <= 2**31:
+            raise self.wrong(key, found, "a whole number above 0")
+        return found
+
+    def wrong(self, key: str, value: Any, expected: str) -> JobError:
+        return JobError(f"{self.where} has {key}={_short(value)}; Weft needs {expected}")
+
+    def check_all_taken(self) -> None:
+        """Refuse keys that nothing has taken, since they may change what the model computes."""
+        for key, value in self.raw.items():
+            if key not in self.taken and key not in IGNORED_KEYS and value not in (None, False, [], {}, ""):
+                raise JobError(
+                    f"{self.where} has {key}={_short(value)}, which Weft does not support for this family of models"
+                )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class Converter(Protocol):
+    """Reads some fields of a model from a config, and writes them to one."""
+
+    def read(self, config: Config) -> Fields: ...
+
+    def write(self, model: Model) -> Fields: ...
+
+
+@dataclass(frozen=True)
+class Key:
+    """One field under one key."""
+
+    name: str
+    key: str
+    default: Any = None
+
+    def read(self, config: Config) -> Fields:
+        found = config.take(self.key, self.default)
+        return {} if found is None else {self.name: found}
+
+    def write(self, model: Model) -> Fields:
+        return {self.key: getattr(model, self.name)}
+
+
+@dataclass(frozen=True)
+class SizeKey(Key):
+    """A whole number above 0 that must be given, unless there is a default."""
+
+    def read(self, config: Config) -> Fields:
+        return {self.name: config.number(self.key, self.default)}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """One key that sets several fields."""
+
+    names: tuple[str, ...]
+    key: str
+    default: bool = False
+
+    def read(self, config: Config) -> Fields:
+        return dict.fromkeys(self.names, bool(config.take(self.key, self.default)))
+
+    def write(self, model: Model) -> Fields:
+        return {self.key: bool(getattr(model, self.names[0]))}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A key whose values are those of a field under other names; the first of them is written."""
+
+    name: str
+    key: str
+    values: Mapping[str, str]
+    default: str | None = None
+
+    def read(self, config: Config) -> Fields:
+        found = config.take(self.key, self.default)
+        if not isinstance(found, str) or found not in self.values:
+            raise config.wrong(self.key, found, " or ".join(self.values))
+        return {self.name: self.values[found]}
+
+    def write(self, model: Model) -> Fields:
+        value = getattr(model, self.name)
+        return {self.key: next((k for k, v in self.values.items() if v == value), None)}
+
+
+@dataclass(frozen=True)
+class Only:
+    """A key of which Weft supports some values; they need no field. The first is the default."""
+
+    key: str
+    values: tuple[Any, ...]
+
+    def read(self, config: Config) -> Fields:
+        found = config.take(self.key, self.values[0])
+        if found not in self.values:
+            raise config.wrong(self.key, found, " or ".join(map(repr, self.values)))
+        return {}
+
+    def write(self, model: Model) -> Fields:
+        return {} if self.values[0] is None else {self.key: self.values[0]}
+
+
+@dataclass(frozen=True)
+class Without:
+    """Keys without an effect of their own: others repeat them, or they change only rounding."""
+
+    keys: tuple[str, ...]
+
+    def read(self, config: Config) -> Fields:
+        config.taken.update(self.keys)
+        return {}
+
+    def write(self, model: Model) -> Fields:
+        return {}
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Fields that every model of the family has."""
+
+    fields: Mapping[str, Any]
+
+    def read(self, config: Config) -> Fields:
+        return dict(self.fields)
+
+    def write(self, model: Model) -> Fields:
+        return {}
+
+
+@dataclass(frozen=True)
+class HeadWidth:
+    """The width of a head: head_dim, else hidden_size / num_attention_heads or a default."""
+
+    default: int | None = None
+
+    def read(self, config: Config) -> Fields:
+        if (given := config.take("head_dim", self.default)) is not None:
+            if type(given) is not int or given <= 0:
+                raise config.wrong("head_dim", given, "a whole number above 0")
+            return {"head_dim": given}
+        dim, heads = config.number("hidden_size"), config.number("num_attention_heads")
+        if dim % heads:
+            raise JobError(f"{config.where}: hidden_size={dim} is not a multiple of num_attention_heads={heads}")
+        return {"head_dim": dim // heads}
+
+    def write(self, model: Model) -> Fields:
+        return {"head_dim": model.head_dim}
+
+
+DefaultLayers = Callable[[Config, int], list[int]]
+"""Blocks with the sliding window, where a config does not list them."""
+
+
+def every_layer(config: Config, layers: int) -> list[int]:
+    return list(range(layers))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The sliding window and the blocks that have it."""
+
+    default: int | None = None
+    switch: str | None = None
+    """A key without which there is no window."""
+    layers: DefaultLayers = every_layer
+    listed: bool = True
+    """Whether the config can list the kind of each block."""
+
+    def read(self, config: Config) -> Fields:
+        window, count = config.take("sliding_window", self.default), config.number("num_hidden_layers")
+        on = self.switch is None or bool(config.take(self.switch, False))
+        kinds = config.take("layer_types") if self.listed else None
+        chosen = self.layers(config, count)
+        if kinds is not None:
+            if not isinstance(kinds, list) or len(kinds) != count:
+                raise config.wrong("layer_types", kinds, f"a list of {count} kinds")
+            for kind in kinds:
+                if kind not in ("full_attention", "sliding_attention"):
+                    raise config.wrong("layer_types", kind, "full_attention or sliding_attention")
+            chosen = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+        if not on or not window or not chosen:
+            return {}
+        if type(window) is not int or window < 0:
+            raise config.wrong("sliding_window", window, "a whole number above 0")
+        return {"window": window} | ({} if len(chosen) == count else {"window_layers": chosen})
+
+    def write(self, model: Model) -> Fields:
+        assert model.layers
+        out: Fields = {"sliding_window": model.window}
+        if self.switch:
+            out[self.switch] = model.window is not None
+        if self.listed:
+            sliding = [model.has_window(i) for i in range(model.layers)]
+            out["layer_types"] = ["sliding_attention" if s else "full_attention" for s in sliding]
+        return out
+
+
+@dataclass(frozen=True)
+class ExpertKeys:
+    """A mixture of experts; `keys` maps fields of `model.experts` to keys of the config."""
+
+    keys: Mapping[str, str]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    other_keys: Mapping[str, str] = field(default_factory=dict)
+    """By field, another key under which newer configs have it."""
+
+    def read(self, config: Config) -> Fields:
+        found = {n: config.take(key, self.defaults.get(n)) for n, key in self.keys.items()}
+        found |= {n: config.take(key, found[n]) for n, key in self.other_keys.items()}
+        return {"experts": {"balance": "none", **self.fixed, **{n: v for n, v in found.items() if v is not None}}}
+
+    def write(self, model: Model) -> Fields:
+        if model.experts is None:
+            return {}
+        return {key: getattr(model.experts, n) for n, key in self.keys.items()}

@@ -1,0 +1,129 @@
+"""The folder of a Hugging Face checkpoint: where it is, its JSON files and its weights. Does not need torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.job.errors import JobError
+from weft.job.load import recipes
+
+CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+SIDE_FILES = (
+    CONFIG, GENERATION_CONFIG, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt",
+)  # fmt: skip
+"""Files beside the weights that an export takes over."""
+SIDE_FOLDER = "pretrained"
+"""Folder of a run that keeps the config and the tokenizer of an imported checkpoint."""
+MAX_JSON_BYTES = 256 << 20
+"""Larger files are neither a config nor an index."""
+FORMATS = (("model.safetensors", "safetensors"), ("pytorch_model.bin", "torch"))
+"""Files of weights, the preferred one first; NAME.index.json lists the shards of a large one."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The files that hold the weights of a checkpoint."""
+
+    folder: Path
+    format: str
+    """safetensors or torch."""
+    files: tuple[str, ...]
+    listed: dict[str, str] | None
+    """By the name of a tensor, its file, where an index lists them."""
+
+
+def find_folder(name: str) -> Path:
+    """The folder of a checkpoint: a path, a name beside the recipes, or one in the local hub cache."""
+    if "\0" in name or len(name) > 4096:
+        raise JobError(f"model.pretrained: {name[:80]!r} is not a path")
+    path = Path(name).expanduser()
+    if not path.is_dir() and name == path.name:
+        beside = {recipe.parent / name for recipe in recipes().values()}
+        path = next((found for found in beside if (found / CONFIG).is_file()), path)
+    if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise JobError(f"{path} is not a Hugging Face checkpoint: it has no {CONFIG}")
+        return path
+    cached = _cached(name) if HUB_NAME.fullmatch(name) else None
+    if cached is not None:
+        return cached
+    where = f", and {name} is not in the hub cache {_hub_cache()}" if HUB_NAME.fullmatch(name) else ""
+    raise JobError(f"no folder is at {name}{where}; download it first, for example with `hf download {name}`")
+
+
+def existing_folder(name: str | None) -> Path | None:
+    """The folder of the checkpoint that a model was made from, if it is still there."""
+    try:
+        return find_folder(name) if name else None
+    except JobError:
+        return None
+
+
+def _hub_cache() -> Path:
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def _cached(name: str) -> Path | None:
+    """The snapshot that the main branch of a cached repository refers to, else its newest one."""
+    snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
+    reference = snapshots.parent / "refs" / "main"
+    if reference.is_file():
+        commit = reference.read_text(encoding="utf-8").strip()
+        if re.fullmatch(r"[0-9a-f]{7,64}", commit) and (snapshots / commit / CONFIG).is_file():
+            return snapshots / commit
+    found = [p for p in snapshots.glob("*") if (p / CONFIG).is_file()]
+    return max(found, key=lambda p: p.stat().st_mtime, default=None)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; a JobError says what is wrong with it."""
+    try:
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise JobError(f"{path} has {size:,} bytes, which is too large for JSON")
+        found = json.loads(path.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError:
+        raise JobError(f"{path} is not JSON: it is not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise JobError(f"{path} is not JSON: {error.msg} at line {error.lineno}") from None
+    except RecursionError:
+        raise JobError(f"{path} is not JSON: it is nested too deeply") from None
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror}") from None
+    if not isinstance(found, dict):
+        raise JobError(f"{path} must hold a JSON object, not a {type(found).__name__}")
+    return found
+
+
+def weight_files(folder: Path) -> WeightFiles:
+    """The files of weights in a folder."""
+    for name, kind in FORMATS:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return _sharded(folder, index, kind)
+        if (folder / name).is_file():
+            return WeightFiles(folder, kind, (name,), None)
+    names = ", ".join(name for name, _ in FORMATS)
+    raise JobError(f"{folder} has no weights; they would be in {names} or an index of their shards")
+
+
+def _sharded(folder: Path, index: Path, kind: str) -> WeightFiles:
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
+        raise JobError(f"{index} has no weight_map from tensors to files")
+    files = tuple(sorted(set(listed.values())))
+    for file in files:
+        if file != os.path.basename(file) or "\\" in file or "\0" in file or file in ("", ".", ".."):
+            raise JobError(f"{index} names {file[:80]!r}, which is not a file inside its folder")
+        if not (folder / file).is_file():
+            raise JobError(f"{index} names {file}, which is missing in {folder}")
+    if not files:
+        raise JobError(f"{index} names no file")
+    return WeightFiles(folder, kind, files, listed)

@@ -1,0 +1,241 @@
+"""Reads the weights of a Hugging Face checkpoint, file by file, into the shards that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.agreement import error_text
+from weft.comm.shards import local_of, shard_of
+from weft.job.errors import JobError
+from weft.job.schema import Model
+from weft.models.build_model import build_model
+from weft.planner.model.counts import count_parameters
+from weft.pretrained.config import read_fields
+from weft.pretrained.folder import CONFIG, WeightFiles, find_folder, read_json, weight_files
+from weft.pretrained.tensor_forms import FileTensor, Shape, TensorPart, file_tensors, named_shapes
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+"""The dtypes of safetensors that are read."""
+
+
+class OpenFile:
+    """One open file of weights: the shapes of its tensors, and views of them."""
+
+    def __init__(self, path: Path, inner: Any, names: tuple[str, ...]):
+        self.path, self.inner, self.names = path, inner, names
+
+    def shape(self, name: str) -> Shape:
+        """The shape of a tensor."""
+        if isinstance(self.inner, dict):
+            return tuple(self.inner[name].shape)
+        return tuple(self.inner.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor; a JobError if it is not made of floating-point numbers."""
+        if isinstance(self.inner, dict):
+            kind = self.inner[name].dtype
+            found = kind if kind in FLOATS.values() else None
+        else:
+            kind = self.inner.get_slice(name).get_dtype()
+            found = FLOATS.get(kind)
+        if found is None:
+            raise JobError(f"{self.path} holds {name} as {kind}; Weft reads fp32, fp16 and bf16")
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self.inner[name] if isinstance(self.inner, dict) else self.inner.get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def open_file(path: Path, kind: str) -> Iterator[OpenFile]:
+    """Open a file of weights; its pages are read when they are used. Code in it is never run."""
+    with ExitStack() as stack:
+        try:
+            if kind == "safetensors":
+                from safetensors import safe_open
+
+                inner: Any = stack.enter_context(safe_open(path, framework="pt"))
+                names = tuple(inner.keys())
+            else:
+                inner = _load_torch(path)
+                names = tuple(inner)
+        except JobError:
+            raise
+        except Exception as error:
+            raise JobError(f"{path} is not a file of weights: {_first_line(error)}") from None
+        yield OpenFile(path, inner, names)
+
+
+def _load_torch(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .bin file, without running code that it may hold."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        found = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    if not isinstance(found, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in found.items()):
+        raise JobError(f"{path} holds something else than named tensors")
+    return dict(found)
+
+
+def _first_line(error: Exception) -> str:
+    text = error_text(error)
+    if "weights_only" in text or "Unsupported global" in text:
+        return "it names Python code, which is never run"
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+class PretrainedWeights:
+    """The weights of one checkpoint, under the names of Weft's parameters."""
+
+    def __init__(self, name: str, model: Model):
+        self.folder, self.model = find_folder(name), model
+        self.family, _ = read_fields(read_json(self.folder / CONFIG), str(self.folder / CONFIG))
+        self.files: WeightFiles = weight_files(self.folder)
+        self._check_size()
+        module = build_model(model)
+        self.shapes: dict[str, Shape] = named_shapes(self.family, module)
+        self.buffers = {n for n, _ in module.named_buffers()}
+        self.tensors: list[FileTensor] = file_tensors(self.family, model, self.shapes.items())
+        self.where: dict[str, tuple[str, str]] = {}
+        """By the family's name of a tensor, its file and its name there."""
+        self._find()
+
+    def _check_size(self) -> None:
+        """Refuse a config of a larger model than the files can hold, before anything is built from it."""
+        counts = count_parameters(self.model)
+        size = sum((self.folder / file).stat().st_size for file in self.files.files)
+        if counts is not None and counts.total > size:
+            raise JobError(
+                f"{self.folder} describes a model of {counts.total:,} parameters, and its weights have {size:,} bytes"
+            )
+
+    def _find(self) -> None:
+        """Find every tensor, and refuse files that lack one, hold another or hold one of another shape."""
+        found: dict[str, str] = {}
+        shapes: dict[str, Shape] = {}
+        expected = {t.name for t in self.tensors}
+        for file in self.files.files:
+            with open_file(self.folder / file, self.files.format) as opened:
+                for name in opened.names:
+                    if self.files.listed is not None and self.files.listed.get(name) != file:
+                        raise JobError(f"{self.folder / file} holds {name!r}, which the index does not list for it")
+                    found[name] = file
+                    if not self._is_ignored(name):
+                        shapes[name] = opened.shape(name)
+                        opened.dtype(name)
+        bare = self.family.prefix
+        if not any(n.startswith(bare) for n in found) and any(bare + n in expected for n in found):
+            self.where = {bare + n if bare + n in expected else n: (file, n) for n, file in found.items()}
+        else:
+            self.where = {n: (file, n) for n, file in found.items()}
+        for tensor in self.tensors:
+            if tensor.name not in self.where:
+                raise JobError(f"{self.folder} has no tensor {tensor.name}, which its config asks for")
+            have, need = shapes.get(self.where[tensor.name][1]), tensor.shape(self.model)
+            if have != need:
+                raise JobError(
+                    f"{self.folder} holds {tensor.name} as {list(have or ())}, and its config asks for {list(need)}"
+                )
+        for name in self.where:
+            if name not in expected and not self._is_ignored(name):
+                raise JobError(f"{self.folder} holds {name!r}, which a model of {self.family.help} does not have")
+
+    def _is_ignored(self, name: str) -> bool:
+        """Whether a tensor of a file is no parameter, or repeats the embedding that the head is tied to."""
+        tied = self.model.tied and name == _head_name(self.family.names)
+        patterns = (pattern.replace("{layers}", str(self.model.layers)) for pattern in self.family.ignored)
+        return bool(tied) or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    @torch.no_grad()
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Read this rank's shards of the parameters in place; at most one file is open at a time."""
+        by_file: dict[str, list[FileTensor]] = {}
+        for tensor in self.tensors:
+            if any(part.name in targets for part in tensor.parts):
+                by_file.setdefault(self.where[tensor.name][0], []).append(tensor)
+        for file, tensors in by_file.items():
+            with open_file(self.folder / file, self.files.format) as opened:
+                for tensor in tensors:
+                    self._copy(opened, tensor, targets)
+
+    def _copy(self, opened: OpenFile, tensor: FileTensor, targets: Mapping[str, Tensor]) -> None:
+        if not any(part.name in targets and _overlaps(part, targets[part.name]) for part in tensor.parts):
+            return
+        content = opened.tensor(self.where[tensor.name][1])
+        values = tensor.form.split(content, [part.shape for part in tensor.parts], self.model)
+        for part, value in zip(tensor.parts, values, strict=True):
+            if (target := targets.get(part.name)) is not None:
+                copy_part(part, value, target)
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each parameter in the files, by name."""
+        found: dict[str, torch.dtype] = {}
+        by_file: dict[str, list[FileTensor]] = {}
+        for tensor in self.tensors:
+            by_file.setdefault(self.where[tensor.name][0], []).append(tensor)
+        for file, tensors in by_file.items():
+            with open_file(self.folder / file, self.files.format) as opened:
+                for tensor in tensors:
+                    dtype = opened.dtype(self.where[tensor.name][1])
+                    for part in tensor.parts:
+                        found[part.name] = torch.promote_types(found.get(part.name, dtype), dtype)
+        return found
+
+    def load(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One whole parameter."""
+        out = torch.empty(self.shapes[name], dtype=dtype)
+        self.fill({name: out})
+        return out
+
+
+def _overlaps(part: TensorPart, target: Tensor) -> bool:
+    """Whether this rank holds any of a part."""
+    shard = shard_of(target)
+    inside = part.index is None or shard.offset[0] <= part.index < shard.offset[0] + shard.size[0]
+    return inside and all(shard.size)
+
+
+def copy_part(part: TensorPart, value: Tensor, target: Tensor) -> None:
+    """Copy this rank's shard of a parameter, or of one expert's matrix of it."""
+    shard, local = shard_of(target), local_of(target.detach())
+    box = shard.box
+    if part.index is not None:
+        if not shard.offset[0] <= part.index < shard.offset[0] + shard.size[0]:
+            return
+        local, box = local[part.index - shard.offset[0]], box[1:]
+    if local.numel():
+        local.copy_(value[box])
+
+
+def _head_name(names: Mapping[str, Any]) -> str:
+    return str(names["head.weight"])
+
+
+def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A published checkpoint as a module of one process: tokens [batch, seq] → logits [batch, seq, vocab].
+
+    `name` is a folder in the format of Hugging Face, or a name in the local hub cache.
+    """
+    from weft.job.load import parse_job
+    from weft.job.shapes import resolve
+
+    job = resolve(parse_job({"model": {"pretrained": str(name)}, "data": {"source": "synthetic", "seq_len": 1}}))
+    weights, module = PretrainedWeights(str(name), job.model), build_model(job.model)
+    values: dict[int, nn.Parameter] = {}
+    for path, param in list(module.named_parameters(remove_duplicate=False)):
+        if id(param) not in values:
+            values[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=dtype))
+        owner, _, key = path.rpartition(".")
+        module.get_submodule(owner).register_parameter(key, values[id(param)])
+    weights.fill({n: p.detach() for n, p in (*module.named_parameters(), *module.named_buffers())})
+    return module.eval()

@@ -1,0 +1,43 @@
+"""The registry of families of published checkpoints: one entry for each model_type of a config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.job.registry import Registry
+from weft.pretrained.config_fields import Converter
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A tensor of a file that holds several parameters, or one in another form."""
+
+    name: str
+    """Its name in the file."""
+    form: str
+    """How it holds them (pretrained/tensor_forms.py)."""
+
+
+@dataclass(frozen=True)
+class PretrainedFamily:
+    """A family of published checkpoints."""
+
+    name: str
+    """model_type of its configs."""
+    help: str
+    architecture: str
+    """The class of transformers that has its weights and gives logits."""
+    family: str
+    """Weft's model.family."""
+    converters: tuple[Converter, ...]
+    """How keys of a config become fields of the model."""
+    names: Mapping[str, str | Fused]
+    """By the name of a parameter, that of the tensor in a file; {i} is a block, {e} an expert, {p} weight or bias."""
+    prefix: str = "model."
+    """Prefix of the names that files of the bare model leave out."""
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    """Patterns of tensors in files that are not parameters; {layers} is the number of blocks."""
+
+
+PRETRAINED: Registry[PretrainedFamily] = Registry("model_type", "weft.pretrained.families")

@@ -1,0 +1,193 @@
+"""The rotary positions of a config.json: rope_theta with rope_scaling, or rope_parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.job.schema import Model
+from weft.pretrained.config_fields import Config, Fields, Without
+
+_KEYS = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor", "low_freq_factor": "low_freq", "high_freq_factor": "high_freq",
+        "original_max_position_embeddings": "original_len",
+    },
+    "yarn": {
+        "factor": "factor", "original_max_position_embeddings": "original_len", "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow", "attention_factor": "attention_factor", "truncate": "truncate",
+    },
+    "longrope": {
+        "factor": "factor", "original_max_position_embeddings": "original_len", "short_factor": "short_factors",
+        "long_factor": "long_factors", "attention_factor": "attention_factor",
+    },
+}  # fmt: skip
+"""By rope_type, the keys that it has and the fields of model.rope_scaling that they set."""
+_ALIASES = {"su": "longrope"}
+_LENGTHS = "max_position_embeddings"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions. `theta_key` and `share_key` are the names under which older configs have them."""
+
+    theta: float = 10_000.0
+    theta_key: str = "rope_theta"
+    share: float = 1.0
+    """Rotated share of a head, if a config does not give it."""
+    share_key: str = "partial_rotary_factor"
+    partial: bool = False
+    """Whether models of the family can rotate a part of a head."""
+    kinds: tuple[str, ...] = tuple(_KEYS)
+
+    def read(self, config: Config) -> Fields:
+        parameters = config.take("rope_parameters") or {}
+        scaling = config.take("rope_scaling") or parameters
+        old_theta, old_share = config.take(self.theta_key, self.theta), config.take(self.share_key, self.share)
+        for key, found in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+            if not isinstance(found, dict):
+                raise config.wrong(key, found, "an object")
+        theta = parameters.get("rope_theta", scaling.get("rope_theta", old_theta))
+        share = parameters.get("partial_rotary_factor", scaling.get("partial_rotary_factor", old_share))
+        out: Fields = {"positions": "rope", "rope_theta": theta, **read_scaling(config, scaling)}
+        if type(share) not in (int, float) or not 0 < share <= 1:
+            raise config.wrong(self.share_key, share, "a share above 0 and up to 1")
+        if share != 1 and not self.partial:
+            raise config.wrong(self.share_key, share, "1")
+        kind = out.get("rope_scaling", {}).get("kind", "default")
+        if kind not in self.kinds:
+            raise config.wrong("rope_scaling type", kind, " or ".join(self.kinds))
+        if share != 1:
+            width = config.take("head_dim") or config.number("hidden_size") // config.number("num_attention_heads")
+            out["rope_dim"] = int(width * share)
+        return out
+
+    def write(self, model: Model) -> Fields:
+        """Under the keys of transformers 5, rope_parameters, and of the versions before it."""
+        share = (model.rope_dim or model.head_dim or 1) / (model.head_dim or 1)
+        out: Fields = {self.theta_key: model.rope_theta}
+        parameters: Fields = {"rope_type": "default", "rope_theta": model.rope_theta}
+        if self.share != 1 or share != 1:
+            out[self.share_key] = parameters["partial_rotary_factor"] = share
+        scaling = write_scaling(model).get("rope_scaling")
+        if scaling:
+            parameters = out["rope_scaling"] = parameters | scaling
+        return out | {"rope_parameters": parameters}
+
+
+def read_scaling(config: Config, found: Mapping[str, Any]) -> Fields:
+    """model.rope_scaling from rope_scaling or rope_parameters; nothing where positions are not scaled."""
+    kind = found.get("rope_type") or found.get("type") or "default"
+    kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+    if kind not in _KEYS:
+        raise config.wrong("rope_scaling type", kind, " or ".join(_KEYS))
+    known = _KEYS[kind]
+    others = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *known}
+    for key, value in found.items():
+        if key not in others and value is not None and not (kind == "default" and key == "factor"):
+            raise config.wrong(f"rope_scaling {key}", value, f"only {', '.join(known)} with rope_type {kind}")
+    if kind == "default":
+        return {}
+    fields = {name: found[key] for key, name in known.items() if found.get(key) is not None}
+    longest = config.take(_LENGTHS)
+    if "original_len" in known.values() and "original_len" not in fields:
+        fields["original_len"] = config.take("original_max_position_embeddings", longest)
+    if "factor" not in fields and longest and fields.get("original_len"):
+        fields["factor"] = max(1.0, longest / fields["original_len"])
+    return {"rope_scaling": {"kind": kind, **fields}}
+
+
+def write_scaling(model: Model) -> Fields:
+    """rope_scaling of a config; nothing where positions are not scaled."""
+    scaling = model.rope_scaling
+    if scaling is None or scaling.kind not in _KEYS:
+        return {}
+    known = {key: getattr(scaling, name) for key, name in _KEYS[scaling.kind].items()}
+    known = {k: list(v) if isinstance(v, tuple) else v for k, v in known.items() if v is not None}
+    return {"rope_scaling": {"rope_type": scaling.kind, **known}}
+
+
+@dataclass(frozen=True)
+class LatentRope:
+    """Rotary positions of DeepSeek: a part of each head, scaled by yarn with factors of its own on the attention."""
+
+    theta: float = 10_000.0
+
+    def read(self, config: Config) -> Fields:
+        parameters = dict(config.take("rope_parameters") or {})
+        theta = parameters.get("rope_theta", config.take("rope_theta", self.theta))
+        scaling = dict(config.take("rope_scaling") or parameters)
+        rope, plain = config.number("qk_rope_head_dim"), config.number("qk_nope_head_dim")
+        Without(("head_dim", "qk_head_dim")).read(config)
+        out: Fields = {"positions": "rope", "rope_theta": theta, "rope_dim": rope, "head_dim": rope + plain}
+        mscale, of_all = (scaling.pop(key, None) or 0 for key in ("mscale", "mscale_all_dim"))
+        out |= read_scaling(config, scaling)
+        if found := out.get("rope_scaling"):
+            if found["kind"] != "yarn":
+                raise config.wrong("rope_scaling type", found["kind"], "default or yarn")
+            if mscale and of_all and "attention_factor" not in found:
+                found["attention_factor"] = _yarn_factor(found["factor"], mscale) / _yarn_factor(
+                    found["factor"], of_all
+                )
+            if of_all:
+                out["attention_scale"] = (rope + plain) ** -0.5 * _yarn_factor(found["factor"], of_all) ** 2
+        return out
+
+    def write(self, model: Model) -> Fields:
+        rope = model.rope_dim or 0
+        out: Fields = {
+            "rope_theta": model.rope_theta, "qk_rope_head_dim": rope, "qk_nope_head_dim": (model.head_dim or 0) - rope,
+        }  # fmt: skip
+        scaling = write_scaling(model).get("rope_scaling")
+        if scaling and model.attention_scale and model.head_dim:
+            factor = model.attention_scale**0.5 * model.head_dim**0.25  # 0.1 · mscale_all_dim · ln(factor) + 1
+            scaling["mscale_all_dim"] = (factor - 1) / (0.1 * math.log(scaling["factor"]))
+        return out | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _yarn_factor(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class OriginalLength:
+    """The length of the original training, which Phi-3's configs have outside of rope_scaling."""
+
+    def read(self, config: Config) -> Fields:
+        config.take("original_max_position_embeddings")
+        return {}
+
+    def write(self, model: Model) -> Fields:
+        return {"original_max_position_embeddings": model.rope_scaling.original_len if model.rope_scaling else None}
+
+
+@dataclass(frozen=True)
+class LocalRope:
+    """Rotary positions with another base in blocks that have a sliding window (Gemma 3)."""
+
+    theta: float = 1e6
+    window_theta: float = 1e4
+
+    def read(self, config: Config) -> Fields:
+        parameters = config.take("rope_parameters") or {}
+        theta = config.take("rope_theta", self.theta)
+        window_theta = config.take("rope_local_base_freq", self.window_theta)
+        scaling = config.take("rope_scaling") or {}
+        if parameters:
+            if not isinstance(parameters, dict) or not all(isinstance(v, dict) for v in parameters.values()):
+                raise config.wrong("rope_parameters", parameters, "full_attention and sliding_attention")
+            scaling, local = parameters.get("full_attention", {}), parameters.get("sliding_attention", {})
+            theta, window_theta = scaling.get("rope_theta", theta), local.get("rope_theta", window_theta)
+            if read_scaling(config, local):
+                raise config.wrong("rope_parameters sliding_attention", local, "unscaled positions")
+        return {
+            "positions": "rope", "rope_theta": theta, "window_theta": window_theta, **read_scaling(config, scaling),
+        }  # fmt: skip
+
+    def write(self, model: Model) -> Fields:
+        out = {"rope_theta": model.rope_theta, "rope_local_base_freq": model.window_theta}
+        return out | write_scaling(model)

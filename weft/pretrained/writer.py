@@ -1,0 +1,144 @@
+"""Writes weights as a Hugging Face checkpoint: shards of safetensors, their index, config, tokenizer and model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.job.errors import JobError
+from weft.job.schema import Model
+from weft.pretrained.config import write_config
+from weft.pretrained.folder import CONFIG, GENERATION_CONFIG, SIDE_FILES, TOKENIZER
+from weft.pretrained.registry import PRETRAINED
+from weft.pretrained.tensor_forms import FileTensor, file_tensors, named_shapes
+
+Source = Callable[[list[str]], Mapping[str, Tensor]]
+"""Reads whole parameters by name."""
+Save = Callable[[dict[str, Tensor], Path], None]
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def write_checkpoint_folder(
+    out: Path, model: Model, module: nn.Module, source: Source, *,
+    dtype: torch.dtype | None = None, shard_bytes: int, original: Mapping[str, Any] | None = None,
+    side_files: Path | None = None, tokenizer: Path | None = None, eos: int | None = None, card: str = "",
+) -> int:  # fmt: skip
+    """Write a model in the names and layout of its family; returns the bytes of the weights.
+
+    `original` is the config it was made from, `side_files` the folder of its tokenizer and generation config; without
+    them, `tokenizer` is its tokenizer.json and `eos` the token that ends a document.
+    """
+    config = write_config(model, original=original)
+    dtype = dtype or _dtype_of(original) or torch.float32
+    family = PRETRAINED[config["model_type"]]
+    tensors = file_tensors(family, model, named_shapes(family, module).items())
+    out.mkdir(parents=True, exist_ok=True)
+    size = write_shards(out, "model.safetensors", _converted(tensors, source, model, dtype), shard_bytes, save_tensors)
+    config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": DTYPE_NAMES[dtype]}
+    config["eos_token_id"] = eos if config.get("eos_token_id") is None else config["eos_token_id"]
+    for name in SIDE_FILES:
+        if side_files is not None and name != CONFIG:
+            _copy(side_files / name, out / name)
+    if tokenizer is not None and not (out / TOKENIZER).exists():
+        _copy(tokenizer, out / TOKENIZER)
+    if not (out / GENERATION_CONFIG).exists():
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+        _write_json(out / GENERATION_CONFIG, ids | {"_from_model_config": True})
+    _write_json(out / CONFIG, config)
+    (out / "README.md").write_text(card, encoding="utf-8")
+    return size
+
+
+def _copy(path: Path, to: Path) -> None:
+    if path.is_file() and not (to.exists() and path.samefile(to)):
+        shutil.copyfile(path, to)
+
+
+def _dtype_of(config: Mapping[str, Any] | None) -> torch.dtype | None:
+    name = config and (config.get("dtype") or config.get("torch_dtype"))
+    return next((dtype for dtype, known in DTYPE_NAMES.items() if known == name), None)
+
+
+def _converted(
+    tensors: list[FileTensor], source: Source, model: Model, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the files, one at a time; a parameter that several of them hold parts of is read once."""
+    held: dict[str, Tensor] = {}
+    for tensor in tensors:
+        names = [part.name for part in tensor.parts]
+        if missing := [name for name in names if name not in held]:
+            held = {name: value for name, value in held.items() if name in names}
+            held |= source(missing)
+        parts = [held[p.name] if p.index is None else held[p.name][p.index] for p in tensor.parts]
+        yield tensor.name, tensor.form.join(parts, model).to(dtype).contiguous()
+
+
+def write_shards(out: Path, name: str, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int, save: Save) -> int:
+    """Write tensors to files of at most `shard_bytes` each, unless one tensor is larger, with an index if there are
+    several. Returns their bytes."""
+    stem, suffix = name.rsplit(".", 1)
+    shards: list[tuple[Path, list[str]]] = []
+    held: dict[str, Tensor] = {}
+    total = size = 0
+
+    def flush() -> None:
+        nonlocal held, size
+        path = out / f"{stem}.{len(shards)}.tmp"
+        save(held, path)
+        shards.append((path, list(held)))
+        held, size = {}, 0
+
+    for key, tensor in tensors:
+        if held and size + tensor.nbytes > shard_bytes:
+            flush()
+        held[key] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    flush()
+    for old in (*out.glob(f"{stem}-*-of-*.{suffix}"), out / name, out / f"{name}.index.json"):
+        old.unlink(missing_ok=True)
+    if len(shards) == 1:
+        shards[0][0].replace(out / name)
+        return total
+    listed: dict[str, str] = {}
+    for i, (path, keys) in enumerate(shards, 1):
+        file = f"{stem}-{i:05d}-of-{len(shards):05d}.{suffix}"
+        path.replace(out / file)
+        listed |= dict.fromkeys(keys, file)
+    _write_json(out / f"{name}.index.json", {"metadata": {"total_size": total}, "weight_map": listed})
+    return total
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, **metadata: str) -> None:
+    """Write one file of safetensors, with the permissions of a new file."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt", **metadata})
+    path.chmod(mode)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 5GB or 200MiB."""
+    number = text.upper().rstrip("BIKMG").strip()
+    unit = text.upper()[len(number) :].strip()
+    try:
+        found = float(number) * SIZE_UNITS[unit]
+    except (ValueError, KeyError):
+        raise JobError(f"--shard-size {text!r} is not a size; write for example 5GB or 200MiB") from None
+    if not 1 <= found < 2**63:
+        raise JobError(f"--shard-size {text!r} is out of range; write for example 5GB")
+    return int(found)
