@@ -71,7 +71,11 @@ class ModelFacts:
     frozen: Size = 0
     """1 where the base weights are not trained (adapters only)."""
     frozen_bytes: Size = 2.0
-    """Bytes of a weight that is not trained: 2, or about 0.6 where it is kept in 4 bits."""
+    """Bytes of a block's weight that is not trained: 2, or less where it is quantized."""
+    kept_outputs: Size = 0
+    """1 where adapters scale the output of every product, which is then kept (LLaMA-Adapter V2)."""
+    in_flight: Size = 1.0
+    """Microbatches that a pipeline holds, over those of its schedule's entry: 2 for ZB-2p."""
 
     @property
     def q_width(self) -> Size:
