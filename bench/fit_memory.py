@@ -1,119 +1,120 @@
 """Fit the memory numbers of the calibrations: from published peaks, and from which layouts ran out of memory.
 
     python bench/fit_memory.py RUNS.csv             # fit, write into the JSON files
-    python bench/fit_memory.py RUNS.csv --held-out  # fit without each model, judge that model
+    python bench/fit_memory.py RUNS.csv --held-out  # fit without each model, and score that model
 
-A random search over a few numbers for each stack. A peak counts by its error in logarithms; a run that is only known to
-fit, or not to, counts by how far on the wrong side of the device's memory it is put. A false "fits" counts twice.
+A random search over a few numbers for each framework. A peak counts by its error in logarithms; a run that is only
+known to fit, or not to, counts by how far on the wrong side of the device's memory it is predicted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from weft.planner.calibration import CALIBRATION_FOLDER, Calibration
 from weft.planner.memory.framework_memory import GIB, framework_memory
-from weft.planner.published.framework import PURE_BF16, Framework, framework_of, load_framework
+from weft.planner.published.framework import Framework, framework_of, load_framework, with_states
 from weft.planner.published.row_arrays import gather_rows
 from weft.planner.published.rows import PublishedRun, read_table
 
-SHARPNESS = 25.0
+VERDICT_STEEPNESS = 25.0
 """How steeply the cost of a wrong verdict rises with its distance from the limit."""
-USUAL = {"activation": (0.5, 4.0), "logits": (2.0, 24.0), "context_gib": (0.5, 8.0), "fragment": (0.0, 0.15)}
-# what is free in each stack's base, and the factor on activations of each variant
-FREE: dict[str, dict[str, tuple[float, float]]] = {
-    "aleph-alpha": {**USUAL, "logits_whole": (0.0, 40.0)},
-    "megatron-deepspeed-2022": {**USUAL, "gradient_bytes": (2.0, 6.0)},
+MAX_ERROR = 0.5
+"""Errors of peaks beyond this cost no more."""
+Bounds = tuple[float, float]
+USUAL: dict[str, Bounds] = {
+    "activation": (0.5, 2.5), "logits": (2.0, 24.0), "context_gib": (0.5, 5.0), "fragment": (0.0, 0.15)
+}  # fmt: skip
+FREE: dict[str, dict[str, Bounds]] = {
+    "aleph-alpha": {**USUAL, "logits_whole": (0.0, 24.0), "stream": (2.0, 12.0), "several operators/stream": (4, 24.0)},
+    "megatron-deepspeed-2022": {**USUAL, "gradient_bytes": (2.0, 6.0), "precision:bf16/gradient_bytes": (2.0, 8.0)},
     "megatron": {**USUAL, "gradient_bytes": (2.0, 6.0)},
     "megatron-core": {"activation": (0.5, 2.0), "logits": (2.0, 16.0), "context_gib": (0.0, 1.0)},
-    "fsdp": {**USUAL},
+    "litgpt": {"activation": (0.8, 1.6), "stream": (2.0, 12.0), "logits": (6.0, 24.0)},
+    "liger": {"activation": (0.8, 1.6), "context_gib": (0.0, 5.0)},
 }
-FIXED: dict[str, dict[str, float]] = {
-    "aleph-alpha": {"gradient_bytes": 2.0, "usable": 1.03},
-    "megatron-core": {"fragment": 0.0},
-}
-FACTORS = {
-    "aleph-alpha": {
-        "kernel:flash_attention2": 1.5,
-        "kernel:flash_attentionv1.0.8": 1.5,
-        "kernel:fused": 1.5,
-        "kernel:torch": 1.2,
-    }
-}
+"""What is fitted of each framework: a number of its base, or `variant/number`."""
+SHARED = {"several operators": ("flash_attention2", "flash_attentionv1.0.8", "torch", "fused")}
+"""Kernels that share a number: RMS norms of several operators."""
 
 
-def loss(stack: Framework, rows: Sequence[PublishedRun]) -> tuple[float, int, int]:
-    """The cost, and the wrong predictions: that a layout fits, and that it does not."""
+def framework(start: Framework, values: dict[str, float]) -> Framework:
+    """The framework with some numbers changed."""
+    variants = {key: dict(change) for key, change in start.variants.items()}
+    for name, value in values.items():
+        variant, _, number = name.rpartition("/")
+        keys = [f"kernel:{kernel}" for kernel in SHARED[variant]] if variant in SHARED else [variant] * bool(variant)
+        for key in keys:
+            variants.setdefault(key, {})[number] = value
+    base = start.base.with_(**{name: value for name, value in values.items() if "/" not in name})
+    return Framework(start.name, base, variants)
+
+
+def loss(rows: Sequence[PublishedRun]) -> Callable[[Framework], tuple[float, int, int, np.ndarray]]:
+    """A function of a framework: its cost, verdicts that were wrong (predicted to fit, and not to), and errors."""
+    start = load_framework(framework_of(rows[0]))
     by: dict[Calibration, list[PublishedRun]] = {}
     for row in rows:
-        cal = stack.of(row)
-        cal = cal.with_(**PURE_BF16) if "bf16-true" in row.text.get("precision", "") else cal
-        by.setdefault(cal, []).append(row)
-    total, fits, fails = 0.0, 0, 0
-    for cal, own in by.items():
-        if own[0].row_id not in CACHE:
-            CACHE[own[0].row_id] = gather_rows(own)
-        model, cluster, layouts, _ = CACHE[own[0].row_id]
-        peak = sum(framework_memory(model, layouts, cal).values()) / GIB
-        over = np.log(peak / (cluster.memory_gib * cal.usable))
-        known = np.array([row.memory_gib or 0.0 for row in own])
-        ran = np.array([bool(row.fitted) for row in own])
-        verdict = np.where(ran, 1, 2) * np.log1p(np.exp(SHARPNESS * over * np.where(ran, 1, -1))) / SHARPNESS
-        off = np.abs(np.log(peak / np.maximum(known, 1e-9)))
-        total += float(np.where(known > 0, np.minimum(off, 0.5), verdict).sum())
-        fits += int(((over <= 0) & ~ran).sum())
-        fails += int(((over > 0) & ran).sum())
-    return total, fits, fails
+        by.setdefault(with_states(start.of(row), row), []).append(row)
+    groups = [(own, gather_rows(own)) for own in by.values()]
+
+    def cost(stack: Framework) -> tuple[float, int, int, np.ndarray]:
+        total, fits, fails, errors = 0.0, 0, 0, []
+        for own, (model, cluster, layouts, _) in groups:
+            cal = with_states(stack.of(own[0]), own[0])
+            peak = sum(framework_memory(model, layouts, cal).values()) / GIB
+            over = np.log(peak / (cluster.memory_gib * cal.usable))
+            known = np.array([row.memory_gib or 0.0 for row in own])
+            ran = np.array([bool(row.fitted) for row in own])
+            verdict = np.log1p(np.exp(VERDICT_STEEPNESS * over * np.where(ran, 1, -1))) / VERDICT_STEEPNESS
+            off = np.abs(np.log(peak / np.maximum(known, 1e-9)))
+            total += float(np.where(known > 0, np.minimum(off, MAX_ERROR), verdict).sum())
+            fits += int(((over <= 0) & ~ran).sum())
+            fails += int(((over > 0) & ran).sum())
+            errors.append((peak / np.maximum(known, 1e-9) - 1)[(known > 0) & ran])
+        return total, fits, fails, np.abs(np.concatenate(errors))
+
+    return cost
 
 
-CACHE: dict[str, tuple] = {}  # type: ignore[type-arg]
-
-
-def search(name: str, rows: Sequence[PublishedRun], tries: int) -> Framework:
-    """Widely at first, then around the best."""
-    start, free = load_framework(name), FREE[name]
-    factors = FACTORS.get(name, {})
-    names, keys = list(free), list(factors)
-    low = np.array([free[n][0] for n in names] + [0.5 * factors[k] for k in keys])
-    high = np.array([free[n][1] for n in names] + [2.0 * factors[k] for k in keys])
+def search(name: str, rows: Sequence[PublishedRun], tries: int) -> dict[str, float]:
+    """The best values: searched widely at first, then around the best."""
+    start, free, cost = load_framework(name), FREE[name], loss(rows)
+    low, high = np.array(list(free.values())).T
     rng = np.random.default_rng(0)
-    best_value, best, found = np.inf, (low + high) / 2, start
+    best_cost, best = np.inf, (low + high) / 2
     for number in range(tries):
-        wide = number < tries // 5
-        point = (
-            low + (high - low) * rng.random(len(low))
-            if wide
-            else np.clip(best + rng.normal(size=len(low)) * (high - low) * 0.07, low, high)
-        )
-        told = {n: round(float(v), 3) for n, v in zip(names, point, strict=False)}
-        variants = {k: dict(v) for k, v in start.variants.items()}
-        for key, factor in zip(keys, point[len(names) :], strict=True):
-            variants[key]["activation"] = round(told["activation"] * float(factor), 3)
-        tried = Framework(name, start.base.with_(**{**told, **FIXED.get(name, {})}), variants)
-        value = loss(tried, rows)[0]
-        if value < best_value:
-            best_value, best, found = value, point, tried
-    return found
+        width = 0.15 * (1 - number / tries) + 0.01
+        wide = low + (high - low) * rng.random(len(low))
+        near = np.clip(best + rng.normal(size=len(low)) * (high - low) * width, low, high)
+        point = wide if number < tries // 5 else near
+        value = cost(framework(start, dict(zip(free, point, strict=True))))[0]
+        if value < best_cost:
+            best_cost, best = value, point
+    return {n: round(float(v), 3) for n, v in zip(free, best, strict=True)}
+
+
+def show(name: str, rows: int, fits: int, fails: int, errors: np.ndarray) -> str:
+    peaks = f"  peaks {np.median(errors):.1%} median {np.quantile(errors, 0.9):.1%} p90" if len(errors) else ""
+    return f"{name:26} {rows:4d} rows  false fits {fits}  false out of memory {fails}{peaks}"
 
 
 def held_out(name: str, rows: Sequence[PublishedRun], tries: int) -> None:
-    """Verdicts and peaks of every model by a fit without it."""
-    fits = fails = 0
-    for model in sorted({row.model_name for row in rows}):
-        CACHE.clear()
-        found = search(name, [row for row in rows if row.model_name != model], tries)
-        CACHE.clear()
-        _, a, b = loss(found, [row for row in rows if row.model_name == model])
-        fits, fails = fits + a, fails + b
-    right = 1 - (fits + fails) / len(rows)
-    print(
-        f"{name:26} {len(rows):4d} rows held out  right {right:.3f}  false fits {fits}  false OOM {fails}", flush=True
-    )
+    """Score every model by a fit without it."""
+    found, start, models = [], load_framework(name), sorted({row.model_name for row in rows})
+    if len(models) < 2:
+        print(f"{name:26} has one model")
+        return
+    for model in models:
+        values = search(name, [row for row in rows if row.model_name != model], tries)
+        found.append(loss([row for row in rows if row.model_name == model])(framework(start, values)))
+    errors = np.concatenate([each[3] for each in found])
+    print(show(f"{name}, held out", len(rows), sum(f[1] for f in found), sum(f[2] for f in found), errors), flush=True)
 
 
 def main() -> None:
@@ -124,23 +125,22 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=1500)
     args = parser.parse_args()
     every = [r for r in read_table(args.table)[0] if r.fitted is not None]
-    for name in FREE:
-        if args.only and name not in args.only.split(","):
-            continue
-        rows = [r for r in every if framework_of(r) == name and r.text.get("recompute") and r.text.get("trust") != "C"]
+    for name in args.only.split(",") if args.only else FREE:
+        rows = [r for r in every if framework_of(r) == name]
         if args.held_out:
             held_out(name, rows, args.tries)
             continue
-        CACHE.clear()
-        found = search(name, rows, args.tries)
-        value, fits, fails = loss(found, rows)
-        print(f"{name:26} {len(rows):4d} rows  cost {value:.2f}  false fits {fits}  false OOM {fails}", flush=True)
+        values = search(name, rows, args.tries)
+        found = framework(load_framework(name), values)
+        print(show(name, len(rows), *loss(rows)(found)[1:]), values, flush=True)
         path = CALIBRATION_FOLDER / f"{name}.json"
-        told = json.loads(path.read_text(encoding="utf-8"))
-        told |= {n: getattr(found.base, n) for n in (*FREE[name], *FIXED.get(name, {}))}
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        spread = contents.pop("spread")
+        contents |= {n: v for n, v in values.items() if "/" not in n} | {"spread": spread}
         if found.variants:
-            told["variants"] = told.pop("variants", {}) | found.variants
-        path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+            contents.pop("variants", None)
+            contents["variants"] = found.variants
+        path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from weft.job.compression import COMPRESSORS
 from weft.job.model import FAMILIES
 from weft.job.optim import LR_SCHEDULES, OPTIMIZERS
 from weft.job.registry import NameIn
-from weft.job.schema import Data, DeviceGroup, Experts, Failures, Job, Model, RopeScaling, Sync, TopologyLevel
+from weft.job.schema import Data, DeviceGroup, Experts, Failures, Job, Latent, Model, RopeScaling, Sync, TopologyLevel
 from weft.job.shapes import ALIASES, SHAPES, resolve
 from weft.planner.model.counts import count_parameters
 from weft.planner.number_format import human_count
@@ -149,7 +149,8 @@ def page() -> str:
         plain.append(f"| `{name}` | {default} | {takes} | {field.description} |")
     parts.append("\n".join(plain) + "\n")
     inner: list[tuple[str, str, type[BaseModel]]] = [
-        ("model", "rope_scaling", RopeScaling), ("model", "experts", Experts), ("cluster", "levels", TopologyLevel),
+        ("model", "rope_scaling", RopeScaling), ("model", "latent", Latent), ("model", "experts", Experts),
+        ("cluster", "levels", TopologyLevel),
         ("cluster", "also", DeviceGroup), ("cluster", "failures", Failures), ("train", "sync", Sync),
     ]  # fmt: skip
     for parent, name, part in reversed(inner):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import DEADLINE_S, ENV, weft, write_job
+from helpers.command import DEADLINE_S, ENV, Output, write_job
 
 from weft.chaos.disk import Disk, damage
 from weft.chaos.rank_faults import Orders, flip_bit, marker_of, poison
@@ -59,9 +60,11 @@ def test_killed_and_preempted_run_is_bit_identical(tmp_path: Path) -> None:
         (["parallel.tp=3"], "parallel.tp=3 does not divide model.heads=2"),
     ],
 )
-def test_impossible_experiment_is_refused_early(tmp_path: Path, args: list[str], words: str) -> None:
+def test_impossible_experiment_is_refused_early(
+    tmp_path: Path, in_process: Callable[..., Output], args: list[str], words: str
+) -> None:
     write_job(tmp_path, **JOB)
-    said = weft(tmp_path, "chaos", "job.yaml", *args)
+    said = in_process(tmp_path, "chaos", "job.yaml", *args)
     assert said.code == 2 and words in said.err and "Traceback" not in said.err
     assert not (tmp_path / "runs").exists()
 

@@ -19,6 +19,11 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 ROPE = {"rope_theta": 10_000.0}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT: dict[str, Any] = {
+    **SIZES, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 10, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 _WINDOWS = ["sliding_attention", "full_attention"]
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -61,6 +66,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
         rope_parameters={**ROPE, "rope_type": "default", "partial_rotary_factor": 0.5},
     ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **LATENT, q_lora_rank=None, topk_method="group_limited_greedy", n_group=2, topk_group=1, n_shared_experts=2
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **LATENT, q_lora_rank=12, n_group=2, topk_group=1, n_shared_experts=1, num_mtp_layers=0,
+        rope_parameters={**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+                         "mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
 }  # fmt: skip
 """Configs by family, with options of which a default would hide a mistake."""
 
@@ -72,5 +85,8 @@ def save_random(name: str, folder: Path, shard: str = "5GB", dtype: torch.dtype 
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.1)  # also biases and norms
+        for key, buffer in model.named_buffers():
+            if "correction_bias" in key:
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     return model

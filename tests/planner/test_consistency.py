@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 
+from weft.hardware.probe import probe
 from weft.job import parse_job
 from weft.job.errors import JobError
 from weft.planner.advice.why_not import why_not
 from weft.planner.estimate import estimate_job
 from weft.planner.make_plan import start_plan
+from weft.planner.search.candidates import Layouts
 from weft.planner.search.frontier import TIME_TOLERANCE
 from weft.planner.search.survey import survey
 
 JOBS, PARTS = 500, 10
+PINNED: tuple[dict[str, Any], ...] = (
+    {"dp_shard": -1, "zero": 1}, {"dp_shard": -1, "zero": 2}, {"dp_shard": -1, "zero": 3}, {"dp_replicate": -1},
+    {"tp": 2, "dp_shard": -1}, {"pp": 2, "dp_shard": -1}, {"cp": 2, "dp_shard": -1}, {"tp": 2, "pp": 2},
+)  # fmt: skip
+"""Layouts of the jobs that do not leave them open, in part; their search is short."""
 MODELS: tuple[Any, ...] = (
     "tiny", "llama-1b", "llama-8b", "llama-13b", "llama-70b", "gpt2-125m", "gpt2-1.5b", "moe-tiny", "qwen3-30b-a3b",
     "mlp",
@@ -25,7 +34,7 @@ DEVICES = ("a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm", "h200-sxm", "v100-sxm-3
 
 
 def random_job(rng: random.Random) -> Any:
-    nodes, per_node = rng.choice((1, 1, 2, 4)), rng.choice((1, 2, 4, 8))
+    nodes, per_node = rng.choice((1, 1, 1, 2)), rng.choice((1, 2, 4, 8))
     job: dict[str, Any] = {
         "model": rng.choice(MODELS),
         "data": {"source": "synthetic", "seq_len": rng.choice((512, 1024, 4096, 8192, 32768))},
@@ -35,8 +44,8 @@ def random_job(rng: random.Random) -> Any:
         "memory": {"recompute": rng.choice(("auto", "auto", "none", "full"))},
         "cluster": {"device": rng.choice(DEVICES), "nodes": nodes, "devices_per_node": per_node},
     }
-    if rng.random() < 0.2:
-        job["parallel"] = {"dp_shard": -1, "zero": rng.choice((1, 2, 3))}
+    if rng.random() < 0.75:
+        job["parallel"] = rng.choice(PINNED)
     if rng.random() < 0.2:
         job["train"]["ema"] = 0.999
     return job
@@ -46,12 +55,15 @@ def random_job(rng: random.Random) -> Any:
 def test_all_reports_of_a_job_agree(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("reasons", "gains_of_other_settings"):  # further searches, which take most of the time
         monkeypatch.setattr(f"weft.planner.search.survey.{name}", lambda *args, **kwargs: [])
+    machine = probe()
+    for module in ("make_plan", "estimate"):
+        monkeypatch.setattr(import_module(f"weft.planner.{module}"), "probe", lambda: machine)
     rng, made = random.Random(part), 0
     while made < JOBS // PARTS:
         raw = random_job(rng)
         try:
             start = start_plan(parse_job(raw))
-            found = survey(start, top=4, front=False)
+            found = survey(start, top=3, front=False)
         except JobError:  # settings that exclude each other
             continue
         made += 1
@@ -72,12 +84,14 @@ def _check(raw: Any, made: Any) -> None:
     assert told["fits"] and told["peak_memory_gib"] <= limit, raw
     assert told["step_time_s"] == pytest.approx(float(made.found.times[0]), rel=1e-9), raw
     assert told["peak_memory_gib"] == pytest.approx(float(made.found.peaks[0]), rel=1e-9), raw
-    for other in made.runner_ups:
-        assert other.peak_gib <= limit, raw
-        assert told["step_time_s"] <= other.raw_step_time_s * (1 + TIME_TOLERANCE), raw
-        again = estimate_job(made.job, other.plan)
-        assert again["peak_memory_gib"] == pytest.approx(other.peak_gib, rel=1e-9), (raw, other.plan.layout())
-        assert again["step_time_s"] == pytest.approx(other.raw_step_time_s, rel=1e-9), (raw, other.plan.layout())
+    if others := made.runner_ups:
+        times, peaks = np.array([o.raw_step_time_s for o in others]), np.array([o.peak_gib for o in others])
+        assert np.all(peaks <= limit) and np.all(told["step_time_s"] <= times * (1 + TIME_TOLERANCE)), raw
+        again = made.found.estimator.estimate(Layouts.join([Layouts.one(other.plan) for other in others]))
+        assert again.peak_gib == pytest.approx(peaks, rel=1e-9) and again.step_time_s == pytest.approx(times, rel=1e-9)
+        printed = estimate_job(made.job, others[-1].plan)
+        assert printed["peak_memory_gib"] == pytest.approx(peaks[-1], rel=1e-9), (raw, others[-1].plan.layout())
+        assert printed["step_time_s"] == pytest.approx(times[-1], rel=1e-9), (raw, others[-1].plan.layout())
     axes = " ".join(f"{axis}={degree}" for axis, degree in plan.axes.items() if degree > 1)
     if made.job.parallel == "auto" and axes and plan.pp == 1:
         asked = why_not(made, f"{axes} zero={plan.zero} microbatch={plan.microbatch}" if plan.dp_shard > 1 else axes)

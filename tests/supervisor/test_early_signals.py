@@ -7,18 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from fuzz.signals import send_one
+from fuzz.signals import is_handled, send_one
 from helpers.command import Started, run_of, until, write_job
 
 from weft.supervisor.run_lock import run_lock
 from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS, SignalForwarder
-
-
-def listens(pid: int) -> bool:
-    """Whether a process handles SIGTERM."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_sigterm_before_ranks_start_exits_with_preempted(tmp_path: Path) -> None:
@@ -26,7 +19,7 @@ def test_sigterm_before_ranks_start_exits_with_preempted(tmp_path: Path) -> None
     run = run_of(tmp_path, "early")
     with run_lock(run):  # so that it cannot get any further
         started = Started(tmp_path, "train", "job.yaml", "name=early", "--nproc", "2")
-        until(lambda: listens(started.process.pid))
+        until(lambda: is_handled(started.process.pid, signal.SIGTERM))
         started.process.send_signal(signal.SIGTERM)
         assert started.process.wait(120) == 75
     assert not run.metrics.exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import cache
+from statistics import median
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ MOE: dict[str, Any] = {
     **LLAMA, "experts": {"count": 4, "ffn": 48, "shared": 1, "aux_weight": 0.1, "balance": "bias", "first_dense": 1}
 }  # fmt: skip
 MLP: dict[str, Any] = {"family": "mlp", "dim": 64, "layers": 8}
+WIDE, DEEP = {**LLAMA, "kv_heads": 4}, {**LLAMA, "layers": 4}
 
 
 def make(model: dict[str, Any], layout: str, **sections: Any) -> Job:
@@ -49,46 +52,74 @@ def traced(job: Job, rank: int) -> DryRun:
     return found
 
 
-def assert_exact(found: DryRun) -> None:
-    for part in ("parameters", "copies", "gradients", "optimizer", "average", "communication"):
+def assert_exact(found: DryRun, traffic: bool = True) -> None:
+    for part in ("parameters", "copies", "gradients", "optimizer", "average"):
         assert found.traced[part] == found.estimated[part], part
+    if not traffic:
+        return
+    assert found.traced["communication"] == found.estimated["communication"]
     assert {(c.axis, c.kind): c.bytes for c in found.collectives} == {
         (c.axis, c.kind): c.estimated_bytes for c in found.collectives
     }
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "rank", "sections"),
-    [
-        (LLAMA, "1", 0, {}),
-        (LLAMA, "ddp2", 1, {"precision": "bf16"}),
-        (LLAMA, "dp_shard=3 zero1", 2, {"train": {"global_batch": 12, "microbatch": 2, "ema": 0.9}}),
-        (GPT2, "dp_shard=3 zero2 tp=2", 3, {"precision": "bf16"}),
-        (GPT2, "dp_replicate=2 dp_shard=2 zero3", 3, {"optim": {"name": "sgd"}}),
-        (LLAMA, "zero3 tp=2", 1, {"memory": {"recompute": "full"}, "optim": {"name": "muon"}}),
-        (GPT2, "pp=3 tp=2 dp_shard=2", 9, {"precision": "bf16"}),
-        (LLAMA, "pp2 zbv dp_shard=2", 2, {}),
-        (LLAMA, "pp2 zb-h1 tp=2", 1, {"memory": {"recompute": "full"}}),
-        (MOE, "dp_shard=4 ep=2", 3, {}),
-        (MOE, "dp_shard=2 tp=2 ep=4", 1, {"memory": {"recompute": "full"}}),
-        (MOE, "pp2 tp2 ep2", 3, {"precision": "bf16"}),
-        (VIT, "dp_replicate=2 tp=2", 1, {}),
-        (MLP, "pp2 tp2", 3, {}),
-        ({**MLP, "layers": 6}, "pp2 tp2", 0, {}),
-    ],
+BF16: dict[str, Any] = {"precision": "bf16"}
+FULL, SELECTIVE, TWO_BLOCKS = ({"memory": {"recompute": option}} for option in ("full", "selective", 2))
+SGD, MUON, ADAFACTOR = ({"optim": {"name": name}} for name in ("sgd", "muon", "adafactor"))
+EMA: dict[str, Any] = {"train": {"global_batch": 12, "microbatch": 2, "ema": 0.9}}
+CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
+    (LLAMA, "1", 0, {}),
+    (LLAMA, "1", 0, BF16 | SELECTIVE | MUON),
+    (LLAMA, "ddp2", 1, BF16 | FULL | SGD),
+    (LLAMA, "dp_shard=3 zero1", 2, EMA),
+    (GPT2, "dp_shard=3 zero2 tp=2", 3, BF16 | MUON),
+    (GPT2, "dp_replicate=2 dp_shard=2 zero3", 3, SGD | TWO_BLOCKS),
+    (LLAMA, "zero3 tp=2", 1, FULL | MUON),
+    (WIDE, "tp=4", 3, BF16 | SELECTIVE | ADAFACTOR),
+    (GPT2, "pp=3 tp=2 dp_shard=2", 9, BF16),
+    (GPT2, "pp2 gpipe", 1, SELECTIVE | SGD),
+    (DEEP, "pp2 interleaved-1f1b", 0, BF16 | TWO_BLOCKS | ADAFACTOR),
+    (LLAMA, "pp2 zbv dp_shard=2", 2, {}),
+    (LLAMA, "pp2 zb-h1 tp=2", 1, FULL),
+    (DEEP, "pp2 dualpipe-v", 1, SGD),
+    (WIDE, "dp_shard=2 cp=2 ulysses zero3", 3, FULL),
+    (WIDE, "cp=2 tp=2 ulysses", 3, BF16),
+    (LLAMA, "dp_shard=2 cp=2 ring zero1", 3, SELECTIVE | SGD),
+    (MOE, "dp_shard=4 ep=2", 3, SGD),
+    (MOE, "dp_shard=2 tp=2 ep=4", 1, FULL),
+    (MOE, "pp2 tp2 ep2", 3, BF16),
+    (VIT, "dp_replicate=2 tp=2", 1, {}),
+    (MLP, "pp2 tp2", 3, {}),
+    ({**MLP, "layers": 6}, "pp2 tp2", 0, {}),
 )
-def test_trace_equals_estimate(model: dict[str, Any], layout: str, rank: int, sections: dict[str, Any]) -> None:
-    found = traced(make(model, layout, **sections), rank)
-    assert_exact(found)
-    assert found.traced["flops"] == pytest.approx(found.estimated["flops"], rel=0.01)
-    assert found.traced["peak_memory"] == pytest.approx(found.estimated["peak_memory"], rel=0.06)
+"""Every kind of layout; every optimizer, recompute mode and precision with several of them. bench/memory_matrix.py has
+all combinations."""
 
 
-@pytest.mark.parametrize(
-    "layout", ["dp_shard=2 cp=2 ulysses zero3", "dp_replicate=2 cp=2 ulysses", "cp=2 tp=2 ulysses"]
-)
-def test_under_cp_weights_are_cut_and_bytes_counted_with_the_data_s(layout: str) -> None:
-    assert_exact(traced(make({**LLAMA, "kv_heads": 4}, layout), 3))
+@cache
+def traced_case(index: int) -> DryRun:
+    model, layout, rank, sections = CASES[index]
+    return traced(make(model, layout, **sections), rank)
+
+
+def peak_error(found: DryRun) -> float:
+    return found.estimated["peak_memory"] / found.traced["peak_memory"] - 1
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[layout for _, layout, _, _ in CASES])
+def test_trace_equals_estimate(index: int) -> None:
+    found = traced_case(index)
+    _, layout, _, sections = CASES[index]
+    # with partial recompute, collectives and products are not counted one by one
+    counted = sections.get("memory", {}).get("recompute", "none") in ("none", "full")
+    assert_exact(found, traffic=counted)
+    if counted and "cp" not in layout:
+        assert found.traced["flops"] == pytest.approx(found.estimated["flops"], rel=0.01)
+    assert abs(peak_error(found)) < 0.08
+
+
+def test_median_error_of_the_peak() -> None:
+    assert median(abs(peak_error(traced_case(index))) for index in range(len(CASES))) < 0.03
 
 
 def test_large_worlds() -> None:
@@ -109,9 +140,11 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
         traced(make(LLAMA, "ddp2"), 2)
 
 
-def test_adafactor_is_refused_for_what_it_reads() -> None:
-    with pytest.raises(JobError, match=r"optim.name=adafactor reads values"):
-        traced(make(LLAMA, "1", optim={"name": "adafactor"}), 0)
+def test_a_custom_module_is_refused() -> None:
+    job, plan = make_plan(make(LLAMA, "1"))
+    custom = job.model_copy(update={"model": job.model.model_copy(update={"module": "a.b:C"})})
+    with pytest.raises(JobError, match=r"model.module=a.b:C may read values of tensors"):
+        dryrun(custom, plan, 0)
 
 
 def test_json_output() -> None:

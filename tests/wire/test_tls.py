@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 
@@ -87,6 +88,10 @@ def test_one_certificate_a_run() -> None:
     """Every process derives the same certificate from the secret, and no other run has it."""
     assert tls._certificate(SECRET) == tls._certificate(SECRET)
     assert tls._certificate(SECRET) != tls._certificate(SECRET[::-1])
+    for server in (True, False):
+        context = tls.tls_context(SECRET, server)
+        assert context.minimum_version == ssl.TLSVersion.TLSv1_3  # which has forward secrecy
+        assert context.verify_mode == ssl.CERT_REQUIRED
 
 
 def test_encryption_that_is_not_possible_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

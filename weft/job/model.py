@@ -74,6 +74,18 @@ class RopeScaling(Section):
     """Factor of each frequency in longer sequences (longrope)."""
 
 
+class Latent(Section):
+    """Multi-head latent attention (DeepSeek-V2): keys and values are expanded from one small vector a token. A head has
+    model.head_dim values, of which model.rope_dim are rotated."""
+
+    q_rank: int | None = Field(None, ge=1, le=2**20)
+    """Width of the vector from which queries are expanded. Default: queries come from the input itself."""
+    kv_rank: int = Field(512, ge=1, le=2**20)
+    """Width of the vector from which keys and values are expanded."""
+    v_dim: int = Field(128, ge=1, le=65_536)
+    """Width of a head's values, at most model.head_dim."""
+
+
 class Experts(Section):
     """Mixture of experts: feed-forward networks of which each token uses a few. Experts and router have no biases."""
 
@@ -192,6 +204,8 @@ class Model(Section):
     """Blocks with the sliding window. Default: all."""
     window_theta: float | None = Field(None, gt=0)
     """Base of the rotary frequencies in blocks with the sliding window, where it differs; they are not scaled."""
+    latent: Latent | None = None
+    """Multi-head latent attention instead of grouped queries."""
     attention_scale: float | None = Field(None, gt=0)
     """Scale of the attention scores. Default: 1 / √head_dim."""
     embedding_scale: float | None = Field(None, gt=0)

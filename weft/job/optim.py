@@ -53,8 +53,6 @@ class Optimizer:
     """Numbers in temporary tensors while the weight is updated."""
     flops: Callable[[WeightShard], float] = lambda weight: 0.0
     """FLOPs of matrix products in an update, on each rank that computes it."""
-    dry_run: bool = True
-    """Whether a step can be traced without values."""
 
     def of(self, weight: WeightShard) -> Optimizer:
         """The optimizer that updates a weight: this one, or adamw."""

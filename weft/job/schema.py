@@ -12,7 +12,7 @@ from weft.job.comm import Comm
 from weft.job.data import Data
 from weft.job.fp8 import Fp8
 from weft.job.memory import Memory
-from weft.job.model import Experts, Model, RopeScaling
+from weft.job.model import Experts, Latent, Model, RopeScaling
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
 from weft.job.registry import MODULE_NAME
@@ -23,8 +23,8 @@ from weft.job.train import Train
 from weft.job.watch import Watch
 
 __all__ = [
-    "Checkpoint", "Cluster", "Comm", "Data", "DeviceGroup", "Experts", "Failures", "Fp8", "Job", "Memory", "Model",
-    "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "TopologyLevel", "Train", "Watch",
+    "Checkpoint", "Cluster", "Comm", "Data", "DeviceGroup", "Experts", "Failures", "Fp8", "Job", "Latent", "Memory",
+    "Model", "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "TopologyLevel", "Train", "Watch",
 ]  # fmt: skip
 
 

@@ -130,6 +130,11 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         fields["head_dim"] = dim // heads
     if fields["positions"] == "rope" and fields["head_dim"] % 2:
         raise JobError(f"rotary positions need an even head size; model.head_dim is {fields['head_dim']}")
+    if (latent := fields.get("latent")) is not None:
+        if not fields.get("rope_dim") or fields["kv_heads"] != heads:
+            raise JobError("model.latent needs model.rope_dim, and model.kv_heads equal to model.heads")
+        if (width := dict(latent).get("v_dim", 128)) > fields["head_dim"]:
+            raise JobError(f"model.latent.v_dim={width} is larger than model.head_dim={fields['head_dim']}")
     if "ffn" not in fields:
         fields["ffn"] = 4 * dim if fields["activation"] == "gelu" else -(-8 * dim // (3 * 64)) * 64
     if fields.get("experts") is not None:

@@ -60,9 +60,15 @@ class _ImportedContents:
         self.tensors = _Parameters(weights)
 
     def plan(self) -> list[tuple[Any, ...]]:
-        shapes, dtypes = self.tensors.weights.shapes, self.tensors.dtypes
+        shapes, dtypes, buffers = self.tensors.weights.shapes, self.tensors.dtypes, self.tensors.weights.buffers
         chunks = [
-            Chunk(f"model.{n}", str(dtypes[n]).removeprefix("torch."), shape, (0,) * len(shape), shape)
+            Chunk(
+                f"{'buffer' if n in buffers else 'model'}.{n}",
+                str(dtypes[n]).removeprefix("torch."),
+                shape,
+                (0,) * len(shape),
+                shape,
+            )
             for n, shape in shapes.items()
         ]
         return [astuple(chunk) for chunk in chunks]

@@ -11,66 +11,15 @@ from torch import Tensor, nn
 
 from weft.job.schema import Model
 from weft.job.shapes import PATCH_DIM
-from weft.models.attention import TokenInfo, attention
+from weft.models.attention import TokenInfo
+from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout, salt
 from weft.models.feedforward import FeedForward
+from weft.models.latent_attention import LatentAttention
 from weft.models.loss import HeadProducts, HeadProductsFactory, linear_cross_entropy
 from weft.models.mixture_of_experts import MixtureOfExperts
-from weft.models.norms import WideRMSNorm, make_norm, make_qk_norm
-from weft.models.rope import attention_factor, frequencies, rotate, rotation
-
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool, TokenInfo], Tensor]
-"""Attention of queries, keys and values [batch, seq, heads, head_dim], causal or not."""
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
-class Attention(nn.Module):
-    """Grouped-query attention. The number of heads follows from the width of q, k and v, so any share of them works.
-
-    Parallel layouts replace `enter` (gathers the input) and `core` (the attention itself).
-    """
-
-    core: AttentionFunction = staticmethod(attention)
-    enter: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
-
-    def __init__(self, m: Model, index: int = 0):
-        super().__init__()
-        assert m.dim and m.heads and m.kv_heads and m.head_dim
-        self.head_dim, self.causal = m.head_dim, bool(m.causal)
-        self.window = m.window if m.has_window(index) else None
-        self.window_theta = self.window is not None and m.window_theta is not None
-        self.q_scale = 1.0 if m.attention_scale is None else m.attention_scale * m.head_dim**0.5
-        bias, out_bias, _ = m.biases
-        self.q = nn.Linear(m.dim, m.heads * m.head_dim, bias=bias)
-        self.k = nn.Linear(m.dim, m.kv_heads * m.head_dim, bias=bias)
-        self.v = nn.Linear(m.dim, m.kv_heads * m.head_dim, bias=bias)
-        self.o = nn.Linear(m.heads * m.head_dim, m.dim, bias=out_bias)
-        self.q_norm, self.k_norm = make_qk_norm(m, m.heads), make_qk_norm(m, m.kv_heads)
-
-    def project(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values with rotary positions applied."""
-        x = self.enter(x)
-        q, k = self._normed(self.q_norm, self.q(x)), self._normed(self.k_norm, self.k(x))
-        v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        angles = info.window_rotation if self.window_theta else info.rotation
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
-        return q if self.q_scale == 1.0 else q * self.q_scale, k, v
-
-    def _normed(self, norm: nn.Module | None, x: Tensor) -> Tensor:
-        """x [batch, seq, width] by heads, normalised."""
-        if isinstance(norm, WideRMSNorm):
-            return norm(x).unflatten(-1, (-1, self.head_dim))
-        x = x.unflatten(-1, (-1, self.head_dim))
-        return x if norm is None else norm(x)
-
-    def forward(self, x: Tensor, info: TokenInfo) -> Tensor:
-        q, k, v = self.project(x, info)
-        y = self.core(q, k, v, self.causal, info if self.window is None else info._replace(window=self.window))
-        return self.o(y.flatten(2))
+from weft.models.norms import make_norm
+from weft.models.rope import attention_factor, frequencies, rotation
 
 
 class Block(nn.Module):
@@ -82,7 +31,7 @@ class Block(nn.Module):
         inputs, outputs = m.norm_at != "output", m.norm_at in ("output", "both")
         self.parallel = bool(m.parallel_residual)
         self.attn_norm = make_norm(m, m.dim) if inputs else None
-        self.attn = Attention(m, index)
+        self.attn = Attention(m, index) if m.latent is None else LatentAttention(m, index)
         self.attn_out_norm = make_norm(m, m.dim) if outputs else None
         self.attn_drop = Dropout(m.dropout or 0.0, site=1)
         self.mlp_norm = make_norm(m, m.dim) if inputs else None
@@ -100,7 +49,7 @@ class Block(nn.Module):
 
     def after(self, x: Tensor, y: Tensor, info: TokenInfo) -> Tensor:
         """The token-wise part after the attention core, whose output is y [batch, seq, heads, head_dim]."""
-        return self._add(x, self.attn.o(y.flatten(2)), info)
+        return self._add(x, self.attn.output(y), info)
 
     def _add(self, x: Tensor, attended: Tensor, info: TokenInfo) -> Tensor:
         """The output of the block from its input and the output of attention."""
@@ -149,6 +98,9 @@ class Transformer(nn.Module):
         "positions": "scatter",
         "drop": "sequence",
         "blocks.*.attn.[qk]_norm": "heads",
+        "blocks.*.attn.*_a_norm": "heads",
+        "blocks.*.attn.*_a": "heads",
+        "blocks.*.attn.*_b": "column",
         "blocks.*_norm": "sequence",
         "blocks.*_drop": "sequence",
         "blocks.*.attn": "region",

@@ -52,7 +52,7 @@ OPTIMIZERS.register(
         "weft.optim.adafactor:build", state=_adafactor_state, elementwise=False,
         traffic=lambda weight: 2 + _row_and_column_sums(weight),
         sent=lambda weight: 2 + _row_and_column_sums(weight) + prod(weight.shape[:-2]) * (len(weight.shape) > 1),
-        scratch=lambda weight: 3 * weight.held, dry_run=False,
+        scratch=lambda weight: 3 * weight.held,
     )
 )  # fmt: skip
 OPTIMIZERS.register(

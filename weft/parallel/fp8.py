@@ -13,11 +13,12 @@ from weft.comm.axis import Axis
 from weft.comm.shards import local_of
 from weft.job.errors import JobError, MachineError
 from weft.mesh import Mesh
+from weft.models.attention_layer import Attention
 from weft.models.feedforward import FeedForward
 from weft.models.fp8_gated import Fp8FeedForward, fuse_gated
 from weft.models.fp8_head import Fp8HeadProducts
 from weft.models.fp8_linear import AmaxHistory, Fp8Layer, Fp8Linear, Fp8Recipe
-from weft.models.transformer import Attention, Head
+from weft.models.transformer import Head
 from weft.parallel.tensor import ColumnLinear, RowLinear
 from weft.planner.model.fp8 import stays_bf16
 from weft.planner.plan import Plan

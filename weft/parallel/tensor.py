@@ -27,11 +27,12 @@ from weft.comm.axis import Axis
 from weft.comm.shards import local_of
 from weft.job.errors import JobError
 from weft.models.attention import TokenInfo
+from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout
 from weft.models.loss import linear_cross_entropy
 from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.norms import WideRMSNorm
-from weft.models.transformer import Attention, Head
+from weft.models.transformer import Head
 
 SEQ = 1  # activations are [batch, seq, dim]
 

@@ -88,15 +88,23 @@ class Calibration:
     moment_bytes: float = 8.0
     activation: float = 1.0
     """Bytes kept for the backward pass, over the count of the formulas."""
+    stream: float = 4.0
+    """Values per token and model dimension that the norms and residuals of a block keep; tp does not cut them. Fused
+    norms keep 4 in all, norms made of several fp32 operators more."""
     logits: float = 10.0
     """Bytes for each logit at the loss (bf16 logits, fp32 copy and its gradient)."""
     logits_whole: float = 0.0
     """Bytes for each logit that the loss gathers from the ranks of tp; 0 where it works on what each rank has."""
     loss_chunk: float = 0.0
     """Logits held at once, where the loss works through them in chunks; 0: all of a microbatch."""
-    chunk_tokens: float = 0.0
-    """Tokens of a sequence on a rank beyond which blocks run in chunks and keep only their input and attention's output
-    (memory/chunked_block.py); 0: never."""
+    gather_limit: float = 0.0
+    """Elements of weights that ZeRO 3 gathers at once; 0: two blocks."""
+    loads_whole: float = 0.0
+    """1 where every rank loads the whole model before ZeRO 3 shards it."""
+    host_checkpoints: float = 0.0
+    """1 where ZeRO 3 keeps the inputs of recomputed blocks in host memory."""
+    experts_over_tp: float = 0.0
+    """1 where tp cuts the matrices of experts too."""
     context_gib: float = 1.0
     """Driver, libraries and communication buffers, outside the allocator."""
     fragment: float = 0.05

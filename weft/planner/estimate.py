@@ -67,7 +67,7 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         "memory_usable_gib": estimator.limit_gib,
         "fits": bool(told.fits[0]),
         "memory": parts,
-        "memory_by_stage": _stages(estimator, layouts),
+        "memory_by_stage": _stages(estimator, layouts) if plan.pp > 1 else [{"stage": 0, **parts, "total": peak}],
         "time": {part: float(s[0]) for part, s in told.time.items()},
         "bytes": moved,
         "bytes_by_link": _by_link(estimator, layouts, moved),

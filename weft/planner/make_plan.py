@@ -226,9 +226,9 @@ def _compile(job: Job, plan: Plan) -> bool:
 
 
 def _choose_sequence_parallel(job: Job, plan: Plan, reasons: list[str]) -> Plan:
-    if plan.tp == 1:
+    if plan.tp == 1 or job.model.is_stack:
         return replace(plan, sequence=False)
-    if plan.sequence and plan.cp == 1 and not job.model.is_stack and job.data.seq_len % plan.tp:
+    if plan.sequence and plan.cp == 1 and job.data.seq_len % plan.tp:
         reasons.append(
             f"norms keep the whole sequence: data.seq_len {job.data.seq_len} does not divide by tp {plan.tp}"
         )

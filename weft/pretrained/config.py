@@ -78,7 +78,7 @@ def _written(family: PretrainedFamily, model: Model) -> Fields | None:
 
 
 _OF_EXPERTS = (
-    "count", "top_k", "ffn", "shared_width", "shared_gate", "first_dense", "groups", "top_groups", "router", "scale",
+    "count", "top_k", "shared_width", "shared_gate", "first_dense", "groups", "top_groups", "router", "scale",
 )  # fmt: skip
 
 
@@ -109,6 +109,7 @@ def described(model: Model) -> Fields:
         "theta": model.rope_theta if rope else None,
         "rope_dim": (model.rope_dim or model.head_dim) if rope else None,
         "scaling": scaling,
+        "latent": model.latent and model.latent.model_dump(),
         "window": model.window if windowed else None,
         "windowed": windowed,
         "window_theta": model.window_theta if windowed else None,

@@ -18,6 +18,7 @@ from weft.pretrained.config_fields import (
 from weft.pretrained.family_parts import (
     ATTENTION,
     BOTH_NORMS,
+    DEEPSEEK,
     ENDS,
     GPT2,
     LLAMA,
@@ -31,12 +32,14 @@ from weft.pretrained.family_parts import (
     SIZES,
     GemmaScales,
     Gpt2Width,
+    GroupsOfExperts,
+    LatentKeys,
     QwenShared,
     SparseLayers,
     llama_like,
 )
 from weft.pretrained.registry import PRETRAINED, PretrainedFamily
-from weft.pretrained.rope_config import LocalRope, OriginalLength, Rope
+from weft.pretrained.rope_config import LatentRope, LocalRope, OriginalLength, Rope
 
 
 def _after_first(config: Config, layers: int) -> list[int]:
@@ -63,6 +66,15 @@ _QWEN_EXPERTS = ExpertKeys(
      "renormalize": "norm_topk_prob"},
     defaults={"renormalize": False}, other_keys={"count": "num_local_experts"},
 )  # fmt: skip
+
+_DEEPSEEK_EXPERTS = {
+    "count": "n_routed_experts", "top_k": "num_experts_per_tok", "ffn": "moe_intermediate_size",
+    "shared": "n_shared_experts", "first_dense": "first_k_dense_replace", "scale": "routed_scaling_factor",
+}  # fmt: skip
+_DEEPSEEK_TRAINING = (
+    Only("moe_layer_freq", (1,)),
+    Without(("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")),
+)
 
 for entry in (
     PretrainedFamily(
@@ -143,6 +155,24 @@ for entry in (
          Flags(("qkv_bias", "out_bias"), "attention_bias", True),
          Fixed({"norm": "layernorm", "bias": True, "mlp_bias": True})),
         NEOX, "gpt_neox.", ("*.attention.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
+    ),
+    PretrainedFamily(
+        "deepseek_v2", "DeepSeek-V2", "DeepseekV2ForCausalLM", "llama",
+        (*llama_like(), _UNTIED, LatentRope(), LatentKeys(),
+         ExpertKeys(_DEEPSEEK_EXPERTS, {"renormalize": False}, {"scale": 1.0, "first_dense": 0, "shared": 2}),
+         GroupsOfExperts(), Only("norm_topk_prob", (False,)), Only("scoring_func", ("softmax",)), *_DEEPSEEK_TRAINING),
+        DEEPSEEK,
+    ),
+    PretrainedFamily(
+        "deepseek_v3", "DeepSeek-V3 and R1", "DeepseekV3ForCausalLM", "llama",
+        (*llama_like(), _UNTIED, LatentRope(), LatentKeys(),
+         ExpertKeys({**_DEEPSEEK_EXPERTS, "groups": "n_group", "top_groups": "topk_group",
+                     "renormalize": "norm_topk_prob"},
+                    {"router": "sigmoid", "balance": "bias"},
+                    {"scale": 2.5, "first_dense": 3, "shared": 1, "groups": 8, "top_groups": 4, "renormalize": True}),
+         Only("rope_interleave", (True,)), Only("scoring_func", ("sigmoid",)), Only("topk_method", ("noaux_tc",)),
+         *_DEEPSEEK_TRAINING),
+        DEEPSEEK, ignored=("*.rotary_emb.inv_freq", "model.layers.{layers}.*"),  # the last predicts a further token
     ),
 ):  # fmt: skip
     PRETRAINED.register(entry)

@@ -91,6 +91,44 @@ class QwenShared:
         return {"shared_expert_intermediate_size": model.experts.shared_width if model.experts else None}
 
 
+@dataclass(frozen=True)
+class LatentKeys:
+    """Widths of multi-head latent attention."""
+
+    def read(self, config: Config) -> Fields:
+        ranks = {"kv_rank": config.number("kv_lora_rank", 512), "v_dim": config.number("v_head_dim", 128)}
+        if (given := config.take("q_lora_rank")) is not None:
+            ranks["q_rank"] = given
+        return {"latent": ranks}
+
+    def write(self, model: Model) -> Fields:
+        if (latent := model.latent) is None:
+            return {}
+        return {
+            "kv_lora_rank": latent.kv_rank, "v_head_dim": latent.v_dim, "q_lora_rank": latent.q_rank,
+            "num_key_value_heads": model.heads,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GroupsOfExperts:
+    """DeepSeek-V2's groups of experts, which topk_method=greedy does not use."""
+
+    def read(self, config: Config) -> Fields:
+        method, groups, top = (config.take(k) for k in ("topk_method", "n_group", "topk_group"))
+        if method not in (None, "greedy", "group_limited_greedy"):
+            raise config.wrong("topk_method", method, "greedy or group_limited_greedy")
+        return {"experts": {"groups": groups, "top_groups": top}} if method == "group_limited_greedy" and groups else {}
+
+    def write(self, model: Model) -> Fields:
+        if model.experts is None or model.experts.groups == 1:
+            return {"topk_method": "greedy"}
+        return {
+            "topk_method": "group_limited_greedy", "n_group": model.experts.groups,
+            "topk_group": model.experts.top_groups,
+        }  # fmt: skip
+
+
 ENDS = {
     "embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight",
 }  # fmt: skip
@@ -160,4 +198,22 @@ NEOX: Names = {
     f"{_BLOCK}.attn.o.{{p}}": f"{_NEOX}.attention.dense.{{p}}",
     f"{_BLOCK}.mlp.up.{{p}}": f"{_NEOX}.mlp.dense_h_to_4h.{{p}}",
     f"{_BLOCK}.mlp.down.{{p}}": f"{_NEOX}.mlp.dense_4h_to_h.{{p}}",
+}  # fmt: skip
+DEEPSEEK: Names = {
+    **ENDS, **NORMS, **MLP,
+    f"{_BLOCK}.attn.q.weight": Fused(f"{_LAYER}.self_attn.q_proj.weight", "latent queries"),
+    f"{_BLOCK}.attn.q_a.weight": f"{_LAYER}.self_attn.q_a_proj.weight",
+    f"{_BLOCK}.attn.q_a_norm.weight": f"{_LAYER}.self_attn.q_a_layernorm.weight",
+    f"{_BLOCK}.attn.q_b.weight": Fused(f"{_LAYER}.self_attn.q_b_proj.weight", "latent queries"),
+    f"{_BLOCK}.attn.kv_a.weight": Fused(f"{_LAYER}.self_attn.kv_a_proj_with_mqa.weight", "latent keys"),
+    f"{_BLOCK}.attn.kv_a_norm.weight": f"{_LAYER}.self_attn.kv_a_layernorm.weight",
+    f"{_BLOCK}.attn.kv_b.weight": f"{_LAYER}.self_attn.kv_b_proj.weight",
+    f"{_BLOCK}.attn.o.weight": f"{_LAYER}.self_attn.o_proj.weight",
+    f"{_BLOCK}.mlp.router.weight": f"{_LAYER}.mlp.gate.weight",
+    f"{_BLOCK}.mlp.bias": f"{_LAYER}.mlp.gate.e_score_correction_bias",
+    **{
+        f"{_BLOCK}.mlp.{part}.{n}.weight": f"{_LAYER}.mlp.{there}.{n}_proj.weight"
+        for n in ("gate", "up", "down")
+        for part, there in (("experts", "experts.{e}"), ("shared", "shared_experts"))
+    },
 }  # fmt: skip

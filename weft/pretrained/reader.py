@@ -19,7 +19,7 @@ from weft.models.build_model import build_model
 from weft.planner.model.counts import count_parameters
 from weft.pretrained.config import read_fields
 from weft.pretrained.folder import CONFIG, WeightFiles, find_folder, read_json, weight_files
-from weft.pretrained.tensor_forms import FileTensor, Shape, TensorPart, file_tensors
+from weft.pretrained.tensor_forms import FileTensor, Shape, TensorPart, file_tensors, named_shapes
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """The dtypes of safetensors that are read."""
@@ -103,7 +103,8 @@ class PretrainedWeights:
         self.files: WeightFiles = weight_files(self.folder)
         self._check_size()
         module = build_model(model)
-        self.shapes: dict[str, Shape] = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        self.shapes: dict[str, Shape] = named_shapes(self.family, module)
+        self.buffers = {n for n, _ in module.named_buffers()}
         self.tensors: list[FileTensor] = file_tensors(self.family, model, self.shapes.items())
         self.where: dict[str, tuple[str, str]] = {}
         """By the family's name of a tensor, its file and its name there."""
@@ -152,7 +153,8 @@ class PretrainedWeights:
     def _is_ignored(self, name: str) -> bool:
         """Whether a tensor of a file is no parameter, or repeats the embedding that the head is tied to."""
         tied = self.model.tied and name == _head_name(self.family.names)
-        return bool(tied) or any(fnmatchcase(name, pattern) for pattern in self.family.ignored)
+        patterns = (pattern.replace("{layers}", str(self.model.layers)) for pattern in self.family.ignored)
+        return bool(tied) or any(fnmatchcase(name, pattern) for pattern in patterns)
 
     @torch.no_grad()
     def fill(self, targets: Mapping[str, Tensor]) -> None:
@@ -235,5 +237,5 @@ def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
             values[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=dtype))
         owner, _, key = path.rpartition(".")
         module.get_submodule(owner).register_parameter(key, values[id(param)])
-    weights.fill({n: p.detach() for n, p in module.named_parameters()})
+    weights.fill({n: p.detach() for n, p in (*module.named_parameters(), *module.named_buffers())})
     return module.eval()

@@ -37,7 +37,7 @@ class PretrainedFamily:
     prefix: str = "model."
     """Prefix of the names that files of the bare model leave out."""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    """Patterns of tensors in files that are not parameters."""
+    """Patterns of tensors in files that are not parameters; {layers} is the number of blocks."""
 
 
 PRETRAINED: Registry[PretrainedFamily] = Registry("model_type", "weft.pretrained.families")

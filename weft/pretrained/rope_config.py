@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from weft.job.schema import Model
-from weft.pretrained.config_fields import Config, Fields
+from weft.pretrained.config_fields import Config, Fields, Without
 
 _KEYS = {
     "default": {},
@@ -108,6 +109,48 @@ def write_scaling(model: Model) -> Fields:
     known = {key: getattr(scaling, name) for key, name in _KEYS[scaling.kind].items()}
     known = {k: list(v) if isinstance(v, tuple) else v for k, v in known.items() if v is not None}
     return {"rope_scaling": {"rope_type": scaling.kind, **known}}
+
+
+@dataclass(frozen=True)
+class LatentRope:
+    """Rotary positions of DeepSeek: a part of each head, scaled by yarn with factors of its own on the attention."""
+
+    theta: float = 10_000.0
+
+    def read(self, config: Config) -> Fields:
+        parameters = dict(config.take("rope_parameters") or {})
+        theta = parameters.get("rope_theta", config.take("rope_theta", self.theta))
+        scaling = dict(config.take("rope_scaling") or parameters)
+        rope, plain = config.number("qk_rope_head_dim"), config.number("qk_nope_head_dim")
+        Without(("head_dim", "qk_head_dim")).read(config)
+        out: Fields = {"positions": "rope", "rope_theta": theta, "rope_dim": rope, "head_dim": rope + plain}
+        mscale, of_all = (scaling.pop(key, None) or 0 for key in ("mscale", "mscale_all_dim"))
+        out |= read_scaling(config, scaling)
+        if found := out.get("rope_scaling"):
+            if found["kind"] != "yarn":
+                raise config.wrong("rope_scaling type", found["kind"], "default or yarn")
+            if mscale and of_all and "attention_factor" not in found:
+                found["attention_factor"] = _yarn_factor(found["factor"], mscale) / _yarn_factor(
+                    found["factor"], of_all
+                )
+            if of_all:
+                out["attention_scale"] = (rope + plain) ** -0.5 * _yarn_factor(found["factor"], of_all) ** 2
+        return out
+
+    def write(self, model: Model) -> Fields:
+        rope = model.rope_dim or 0
+        out: Fields = {
+            "rope_theta": model.rope_theta, "qk_rope_head_dim": rope, "qk_nope_head_dim": (model.head_dim or 0) - rope,
+        }  # fmt: skip
+        scaling = write_scaling(model).get("rope_scaling")
+        if scaling and model.attention_scale and model.head_dim:
+            factor = model.attention_scale**0.5 * model.head_dim**0.25  # 0.1 · mscale_all_dim · ln(factor) + 1
+            scaling["mscale_all_dim"] = (factor - 1) / (0.1 * math.log(scaling["factor"]))
+        return out | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _yarn_factor(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)

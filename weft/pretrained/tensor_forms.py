@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.job.errors import JobError
 from weft.job.schema import Model
@@ -38,14 +38,48 @@ def _join_heads(parts: Sequence[Tensor], m: Model) -> Tensor:
     return torch.stack([p.unflatten(0, (m.heads or 1, -1)) for p in parts], 1).flatten(0, 2)
 
 
+def _unpaired(t: Tensor) -> Tensor:
+    """Rows of rotary pairs, from one pair after the other to the first values of all pairs and then the second."""
+    return t.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+
+
+def _paired(t: Tensor) -> Tensor:
+    return t.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def _latent_queries(t: Tensor, shapes: Sequence[Shape], m: Model) -> list[Tensor]:
+    heads = t.unflatten(0, (m.heads or 1, -1))
+    plain = (m.head_dim or 0) - (m.rope_dim or 0)
+    rotary = heads[:, plain:].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return [torch.cat((rotary, heads[:, :plain]), 1).flatten(0, 1)]
+
+
+def _join_latent_queries(parts: Sequence[Tensor], m: Model) -> Tensor:
+    heads, rope = parts[0].unflatten(0, (m.heads or 1, -1)), m.rope_dim or 0
+    rotary = heads[:, :rope].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((heads[:, rope:], rotary), 1).flatten(0, 1)
+
+
+def _latent_keys(t: Tensor, shapes: Sequence[Shape], m: Model) -> list[Tensor]:
+    rank = m.latent.kv_rank if m.latent else 0
+    return [torch.cat((t[:rank], _unpaired(t[rank:])))]
+
+
+def _join_latent_keys(parts: Sequence[Tensor], m: Model) -> Tensor:
+    rank = m.latent.kv_rank if m.latent else 0
+    return torch.cat((parts[0][:rank], _paired(parts[0][rank:])))
+
+
 FORMS: dict[str, Form] = {
     "same": Form(lambda t, shapes, m: [t], lambda parts, m: parts[0]),
     "rows": Form(_rows, lambda parts, m: torch.cat(list(parts))),
     "columns": Form(lambda t, shapes, m: _rows(t.t(), shapes, m), lambda parts, m: torch.cat(list(parts)).t()),
     "heads": Form(_by_head, _join_heads),
+    "latent queries": Form(_latent_queries, _join_latent_queries),
+    "latent keys": Form(_latent_keys, _join_latent_keys),
 }
 """same: as it is. rows: one after the other. columns: the same, transposed (GPT-2). heads: one after the other in each
-head (GPT-NeoX)."""
+head (GPT-NeoX). latent queries, latent keys: the rotary part of a head last and in pairs (DeepSeek)."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +108,12 @@ class FileTensor:
 _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
+def named_shapes(family: PretrainedFamily, module: nn.Module) -> dict[str, Shape]:
+    """Names and shapes of the parameters of a model, and of the buffers that the family's files hold."""
+    params = {n: tuple(p.shape) for n, p in module.named_parameters()}
+    return params | {n: tuple(b.shape) for n, b in module.named_buffers() if _find(family, n) is not None}
+
+
 def file_tensors(family: PretrainedFamily, model: Model, shapes: Iterable[tuple[str, Shape]]) -> list[FileTensor]:
     """The tensors of a checkpoint's files, from the names and shapes of a model's parameters."""
     found: dict[str, tuple[Form, list[TensorPart]]] = {}
@@ -89,11 +129,17 @@ def file_tensors(family: PretrainedFamily, model: Model, shapes: Iterable[tuple[
 
 def _lookup(family: PretrainedFamily, name: str) -> Fused:
     """The tensor of a parameter; its name may still have {e} in it."""
+    if (found := _find(family, name)) is None:
+        raise JobError(f"checkpoints of {family.help} have no tensor for {name}")
+    return found
+
+
+def _find(family: PretrainedFamily, name: str) -> Fused | None:
     match = _BLOCK_NAME.fullmatch(name)
     key, block = (f"blocks.{{i}}.{match[2]}", match[1]) if match else (name, "")
     owner, _, leaf = key.rpartition(".")
     there = family.names.get(key) or family.names.get(f"{owner}.{{p}}")
     if there is None:
-        raise JobError(f"checkpoints of {family.help} have no tensor for {name}")
+        return None
     fused = there if isinstance(there, Fused) else Fused(there, "same")
     return Fused(fused.name.replace("{i}", block).replace("{p}", leaf), fused.form)

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.pretrained.config import write_config
 from weft.pretrained.folder import CONFIG, GENERATION_CONFIG, SIDE_FILES, TOKENIZER
 from weft.pretrained.registry import PRETRAINED
-from weft.pretrained.tensor_forms import FileTensor, Shape, file_tensors
+from weft.pretrained.tensor_forms import FileTensor, file_tensors, named_shapes
 
 Source = Callable[[list[str]], Mapping[str, Tensor]]
 """Reads whole parameters by name."""
@@ -25,7 +25,7 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float
 
 
 def write_checkpoint_folder(
-    out: Path, model: Model, shapes: Iterable[tuple[str, Shape]], source: Source, *,
+    out: Path, model: Model, module: nn.Module, source: Source, *,
     dtype: torch.dtype | None = None, shard_bytes: int, original: Mapping[str, Any] | None = None,
     side_files: Path | None = None, tokenizer: Path | None = None, eos: int | None = None, card: str = "",
 ) -> int:  # fmt: skip
@@ -37,7 +37,7 @@ def write_checkpoint_folder(
     config = write_config(model, original=original)
     dtype = dtype or _dtype_of(original) or torch.float32
     family = PRETRAINED[config["model_type"]]
-    tensors = file_tensors(family, model, shapes)
+    tensors = file_tensors(family, model, named_shapes(family, module).items())
     out.mkdir(parents=True, exist_ok=True)
     size = write_shards(out, "model.safetensors", _converted(tensors, source, model, dtype), shard_bytes, save_tensors)
     config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": DTYPE_NAMES[dtype]}

@@ -129,11 +129,11 @@ class HangDetector:
         return self.load * max(floor_s, 3 * max(self.gaps.get("step", [0.0])))
 
     def _busy(self, ranks: dict[int, Record], now: float) -> bool:
-        """Whether any rank is running or runnable."""
+        """Whether any rank is running, runnable, or waits for a disk."""
         for rank, record in ranks.items():
             state, used = process_state(record.pid)
             since, before = self._used.get(rank, (now, used))
-            if state == "R" or (used - before) > BUSY_SHARE * (now - since) > 0:
+            if state == "R" or (used - before) > BUSY_SHARE * (now - since) > 0 or waits_for_disk(record.pid):
                 return True
         return False
 
@@ -153,6 +153,15 @@ def first_steps_timeout_s(plan: Plan) -> float:
     return max(
         FIRST_PHASE_TIMEOUT_S if plan.compile else MIN_PHASE_TIMEOUT_S, 20 * plan.predicted.get("step_time_s", 0.0)
     )
+
+
+def waits_for_disk(pid: int) -> bool:
+    """Whether a thread of a Linux process is in an uninterruptible wait, as when it reads from a slow file system."""
+    try:
+        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (OSError, IndexError):
+        return False
+    return "D" in states
 
 
 def process_state(pid: int) -> tuple[str, float]:

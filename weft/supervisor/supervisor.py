@@ -15,6 +15,7 @@ from pathlib import Path
 from weft.job.load import load_job
 from weft.job.resilience import Resilience
 from weft.job.run_folder import RunDir
+from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
 from weft.supervisor.diagnosis import FaultReport
@@ -308,14 +309,19 @@ def log(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def main() -> int:
+def set_up_process() -> tuple[RunDir, Path, Job, Plan]:
+    """Set up the process of a supervisor; returns the run, its folder in shared memory, the job and the plan."""
     die_with_parent()
     set_process_name("weft-supervisor")
     for number in STOP_SIGNALS:  # the manager forwards them to the ranks
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     run, folder = RunDir(Path(sys.argv[1])), Path(sys.argv[2])
-    job, plan = load_job(str(run.job)), Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
+    return run, folder, load_job(str(run.job)), Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
+
+
+def main() -> int:
+    run, folder, job, plan = set_up_process()
     Supervisor(run, folder, StatusBoard(folder / "board"), job.resilience, plan).watch()
     return 0
 

@@ -22,7 +22,7 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None
     """The state of a run at step 0, with random weights or those that `weights` fills in."""
     spread_model = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
     if weights is not None:
-        weights(spread_model.master_params | spread_model.frozen)
+        weights(spread_model.master_params | spread_model.frozen, spread_model.buffers())
         spread_model.refresh()
     ema = Ema(spread_model.master_params, job.train.ema)
     scale = LossScale.for_precision(plan.precision)

@@ -134,9 +134,13 @@ def _export_hf(run: RunDir, found: SavedCheckpoint, out: Path, options: ExportOp
     index, prefix = Index(found.path), "ema." if options.ema else "model."
     if options.ema and not any(name.startswith(prefix) for name in index.tensors):
         raise _without_average(found)
-    shapes = [(n, tuple(p.shape)) for n, p in build_model(job.model).named_parameters()]
+    buffers = {name.removeprefix("buffer.") for name in index.tensors if name.startswith("buffer.")}
+
+    def load(names: list[str]) -> dict[str, Tensor]:
+        return {n: load_named(index, [n], "buffer." if n in buffers else prefix)[n] for n in names}
+
     return write_checkpoint_folder(
-        out, job.model, shapes, lambda names: load_named(index, names, prefix), dtype=options.dtype,
+        out, job.model, build_model(job.model), load, dtype=options.dtype,
         shard_bytes=options.shard_bytes or SHARD_BYTES, original=read_json(source / CONFIG) if source else None,
         side_files=source or run.path / SIDE_FOLDER,
         tokenizer=tokenizer if tokenizer.is_file() else None,

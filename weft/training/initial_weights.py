@@ -15,8 +15,8 @@ from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.pretrained.reader import PretrainedWeights
 
-InitialWeights = Callable[[dict[str, Tensor]], None]
-"""Fills this rank's shards of named parameters and buffers in place."""
+InitialWeights = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+"""Fills this rank's shards of named parameters in place, and those of the named buffers that the source holds."""
 
 
 def initial_weights(job: Job, run: RunDir, mesh: Mesh, *, at_start: bool = True) -> InitialWeights | None:
@@ -28,7 +28,7 @@ def initial_weights(job: Job, run: RunDir, mesh: Mesh, *, at_start: bool = True)
     if resumes and at_start:
         return None
     if imported:
-        return lambda tensors: _fill(run.checkpoints / imported, tensors)
+        return lambda params, buffers: _fill(run.checkpoints / imported, params, buffers)
     return published_weights(job)
 
 
@@ -37,7 +37,7 @@ def published_weights(job: Job) -> InitialWeights | None:
     name = job.model.pretrained
     if name is None or job.model.module:
         return None
-    return lambda tensors: PretrainedWeights(name, job.model).fill(tensors)
+    return lambda params, buffers: PretrainedWeights(name, job.model).fill(params | buffers)
 
 
 def _on_disk(run: RunDir) -> tuple[bool, str | None]:
@@ -54,9 +54,10 @@ def _is_imported(path: Path) -> bool:
         return False
 
 
-def _fill(path: Path, tensors: dict[str, Tensor]) -> None:
+def _fill(path: Path, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
     index = Index(path)
-    saved = {(f"buffer.{n}" if f"buffer.{n}" in index.tensors else f"model.{n}"): t for n, t in tensors.items()}
+    saved = {f"model.{n}": t for n, t in params.items()}
+    saved |= {f"buffer.{n}": t for n, t in buffers.items() if f"buffer.{n}" in index.tensors}
     if text := index.mismatch(saved):
         raise JobError(text)
     index.fill(saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from weft.checkpoint.merge_snapshots import save_merged_snapshots
 from weft.checkpoint.snapshot_file import SnapshotLayout
 from weft.data.dataset import fingerprint_of
 from weft.job.compression import parse_compression
+from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.parallel.data.local_sgd import Rounds
 from weft.planner.plan import Plan
@@ -156,6 +158,8 @@ def _warn_about_changes(session: Session, before: dict[str, Any]) -> None:
     if session.mesh.rank != 0:
         return
     now = session.job.model_dump(mode="json")
+    with suppress(JobError, ValueError):  # with the defaults of fields that are newer than the checkpoint
+        before = before | {"model": Model.model_validate(before["model"]).model_dump(mode="json")}
     what = [(section, key, "other samples follow") for section, key in SAMPLE_FIELDS]
     # equal shapes may mean another model: the number of heads does not change a matrix
     what += [("model", key, "the weights were trained with the former") for key in MODEL_FIELDS]

@@ -59,6 +59,14 @@ def small(job: Job) -> Job:
             "heads": heads, "kv_heads": max(1, heads // group), "head_dim": 16, "ffn": min(m.ffn or 128, 128),
             "vocab": min(m.vocab or 256, 512 if job.data.source == "synthetic" else 256),
         }  # fmt: skip
+        if m.rope_dim is not None:
+            updates["rope_dim"] = 8
+        if m.rope_scaling is not None and m.rope_scaling.kind == "longrope":
+            updates["rope_scaling"] = None  # its factors are those of wider heads
+        if m.latent is not None:
+            rank = None if m.latent.q_rank is None else min(m.latent.q_rank, 32)
+            small_latent = {"q_rank": rank, "kv_rank": min(m.latent.kv_rank, 32), "v_dim": 16}
+            updates |= {"kv_heads": heads, "latent": m.latent.model_copy(update=small_latent)}
         seq = min(job.data.seq_len, 64)
         updates["max_len"] = seq
         job = job.model_copy(update={"data": job.data.model_copy(update={"seq_len": seq})})

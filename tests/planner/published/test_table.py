@@ -286,7 +286,48 @@ def test_the_framework_is_recognised(tmp_path: Path) -> None:
             {"source": "a paper", "notes": "Megatron-LM", "fsdp_or_zero": "", "gpu": "A100-SXM-80GB"},
             {"source": "a paper", "fsdp_or_zero": "distributed-optimizer(ZeRO-1)", "gpu": "B200"},
             {"source": "someone", "fsdp_or_zero": "", "gpu": "MI300X"},
+            {"source": "LitGPT", "fsdp_or_zero": "FSDP"},
+            {"source": "a chart", "table": "Liger (HF)"},
         )
     )[0]
-    assert [framework_of(r) for r in rows] == ["megatron-deepspeed", "fsdp", "megatron", "megatron-bridge", "default"]
+    assert [framework_of(r) for r in rows] == [
+        "megatron-deepspeed", "fsdp", "megatron", "megatron-bridge", "default", "litgpt", "huggingface"
+    ]  # fmt: skip
     assert [calibration_of(r).name for r in rows] == [framework_of(r) for r in rows]
+
+
+def memory_of(path: Path, **row: object) -> float:
+    [one], _ = read_table(table(path, row))
+    return float(predict([one], scale=False).peak_gib[0])
+
+
+def test_what_a_row_describes_changes_its_memory(tmp_path: Path) -> None:
+    """Adapters, quantized weights, offload, small optimizers and schedules that hold more."""
+    path = tmp_path / "m.csv"
+    one = {"gpus": 1, "dp": 1, "fsdp_or_zero": "none", "global_batch_seqs": 1, "seq_len": 512, "recompute": "none",
+           "precision": "bf16-true", "source": "LitGPT"}  # fmt: skip
+    full, lora = memory_of(path, **one), memory_of(path, **one, task="lora")
+    quantized = memory_of(path, **{**one, "task": "lora", "precision": "bf16-true+bnb.nf4"})
+    assert full > 3 * lora > 4.5 * quantized
+    # all of the base weights in bf16, and in about a byte without embedding and head
+    assert 14.9 < lora < 21 and lora - quantized == pytest.approx(6.98e9 * 1.06 / 2**30, rel=0.01)
+    adapters = [
+        memory_of(path, **one, task="lora", table="Adapter", notes=f"trainable params {n}") for n in (10**6, 10**7)
+    ]
+    assert adapters[0] == lora < adapters[1]
+    small = {"source": "a paper", "notes": "Megatron-DeepSpeed; 8-bit Adam", "fsdp_or_zero": "ZeRO-1"}
+    assert memory_of(path, **small) < memory_of(path, **{**small, "notes": "Megatron-DeepSpeed"})
+    offload = {**small, "fsdp_or_zero": "ZeRO-3 +opt offload"}
+    assert memory_of(path, **offload) < memory_of(path, **{**small, "fsdp_or_zero": "ZeRO-3"})
+    piped = {"pp": 4, "dp": 16, "fsdp_or_zero": "none", "recompute": "none"}
+    held = [memory_of(path, **piped, notes=f"Megatron schedule={name}") for name in ("1F1B", "ZB-1p", "ZB-2p")]
+    assert held[0] <= held[1] < held[2]
+
+
+def test_memory_is_in_the_unit_of_its_table(tmp_path: Path) -> None:
+    basis = "torchtune: GiB peak active; LitGPT: GB torch max_memory_allocated"
+    for name, gib in (("torchtune README", 10.0), ("LitGPT tables", 10e9 / 2**30)):
+        [row], _ = read_table(table(tmp_path / "u.csv", {"table": name, "peak_mem_gb": 10, "mem_basis": basis}))
+        assert row.memory_gib == pytest.approx(gib)
+    [row], _ = read_table(table(tmp_path / "u.csv", {"peak_mem_gb": 10, "mem_basis": "GiB, torch max_allocated"}))
+    assert row.memory_gib == 10

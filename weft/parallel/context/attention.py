@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from weft.comm.autograd import sum_up
 from weft.comm.axis import Axis, Exchange
 from weft.models.attention import Grads, TokenInfo, attend, attend_backward, merge
-from weft.models.transformer import Attention, Head
+from weft.models.attention_layer import Attention
+from weft.models.transformer import Head
 from weft.parallel.context.sequence_split import Blocks, SequenceSplit
 
 

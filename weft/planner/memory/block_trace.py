@@ -75,7 +75,7 @@ def selective_kept(m: Model, z: Sizes, mix: Mixture | None) -> Size:
         hidden = z.tokens * gates * z.ffn * z.c
     else:
         hidden = (mix.uses * (gates * mix.ffn + z.dim) + z.tokens * gates * mix.shared) * z.c
-    return 3 * z.rows * z.dim * z.c + attention + hidden
+    return (z.rows + 2 * z.tokens) * z.dim * z.c + attention + hidden  # products are kept before tp cuts their sums
 
 
 def _block_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> None:

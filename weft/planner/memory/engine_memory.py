@@ -89,7 +89,7 @@ class EngineMemory:
         ((_, flags),) = self._groups(layouts)
         units, _ = _unit_sizes(self.job, layouts, place)
         group = LayoutGroup(self.tables, layouts, flags, np.broadcast_to(place.pp, 1), units)
-        held = group.held(*self.stages.at(layouts, place.pp))
+        held = group.held(*self.stages.at(layouts, place.pp)[:2])
         sharded = flags["zero"] > 0
         return {
             "parameters": FP32_BYTES * (held.padded if sharded else held.whole),
@@ -103,9 +103,9 @@ class EngineMemory:
         ((_, flags),) = self._groups(layouts)
         at = np.broadcast_to(place.pp, 1)
         group = LayoutGroup(self.tables, layouts, flags, at, _unit_sizes(self.job, layouts, place)[0])
-        blocks, dense = self.stages.at(layouts, place.pp)
+        blocks, dense, again = self.stages.at(layouts, place.pp)
         held, in_flight = group.held(blocks, dense), microbatches_by_schedule("in_flight", layouts, at)
-        stage = group.stage(self.tables.passes(layouts, flags), blocks, dense, in_flight, 0.0 * in_flight)
+        stage = group.stage(self.tables.passes(layouts, flags), blocks, dense, again, in_flight, 0.0 * in_flight)
         kept = sum(unit.passes.kept * count for unit, count in stage.blocks) / np.maximum(blocks, 1)
         return {"whole": held.whole, "held": held.held, "blocks": blocks, "kept": kept, "in_flight": in_flight}
 
@@ -152,12 +152,10 @@ class EngineMemory:
         out = {name: np.zeros(len(layouts)) for name in names}
         units, position = _unit_sizes(self.job, layouts, place)
         if least is None:
-            blocks, dense = self.stages.at(layouts, place.pp)
+            blocks, dense, again = self.stages.at(layouts, place.pp)
         else:
-            blocks, dense = (
-                least,
-                np.where(layouts.pp > 1, least if self.job.model.experts is None else 0.0, self.stages.first_dense),
-            )
+            blocks, again = least, np.minimum(least, layouts.recompute_blocks)
+            dense = np.where(layouts.pp > 1, least if self.job.model.experts is None else 0.0, self.stages.first_dense)
 
         def trace(group: tuple[Any, dict[str, Any]]) -> None:
             chosen, flags = group
@@ -167,7 +165,7 @@ class EngineMemory:
             rank = LayoutGroup(self.tables, some, flags, at, mine)
             if least is not None and flags["piped"]:
                 rank.begins, rank.ends = 0.0 * rank.begins, 0.0 * rank.ends
-            walk = rank.trace(blocks[chosen], dense[chosen], detail)
+            walk = rank.trace(blocks[chosen], dense[chosen], again[chosen], detail)
             out["total"][chosen] = walk.peak
             for part, held in walk.at_peak.items():
                 out[part][chosen] = held

@@ -19,8 +19,6 @@ from weft.planner.time.compression import residual_bytes
 from weft.planner.time.pipeline import stage_layers
 
 GIB = 2**30
-HOST_SHARE, HOST_GIB = 0.7, 128.0
-"""Share of a host's memory for offloaded activations, and usual host memory per GPU."""
 MAX_BUCKET_ELEMENTS = 1e8
 """Most elements in gradient buckets at once: two buckets of the usual 25 to 200 MB."""
 ADAPTER_SHARE = 0.01
@@ -48,6 +46,12 @@ def weights(model: ModelFacts, layouts: Layouts, index: Size) -> tuple[Size, Siz
     return (layers * model.block_shared + ends) / layouts.tp, layers * model.block_experts / cut
 
 
+def expert_tp(layouts: Layouts, cal: Calibration) -> Size:
+    """Ranks of tp that an expert's matrices are cut over, as far as there are ranks beside those of ep."""
+    ranks = np.maximum(layouts.dp * layouts.cp * layouts.tp // layouts.ep, 1)
+    return np.where(layouts.ep > 1, np.minimum(layouts.tp, ranks), 1) if cal.experts_over_tp else 1
+
+
 def _layers(model: ModelFacts, layouts: Layouts, index: Size) -> Size:
     most, end = stage_layers(model.layers, layouts.pp * layouts.virtual_stages)
     last = (index == layouts.pp - 1) & (layouts.pp > 1)
@@ -57,11 +61,12 @@ def _layers(model: ModelFacts, layouts: Layouts, index: Size) -> Size:
 def stage_memory(model: ModelFacts, layouts: Layouts, cal: Calibration, index: Size) -> dict[str, Size]:
     """Bytes by component of pipeline rank `index`."""
     shared, experts = weights(model, layouts, index)
+    experts = experts / expert_tp(layouts, cal)
     fp32 = layouts.precision == 0
     compute = np.where(fp32, 4.0, cal.parameter_bytes)
     master = np.where(fp32, 0.0, cal.master_bytes)
     shard = np.where(layouts.zero > 0, layouts.dp_shard * layouts.cp, 1)
-    expert_shard = np.maximum(shard * layouts.tp / layouts.ep, 1)
+    expert_shard = np.maximum(shard * layouts.tp / layouts.ep / expert_tp(layouts, cal), 1)
     trained = np.where(np.asarray(model.frozen) > 0, ADAPTER_SHARE, 1.0)
     z3, z2 = layouts.zero == 3, layouts.zero >= 2
 
@@ -72,12 +77,20 @@ def stage_memory(model: ModelFacts, layouts: Layouts, cal: Calibration, index: S
     frozen = np.asarray(model.frozen) > 0
     compute = np.where(frozen, model.frozen_bytes, compute)
     parameters = np.where(z3, cut(np.where((master > 0) & ~frozen, 0.0, compute), True), cut(compute, False))
-    gradients = cut(cal.gradient_bytes, z2) * trained
-    kept = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, 1.0)
-    optimizer = cut((master + cal.moment_bytes) * trained, layouts.zero > 0) * kept
+    # embedding and head are not quantized
+    outside = (shared - _layers(model, layouts, index) * model.block_shared / layouts.tp) * frozen
+    parameters = parameters + outside * (2.0 - compute) / np.where(z3, shard, 1)
+    offloaded = layouts.offload == OFFLOADS.index("optimizer")
+    # with the optimizer, sharded gradients go to the host as soon as they are reduced (ZeRO-Offload)
+    gradients = cut(cal.gradient_bytes, z2) * trained * np.where(offloaded & z2, 0.0, 1.0)
+    optimizer = cut((master + cal.moment_bytes) * trained, layouts.zero > 0) * np.where(offloaded, 0.0, 1.0)
     ends = np.where(layouts.pp > 1, 0, model.embedding)
-    unit = np.maximum(model.block_shared + model.block_experts / layouts.ep, ends) / layouts.tp
-    gathered = np.where(z3 & (shard > 1), 2 * unit * (compute + cal.gradient_bytes / 2), 0.0)
+    live = 2 * np.maximum(model.block_shared + model.block_experts / layouts.ep, ends) / layouts.tp
+    if cal.gather_limit:
+        live = np.minimum(live, np.maximum(cal.gather_limit, model.dim * model.ffn / layouts.tp))
+    gathered = np.where(z3 & (shard > 1), live * (compute + trained * cal.gradient_bytes / 2), 0.0)
+    # weights that every rank has whole before they are sharded
+    loaded = np.where(z3 & (shard > 1), cut(compute, False), 0.0) * cal.loads_whole
     bucket = np.where(layouts.dp > 1, np.minimum(shared, MAX_BUCKET_ELEMENTS) * cal.gradient_bytes, 0.0)
     bucket = bucket * np.where(layouts.compression == COMPRESSORS.names().index("none"), 1.0, 1.25)
     bucket = bucket + (shared + experts) * trained * residual_bytes(layouts)
@@ -87,18 +100,20 @@ def stage_memory(model: ModelFacts, layouts: Layouts, cal: Calibration, index: S
     count = np.minimum(count, cal.loss_chunk) if cal.loss_chunk else count
     gathered_logits = np.where(layouts.tp > 1, cal.logits_whole * layouts.tp, 0)
     logits = np.where(index == layouts.pp - 1, count * (cal.logits + gathered_logits), 0.0)
-    held = parameters + gradients + optimizer + activations + logits + gathered + bucket
+    step = gradients + optimizer + activations + logits + gathered + bucket
+    gathered = gathered + np.maximum(0.0, loaded - step)
+    held = parameters + step + np.maximum(0.0, loaded - step)
     return {
         "parameters": parameters, "gradients": gradients, "optimizer": optimizer, "activations": activations,
         "communication": gathered + bucket, "temporary": logits, "runtime": cal.context_gib * GIB + cal.fragment * held,
     }  # fmt: skip
 
 
-def microbatches_in_flight(layouts: Layouts, index: Size) -> Size:
+def microbatches_in_flight(model: ModelFacts, layouts: Layouts, index: Size) -> Size:
     """Microbatches whose activations the pipeline's rank `index` holds at once, each over all of its blocks."""
     pp, count, v = layouts.pp, layouts.accumulation, layouts.virtual_stages
     each = [np.asarray(SCHEDULES[name].in_flight(pp, v, index, count), float) + 0 * pp for name in SCHEDULE_NAMES]
-    held = np.choose(layouts.schedule, each)
+    held = np.choose(layouts.schedule, each) * model.in_flight
     return np.where(pp > 1, np.minimum(held, count), 1.0)
 
 
@@ -111,10 +126,14 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
     share = model.moe_layers / model.layers
     q = model.heads * (model.head_dim + model.rope_dim)
     kv = np.where(np.asarray(model.kv_rank) > 0, model.heads, model.kv_heads) * model.head_dim
-    whole = np.where(np.asarray(model.norm_rows) > 0, 4.0, 0.0) * model.dim
+    whole = np.where(np.asarray(model.norm_rows) > 0, cal.stream, 0.0) * model.dim
     hidden = (1 - share) * model.ffn + share * (model.top_k + 0.0) * model.moe_ffn + share * model.shared_ffn
     routed = share * model.top_k * 2 * model.dim / tp
-    inner = (2 * q + 2 * kv + np.maximum(model.gates + 1, 2) * hidden) / tp
+    # a product with a frozen matrix does not keep its input; some adapters keep the output of every product
+    frozen = np.asarray(model.frozen) > 0
+    wide = np.where(frozen, 2 * model.gates - 1, np.maximum(model.gates + 1, 2)) * hidden
+    outputs = model.kept_outputs * (q + 2 * kv + 2 * model.dim + model.gates * hidden)
+    inner = (2 * q + 2 * kv + wide + outputs) / tp
     scores = 0.0 if cal.fused > 0 else 5.0 / 2 * model.heads / tp * model.seq_len
     block = size * tokens * (whole / cut + inner + routed)
     with_scores = block + size * tokens * scores
@@ -130,10 +149,6 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
     working = np.where(layouts.recompute == RECOMPUTES.index("full"), with_scores, 0.0) + 2 * entry
     parked = layouts.offload == OFFLOADS.index("activations")
     held = np.where(parked, 2 * block, held)
-    usual = cal.activation * (held * microbatches_in_flight(layouts, index) + working)
-    if not cal.chunk_tokens:
-        return usual
-    least = size * tokens * (model.dim + q) / tp * layers * microbatches_in_flight(layouts, index)
-    least = np.where(parked, np.maximum(0.0, least - HOST_SHARE * HOST_GIB * GIB), least)
-    shards = size * tokens * (6 * model.dim + 4 * q + 4 * kv) / tp
-    return np.where(model.seq_len / layouts.cp > cal.chunk_tokens, least + shards, usual)
+    if cal.host_checkpoints:
+        held = np.where((layouts.zero == 3) & (layouts.recompute == RECOMPUTES.index("full")), 0.0, held)
+    return cal.activation * (held * microbatches_in_flight(model, layouts, index) + working)

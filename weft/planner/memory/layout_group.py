@@ -53,7 +53,7 @@ class LayoutGroup:
         self.tied = self.ends * (bool(self.job.model.tied) & (layouts.pp == 1))
         """1 where the head is the embedding; pipeline stages have a copy each."""
 
-    def trace(self, blocks: Size, dense: Size, detail: bool) -> Walk:
+    def trace(self, blocks: Size, dense: Size, again: Size, detail: bool) -> Walk:
         layouts, flags = self.layouts, self.flags
         sharded = flags["zero"] > 0
         regime = Regime(
@@ -67,7 +67,7 @@ class LayoutGroup:
         pending = microbatches_by_schedule("pending", layouts, self.at)
         if flags["splits"] and not flags["split_passes"]:
             in_flight = microbatches_by_schedule("awaiting_backward", layouts, self.at)
-        stage = self.stage(passes, blocks, dense, in_flight, pending)
+        stage = self.stage(passes, blocks, dense, again, in_flight, pending)
         gradients = self.gradients(held)
         base = self._states(held)
         lasting = sum(base.values())
@@ -132,11 +132,14 @@ class LayoutGroup:
             return 2 * held.whole
         return FP32_BYTES * (held.aligned if self.flags["buckets"] else held.whole)
 
-    def stage(self, passes: Passes, blocks: Size, dense: Size, in_flight: Size, pending: Size) -> Stage:
+    def stage(
+        self, passes: Passes, blocks: Size, dense: Size, again: Size, in_flight: Size, pending: Size
+    ) -> Stage:  # fmt: skip
+        """The units of the rank. `again` of its blocks are recomputed where the layout gives their number."""
         layouts, u = self.layouts, self.units
         mlp = self.job.model.is_stack
         some = layouts.recompute_blocks >= 0
-        again = np.where(some, np.minimum(layouts.recompute_blocks, blocks), blocks)
+        again = np.where(some, again, blocks)
         code = np.where(some, RECOMPUTES.index("full"), layouts.recompute)
         again = np.where(code == 0, 0.0, again)
         routed = blocks - dense

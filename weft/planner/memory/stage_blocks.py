@@ -38,30 +38,33 @@ class StageBlocks:
         self._ranks = lru_cache(maxsize=None)(self._by_rank)
         self.job = job
 
-    def _by_rank(self, pp: int, virtual: int, shape: int, pairs: bool) -> tuple[tuple[int, int], ...]:
-        """Blocks and, of these, dense blocks of each rank of a pipeline."""
+    def _by_rank(self, pp: int, virtual: int, shape: int, pairs: bool, again: int) -> tuple[tuple[int, ...], ...]:
+        """Blocks of each rank of a pipeline; of these dense ones, and recomputed ones of `again` in all."""
+        whole = (self.layers, self.first_dense, min(again, self.layers))
         if pp == 1:
-            return ((self.layers, self.first_dense),)
+            return (whole,)
         try:
             split = split_blocks(self.job, pp * virtual, pairs)
         except JobError:  # never chosen: more stages than blocks
-            return ((self.layers, self.first_dense),) * pp
+            return (whole,) * pp
         rank_of = vee(pp) if shape else tuple(s % pp for s in range(pp * virtual))
-        out = [[0, 0] for _ in range(pp)]
+        out = [[0, 0, 0] for _ in range(pp)]
         for (first, end), rank in zip(split, rank_of, strict=True):
             out[rank][0] += end - first
             out[rank][1] += max(0, min(end, self.first_dense) - first)
-        return tuple((blocks, dense) for blocks, dense in out)
+            # spread evenly, as in memory/recompute.py
+            out[rank][2] += end * whole[2] // self.layers - first * whole[2] // self.layers
+        return tuple(tuple(row) for row in out)
 
-    def at(self, layouts: Layouts, index: Size) -> tuple[Size, Size]:
-        """Blocks and dense blocks of pipeline rank `index`."""
+    def at(self, layouts: Layouts, index: Size) -> tuple[Size, Size, Size]:
+        """Blocks of pipeline rank `index`; of these dense ones, and those recomputed where their number is given."""
         found = self._look_up(layouts, index)
-        return found[:, 0], found[:, 1]
+        return found[:, 0], found[:, 1], found[:, 2]
 
     def largest(self, layouts: Layouts) -> Size:
         """The first rank between the ends of each pipeline that has more blocks than the first, or more with experts;
         0 where there is none."""
-        return self._look_up(layouts, None)[:, 2].astype(np.int64)
+        return self._look_up(layouts, None)[:, 3].astype(np.int64)
 
     def _look_up(self, layouts: Layouts, index: Size | None) -> Size:
         piped = layouts.pp > 1
@@ -71,11 +74,13 @@ class StageBlocks:
         index = np.broadcast_to(0 if index is None else index, len(layouts))
         key = ((layouts.pp * 64 + virtual) * 2 + shape) * 2 + pairs
         key = key * 4096 + np.minimum(index, 4095)
+        again = np.clip(layouts.recompute_blocks * layouts.pp, 0, self.layers)
+        key = key * (self.layers + 1) + again
         _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
         table = []
         for i in first:
-            ranks = self._ranks(int(layouts.pp[i]), int(virtual[i]), int(shape[i]), bool(pairs[i]))
+            ranks = self._ranks(int(layouts.pp[i]), int(virtual[i]), int(shape[i]), bool(pairs[i]), int(again[i]))
             inner = sorted(range(1, len(ranks) - 1), key=lambda r: (-ranks[r][0], ranks[r][1], r))[:1]
             more = [r for r in inner if ranks[r][0] > ranks[0][0] or ranks[r][1] < ranks[0][1]]
             table.append((*ranks[int(index[i])], more[0] if more else 0))
-        return np.array(table, float).reshape(-1, 3)[inverse.ravel()]
+        return np.array(table, float).reshape(-1, 4)[inverse.ravel()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,6 +20,11 @@ from weft.planner.search.candidates import Layouts
 from weft.planner.time.compression import compresses
 
 
+def _row(index: int, doc: str) -> Any:
+    """A property that is a row of `sums`."""
+    return property(lambda self: self.sums[index], doc=doc)
+
+
 @dataclass(frozen=True)
 class UnitSizes:
     """Elements that a rank holds of a unit's weights (a block, or what is outside the blocks), summed over weights."""
@@ -28,45 +34,14 @@ class UnitSizes:
     scratch: Size
     """Bytes of temporary tensors while the optimizer updates a weight, at most."""
 
-    @property
-    def whole(self) -> Size:
-        """On this rank of tp or ep, before sharding."""
-        return self.sums[0]
-
-    @property
-    def padded(self) -> Size:
-        """Of the shard, with the padding that makes all shards equal."""
-        return self.sums[1]
-
-    @property
-    def held(self) -> Size:
-        """Of the shard."""
-        return self.sums[2]
-
-    @property
-    def gathered(self) -> Size:
-        """All shards with their padding."""
-        return self.sums[3]
-
-    @property
-    def aligned(self) -> Size:
-        """Before sharding, each weight aligned as in the buckets of replicas."""
-        return self.sums[4]
-
-    @property
-    def partial(self) -> Size:
-        """Of the shard, weights whose gradients are summed over tp after the backward pass."""
-        return self.sums[5]
-
-    @property
-    def optimizer(self) -> Size:
-        """Bytes of optimizer state."""
-        return self.sums[6]
-
-    @property
-    def compressed(self) -> Size:
-        """Before sharding, weights whose gradients are compressed where the job compresses."""
-        return self.sums[7]
+    whole = _row(0, "On this rank of tp or ep, before sharding.")
+    padded = _row(1, "Of the shard, with the padding that makes all shards equal.")
+    held = _row(2, "Of the shard.")
+    gathered = _row(3, "All shards with their padding.")
+    aligned = _row(4, "Before sharding, each weight aligned as in the buckets of replicas.")
+    partial = _row(5, "Of the shard, weights whose gradients are summed over tp after the backward pass.")
+    optimizer = _row(6, "Bytes of optimizer state.")
+    compressed = _row(7, "Before sharding, weights whose gradients are compressed where the job compresses.")
 
     def __add__(self, other: UnitSizes) -> UnitSizes:
         return UnitSizes(self.sums + other.sums, np.maximum(self.scratch, other.scratch))
@@ -87,49 +62,57 @@ class UnitSizes:
 
 def unit_sizes(job: Job, layouts: Layouts, tp_rank: Size = 0, shard: Size = 0) -> dict[str, UnitSizes]:
     """Sizes by kind of unit (planner/model/parameters.py): on the first ranks, which hold most, or on those given."""
-    cp = layouts.cp
     sharded = layouts.dp_shard > 1
-    ways = np.where(sharded, layouts.dp_shard * cp, 1)
-    rest = np.where(sharded, np.maximum(layouts.dp_shard * cp * layouts.tp // layouts.ep, 1), 1)
-    out: dict[str, UnitSizes] = {}
-    cut = unit_weights(job.model, True)
-    for kind, weights in unit_weights(job.model, False).items():
-        total = UnitSizes.none(len(layouts))
-        for w, sequential in zip(weights, cut[kind], strict=True):
-            partial = np.where(layouts.sequence, sequential.partial, w.partial)
-            total = total + _weight_sizes(job, w, partial, layouts, ways, rest, tp_rank, shard)
-        out[kind] = total
-    return out
+    ways = np.where(sharded, layouts.dp_shard * layouts.cp, 1)
+    rest = np.where(sharded, np.maximum(layouts.dp_shard * layouts.cp * layouts.tp // layouts.ep, 1), 1)
+    under_sequence = unit_weights(job.model, True)
+    return {
+        kind: _sizes(job, weights, under_sequence[kind], layouts, ways, rest, tp_rank, shard)
+        if weights
+        else UnitSizes.none(len(layouts))
+        for kind, weights in unit_weights(job.model, False).items()
+    }
 
 
-def _weight_sizes(
-    job: Job, w: Weight, is_partial: Size, layouts: Layouts, ways: Size, rest: Size, tp_rank: Size, place: Size
+def _sizes(
+    job: Job, weights: Sequence[Weight], under_sequence: Sequence[Weight], layouts: Layouts, ways: Size, rest: Size,
+    tp_rank: Size, place: Size,
 ) -> UnitSizes:  # fmt: skip
-    rows, row = w.shape[0], prod(w.shape[1:])
-    here: Size = np.full(len(layouts), float(rows))
-    if w.cut is not None:
-        size = w.shape[w.cut]
-        step = -(-size // layouts.tp)
-        length = np.minimum(step, size - np.minimum(tp_rank * step, size))
-        if w.cut == 0:
-            here = length.astype(float)
-        else:
-            row = row // size * length
+    """The sums over some weights; arrays have one row for each weight and one column for each layout."""
+
+    def column(values: Iterable[float]) -> Size:
+        return np.array(list(values), float)[:, None]
+
+    cut = [0 if w.cut is None else w.cut for w in weights]
+    is_cut, by_rows = column(w.cut is not None for w in weights) > 0, column(c == 0 for c in cut) > 0
+    size = column(w.shape[c] for w, c in zip(weights, cut, strict=True))
+    step = np.ceil(size / layouts.tp)
+    length = np.where(is_cut, np.minimum(step, size - np.minimum(tp_rank * step, size)), size)
+    here = np.where(by_rows, length, column(w.shape[0] for w in weights))
+    row = column(prod(w.shape[1:]) for w in weights)
+    row = np.where(by_rows, row, row / size * length)
     chunk = np.ceil(here / ways)
     held = np.where(ways > 1, np.clip(here - place * chunk, 0, chunk), here) * row
     whole, padded, gathered = here * row, chunk * row, np.where(ways > 1, chunk * ways, here) * row
-    partial = held * float(w.cut is None)
-    if w.experts:
-        own = prod(w.shape) / layouts.ep
-        on_ep = layouts.ep > 1
-        own_padded = np.ceil(own / rest)
-        whole, padded = np.where(on_ep, own, whole), np.where(on_ep, own_padded, padded)
-        held, gathered = np.where(on_ep, own_padded, held), np.where(on_ep, own_padded * rest, gathered)
-        partial = np.where(on_ep, 0.0, partial)
+    partial = np.where(is_cut, 0.0, held)
+    own = column(prod(w.shape) for w in weights) / layouts.ep
+    own_padded, on_ep = np.ceil(own / rest), (column(w.experts for w in weights) > 0) & (layouts.ep > 1)
+    whole, padded = np.where(on_ep, own, whole), np.where(on_ep, own_padded, padded)
+    held, gathered = np.where(on_ep, own_padded, held), np.where(on_ep, own_padded * rest, gathered)
+    partial = np.where(on_ep, 0.0, partial)
     aligned = np.ceil(whole / GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT
-    shard = WeightShard(w.shape, held, bool(w.unit))
-    entry = OPTIMIZERS[job.optim.name].of(shard)
-    compressed = compresses(job.comm.compression, w) & ((layouts.tp == 1) | (w.cut is not None) | is_partial)
-    state = FP32_BYTES * (entry.state(job.optim, shard) + 0.0 * held)
-    sums = np.stack([whole, padded, held, gathered, aligned, partial, state, whole * compressed])
-    return UnitSizes(sums, FP32_BYTES * (entry.scratch(shard) + 0.0 * held))
+    is_partial = np.where(
+        layouts.sequence, column(w.partial for w in under_sequence) > 0, column(w.partial for w in weights) > 0
+    )
+    sent = (column(compresses(job.comm.compression, w) for w in weights) > 0) & (
+        (layouts.tp == 1) | is_cut | is_partial
+    )
+    shards = [WeightShard(w.shape, own_held, bool(w.unit)) for w, own_held in zip(weights, held, strict=True)]
+    entries = [OPTIMIZERS[job.optim.name].of(shard) for shard in shards]
+    state, scratch = (
+        FP32_BYTES
+        * np.stack([ask(entry, shard) + 0.0 * shard.held for entry, shard in zip(entries, shards, strict=True)])
+        for ask in (lambda entry, shard: entry.state(job.optim, shard), lambda entry, shard: entry.scratch(shard))
+    )
+    sums = np.stack([whole, padded, held, gathered, aligned, partial, state, whole * sent]).sum(1)
+    return UnitSizes(sums, scratch.max(0))

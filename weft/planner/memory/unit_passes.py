@@ -158,9 +158,10 @@ def _embedding(m: Model, z: Sizes, layouts: Layouts) -> PassBytes:
 
 
 def _chunked_block(z: Sizes) -> BlockBytes:
-    """A block in chunks of tokens: it keeps its input and attention's output."""
+    """A block in chunks of tokens: it keeps its input and attention's output. The backward pass holds both ends of the
+    block, a norm's output and attention's tensors, each with its gradient."""
     kept = (z.rows * z.dim + z.tokens * z.heads) * z.c
-    working = z.tokens * z.c * (4 * z.heads + 4 * z.kv) + 6 * z.rows * z.dim * z.c
+    working = z.tokens * z.c * (4 * z.heads + 4 * z.kv) + 5 * z.rows * z.dim * z.c
     one = PassBytes(kept, working, working)
     return BlockBytes(one, one, one)
 
@@ -177,9 +178,11 @@ def _compiled_block(job: Job, z: Sizes) -> BlockBytes:
     whole = z.tokens * (z.c * ((4 - 2 * again) * z.dim + 2 * z.heads + 2 * z.kv + hidden) + 4 * z.scores + 8)
     x = z.tokens * z.dim * z.c
     back = 2 * z.ffn * z.tokens * z.c + 2 * x
-    some = selective_kept(m, z, None)
+    some = selective_kept(m, z, None) - x  # the output of the last product is not needed again
     return BlockBytes(
-        PassBytes(whole, whole, back), PassBytes(some, whole, back + whole), PassBytes(x, whole, back + whole)
+        PassBytes(whole, whole, back),
+        PassBytes(some, whole, back + whole - some),
+        PassBytes(x, whole, back + whole - x),
     )
 
 

@@ -71,7 +71,11 @@ class ModelFacts:
     frozen: Size = 0
     """1 where the base weights are not trained (adapters only)."""
     frozen_bytes: Size = 2.0
-    """Bytes of a weight that is not trained: 2, or about 0.6 where it is kept in 4 bits."""
+    """Bytes of a block's weight that is not trained: 2, or less where it is quantized."""
+    kept_outputs: Size = 0
+    """1 where adapters scale the output of every product, which is then kept (LLaMA-Adapter V2)."""
+    in_flight: Size = 1.0
+    """Microbatches that a pipeline holds, over those of its schedule's entry: 2 for ZB-2p."""
 
     @property
     def q_width(self) -> Size:
@@ -196,15 +200,23 @@ def model_facts(job: Job) -> ModelFacts:
         }  # fmt: skip
     return ModelFacts(
         layers=model.layers, dim=model.dim, ffn=model.ffn, heads=model.heads, kv_heads=model.kv_heads,
-        head_dim=model.head_dim, vocab=model.vocab, seq_len=job.data.seq_len,
+        head_dim=(model.head_dim or 0) - (model.rope_dim or 0) if model.latent else model.head_dim, vocab=model.vocab,
+        seq_len=job.data.seq_len,
         gates=2 if model.gated else 1, tied=int(bool(model.tied)), causal=int(bool(model.causal)),
         positions=model.max_len if model.positions == "learned" else 0,
         qkv_bias=int(model.biases[0]), out_bias=int(model.biases[1]), mlp_bias=int(model.biases[2]),
         norm_rows=2 if model.norm == "layernorm" and model.bias else 1, qk_norm=_qk_norm_values(model),
         block_norms=4 if model.norm_at == "both" else 2,
         embedding_rows=PATCH_DIM + 1 if vit else model.vocab, head_share=1 / job.data.seq_len if vit else 1.0,
-        head_low=int(job.fp8.head), **extra,
+        head_low=int(job.fp8.head), **extra, **_latent(model),
     )  # fmt: skip
+
+
+def _latent(model: Model) -> dict[str, int]:
+    """Ranks of latent attention; one without a rank of its own for the queries counts as if it had the full one."""
+    if (latent := model.latent) is None:
+        return {}
+    return {"q_rank": latent.q_rank or model.dim or 0, "kv_rank": latent.kv_rank, "rope_dim": model.rope_dim or 0}
 
 
 def _qk_norm_values(model: Model) -> int:

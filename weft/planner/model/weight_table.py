@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from weft.job.model import FAMILIES
-from weft.job.schema import Model
+from weft.job.schema import Latent, Model
 from weft.job.shapes import PATCH_DIM
 
 Shape = tuple[int, ...]
@@ -70,9 +70,12 @@ def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight
     qkv_bias, out_bias, mlp_bias = m.biases
     if inputs:
         yield from _norm(m, f"{unit}.attn_norm", unit, dim, sequence)
-    for key, width in (("q", heads), ("k", kv), ("v", kv)):
-        yield from _column(qkv_bias, f"{unit}.attn.{key}", unit, width, dim)
-    yield from _row(out_bias, f"{unit}.attn.o", unit, dim, heads, sequence)
+    if m.latent is not None:
+        yield from _latent_attention(m, m.latent, f"{unit}.attn", unit, sequence)
+    else:
+        for key, width in (("q", heads), ("k", kv), ("v", kv)):
+            yield from _column(qkv_bias, f"{unit}.attn.{key}", unit, width, dim)
+        yield from _row(out_bias, f"{unit}.attn.o", unit, dim, heads, sequence)
     for key, width in (("q_norm", heads), ("k_norm", kv)) if m.qk_norm else ():
         if m.qk_norm == "all":
             yield Weight(f"{unit}.attn.{key}.weight", (width,), unit, 0)
@@ -90,6 +93,20 @@ def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight
         yield from _row(mlp_bias, f"{unit}.mlp.down", unit, dim, ffn, sequence)
     if outputs:
         yield from _norm(m, f"{unit}.mlp_out_norm", unit, dim, sequence)
+
+
+def _latent_attention(m: Model, latent: Latent, name: str, unit: str, sequence: bool) -> Iterator[Weight]:
+    dim, heads, hd, rope = _int(m.dim), _int(m.heads), _int(m.head_dim), _int(m.rope_dim)
+    if latent.q_rank is None:
+        yield Weight(f"{name}.q.weight", (heads * hd, dim), unit, 0)
+    else:
+        yield Weight(f"{name}.q_a.weight", (latent.q_rank, dim), unit, None, True)
+        yield Weight(f"{name}.q_a_norm.weight", (latent.q_rank,), unit, None, True)
+        yield Weight(f"{name}.q_b.weight", (heads * hd, latent.q_rank), unit, 0)
+    yield Weight(f"{name}.kv_a.weight", (latent.kv_rank + rope, dim), unit, None, True)
+    yield Weight(f"{name}.kv_a_norm.weight", (latent.kv_rank,), unit, None, True)
+    yield Weight(f"{name}.kv_b.weight", (heads * (hd - rope + latent.v_dim), latent.kv_rank), unit, 0)
+    yield from _row(False, f"{name}.o", unit, dim, heads * latent.v_dim, sequence)
 
 
 def _experts(m: Model, unit: str, sequence: bool) -> Iterator[Weight]:

@@ -19,14 +19,15 @@ class Framework:
     name: str
     base: Calibration
     variants: dict[str, dict[str, float]]
-    """Changes under keys such as `gpu:h100` or `kernel:torch`."""
+    """Changes under keys such as `gpu:h100`, `precision:bf16` or `kernel:torch`."""
 
     def of(self, row: PublishedRun) -> Calibration:
         changed: dict[str, Any] = {}
-        gpu = row.text.get("gpu", "").lower()
+        settings = {"gpu": row.text.get("gpu", ""), "kernel": row.kernel, "precision": row.text.get("precision", "")}
         for key, change in self.variants.items():
             kind, value = key.split(":", 1)
-            if (kind == "gpu" and gpu.startswith(value)) or (kind == "kernel" and row.kernel == value):
+            is_exact = kind == "kernel"
+            if settings[kind] == value if is_exact else settings[kind].lower().startswith(value):
                 changed |= change
         return self.base.with_(**changed) if changed else self.base
 
@@ -55,6 +56,10 @@ SOURCES = {
 # For other sources: the first line whose patterns match the row's description and device.
 _BLACKWELL, _HOPPER, _AMPERE = r"^g?b[23]00", r"^g?h[128]00|^h20|^gh200", r"^a100|^v100|^a10|^a6000|^rtx|^l40"
 _RULES: tuple[tuple[str, str, str], ...] = (
+    (r"litgpt", r"", "litgpt"),
+    (r"torchtune", r"", "torchtune"),
+    (r"\(hf\)|hugging ?face|transformers|\btrl\b|axolotl", r"", "huggingface"),
+    (r"liger", r"", "liger"),
     (r"mlperf", r"", "mlperf"),
     (r"simumax|megatron-?core|mcore", r"", "megatron-core"),
     (r"mosaic|llm-?foundry|composer", r"", "mosaicml"),
@@ -91,12 +96,27 @@ def is_known(source: str) -> bool:
 
 
 PURE_BF16: dict[str, Any] = {"master_bytes": 0.0, "moment_bytes": 4.0, "gradient_bytes": 2.0}
-"""Runs that keep everything in bf16."""
+"""Everything in bf16."""
+_OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (r"bf16-true|mode pure", PURE_BF16),
+    (r"8-bit adam|adam-?w?8bit", {"moment_bytes": 2.0}),
+    # gradients are used as soon as they are made, and moments have 8 bits or are paged
+    (r"\bfull; .*fused-in-backward", {"master_bytes": 0.0, "moment_bytes": 2.0, "gradient_bytes": 0.0}),
+)
+"""Bytes of states that the description of a row gives."""
+
+
+def with_states(cal: Calibration, row: PublishedRun) -> Calibration:
+    """A calibration with the bytes of states that a row describes."""
+    text = f"{row.text.get('precision', '')} {row.text.get('notes', '')}".lower()
+    for words, change in _OPTIMIZERS:
+        if re.search(words, text):
+            cal = cal.with_(**change)
+    return cal
 
 
 def calibration_of(row: PublishedRun) -> Calibration:
     """The calibration a row is estimated with."""
     name = framework_of(row)
-    found = load_framework(name if (Path(CALIBRATION_FOLDER) / f"{name}.json").is_file() else "default").of(row)
-    pure = "bf16-true" in row.text.get("precision", "") or "mode PURE" in row.text.get("notes", "")
-    return found.with_(**PURE_BF16) if pure else found
+    known = (Path(CALIBRATION_FOLDER) / f"{name}.json").is_file()
+    return with_states(load_framework(name if known else "default").of(row), row)

@@ -27,7 +27,8 @@ def known_model(name: str, dim: int, heads: int, ffn: int, experts: int, layers:
         gates = 2 if experts or (ffn and ffn != 4 * dim) else 1
     head_dim = next((size for pattern, size in _HEAD_DIM if re.search(pattern, low)), max(1, dim // max(heads, 1)))
     out: dict[str, Any] = {
-        "gates": gates, "head_dim": head_dim, "tied": int(bool(re.search(_TIED, low))), "bias": int(gates == 1),
+        "gates": gates, "head_dim": head_dim, "tied": int(bool(re.search(_TIED, low))),
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), int(gates == 1)),
         "norm_rows": 2 if gates == 1 else 1,
     }  # fmt: skip
     if re.search(r"deepseek.?(v|-v)?[23]|kimi", low) and experts:

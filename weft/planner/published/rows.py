@@ -19,6 +19,8 @@ from weft.planner.search.candidates import PRECISIONS, RECOMPUTES
 
 REQUIRED_COLUMNS = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
 """Columns that a table must have; all others are optional."""
+BITSANDBYTES_NF4_BYTES, DOUBLE_QUANTIZATION_BYTES = 0.94, 0.05
+"""Bytes for each weight that bitsandbytes keeps in 4 bits, read from runs of LitGPT; and what quantized scales save."""
 FP4_SPEEDUP = 2.0
 """Peak of fp4 products over that of fp8."""
 
@@ -132,9 +134,9 @@ def _row(line: dict[str, str], number: int) -> PublishedRun:
     layout, batch = _layout(line, gpus)
     seconds, why_not = _time(line, status, gpus, batch, model.seq_len)
     memory = _number(line.get("peak_mem_gb", ""))
-    basis = line.get("mem_basis", "")
+    basis = _memory_basis(line)
     if memory is not None:
-        memory = None if "formula" in basis else memory * (1 if basis.startswith(("GiB", "torchtune")) else 1e9 / 2**30)
+        memory = None if "formula" in basis else memory * (1 if "GiB" in basis else 1e9 / 2**30)
     kernel = re.search(r"kernel=([^;]*)", line.get("notes", ""))
     return PublishedRun(
         source=line.get("source") or "unnamed", row_id=line.get("row_id") or str(number),
@@ -143,6 +145,12 @@ def _row(line: dict[str, str], number: int) -> PublishedRun:
         memory_gib=memory, fitted=status == "ok" if _flag(line, "complete", "1") else None,
         kernel=kernel.group(1).strip() if kernel else "",
     )  # fmt: skip
+
+
+def _memory_basis(line: Mapping[str, str]) -> str:
+    """How the memory was measured. `A: GiB …; B: GB …` gives the basis by the name of a table."""
+    parts = [part.strip().partition(":") for part in line.get("mem_basis", "").split(";")]
+    return next((how for name, _, how in parts if how and name.lower() in line.get("table", "").lower()), parts[0][0])
 
 
 def row_model(line: Mapping[str, str]) -> ModelFacts:
@@ -158,9 +166,34 @@ def row_model(line: Mapping[str, str]) -> ModelFacts:
         kv_heads=int(_number(line.get("kv_heads", "")) or heads), vocab=vocab, seq_len=_need(line, "seq_len"),
         embedding_rows=vocab, experts=experts, top_k=int(_number(line.get("moe_topk", "")) or 0),
         moe_ffn=moe_ffn if experts else 0, shared_ffn=known.pop("shared", 0) * moe_ffn,
-        frozen=int(line.get("task", "") == "lora"), 
-        frozen_bytes=0.6 if "nf4" in line.get("precision", "") else 2.0, **known,
+        frozen=int(line.get("task", "") == "lora"), frozen_bytes=_frozen_bytes(line),
+        kept_outputs=int(_scales_outputs(line, dim * _need(line, "layers"))), in_flight=2.0 if _is_zb_2p(line) else 1.0,
+        **known,
     )  # fmt: skip
+
+
+def _frozen_bytes(line: Mapping[str, str]) -> float:
+    """Bytes of a weight that is not trained: bf16, or 4 bits with scales; bitsandbytes allocates more while it runs."""
+    precision = line.get("precision", "")
+    if "nf4" not in precision:
+        return 2.0
+    return (
+        BITSANDBYTES_NF4_BYTES - ("nf4-dq" in precision) * DOUBLE_QUANTIZATION_BYTES
+        if "base" not in precision
+        else 0.53
+    )
+
+
+def _scales_outputs(line: Mapping[str, str], rows: int) -> bool:
+    """Whether an adapter scales the output of every matrix (LLaMA-Adapter V2): then it trains more than a prompt of 10
+    tokens for each block."""
+    trained = re.search(r"trainable params ([\d,]+)", line.get("notes", ""))
+    return "adapter" in line.get("table", "").lower() and int(trained[1].replace(",", "") if trained else 0) > 15 * rows
+
+
+def _is_zb_2p(line: Mapping[str, str]) -> bool:
+    """Zero-bubble schedules that hold twice the microbatches of 1F1B."""
+    return re.search(r"schedule=ZB-(2p|H2)", line.get("notes", "")) is not None
 
 
 def row_device(name: str) -> Device:
@@ -234,7 +267,7 @@ def _layout(line: Mapping[str, str], gpus: int) -> tuple[dict[str, int], float]:
         code = "bf16"
     recompute = next((name for name in ("full", "selective") if line.get("recompute", "").startswith(name)), "none")
     schedule = "interleaved-1f1b" if vpp > 1 and pp > 1 else "1f1b"
-    if "schedule=ZB-1p" in line.get("notes", ""):
+    if re.search(r"schedule=ZB-(1p|H1)", line.get("notes", "")):
         schedule = "zb-h1"
     elif "schedule=ZB" in line.get("notes", ""):
         schedule = "zbv"
@@ -244,11 +277,13 @@ def _layout(line: Mapping[str, str], gpus: int) -> tuple[dict[str, int], float]:
         "virtual_stages": vpp if pp > 1 else 1, "schedule": SCHEDULE_NAMES.index(schedule), "ep": ep,
         "microbatch": max(1, round(micro)), "accumulation": max(1, round(batch / (dp * micro))),
         "recompute": RECOMPUTES.index(recompute), "precision": PRECISIONS.index(code),
-        "offload": int("offload" in words),
+        "offload": int("offload" in words + line.get("table", "").lower()),
     }, batch  # fmt: skip
 
 
 def _zero(words: str) -> int:
+    if "not stated" in words:
+        return 0
     if "zero-3" in words or "fsdp" in words or "hsdp" in words or "full_shard" in words:
         return 2 if "zero-2" in words else 3
     if "zero-2" in words:

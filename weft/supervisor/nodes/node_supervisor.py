@@ -16,22 +16,19 @@ from weft.checkpoint.snapshot_replication import ReplicaSender, ReplicaStore, Re
 from weft.hardware.network import GLOO, NCCL, interfaces
 from weft.job.compression import parse_compression
 from weft.job.errors import Exit, WeftError
-from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.diagnosis import FaultReport
-from weft.supervisor.local_ranks import CLEAN_EXITS, die_with_parent
+from weft.supervisor.local_ranks import CLEAN_EXITS
 from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report, keep_ranks_in_place
 from weft.supervisor.nodes.membership import Membership, incarnations
 from weft.supervisor.nodes.node_address import NodeAddress
-from weft.supervisor.process_name import set_process_name
 from weft.supervisor.rank_inspection import POLL_S, kill
 from weft.supervisor.replan import replan
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
-from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.supervisor.store_server import StoreServer
-from weft.supervisor.supervisor import ALERT_POLL_S, Supervisor, log
+from weft.supervisor.supervisor import ALERT_POLL_S, Supervisor, log, set_up_process
 
 JOIN_DELAY_S = 2.0
 """How long an attempt trains before nodes may join."""
@@ -323,13 +320,8 @@ def _write_plan(run: RunDir, plan: Plan) -> None:
 
 
 def main() -> int:
-    die_with_parent()
-    set_process_name("weft-supervisor")
-    for number in STOP_SIGNALS:  # the manager forwards them to the ranks
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    run, folder, where = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), json.loads(sys.argv[3])
-    job, plan = load_job(str(run.job)), Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
+    run, folder, job, plan = set_up_process()
+    where = json.loads(sys.argv[3])
     place = NodeAddress(where["node"], where["count"], where["host"])
     NodeSupervisor(run, folder, StatusBoard(folder / "board"), job, plan, place, where["slots"]).watch()
     return 0

@@ -1,0 +1,59 @@
+"""Predicted memory is within 3 % of what Weft's runs on one H200 used (docs/one-gpu.md, docs/context.md); 4 % with the
+head in fp8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.job import parse_job
+from weft.planner import make_plan
+
+SHAPES: dict[str, Any] = {
+    "1b": {"shape": "llama-1b", "vocab": 128256, "tied": False},
+    "3b": {"shape": "llama-3b", "vocab": 128256, "tied": False},
+    "tied": {"family": "llama", "dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128256,
+             "tied": True},
+}  # fmt: skip
+FP8: dict[str, Any] = {
+    "bf16": {"precision": "bf16"}, "fp8": {"precision": "fp8"},
+    "delayed": {"precision": "fp8", "fp8": {"amax": "delayed"}},
+    "head": {"precision": "fp8", "fp8": {"amax": "delayed", "head": True}},
+}  # fmt: skip
+RUNS: tuple[tuple[str, int, int, int, str, str, float], ...] = (
+    ("1b", 8192, 2, 1, "none", "bf16", 41.3),
+    ("1b", 8192, 2, 1, "none", "fp8", 35.3),
+    ("1b", 8192, 2, 1, "none", "delayed", 40.5),
+    ("1b", 8192, 2, 1, "none", "head", 41.0),
+    ("1b", 8192, 2, 1, "selective", "bf16", 35.3),
+    ("1b", 8192, 2, 2, "full", "bf16", 29.3),
+    ("1b", 32768, 1, 1, "full", "bf16", 25.9),
+    ("3b", 8192, 1, 1, "none", "bf16", 69.9),
+    ("3b", 8192, 1, 1, "none", "fp8", 63.8),
+    ("3b", 8192, 1, 1, "none", "delayed", 69.5),
+    ("3b", 8192, 1, 1, "none", "head", 69.8),
+    ("3b", 8192, 1, 1, "selective", "bf16", 63.8),
+    ("3b", 8192, 1, 1, "full", "bf16", 54.0),
+    ("3b", 32768, 1, 1, "none", "bf16", 128.2),
+    ("3b", 32768, 1, 1, "selective", "bf16", 103.7),
+    ("3b", 32768, 1, 1, "full", "bf16", 57.4),
+    ("tied", 8192, 1, 1, "none", "bf16", 28.5),
+    ("tied", 32768, 1, 1, "none", "bf16", 56.6),
+    ("tied", 131072, 1, 1, "auto", "bf16", 38.2),
+    ("tied", 524288, 1, 1, "auto", "bf16", 104.5),
+)
+"""Shape, tokens of a sequence, microbatch, microbatches, recompute, precision, and the measured GiB."""
+
+
+@pytest.mark.parametrize(("shape", "seq_len", "microbatch", "count", "recompute", "precision", "gib"), RUNS)
+def test_predicted_memory_is_that_of_the_run(
+    shape: str, seq_len: int, microbatch: int, count: int, recompute: str, precision: str, gib: float
+) -> None:
+    job = {
+        "model": SHAPES[shape], "data": {"source": "synthetic", "seq_len": seq_len}, "memory": {"recompute": recompute},
+        "train": {"global_batch": count * microbatch, "microbatch": microbatch},
+        "cluster": {"device": "h200", "devices_per_node": 1}, **FP8[precision],
+    }  # fmt: skip
+    _, plan = make_plan(parse_job(job))
+    assert plan.predicted["memory_gib"] == pytest.approx(gib, rel=0.04 if precision == "head" else 0.03)

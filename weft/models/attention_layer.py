@@ -1,0 +1,74 @@
+"""The attention part of a block: queries, keys and values, the core, and the output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from weft.job.schema import Model
+from weft.models.attention import TokenInfo, attention
+from weft.models.norms import WideRMSNorm, make_qk_norm
+from weft.models.rope import rotate
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool, TokenInfo], Tensor]
+"""Attention of queries, keys and values [batch, seq, heads, head_dim], causal or not."""
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. The number of heads follows from the width of q, k and v, so any share of them works.
+
+    Parallel layouts replace `enter` (gathers the input) and `core` (the attention itself).
+    """
+
+    core: AttentionFunction = staticmethod(attention)
+    enter: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
+
+    def __init__(self, m: Model, index: int = 0):
+        super().__init__()
+        assert m.dim and m.heads and m.kv_heads and m.head_dim
+        self.set_options(m, index)
+        bias, out_bias, _ = m.biases
+        self.q = nn.Linear(m.dim, m.heads * m.head_dim, bias=bias)
+        self.k = nn.Linear(m.dim, m.kv_heads * m.head_dim, bias=bias)
+        self.v = nn.Linear(m.dim, m.kv_heads * m.head_dim, bias=bias)
+        self.o = nn.Linear(m.heads * m.head_dim, m.dim, bias=out_bias)
+        self.q_norm, self.k_norm = make_qk_norm(m, m.heads), make_qk_norm(m, m.kv_heads)
+
+    def set_options(self, m: Model, index: int) -> None:
+        """What does not depend on how queries, keys and values are made."""
+        assert m.head_dim
+        self.head_dim, self.causal = m.head_dim, bool(m.causal)
+        self.window = m.window if m.has_window(index) else None
+        self.window_theta = self.window is not None and m.window_theta is not None
+        self.q_scale = 1.0 if m.attention_scale is None else m.attention_scale * m.head_dim**0.5
+
+    def project(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values with rotary positions applied."""
+        x = self.enter(x)
+        q, k = self._normed(self.q_norm, self.q(x)), self._normed(self.k_norm, self.k(x))
+        v = self.v(x).unflatten(-1, (-1, self.head_dim))
+        angles = info.window_rotation if self.window_theta else info.rotation
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        return q if self.q_scale == 1.0 else q * self.q_scale, k, v
+
+    def _normed(self, norm: nn.Module | None, x: Tensor) -> Tensor:
+        """x [batch, seq, width] by heads, normalised."""
+        if isinstance(norm, WideRMSNorm):
+            return norm(x).unflatten(-1, (-1, self.head_dim))
+        x = x.unflatten(-1, (-1, self.head_dim))
+        return x if norm is None else norm(x)
+
+    def forward(self, x: Tensor, info: TokenInfo) -> Tensor:
+        q, k, v = self.project(x, info)
+        y = self.core(q, k, v, self.causal, info if self.window is None else info._replace(window=self.window))
+        return self.output(y)
+
+    def output(self, y: Tensor) -> Tensor:
+        """The output layer, from the output of the core [batch, seq, heads, head_dim]."""
+        return self.o(y.flatten(2))
