@@ -91,9 +91,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def process_of(launcher: int, rank: int) -> int:
     for child in psutil.Process(launcher).children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
-            if child.environ().get("RANK") == str(rank):
+            if child.name() == f"weft-rank-{rank}":
                 return child.pid
-    raise SystemExit(f"no process says that it is rank {rank}")
+    raise SystemExit(f"no process is named weft-rank-{rank}")
 
 
 def trial(share: float) -> dict[str, Any]:

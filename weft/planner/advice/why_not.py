@@ -16,7 +16,7 @@ from weft.planner.plan import AXES
 from weft.planner.rules.arithmetic import divisors
 from weft.planner.rules.layout_syntax import parse_layout
 from weft.planner.rules.table import TP_RULES
-from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES, check_schedule
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.search import LayoutSearch
 from weft.planner.search.space import job_space
@@ -126,6 +126,15 @@ def _broken(made: Survey, named: dict[str, Any]) -> str | None:
     for name in (*AXES, "ep", "microbatch", "microbatches", "virtual_stages"):
         if named.get(name, 1) < 1:
             return f"{name}={named[name]} is less than 1"
+    if named.get("zero", 1) not in (1, 2, 3):
+        return f"zero={named['zero']} is not a stage of ZeRO; 1, 2 or 3 would work"
+    batch = made.job.train.global_batch
+    for name in ("microbatch", "microbatches"):
+        if batch % named.get(name, 1):
+            return f"train.global_batch={batch} is not a multiple of {name}={named[name]}"
+    schedule, stages = named.get("schedule", "1f1b"), named.get("virtual_stages")
+    if "schedule" in named and (problem := check_schedule(schedule, named.get("pp", 1), 1, stages)):
+        return problem
     if named.get("ep", 1) > 1 and made.job.model.experts is None:
         return f"ep={named['ep']} distributes experts, and the model has none"
     tried = replace(made.plan, dp_replicate=1, dp_shard=1, **{"tp": 1, "cp": 1, "pp": 1, **degrees})
