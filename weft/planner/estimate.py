@@ -48,27 +48,27 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     cal = own_calibration(device) if stack == "weft" else load_calibration(stack) if isinstance(stack, str) else stack
     estimator = make_estimator(job, plan, plan.world, device, device_memory(job, device, probe(), plan.world), cal)
     model, cluster, layouts = estimator.model, estimator.cluster, Layouts.one(plan)
-    told = estimator.estimate(layouts, detail=True)
-    parts, moved = {part: float(gib[0]) for part, gib in told.memory.items()}, axis_bytes(job, plan)
-    seconds, peak = float(told.step_time_s[0]), sum(parts.values())
+    figures = estimator.estimate(layouts, detail=True)
+    parts, moved = {part: float(gib[0]) for part, gib in figures.memory.items()}, axis_bytes(job, plan)
+    seconds, peak = float(figures.step_time_s[0]), sum(parts.values())
     tokens = job.train.global_batch * float(model.seq_len)
     hours = seconds * job.train.full_steps / 3600
     kwh = plan.world * cluster.watts * POWER_SHARE * POWER_OVERHEAD * hours / 1000
     price = cluster.price_usd_hour
     return {
         "step_time_s": seconds,
-        "range_s": [float(told.low_s[0]), float(told.high_s[0])],
+        "range_s": [float(figures.low_s[0]), float(figures.high_s[0])],
         "tokens_per_s_per_gpu": tokens / seconds / plan.world,
-        "tflops_per_gpu": float(told.tflops[0]),
-        "mfu": float(told.mfu[0]),
-        "hfu": float(told.hfu[0]),
+        "tflops_per_gpu": float(figures.tflops[0]),
+        "mfu": float(figures.mfu[0]),
+        "hfu": float(figures.hfu[0]),
         "peak_memory_gib": peak,
         "memory_limit_gib": float(cluster.memory_gib),
         "memory_usable_gib": estimator.limit_gib,
-        "fits": bool(told.fits[0]),
+        "fits": bool(figures.fits[0]),
         "memory": parts,
         "memory_by_stage": _stages(estimator, layouts) if plan.pp > 1 else [{"stage": 0, **parts, "total": peak}],
-        "time": {part: float(s[0]) for part, s in told.time.items()},
+        "time": {part: float(s[0]) for part, s in figures.time.items()},
         "bytes": moved,
         "bytes_by_link": _by_link(estimator, layouts, moved),
         "energy_kwh": kwh,
@@ -106,30 +106,34 @@ def _stages(estimator: Estimator, layouts: Layouts) -> list[dict[str, float]]:
     return [{"stage": i, **parts, "total": sum(parts.values())} for i, parts in enumerate(rows)]
 
 
-def show_estimate(told: dict[str, Any]) -> str:
+def show_estimate(figures: dict[str, Any]) -> str:
     """The estimate as text for the terminal."""
-    verdict = "fits" if told["fits"] else "does not fit"
-    low, high = told["range_s"]
+    verdict = "fits" if figures["fits"] else "does not fit"
+    low, high = figures["range_s"]
     lines = [
-        f"{told['layout']} on {told['world']} × {told['device']}, calibration {told['calibration']}",
+        f"{figures['layout']} on {figures['world']} × {figures['device']}, calibration {figures['calibration']}",
         "",
-        f"step        {_duration(told['step_time_s'])}  ({_duration(low)} to {_duration(high)})",
-        f"tokens      {told['tokens_per_s_per_gpu']:,.0f} a second and device, {told['tflops_per_gpu']:.1f} TFLOP/s,"
-        f" MFU {told['mfu']:.1%}, HFU {told['hfu']:.1%}",
-        f"memory      {told['peak_memory_gib']:.2f} of {told['memory_limit_gib']:.1f} GiB: {verdict}",
+        f"step        {_duration(figures['step_time_s'])}  ({_duration(low)} to {_duration(high)})",
+        f"tokens      {figures['tokens_per_s_per_gpu']:,.0f} a second and device,"
+        f" {figures['tflops_per_gpu']:.1f} TFLOP/s, MFU {figures['mfu']:.1%}, HFU {figures['hfu']:.1%}",
+        f"memory      {figures['peak_memory_gib']:.2f} of {figures['memory_limit_gib']:.1f} GiB: {verdict}",
     ]
-    lines += [f"  {part:16} {gib:9.3f} GiB" for part, gib in told["memory"].items()]
-    if len(told["memory_by_stage"]) > 1:
-        lines.append("  by stage         " + ", ".join(f"{s['total']:.2f}" for s in told["memory_by_stage"]) + " GiB")
+    lines += [f"  {part:16} {gib:9.3f} GiB" for part, gib in figures["memory"].items()]
+    if len(figures["memory_by_stage"]) > 1:
+        lines.append(
+            "  by stage         " + ", ".join(f"{s['total']:.2f}" for s in figures["memory_by_stage"]) + " GiB"
+        )
     lines.append("time")
     lines += [
-        f"  {part:16} {_duration(s):>9}  {s / told['step_time_s']:6.1%}" for part, s in told["time"].items() if s > 1e-9
+        f"  {part:16} {_duration(s):>9}  {s / figures['step_time_s']:6.1%}"
+        for part, s in figures["time"].items()
+        if s > 1e-9
     ]
-    moved = [f"{axis} {b / 2**30:.3f} GiB" for axis, b in told["bytes"].items() if b]
+    moved = [f"{axis} {b / 2**30:.3f} GiB" for axis, b in figures["bytes"].items() if b]
     lines.append("bytes       " + (", ".join(moved) or "none") + " a rank and step")
-    money = "no price is known" if told["cost_usd"] is None else f"{told['cost_usd']:,.2f} USD"
-    steps = f"{told['steps']} steps, {told['tokens']:,.0f} tokens"
-    lines.append(f"whole run   {steps}: {told['hours']:,.2f} h, {told['energy_kwh']:,.2f} kWh, {money}")
+    money = "no price is known" if figures["cost_usd"] is None else f"{figures['cost_usd']:,.2f} USD"
+    steps = f"{figures['steps']} steps, {figures['tokens']:,.0f} tokens"
+    lines.append(f"whole run   {steps}: {figures['hours']:,.2f} h, {figures['energy_kwh']:,.2f} kWh, {money}")
     return "\n".join(lines)
 
 
