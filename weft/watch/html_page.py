@@ -74,9 +74,9 @@ def embed(value: Any) -> str:
     return json.dumps(to_plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def esc(text: str) -> str:
+def esc(text: object) -> str:
     """Text as HTML."""
-    return html.escape(text)
+    return html.escape(str(text))
 
 
 def _beside(name: str) -> str:
