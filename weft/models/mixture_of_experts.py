@@ -57,21 +57,26 @@ class ExpertMatrices(nn.Module):
         self.weight = nn.Parameter(torch.empty(count, outputs, inputs))
 
 
+Activation = Callable[[Tensor], Tensor]
+
+
+def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    return activation(gate) * up
+
+
 class ExpertFeedForward(nn.Module):
     """The experts' feed-forward networks, applied to rows sorted by expert."""
+
+    join: Callable[[Activation, Tensor, Tensor], Tensor] = staticmethod(gated)
+    """Compilation replaces it; a function, so that all blocks share its code."""
 
     def __init__(self, m: Model, e: Experts):
         super().__init__()
         assert m.dim and e.ffn and m.activation
         self.activation = ACTIVATIONS[m.activation]
-        self.join: Callable[[Tensor, Tensor], Tensor] = self.gated
-        """Activation of the gate times the other product; compilation replaces it."""
         self.gate = ExpertMatrices(e.count, e.ffn, m.dim) if m.gated else None
         self.up = ExpertMatrices(e.count, e.ffn, m.dim)
         self.down = ExpertMatrices(e.count, m.dim, e.ffn)
-
-    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.activation(gate) * up
 
     def forward(self, x: Tensor, counts: Tensor, compute: ExpertCompute | None = None) -> Tensor:
         # x [rows, dim]; counts [experts of this rank], and their sum is the number of rows
@@ -83,7 +88,7 @@ class ExpertFeedForward(nn.Module):
         gate, up, down = matrices
         assert up is not None and down is not None
         made = product(x, up, counts)
-        hidden = self.activation(made) if gate is None else self.join(product(x, gate, counts), made)
+        hidden = self.activation(made) if gate is None else self.join(self.activation, product(x, gate, counts), made)
         return product(hidden, down, counts)
 
 

@@ -43,8 +43,8 @@ def made() -> Survey:
         ("cp=8", "slower", "cp 8"),
         ("cp=2 ulysses", "slower", "(ulysses)"),
         ("microbatches=4", "slower", "a step"),
-        ("microbatch=3", "cannot be", "would not divide"),
-        ("zero=7", "cannot be", "no layout"),
+        ("microbatch=3", "cannot be", "is not a multiple of microbatch=3"),
+        ("zero=7", "cannot be", "is not a stage of ZeRO; 1, 2 or 3 would work"),
         ("dp_replicate=16", "does not fit", "too much"),
     ],
 )

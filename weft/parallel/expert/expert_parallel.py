@@ -32,6 +32,7 @@ from weft.models.mixture_of_experts import (
     ExpertLayout,
     ExpertMatrices,
     MixtureOfExperts,
+    gated,
 )
 from weft.parallel.data.data_parallel import shard
 from weft.parallel.expert.overlap import Halves
@@ -270,4 +271,4 @@ def compile_around(modules: list[tuple[str, nn.Module]], backend: str = "inducto
     for _, module in modules:
         if isinstance(module, MixtureOfExperts):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-            module.experts.join = torch.compile(module.experts.gated, dynamic=True, backend=backend)
+            module.experts.join = torch.compile(gated, dynamic=True, backend=backend)
