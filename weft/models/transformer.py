@@ -40,8 +40,13 @@ class Block(nn.Module):
         self.mlp_out_norm = make_norm(m, m.dim) if outputs else None
         self.mlp_drop = Dropout(m.dropout or 0.0, site=2)
 
-    def forward(self, x: Tensor, info: TokenInfo) -> Tensor:
-        return self._add(x, self.attn(_optional(self.attn_norm, x), info), info)
+    def forward(self, x: Tensor, info: TokenInfo, attended: Tensor | None = None) -> Tensor:
+        # one function: where experts interrupt a compiled block, each nested call would be another graph
+        if attended is None:
+            attended = self.attn(_optional(self.attn_norm, x), info)
+        y = x + self.attn_drop(_optional(self.attn_out_norm, attended), info.keys, info.rows)
+        fed = self.mlp(_optional(self.mlp_norm, x if self.parallel else y), info)
+        return y + self.mlp_drop(_optional(self.mlp_out_norm, fed), info.keys, info.rows)
 
     def before(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Tensor, Tensor]:
         """The token-wise part before the attention core; after() is the part that follows it."""
@@ -49,13 +54,7 @@ class Block(nn.Module):
 
     def after(self, x: Tensor, y: Tensor, info: TokenInfo) -> Tensor:
         """The token-wise part after the attention core, whose output is y [batch, seq, heads, head_dim]."""
-        return self._add(x, self.attn.output(y), info)
-
-    def _add(self, x: Tensor, attended: Tensor, info: TokenInfo) -> Tensor:
-        """The output of the block from its input and the output of attention."""
-        y = x + self.attn_drop(_optional(self.attn_out_norm, attended), info.keys, info.rows)
-        fed = self.mlp(_optional(self.mlp_norm, x if self.parallel else y), info)
-        return y + self.mlp_drop(_optional(self.mlp_out_norm, fed), info.keys, info.rows)
+        return Block.forward(self, x, info, self.attn.output(y))
 
 
 def _optional(norm: nn.Module | None, x: Tensor) -> Tensor:
