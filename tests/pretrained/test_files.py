@@ -117,10 +117,14 @@ class Payload:
         return os.system, ("touch ran-code",)
 
 
+SIZE = 300_000
+"""More bytes than the model has parameters: files that are too small for the config are refused before."""
+
+
 def pickled(folder: Path) -> None:
     as_bin(folder)
     with (folder / "pytorch_model.bin").open("wb") as stream:
-        pickle.dump({"model.norm.weight": Payload()}, stream)
+        pickle.dump({"model.norm.weight": Payload(), "padding": bytes(SIZE)}, stream)
 
 
 def zipped(folder: Path) -> None:
@@ -129,16 +133,16 @@ def zipped(folder: Path) -> None:
 
 def numbers(folder: Path) -> None:
     as_bin(folder)
-    torch.save([1, 2, 3], folder / "pytorch_model.bin")
+    torch.save([1, 2, 3, torch.zeros(SIZE)], folder / "pytorch_model.bin")
 
 
 def out_of_range(folder: Path) -> None:
     header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [64], "data_offsets": [0, 10**9]}}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(256))
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(SIZE))
 
 
 def huge_header(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + bytes(SIZE))
 
 
 def integers(folder: Path) -> None:
