@@ -6,7 +6,6 @@ Its weights are MIT-licensed (Andrej Karpathy's tinyllamas, the llama2.c project
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import published_ranks
+from helpers.command import Output
 
 import weft
-from weft.cli import main
 from weft.job.load import load_job
 from weft.training.generate import Sampling, continue_texts, pick_token
 
@@ -28,17 +27,13 @@ Weft = Callable[..., str]
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
+def command(tmp_path: Path, in_process: Callable[..., Output]) -> Weft:
     """Runs a command in this process and returns what it printed."""
-    monkeypatch.chdir(tmp_path)
 
     def run(*args: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["weft", *args])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code, capfd.readouterr().err
-        return capfd.readouterr().out
+        done = in_process(tmp_path, *args)
+        assert done.code == 0, done.err
+        return done.out
 
     return run
 
@@ -55,6 +50,28 @@ def test_known_text_after_import_and_round_trip(command: Weft, tmp_path: Path) -
     assert set(torch.load("runs/again/model.pt", weights_only=True)) == set(
         dict(weft.from_hf(str(STORIES)).named_parameters())  # type: ignore[attr-defined]
     )
+
+
+def test_exports_replace_only_exports(command: Weft, in_process: Callable[..., Output], tmp_path: Path) -> None:
+    command("import", str(STORIES), "--name", "stories")
+    again = in_process(tmp_path, "import", str(STORIES), "--name", "stories")
+    assert again.code == 2 and "runs/stories exists; give the imported run another --name" in again.err
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    kept = {"README.md": "my own", "model-00001-of-00002.safetensors": "a", "model.safetensors.index.json": "{}"}
+    for name, text in kept.items():
+        (mine / name).write_text(text)
+    for to, out, says in (
+        ("hf", "mine", "mine holds other files; name a new folder such as my-model"),
+        ("safetensors", "mine/model.safetensors", "was not written by weft export; name another --out"),
+    ):
+        refused = in_process(tmp_path, "export", "stories", "--to", to, "--out", out)
+        assert refused.code == 2 and says in refused.err
+    assert {path.name: path.read_text() for path in mine.iterdir()} == kept
+    for size, files in (("300KB", 4), ("2GB", 1), ("600KB", 2)):
+        command("export", "stories", "--to", "hf", "--out", "out", "--shard-size", size)
+        assert len(list((tmp_path / "out").glob("*.safetensors"))) == files
+        assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (files > 1)
 
 
 def test_batch_of_prompts_with_stop_words(command: Weft) -> None:
@@ -114,7 +131,7 @@ def test_training_continues_from_an_imported_run(command: Weft) -> None:
 def test_top_p_keeps_the_likeliest_tokens() -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     random = torch.Generator().manual_seed(0)
-    for top_p, possible in ((0.4, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+    for top_p, possible in ((0.0, {0}), (0.4, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
         sampling = Sampling(temperature=1.0, top_p=top_p)
         assert {pick_token(logits, sampling, random) for _ in range(200)} == possible
 

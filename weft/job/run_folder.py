@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.job.errors import JobError
-
-FILES = {
-    "job": "job.yaml", "plan": "plan.json", "slices": "slices.json", "pipeline": "pipeline.json",
-    "profile": "profile.json", "metrics": "metrics.jsonl", "events": "events.jsonl", "logs": "logs",
-    "samples": "samples", "compiled": "compiled", "checkpoints": "checkpoints", "report": "report.html",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,26 +14,58 @@ class RunDir:
     """runs/NAME and the paths of its files."""
 
     path: Path
-    job: Path = field(init=False)
-    plan: Path = field(init=False)
-    slices: Path = field(init=False)
-    """The slices of each parameter by rank, for the report."""
-    pipeline: Path = field(init=False)
-    """Time line of one pipelined step, simulated and measured."""
-    profile: Path = field(init=False)
-    """Time of a step by class of kernel (weft bench step)."""
-    metrics: Path = field(init=False)
-    events: Path = field(init=False)
-    logs: Path = field(init=False)
-    samples: Path = field(init=False)
-    compiled: Path = field(init=False)
-    """Cache of torch.compile, where the user's own cache cannot be used (training/compile_cache.py)."""
-    checkpoints: Path = field(init=False)
-    report: Path = field(init=False)
 
-    def __post_init__(self) -> None:
-        for name, file in FILES.items():
-            object.__setattr__(self, name, self.path / file)
+    @property
+    def job(self) -> Path:
+        return self.path / "job.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def slices(self) -> Path:
+        """The slices of each parameter by rank, for the report."""
+        return self.path / "slices.json"
+
+    @property
+    def pipeline(self) -> Path:
+        """Time line of one pipelined step, simulated and measured."""
+        return self.path / "pipeline.json"
+
+    @property
+    def profile(self) -> Path:
+        """Time of a step by class of kernel (weft bench step)."""
+        return self.path / "profile.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def compiled(self) -> Path:
+        """Cache of torch.compile, where the user's own cache cannot be used (training/compile_cache.py)."""
+        return self.path / "compiled"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
 
 
 def find_run(name: str, runs_dir: str = "runs") -> RunDir:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -82,26 +83,37 @@ def import_run(source: str, name: str | None = None, runs_dir: str = "runs") -> 
     folder = find_folder(source)
     name = name or re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip(".-_") or "imported"
     run = RunDir(Path(runs_dir) / name)
-    if run.path.exists() and any(run.path.iterdir()):
-        raise JobError(f"{run.path} exists; give the imported run another --name")
     side = run.path / SIDE_FOLDER
     weights, fields = _open(folder, name, runs_dir)
+    try:
+        run.path.mkdir(parents=True)
+    except FileExistsError:
+        raise JobError(f"{run.path} exists; give the imported run another --name") from None
     try:
         _copy_side_files(folder, side)
         fields["model"]["pretrained"] = str(side)
         if (side / "tokenizer.json").is_file():
             fields["data"]["tokenizer"] = str(side / "tokenizer.json")
         job, plan = make_plan(parse_job(fields), 1)
-        run.path.mkdir(parents=True, exist_ok=True)
         manifest = Manifest(0, _meta(job, plan), {})
         saved = write_checkpoint(_ImportedContents(weights), run.checkpoints, manifest, Agreement(None))
         write_job_and_plan(run, job, plan)
     except BaseException as error:
-        shutil.rmtree(run.path, ignore_errors=True)
+        _undo(run)
         if isinstance(error, SaveFailed):
             raise MachineError(f"{run.path} could not be written: {error}") from error
         raise
     return run, job, saved.bytes
+
+
+def _undo(run: RunDir) -> None:
+    """Remove what an import has written into the folder that it created."""
+    for made in (run.path / SIDE_FOLDER, run.checkpoints):
+        shutil.rmtree(made, ignore_errors=True)
+    for file in (run.job, run.plan):
+        file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it holds files of others
+        run.path.rmdir()
 
 
 def _open(folder: Path, name: str, runs_dir: str) -> tuple[PretrainedWeights, dict[str, Any]]:

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.pretrained.config import write_config
-from weft.pretrained.folder import CONFIG, GENERATION_CONFIG, SIDE_FILES, TOKENIZER
+from weft.pretrained.folder import CONFIG, GENERATION_CONFIG, SIDE_FILES, TOKENIZER, read_json
 from weft.pretrained.registry import PRETRAINED
 from weft.pretrained.tensor_forms import FileTensor, file_tensors, named_shapes
 
 Source = Callable[[list[str]], Mapping[str, Tensor]]
 """Reads whole parameters by name."""
 Save = Callable[[dict[str, Tensor], Path], None]
+WRITER = {"writer": "weft export"}
+"""Metadata of an index that this module wrote."""
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -83,8 +85,9 @@ def _converted(
 
 def write_shards(out: Path, name: str, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int, save: Save) -> int:
     """Write tensors to files of at most `shard_bytes` each, unless one tensor is larger, with an index if there are
-    several. Returns their bytes."""
+    several. Returns their bytes. Files of an earlier export are replaced, other files are not touched."""
     stem, suffix = name.rsplit(".", 1)
+    earlier = _earlier_shards(out, name)
     shards: list[tuple[Path, list[str]]] = []
     held: dict[str, Tensor] = {}
     total = size = 0
@@ -92,28 +95,44 @@ def write_shards(out: Path, name: str, tensors: Iterable[tuple[str, Tensor]], sh
     def flush() -> None:
         nonlocal held, size
         path = out / f"{stem}.{len(shards)}.tmp"
-        save(held, path)
         shards.append((path, list(held)))
+        save(held, path)
         held, size = {}, 0
 
-    for key, tensor in tensors:
-        if held and size + tensor.nbytes > shard_bytes:
-            flush()
-        held[key] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    flush()
-    for old in (*out.glob(f"{stem}-*-of-*.{suffix}"), out / name, out / f"{name}.index.json"):
-        old.unlink(missing_ok=True)
-    if len(shards) == 1:
-        shards[0][0].replace(out / name)
-        return total
-    listed: dict[str, str] = {}
-    for i, (path, keys) in enumerate(shards, 1):
-        file = f"{stem}-{i:05d}-of-{len(shards):05d}.{suffix}"
-        path.replace(out / file)
-        listed |= dict.fromkeys(keys, file)
-    _write_json(out / f"{name}.index.json", {"metadata": {"total_size": total}, "weight_map": listed})
+    try:
+        for key, tensor in tensors:
+            if held and size + tensor.nbytes > shard_bytes:
+                flush()
+            held[key] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+            size, total = size + tensor.nbytes, total + tensor.nbytes
+        flush()
+        count = len(shards)
+        files = [name] if count == 1 else [f"{stem}-{i + 1:05d}-of-{count:05d}.{suffix}" for i in range(count)]
+        if strange := [f for f in files if f != name and f not in earlier and (out / f).exists()]:
+            raise JobError(f"{out / strange[0]} was not written by weft export; name another --out")
+        for old in {*earlier, name, f"{name}.index.json"} - set(files):
+            (out / old).unlink(missing_ok=True)
+        for file, (path, _) in zip(files, shards, strict=True):
+            path.replace(out / file)
+    finally:
+        for path, _ in shards:
+            path.unlink(missing_ok=True)
+    if count > 1:
+        listed = {key: file for file, (_, keys) in zip(files, shards, strict=True) for key in keys}
+        _write_json(out / f"{name}.index.json", {"metadata": {"total_size": total, **WRITER}, "weight_map": listed})
     return total
+
+
+def _earlier_shards(out: Path, name: str) -> set[str]:
+    """The files of an earlier export of this name."""
+    path = out / f"{name}.index.json"
+    if not path.exists():
+        return set()
+    index = read_json(path)
+    metadata, files = index.get("metadata"), index.get("weight_map")
+    if not isinstance(metadata, dict) or not isinstance(files, dict) or WRITER.items() - metadata.items():
+        raise JobError(f"{path} was not written by weft export; name another --out")
+    return {Path(str(file)).name for file in files.values()}
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, **metadata: str) -> None:

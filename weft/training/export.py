@@ -20,7 +20,7 @@ from weft.models.build_model import build_model
 from weft.planner.model.counts import count_parameters
 from weft.pretrained.folder import CONFIG, SIDE_FOLDER, existing_folder, read_json
 from weft.pretrained.writer import save_tensors, write_checkpoint_folder, write_shards
-from weft.training.model_card import model_card
+from weft.training.model_card import CARD, is_model_card, model_card
 
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt", "hf": "hf"}
 """By format, the default name of the export in the run's folder: a file, or a folder for hf."""
@@ -125,6 +125,8 @@ def export_run(run: RunDir, found: SavedCheckpoint, to: str, out: Path, options:
 def _export_hf(run: RunDir, found: SavedCheckpoint, out: Path, options: ExportOptions) -> int:
     if out.exists() and not out.is_dir():
         raise JobError(f"--out {out} exists and is not a folder; name a new folder such as my-model")
+    if out.exists() and any(out.iterdir()) and not is_model_card(out / CARD):
+        raise JobError(f"--out {out} holds other files; name a new folder such as my-model")
     job = saved_job(found)
     if job.model.module or not job.model.is_decoder:
         what = job.model.module or f"model.family={job.model.family}"

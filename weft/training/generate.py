@@ -47,7 +47,7 @@ def generate(
 
 
 def end_tokens(pretrained: str | None) -> frozenset[int]:
-    """The tokens after which a published model has nothing more to say, from its configs."""
+    """The end tokens of a published model, from its configs."""
     folder = existing_folder(pretrained)
     for name in (GENERATION_CONFIG, CONFIG) if folder else ():
         path = (folder or Path()) / name
@@ -130,6 +130,6 @@ def pick_token(logits: Tensor, sampling: Sampling, random: torch.Generator) -> i
     shares = (logits / sampling.temperature).softmax(0)
     if sampling.top_p < 1:
         ordered, order = shares.sort(descending=True)
-        before = ordered.cumsum(0) - ordered  # the most likely token always stays
-        shares[order[before >= sampling.top_p]] = 0
+        before = ordered.cumsum(0) - ordered
+        shares[order[1:][before[1:] >= sampling.top_p]] = 0  # the most likely token always stays
     return int(torch.multinomial(shares, 1, generator=random))

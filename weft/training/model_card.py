@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
@@ -10,6 +11,16 @@ from weft.planner.model.counts import count_parameters
 from weft.planner.plan import Plan
 from weft.watch.journal import read_metrics
 from weft.watch.progress import duration
+
+CARD, LAST_LINE = "README.md", "Exported by Weft."
+
+
+def is_model_card(path: Path) -> bool:
+    """Whether a file is a model card that Weft wrote."""
+    try:
+        return path.read_text(encoding="utf-8").rstrip().endswith(LAST_LINE)
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def model_card(run: RunDir, job: Job, step: int) -> str:
@@ -33,7 +44,7 @@ def model_card(run: RunDir, job: Job, step: int) -> str:
         "command": f"weft train {run.job}",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
-    return f"---\nlibrary_name: transformers\n---\n\n# {job.name}\n\n| | |\n|---|---|\n{table}\n\nExported by Weft.\n"
+    return f"---\nlibrary_name: transformers\n---\n\n# {job.name}\n\n| | |\n|---|---|\n{table}\n\n{LAST_LINE}\n"
 
 
 def _layout(run: RunDir) -> str:
