@@ -118,7 +118,7 @@ class Guards:
         self.loader, self.starved = loader, loader.waited
         return self.stragglers.attach(loader)
 
-    def report(self, step: int, seconds: float, head: list[float]) -> Tensor:
+    def report(self, step: int, seconds: float, head: list[float], memory_gib: float) -> Tensor:
         """`head` and this rank's figures of the last step, to be summed over all ranks."""
         waited = self.mesh.meter.read()
         waits = tuple(waited.get(axis, 0.0) - self.waited.get(axis, 0.0) for axis in self.table.axes)
@@ -128,7 +128,14 @@ class Guards:
         busy = max(0.0, seconds - sum(waits) - others - starved)
         rank, at, changed = self.mesh.rank, len(head), self.weights.changed
         row = RankFigures(
-            busy, starved, jump, changed if isinstance(changed, int) else 0, *self.contention.since(), waits, ()
+            busy,
+            starved,
+            jump,
+            changed if isinstance(changed, int) else 0,
+            *self.contention.since(),
+            memory_gib,
+            waits,
+            (),
         )
         out = self.table.message(rank, head, row, self.mesh.device)
         if isinstance(changed, Tensor):

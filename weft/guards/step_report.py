@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FIELDS = ("busy", "data", "jump", "changed", "delay", "idle")
+FIELDS = ("busy", "data", "jump", "changed", "delay", "idle", "memory")
 """Seconds computing, seconds waiting for data, wall clock jump, 1 + index of a weight that changed between updates,
-seconds without a core, idle seconds of the machine's cores. Followed by the seconds waited on each axis and the
-checksums of each kind."""
+seconds without a core, idle seconds of the machine's cores, peak memory in GiB. Followed by the seconds waited on each
+axis and the checksums of each kind."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class RankFigures:
     changed: int
     delay: float
     idle: float
+    memory: float
     waited: tuple[float, ...]
     digests: tuple[float, ...]
 
@@ -42,7 +43,7 @@ class FigureLayout:
 
     def message(self, rank: int, head: list[float], row: RankFigures, device: torch.device) -> Tensor:
         """`head` and this rank's figures, with zeros for the other ranks."""
-        values = [row.busy, row.data, row.jump, float(row.changed), row.delay, row.idle, *row.waited]
+        values = [row.busy, row.data, row.jump, float(row.changed), row.delay, row.idle, row.memory, *row.waited]
         flat = head + [0.0] * (rank * self.width) + values
         flat += [0.0] * (len(head) + self.world * self.width - len(flat))
         out = torch.tensor(flat, dtype=torch.float64, pin_memory=device.type == "cuda")
@@ -63,7 +64,9 @@ class FigureLayout:
         out = []
         for rank in range(self.world):
             row = values[rank * self.width : (rank + 1) * self.width]
-            busy, data, jump, changed, delay, idle = row[:fixed]
+            busy, data, jump, changed, delay, idle, memory = row[:fixed]
             waited, digests = row[fixed : fixed + waits], row[fixed + waits :]
-            out.append(RankFigures(busy, data, jump, round(changed), delay, idle, tuple(waited), tuple(digests)))
+            out.append(
+                RankFigures(busy, data, jump, round(changed), delay, idle, memory, tuple(waited), tuple(digests))
+            )
         return out

@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.comm.axis import Pending
 from weft.comm.timeline import CommTimeline
 from weft.guards.guards import Guards, StepFigures
+from weft.guards.step_report import FigureLayout
 from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -26,6 +27,9 @@ from weft.training.comm_metrics import CommMetrics
 from weft.training.signals import Signals
 from weft.training.state import State
 from weft.training.step import Gradients
+
+MAX_RANKS_EACH_STEP = 16
+"""Ranks whose figures are written with every step; with n times as many, with every n-th step."""
 
 
 class StepClock:
@@ -132,7 +136,8 @@ class StepMetrics:
         apart = self.plan.dp_replicate if self.plan.alone else 1
         mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world)
         host_seconds = end.host - start.host
-        sums = self.guards.report(self.state.step, host_seconds, [0.0] * len(mine) + self.signals.flags())
+        head = [0.0] * len(mine) + self.signals.flags()
+        sums = self.guards.report(self.state.step, host_seconds, head, peak_memory_gib(self.mesh.device))
         sums[: len(mine)] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
         started = StepSums(sums, work, self.state.model.figures())
@@ -161,6 +166,7 @@ class StepMetrics:
         flops = self.sample_flops and self.sample_flops * self.job.train.ramp.batch(entry.step - 1)
         record = {
             "step": entry.step,
+            "wall_time": round(time.time(), 3),
             "loss": loss,
             "grad_norm": norm,
             "lr": entry.lr,
@@ -174,10 +180,27 @@ class StepMetrics:
             **entry.more,
             **self.state.model.metrics(more, count),
             **self.comm.figures(entry.timeline, seconds),
+            **rank_figures(self.guards.table, entry.step, reported[flags:]),
             **extra,
         }
         self.last = record
         self.write(record)
+
+
+def rank_figures(layout: FigureLayout, step: int, values: list[float]) -> dict[str, Any]:
+    """`ranks`: figures of every rank in a step, in the order of ranks: seconds computing, waiting for data and waiting
+    for messages on each axis, and peak memory. Worlds of more than MAX_RANKS_EACH_STEP ranks write it less often."""
+    if layout.world == 1 or step % -(-layout.world // MAX_RANKS_EACH_STEP):
+        return {}
+    rows = layout.rows(values)
+    waits = {axis: [round(row.waited[i], 5) for row in rows] for i, axis in enumerate(layout.axes)}
+    figures = {
+        "busy_s": [round(row.busy, 5) for row in rows],
+        "data_s": [round(row.data, 5) for row in rows],
+        "wait_s": {axis: seconds for axis, seconds in waits.items() if any(seconds)},
+        "memory_gib": [round(row.memory, 4) for row in rows],
+    }
+    return {"ranks": figures}
 
 
 def utilization(flops: float | None, seconds: float, peak: float | None, devices: int) -> float | None:
