@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--shape", default="1b", choices=SHAPES)
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=1)
     parser.add_argument("changes", nargs="*", help="key=value for the job")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-start-") as made:
@@ -76,10 +77,11 @@ def main() -> None:
             run = Run(folder, job, f"run-{number}", asked.changes)
             found["warm" if number else "cold"].append(run.wait_for(1))
             run.wait_for(10)
-            if number == asked.rounds:
+            for _ in range(asked.kills if number == asked.rounds else 0):
                 steps = run.steps()
                 if run.kill_a_rank():
-                    found["after a kill"].append(run.wait_for(steps + 2))
+                    found["after a kill"].append(run.wait_for(steps + 1))
+                    run.wait_for(steps + 20)
             run.end()
     for what, seconds in found.items():
         print(f"{what:14}", " ".join(f"{s:6.1f} s" for s in seconds))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.comm.axis import Pending
 from weft.comm.timeline import CommTimeline
 from weft.guards.guards import Guards, StepFigures
-from weft.guards.step_report import FigureLayout
+from weft.guards.step_report import RankFigures
 from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -155,12 +155,15 @@ class StepMetrics:
         entry, self.pending = self.pending, None
         if entry is None:
             return
+        began = time.perf_counter()
         norm, count, loss_sum, reported, more = entry.sums.read()
+        if entry.sums.copied is not None:
+            self.guards.slack += time.perf_counter() - began
         flags = len(STOP_SIGNALS)
         self.stop = Signals.decide(reported[:flags])
         loss = loss_sum / max(1, count)
         taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps
-        self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), reported[flags:])
+        rows = self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), reported[flags:])
         self.state.tokens += count
         seconds = entry.start.seconds_until(entry.end)
         flops = self.sample_flops and self.sample_flops * self.job.train.ramp.batch(entry.step - 1)
@@ -180,27 +183,32 @@ class StepMetrics:
             **entry.more,
             **self.state.model.metrics(more, count),
             **self.comm.figures(entry.timeline, seconds),
-            **rank_figures(self.guards.table, entry.step, reported[flags:]),
+            **rank_figures(entry.step, self.guards.table.axes, rows),
             **extra,
         }
         self.last = record
         self.write(record)
 
 
-def rank_figures(layout: FigureLayout, step: int, values: list[float]) -> dict[str, Any]:
+def rank_figures(step: int, axes: Sequence[str], rows: Sequence[RankFigures]) -> dict[str, Any]:
     """`ranks`: figures of every rank in a step, in the order of ranks: seconds computing, waiting for data and waiting
-    for messages on each axis, and peak memory. Worlds of more than MAX_RANKS_EACH_STEP ranks write it less often."""
-    if layout.world == 1 or step % -(-layout.world // MAX_RANKS_EACH_STEP):
+    for messages on each axis; seconds runnable without a core, idle time of all cores, processor time, seconds in which
+    the host waited for the device; peak memory. Worlds of more than MAX_RANKS_EACH_STEP ranks write it less often."""
+    if step % -(-len(rows) // MAX_RANKS_EACH_STEP):
         return {}
-    rows = layout.rows(values)
-    waits = {axis: [round(row.waited[i], 5) for row in rows] for i, axis in enumerate(layout.axes)}
-    figures = {
-        "busy_s": [round(row.busy, 5) for row in rows],
-        "data_s": [round(row.data, 5) for row in rows],
-        "wait_s": {axis: seconds for axis, seconds in waits.items() if any(seconds)},
-        "memory_gib": [round(row.memory, 4) for row in rows],
+    waits = {axis: [round(row.waited[i], 5) for row in rows] for i, axis in enumerate(axes)}
+    figures: dict[str, Any] = {
+        key: [round(getattr(row, name), 5) for row in rows] for key, name in RANK_FIGURES.items()
     }
+    figures["wait_s"] = {axis: seconds for axis, seconds in waits.items() if any(seconds)}
     return {"ranks": figures}
+
+
+RANK_FIGURES = {
+    "busy_s": "busy", "data_s": "data", "core_wait_s": "delay", "core_idle_s": "idle", "cpu_s": "cpu",
+    "slack_s": "slack", "memory_gib": "memory",
+}  # fmt: skip
+"""Keys of `ranks` in metrics.jsonl, and the figures that they hold."""
 
 
 def utilization(flops: float | None, seconds: float, peak: float | None, devices: int) -> float | None:

@@ -128,6 +128,7 @@ class SupervisedRank:
                 store = self._store(attempt, job.comm.timeout_s)
                 mesh = connect(plan, job.comm.timeout_s, store)
             position = mesh.position
+            self._log(rank, "connected to the other ranks")
             self.heartbeat.watch = watch = CollectiveCounters(mesh)
             place = {"position": position, "groups": watch.members}
             write_file(self.folder / f"place-{rank}.json", json.dumps(place))
@@ -136,6 +137,7 @@ class SupervisedRank:
             )
             session.snapshots.wanted = lambda: (self.board["safe"], self.board["target"])
             self._restore_run_totals(session, attempt)
+            self._log(rank, f"ready to train after step {session.state.step}")
             code = train_with_rollback(session, self.signals, fit_or_explain)
             session.now("end")
             mesh.barrier()

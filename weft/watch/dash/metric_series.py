@@ -292,8 +292,7 @@ class MetricSeries:
         return {"columns": columns, "min": lows, "max": highs, "exact": exact, "sampled": False, "read": self.offset}
 
     def sample(self, points: int) -> list[Record]:
-        """About `points` (at least 2) records at even distances in the file, with the first and the last, without reading
-        all of it."""
+        """About `points` (at least 2) records at even distances in the file, with the first and the last."""
         with open_inside(self.folder, self.name) as handle:
             if handle is None:
                 return []
