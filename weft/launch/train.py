@@ -24,6 +24,7 @@ from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, launch
 from weft.supervisor.process_manager import run_supervised
 from weft.supervisor.run_lock import RunLock, run_lock
 from weft.watch.closing_lines import closing_lines
+from weft.watch.follower import check_trackers, following
 from weft.watch.report import write_report
 
 
@@ -38,6 +39,7 @@ def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
         )
     check_fits(job, plan)
     check_dataset(job)
+    check_trackers(job)
     return job, plan
 
 
@@ -57,14 +59,15 @@ def start(
             keep_earlier_run(run, log)
         files = RunFiles(run, lock.created)
         files.write(job, plan)
-        code = start_processes(run, job, plan, lock, resilient, log)
+        with following(run, job, log):
+            code = start_processes(run, job, plan, lock, resilient, log)
+            if code in CLEAN_EXITS:
+                finish(run, log)
         if code == Exit.JOB:  # only the ranks could find the mistake
             files.undo()
         if code == KILLED_BY_USER:
             log("stopped without saving; start the same command again to resume from the last checkpoint")
             return int(Exit.INTERRUPTED)
-        if code in CLEAN_EXITS:
-            finish(run, log)
         return code
 
 
@@ -99,7 +102,8 @@ def join(job: Job, log: Callable[[str], None] = print) -> int:
             files = RunFiles(run, created=False)  # other ranks may still write to the folder
             if rank == 0:
                 files.write(job, plan)
-            code = run_rank(run, job, plan, signals)
+            with following(run, job, log) if rank == 0 else nullcontext():
+                code = run_rank(run, job, plan, signals)
             if code == Exit.JOB:
                 files.undo()
     finally:
