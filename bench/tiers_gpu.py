@@ -41,8 +41,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "3.6b": {"model": "3.6b", "memory": {"offload": "states", "host_gib": 90}},
     "8b": {"model": "8b", "memory": {"split_master": True}},
     "8b-fp8": {"model": "8b", "memory": {"split_master": True}, "precision": "fp8"},
-    "13b": {"model": "13b", "memory": {"offload": "auto", "host_gib": 95}},
-    "20b": {"model": "20b", "memory": {"offload": "auto", "host_gib": 105}},
+    "13b": {"model": "13b", "memory": {"offload": "auto", "host_gib": 95, "recompute": "full"}},
+    "20b": {"model": "20b", "memory": {"offload": "auto", "host_gib": 105, "recompute": "full"}},
 }
 LIMITS_S = {"links": 60, "bitwise": 100, "3.6b": 120, "8b": 110, "8b-fp8": 110, "13b": 200, "20b": 250}
 TOKENS = (4, 4096)

@@ -68,7 +68,7 @@ def run(
     late: bool = True,
 ) -> Ran:  # fmt: skip
     """Some steps of a job, from the state of another run if there is one. One step may be not finite."""
-    streamed.make_copies = LateCopies if late else ThreadCopies  # type: ignore[assignment]
+    streamed.make_copies = LateCopies if late else lambda device: ThreadCopies()
     state = build_state(job, plan, mesh)
     if start is not None:
         into = state.loadable_tensors(saved_world=0)
