@@ -35,17 +35,17 @@ class Output:
         return self.err.strip().splitlines()[-1]
 
 
-def weft(folder: Path, *args: str) -> Output:
+def weft(folder: Path, *args: str, deadline_s: float = DEADLINE_S) -> Output:
     """Run a command and wait for it."""
-    return python(folder, "-m", "weft", *args)
+    return python(folder, "-m", "weft", *args, deadline_s=deadline_s)
 
 
-def python(folder: Path, *args: str) -> Output:
+def python(folder: Path, *args: str, deadline_s: float = DEADLINE_S) -> Output:
     """Run Python, forked or new, and wait for it."""
     pipe = subprocess.PIPE
     with Popen([sys.executable, *args], cwd=folder, env=ENV, stdout=pipe, stderr=pipe, text=True) as process:
         try:
-            out, err = process.communicate(timeout=DEADLINE_S)
+            out, err = process.communicate(timeout=deadline_s)
         finally:
             process.kill()
     return Output(process.returncode, out, err)

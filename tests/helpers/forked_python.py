@@ -73,6 +73,8 @@ class Start:
     new_session: bool
     files: dict[int, int]
     """Open files of the new process: its number and ours."""
+    network: str = ""
+    """Network namespace to enter, if any."""
 
     def can_fork(self, image: Mapping[str, str]) -> bool:
         """Whether a fork can do the same as a new interpreter; `image` are the variables of the process to fork."""
@@ -113,8 +115,15 @@ def _start_of(popen: subprocess.Popen[Any], *args: Any) -> Start | None:
     files = {number: file if file >= 0 else number for number, file in stdio.items()} | {f: f for f in a["pass_fds"]}
     env = os.environ if a["env"] is None else a["env"]
     command = [os.fsdecode(word) for word in a["args"]]
-    cwd = os.path.abspath(a["cwd"] or os.curdir)
-    return Start(command, {k: v for k, v in env.items()}, cwd, bool(a["start_new_session"]), files)
+    cwd, env, network = os.path.abspath(a["cwd"] or os.curdir), dict(env), ""
+    if command[:3] == ["ip", "netns", "exec"]:
+        network, command = command[3], command[4:]
+    if command[0] == "env":
+        while command[1] == "-u":
+            env.pop(command[2], None)
+            command = ["env", *command[3:]]
+        command = command[1:]
+    return Start(command, env, cwd, bool(a["start_new_session"]), files, network)
 
 
 _real_execute_child = subprocess.Popen._execute_child
@@ -145,6 +154,7 @@ class Template:
     def start(self, start: Start) -> int:
         """Start a process as a child of this one. Returns its pid."""
         words = {"command": start.command, "env": start.env, "cwd": start.cwd, "new_session": start.new_session}
+        words["network"] = start.network
         message = json.dumps({**words, "files": list(start.files), "parent": os.getpid()}).encode()
         with _subreaper():
             socket.send_fds(self.socket, [message], list(start.files.values()))
@@ -183,7 +193,7 @@ def serve(sock: socket.socket) -> None:
             return
         asked = json.loads(message)
         start = Start(asked["command"], asked["env"], asked["cwd"], asked["new_session"],
-                      dict(zip(asked["files"], files, strict=True)))  # fmt: skip
+                      dict(zip(asked["files"], files, strict=True)), asked["network"])  # fmt: skip
         sock.send(str(_fork_orphan(start, asked["parent"])).encode())
         for file in files:
             os.close(file)
@@ -235,6 +245,8 @@ def _become(start: Start, parent: int | None) -> NoReturn:
     atexit.register(multiprocessing.util._exit_function)
     os.environ.clear()
     os.environ.update(start.env)
+    if start.network:
+        _enter_network(start.network)
     os.chdir(start.cwd)
     _show(start)
     _set_files(start.files)  # the parent goes on
@@ -260,6 +272,16 @@ def _reset_signals() -> None:
                 signal.signal(number, signal.SIG_IGN)
             elif handler not in (signal.SIG_DFL, signal.SIG_IGN, None):
                 signal.signal(number, signal.SIG_DFL)
+
+
+def _enter_network(name: str) -> None:
+    """What `ip netns exec` does: the network, and its /sys in a mount namespace."""
+    new_network, new_mounts, recursive, slave = 0x40000000, 0x00020000, 1 << 14, 1 << 19
+    space = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    assert _libc.setns(space, new_network) == 0, f"cannot enter the network {name}"
+    assert _libc.unshare(new_mounts) == 0 and _libc.mount(b"", b"/", b"none", slave | recursive, None) == 0
+    _libc.umount2(b"/sys", 2)
+    assert _libc.mount(name.encode(), b"/sys", b"sysfs", 0, None) == 0
 
 
 def _set_files(files: Mapping[int, int]) -> None:
