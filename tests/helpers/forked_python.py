@@ -42,11 +42,14 @@ IMPORT_TIME = (
 """Prefixes of environment variables that interpreters or libraries read when they start."""
 APPLIED = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 """Those of them that a fork applies."""
+LATER = ("TORCHELASTIC_", "TORCH_NCCL_")
+"""Prefixes of variables that torch reads when it joins a group."""
 
 ARGUMENT_BYTES, ENVIRONMENT_BYTES = 1024, 32768
 """Space for the command line and environment that /proc shows."""
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 FIRST_FREE_FILE = 200
+TORCHRUN = os.path.join("torch", "distributed", "run.py")
 START_TIMEOUT_S = 600.0
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,7 +94,7 @@ class Start:
 
 def import_time(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that count when an interpreter starts."""
-    return {k: v for k, v in env.items() if k.startswith(IMPORT_TIME) and k not in APPLIED}
+    return {k: v for k, v in env.items() if k.startswith(IMPORT_TIME) and k not in APPLIED and not k.startswith(LATER)}
 
 
 class Popen(subprocess.Popen[Any]):
@@ -381,9 +384,13 @@ def fork_children() -> None:
     """From now on, Python processes that this process starts are forks of it."""
     image = dict(os.environ)
 
+    def can_fork(start: Start) -> bool:
+        """A fork may wait forever for locks of other threads; those of torchrun hold none that its ranks use."""
+        return start.can_fork(image) and (len(os.listdir("/proc/self/task")) == 1 or sys.argv[0].endswith(TORCHRUN))
+
     def execute_child(popen: subprocess.Popen[Any], *args: Any) -> None:
         start = _start_of(popen, *args)
-        if start is None or not start.can_fork(image):
+        if start is None or not can_fork(start):
             _real_execute_child(popen, *args)
         else:
             _started(popen, _fork(start), args)
@@ -393,7 +400,7 @@ def fork_children() -> None:
         words = [words[0], *words[next((i for i, w in enumerate(words) if w == "-c"), 1) :]]
         files = {number: number for number in (0, 1, 2, *map(int, passfds))}
         start = Start(words, dict(os.environ), os.getcwd(), False, files)
-        return _fork(start) if start.can_fork(image) else int(_real_spawnv_passfds(path, args, passfds))
+        return _fork(start) if can_fork(start) else int(_real_spawnv_passfds(path, args, passfds))
 
     subprocess.Popen._execute_child = execute_child
     multiprocessing.util.spawnv_passfds = spawnv_passfds
