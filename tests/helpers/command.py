@@ -40,10 +40,12 @@ def weft(folder: Path, *args: str, deadline_s: float = DEADLINE_S) -> Output:
     return python(folder, "-m", "weft", *args, deadline_s=deadline_s)
 
 
-def python(folder: Path, *args: str, deadline_s: float = DEADLINE_S) -> Output:
-    """Run Python, forked or new, and wait for it."""
+def python(
+    folder: Path, *args: str, deadline_s: float = DEADLINE_S, popen: type[subprocess.Popen[Any]] = Popen
+) -> Output:
+    """Run Python and wait for it, in a fork unless `popen` is that of subprocess."""
     pipe = subprocess.PIPE
-    with Popen([sys.executable, *args], cwd=folder, env=ENV, stdout=pipe, stderr=pipe, text=True) as process:
+    with popen([sys.executable, *args], cwd=folder, env=ENV, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             out, err = process.communicate(timeout=deadline_s)
         finally:
