@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-FIELDS = ("busy", "data", "jump", "changed", "delay", "idle")
+FIELDS = ("busy", "data", "jump", "changed", "delay", "idle", "cpu", "slack", "memory")
 """Seconds computing, seconds waiting for data, wall clock jump, 1 + index of a weight that changed between updates,
-seconds without a core, idle seconds of the machine's cores. Followed by the seconds waited on each axis and the
-checksums of each kind."""
+seconds without a core, idle seconds of the machine's cores, processor seconds of this process, seconds in which the
+host waited for the device, peak memory in GiB. Followed by the seconds waited on each axis and the checksums of each
+kind."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class RankFigures:
     changed: int
     delay: float
     idle: float
+    cpu: float
+    slack: float
+    memory: float
     waited: tuple[float, ...]
     digests: tuple[float, ...]
 
@@ -42,7 +47,7 @@ class FigureLayout:
 
     def message(self, rank: int, head: list[float], row: RankFigures, device: torch.device) -> Tensor:
         """`head` and this rank's figures, with zeros for the other ranks."""
-        values = [row.busy, row.data, row.jump, float(row.changed), row.delay, row.idle, *row.waited]
+        values = [*(float(getattr(row, name)) for name in FIELDS), *row.waited]
         flat = head + [0.0] * (rank * self.width) + values
         flat += [0.0] * (len(head) + self.world * self.width - len(flat))
         out = torch.tensor(flat, dtype=torch.float64, pin_memory=device.type == "cuda")
@@ -63,7 +68,7 @@ class FigureLayout:
         out = []
         for rank in range(self.world):
             row = values[rank * self.width : (rank + 1) * self.width]
-            busy, data, jump, changed, delay, idle = row[:fixed]
-            waited, digests = row[fixed : fixed + waits], row[fixed + waits :]
-            out.append(RankFigures(busy, data, jump, round(changed), delay, idle, tuple(waited), tuple(digests)))
+            found: dict[str, Any] = dict(zip(FIELDS, row[:fixed], strict=True))
+            waited, digests = tuple(row[fixed : fixed + waits]), tuple(row[fixed + waits :])
+            out.append(RankFigures(**found | {"changed": round(found["changed"])}, waited=waited, digests=digests))
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.comm.axis import Pending
 from weft.comm.timeline import CommTimeline
 from weft.guards.guards import Guards, StepFigures
+from weft.guards.step_report import RankFigures
 from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -26,6 +27,9 @@ from weft.training.comm_metrics import CommMetrics
 from weft.training.signals import Signals
 from weft.training.state import State
 from weft.training.step import Gradients
+
+MAX_RANKS_EACH_STEP = 16
+"""Ranks whose figures are written with every step; with n times as many, with every n-th step."""
 
 
 class StepClock:
@@ -132,7 +136,8 @@ class StepMetrics:
         apart = self.plan.dp_replicate if self.plan.alone else 1
         mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world)
         host_seconds = end.host - start.host
-        sums = self.guards.report(self.state.step, host_seconds, [0.0] * len(mine) + self.signals.flags())
+        head = [0.0] * len(mine) + self.signals.flags()
+        sums = self.guards.report(self.state.step, host_seconds, head, peak_memory_gib(self.mesh.device))
         sums[: len(mine)] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
         started = StepSums(sums, work, self.state.model.figures())
@@ -150,17 +155,21 @@ class StepMetrics:
         entry, self.pending = self.pending, None
         if entry is None:
             return
+        began = time.perf_counter()
         norm, count, loss_sum, reported, more = entry.sums.read()
+        if entry.sums.copied is not None:
+            self.guards.slack += time.perf_counter() - began
         flags = len(STOP_SIGNALS)
         self.stop = Signals.decide(reported[:flags])
         loss = loss_sum / max(1, count)
         taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps
-        self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), reported[flags:])
+        rows = self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), reported[flags:])
         self.state.tokens += count
         seconds = entry.start.seconds_until(entry.end)
         flops = self.sample_flops and self.sample_flops * self.job.train.ramp.batch(entry.step - 1)
         record = {
             "step": entry.step,
+            "wall_time": round(time.time(), 3),
             "loss": loss,
             "grad_norm": norm,
             "lr": entry.lr,
@@ -174,10 +183,32 @@ class StepMetrics:
             **entry.more,
             **self.state.model.metrics(more, count),
             **self.comm.figures(entry.timeline, seconds),
+            **rank_figures(entry.step, self.guards.table.axes, rows),
             **extra,
         }
         self.last = record
         self.write(record)
+
+
+def rank_figures(step: int, axes: Sequence[str], rows: Sequence[RankFigures]) -> dict[str, Any]:
+    """`ranks`: figures of every rank in a step, in the order of ranks: seconds computing, waiting for data and waiting
+    for messages on each axis; seconds runnable without a core, idle time of all cores, processor time, seconds in which
+    the host waited for the device; peak memory. Worlds of more than MAX_RANKS_EACH_STEP ranks write it less often."""
+    if step % -(-len(rows) // MAX_RANKS_EACH_STEP):
+        return {}
+    waits = {axis: [round(row.waited[i], 5) for row in rows] for i, axis in enumerate(axes)}
+    figures: dict[str, Any] = {
+        key: [round(getattr(row, name), 5) for row in rows] for key, name in RANK_FIGURES.items()
+    }
+    figures["wait_s"] = {axis: seconds for axis, seconds in waits.items() if any(seconds)}
+    return {"ranks": figures}
+
+
+RANK_FIGURES = {
+    "busy_s": "busy", "data_s": "data", "core_wait_s": "delay", "core_idle_s": "idle", "cpu_s": "cpu",
+    "slack_s": "slack", "memory_gib": "memory",
+}  # fmt: skip
+"""Keys of `ranks` in metrics.jsonl, and the figures that they hold."""
 
 
 def utilization(flops: float | None, seconds: float, peak: float | None, devices: int) -> float | None:
