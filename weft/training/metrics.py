@@ -27,6 +27,7 @@ from weft.training.comm_metrics import CommMetrics
 from weft.training.signals import Signals
 from weft.training.state import State
 from weft.training.step import Gradients
+from weft.watch.traces.tracer import StepTracer
 
 MAX_RANKS_EACH_STEP = 16
 """Ranks whose figures are written with every step; with n times as many, with every n-th step."""
@@ -102,7 +103,7 @@ class StepMetrics:
 
     def __init__(
         self, job: Job, plan: Plan, mesh: Mesh, state: State, write: Callable[[dict[str, Any]], None], signals: Signals,
-        guards: Guards,
+        guards: Guards, tracer: StepTracer | None = None,
     ):  # fmt: skip
         self.job, self.plan, self.mesh, self.state, self.write, self.signals = job, plan, mesh, state, write, signals
         self.guards = guards
@@ -110,7 +111,7 @@ class StepMetrics:
         self.stop: Exit | None = None
         self.sample_flops = flops_per_sample(job.model, job.data.seq_len)
         self.peak = peak_flops(plan, job)
-        self.comm = CommMetrics(mesh, job.watch.comm_every)
+        self.comm = CommMetrics(mesh, job.watch.comm_every, tracer)
         self.pending: _PendingStep | None = None
         self.last: dict[str, Any] = {}
         self.clock = StepClock(mesh.device)

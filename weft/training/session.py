@@ -39,6 +39,7 @@ from weft.training.state import State, meta_problem
 from weft.training.step import Stepper
 from weft.watch import logs
 from weft.watch.journal import Journal
+from weft.watch.traces.tracer import StepTracer, TraceRequest
 
 
 @dataclass
@@ -60,6 +61,8 @@ class Session:
     heartbeat: Heartbeat
     """Reports the phase of the loop, and raises when the attempt is over."""
     guards: Guards
+    tracer: StepTracer
+    """Traces the steps of the job's watch.trace."""
     first_step: int = 0
     """The step at which the run was started, before any recovery."""
     began: float = field(default_factory=time.time)
@@ -75,6 +78,7 @@ class Session:
     def now(self, phase: str) -> None:
         """Report the phase that begins."""
         self.heartbeat.now(phase, self.state.step)
+        self.tracer.phase(phase)
 
     def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
         """Record that adaptive compression has changed its codec."""
@@ -221,8 +225,14 @@ def open_session(
 
     # after the snapshot is copied, so that a flipped bit in it is detected
     stepper.before_update = guards.weights.before_update
+    asked = job.watch.trace
+    request = None
+    if asked is not None:
+        file = f"steps-{asked.at}-{asked.at + asked.steps - 1}.json"
+        request = TraceRequest(asked.at, asked.steps, run.traces / file)
+    tracer = StepTracer(run, mesh, request, lambda: heartbeat.now("checkpoint", state.step), job.watch.nvtx)
     session = Session(
-        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards
+        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards, tracer
     )
     for compressor in state.model.compressors:
         compressor.report = session.compression
