@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.comm.fake_internals import is_fake
 from weft.comm.meter import Meter
+from weft.comm.point_to_point_internals import batch_isend_irecv
 
 # torch 2.13 renamed both functions and warns about the old names
 native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -296,7 +297,7 @@ class Axis:
             self.count("send", tensor, to=to)
         ops = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=of) for of, t in incoming]  # see _start_swap
         ops += [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for to, t in outgoing]
-        works = dist.batch_isend_irecv(ops) if ops else []
+        works = batch_isend_irecv(ops) if ops else []
         meter = self._blocking("send" if sends else "receive") if ops else nullcontext()
         return Exchange(works, [t for _, t in outgoing], [t for _, t in incoming], [t for _, t in receives], meter)
 
