@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from weft.job.errors import MachineError
@@ -41,9 +42,10 @@ class NvmlDevice:
         """`nvml` stands in for pynvml in tests."""
         if nvml is None:
             try:
-                import pynvml as nvml
+                import pynvml
 
-                nvml.nvmlInit()
+                pynvml.nvmlInit()
+                nvml = pynvml
             except Exception as error:  # NVML fails in many ways; each means that no GPU is usable
                 raise MachineError(f"no NVIDIA driver answers on this machine ({error})") from None
         self.nvml, self.index = nvml, index
@@ -79,6 +81,12 @@ class NvmlDevice:
     def limit_w(self) -> float | None:
         found = self._read(lambda: self.nvml.nvmlDeviceGetPowerManagementLimit(self.handle))
         return None if found is None else found / 1e3
+
+    def limit_is_lowered(self) -> bool:
+        """Whether the power limit is below the one that the GPU has by default."""
+        usual = self._read(lambda: self.nvml.nvmlDeviceGetPowerManagementDefaultLimit(self.handle))
+        now = self.limit_w()
+        return usual is not None and now is not None and now < 0.98 * usual / 1e3
 
     def limits_w(self) -> tuple[float, float] | None:
         """Lowest and highest power limit that can be set."""
@@ -122,13 +130,13 @@ class NvmlDevice:
         """ECC errors since the last reboot by kind, and errors of all NVLinks."""
         nvml, found = self.nvml, {}
         for kind, number in ECC_KINDS.items():
-            count = self._read(lambda n=number: nvml.nvmlDeviceGetTotalEccErrors(self.handle, n, 0))
+            count = self._read(partial(_call, nvml, "nvmlDeviceGetTotalEccErrors", self.handle, number, 0))
             if count is not None:
                 found[f"ecc_{kind}"] = int(count)
         links = 0
         for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0)):
             for counter in range(getattr(nvml, "NVML_NVLINK_ERROR_COUNT", 4)):
-                count = self._read(lambda at=link, c=counter: nvml.nvmlDeviceGetNvLinkErrorCounter(self.handle, at, c))
+                count = self._read(partial(_call, nvml, "nvmlDeviceGetNvLinkErrorCounter", self.handle, link, counter))
                 if count is None:
                     break
                 links += int(count)
@@ -153,3 +161,7 @@ class NvmlDevice:
             return [p.pid for p in self.nvml.nvmlDeviceGetComputeRunningProcesses(self.handle) if p.pid not in own]
         except (self.nvml.NVMLError, AttributeError):
             return []
+
+
+def _call(nvml: Any, function: str, *args: Any) -> Any:
+    return getattr(nvml, function)(*args)

@@ -12,7 +12,7 @@ from weft.watch.traces.tracer import StepTracer
 class CommMetrics:
     """Records the communication of every `every`-th step."""
 
-    def __init__(self, mesh: Mesh, every: int, tracer: StepTracer | None):
+    def __init__(self, mesh: Mesh, every: int, tracer: StepTracer | None = None):
         self.mesh, self.every, self.tracer = mesh, every if mesh.everyone is not None else 0, tracer
         self.timeline: CommTimeline | None = None
 
