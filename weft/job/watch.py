@@ -30,6 +30,10 @@ class Watch(Section):
     """Steps to trace, such as {at: 100, steps: 3}. The file of all ranks is RUN/traces/steps-100-102.json."""
     nvtx: bool = False
     """Mark the parts of every step as NVTX ranges, for Nsight. Traced steps are marked in any case."""
+    power_cap_w: float | None = Field(None, gt=0, le=10_000)
+    """Power limit of each GPU during the run, in watts; needs root. The limit that was set before is restored."""
+    co2_g_per_kwh: float = Field(473.0, ge=0, le=10_000)
+    """Grams of CO2 for a kilowatt-hour where the run is. Default: the world's mean of 2024 (Ember)."""
     trackers: list[str] = Field(default_factory=list)
     """Experiment trackers that receive the metrics; metrics.jsonl is always written."""
 

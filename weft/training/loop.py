@@ -47,7 +47,8 @@ def fit(session: Session, signals: Signals) -> Exit:
             return {"val_loss": val}
 
         tracer = session.tracer
-        metrics = StepMetrics(job, session.plan, session.mesh, state, write, signals, session.guards, tracer)
+        metrics = StepMetrics(job, session.plan, session.mesh, state, write, signals, session.guards, tracer,
+                              session.energy)  # fmt: skip
         metrics.agree_to_stop()
         if state.step == 0 and not metrics.stop:
             evaluate()

@@ -34,6 +34,7 @@ from weft.training.resume import (
     resume_from_disk,
     resume_from_memory,
 )
+from weft.training.run_energy import RunEnergy, open_energy
 from weft.training.slices_file import write_slices
 from weft.training.state import State, meta_problem
 from weft.training.step import Stepper
@@ -63,6 +64,8 @@ class Session:
     guards: Guards
     tracer: StepTracer
     """Traces the steps of the job's watch.trace."""
+    energy: RunEnergy
+    """Energy and health of the devices."""
     first_step: int = 0
     """The step at which the run was started, before any recovery."""
     began: float = field(default_factory=time.time)
@@ -167,6 +170,7 @@ class Session:
             resume_from_disk(self, at_most=to)
 
     def close(self) -> None:
+        self.energy.close()
         self.mesh.close()
 
 
@@ -232,8 +236,9 @@ def open_session(
         request = TraceRequest(asked.at, asked.steps, run.traces / file)
     tracer = StepTracer(run, mesh, request, lambda: heartbeat.now("checkpoint", state.step), job.watch.nvtx)
     session = Session(
-        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards, tracer
-    )
+        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards, tracer,
+        open_energy(job, plan, run, mesh, log),
+    )  # fmt: skip
     for compressor in state.model.compressors:
         compressor.report = session.compression
     write_slices(run, plan, mesh, state.model)

@@ -163,14 +163,14 @@ def test_causes_in_the_plan(tmp_path: Path) -> None:
 
 def test_a_throttled_gpu(tmp_path: Path) -> None:
     def hot(step: int, record: dict[str, Any]) -> None:
-        record["devices"] = [
-            {"index": 0, "rank": 0, "throttled_power": 0.0, "throttled_thermal": 0.0, "throttled_hardware": 0.0},
-            {"index": 1, "rank": 1, "throttled_power": 0.9, "watts": 199.0, "limit_w": 200.0, "clock_share": 0.5},
-        ]
+        record["ranks"] |= {
+            "throttled_power": [0.0, 0.9], "throttled_thermal": [0.0, 0.0], "throttled_hardware": [0.0, 0.0],
+            "gpu_power_w": [500.0, 199.0], "gpu_clock_share": [0.9, 0.5],
+        }  # fmt: skip
 
     (one,) = found(write(tmp_path / "a", hot))
     assert (one.cause, one.rank, one.costs_percent) == ("throttling", 1, pytest.approx(45))
-    assert "GPU 1 lowers its clock in 90 % of the samples (power limit); it draws 199 of 200 W" in one.evidence
+    assert "rank 1 lowers its clock in 90 % of the samples (power limit); it draws 199 W at 50 %" in one.evidence
 
 
 def test_failed_runs(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class GpuHealth:
 
     device: NvmlDevice
     report: Callable[[str, str], None]
-    """Called with a kind (ecc, xid, nvlink, throttle, temperature) and a sentence."""
+    """Called with a kind (ecc, xid, nvlink, throttle, overheat) and a sentence."""
     samples: int = 0
     throttled: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LIMITS, 0))
     """Samples in which each limit was active."""
@@ -67,7 +67,7 @@ class GpuHealth:
             return
         hot = sample.celsius >= limit - HOT_MARGIN_C
         if hot and not self._hot:
-            yield "temperature", f"is at {sample.celsius:.0f} °C; it slows down at {limit:.0f} °C"
+            yield "overheat", f"is at {sample.celsius:.0f} °C; it slows down at {limit:.0f} °C"
         self._hot = hot
 
     def _errors(self) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ class DeviceMonitor:
         self, device: NvmlDevice | None, host: HostEnergy | None, report: Callable[[str, str], None],
         interval_s: float = INTERVAL_S,
     ) -> None:  # fmt: skip
-        self.device, self.host, self.interval_s = device, host, interval_s
+        self.device, self.host = device, host
         self.gpu = GpuEnergy(device) if device is not None else None
         self.health = GpuHealth(device, report) if device is not None else None
         self.sample = GpuSample()
@@ -51,17 +52,9 @@ class DeviceMonitor:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         if device is not None or (host is not None and host.domains):
-            self._thread = threading.Thread(target=self._run, name="weft-devices", daemon=True)
+            args = (weakref.ref(self), self._end, interval_s)
+            self._thread = threading.Thread(target=_sample, args=args, name="weft-devices", daemon=True)
             self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                self.look()
-            except Exception:  # such as a GPU that has fallen off the bus
-                return
-            if self._end.wait(self.interval_s):
-                return
 
     def look(self) -> None:
         """Take one sample."""
@@ -91,6 +84,21 @@ class DeviceMonitor:
         self._end.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * INTERVAL_S)
+
+
+def _sample(monitor: weakref.ref[DeviceMonitor], end: threading.Event, interval_s: float) -> None:
+    """Sample until the monitor is closed or no longer used, as after a fault."""
+    while True:
+        here = monitor()
+        if here is None:
+            return
+        try:
+            here.look()
+        except Exception:  # such as a GPU that has fallen off the bus
+            return
+        del here
+        if end.wait(interval_s):
+            return
 
 
 def open_monitor(
