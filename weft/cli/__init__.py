@@ -32,7 +32,12 @@ GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
     "data": ("Build token stores.", {"build": data.data_build}),
     "bench": (
         "Measure this machine.",
-        {"step": bench.bench_step, "collectives": bench.bench_collectives},
+        {
+            "step": bench.bench_step,
+            "collectives": bench.bench_collectives,
+            "scaling": bench.bench_scaling,
+            "power": bench.bench_power,
+        },
     ),
 }
 """Commands of two words: the help text of a group and its commands."""
