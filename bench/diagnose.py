@@ -193,9 +193,7 @@ def main() -> None:
             print(lines[-1], flush=True)
     print("\n".join(lines))
     if asked.write:
-        about = (
-            "# What `weft diagnose` finds\n\n`python bench/diagnose.py`, on a machine of two cores.\n\n"
-        )
+        about = "# What `weft diagnose` finds\n\n`python bench/diagnose.py`, on a machine of two cores.\n\n"
         (Path(__file__).parent / "diagnose.md").write_text(about + "\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ MEMORY_WATTS_PER_GIB = 0.375
 NETWORK_JOULES_PER_BYTE = 1e-9
 """An adapter of 400 Gb/s (25 W) and its port of a switch (20 W) at full rate."""
 JOULES_PER_KWH = 3.6e6
+PARTS = ("devices", "processors", "processors (estimated)", "memory (estimated)", "network (estimated)")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,3 @@ class EnergyAccount:
         if self.usd_per_hour is not None:
             found["cost_usd"] = float(f"{self.usd_per_hour * self.seconds / 3600:.5g}")
         return found
-
-
-PARTS = ("devices", "processors", "processors (estimated)", "memory (estimated)", "network (estimated)")
