@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import DEADLINE_S, ENV, Output, write_job
+from helpers.command import DEADLINE_S, Output, weft, write_job
 
 from weft.chaos.disk import Disk, damage
 from weft.chaos.rank_faults import Orders, flip_bit, marker_of, poison
@@ -31,13 +29,12 @@ FAULT_KEYS = {"kind", "rank", "phase", "detect_s", "resume_s", "steps_lost"}
 
 def test_killed_and_preempted_run_is_bit_identical(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
-    command = "chaos job.yaml --faults kill@1,term --seed 5 --json"
-    said = subprocess.run(  # two whole runs, one of them started twice: more than the usual deadline allows for
-        [sys.executable, "-m", "weft", *command.split()],
-        cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=5 * DEADLINE_S, check=False,
-    )  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    found = json.loads(said.stdout)
+    # two whole runs, one of them started twice: more than the usual deadline allows for
+    said = weft(
+        tmp_path, *["chaos", "job.yaml", "--faults", "kill@1,term", "--seed", "5", "--json"], deadline_s=5 * DEADLINE_S
+    )
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
     assert found.keys() >= KEYS
     assert [f["kind"] for f in found["faults"]] == ["kill", "term"]
     for fault in found["faults"]:
@@ -47,7 +44,7 @@ def test_killed_and_preempted_run_is_bit_identical(tmp_path: Path) -> None:
     assert (found["samples_lost"], found["samples_repeated"]) == (0, 0)
     assert found["steps"] == 400 and found["final_loss"] == found["undisturbed_loss"]
     assert 0 < found["effective_ratio"] <= 1
-    assert "kill rank 1" in said.stderr and "term" in said.stderr
+    assert "kill rank 1" in said.err and "term" in said.err
 
 
 @pytest.mark.parametrize(
