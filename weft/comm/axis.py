@@ -150,7 +150,7 @@ class Axis:
         self.count("all_reduce", tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
-        return Metered(self.meter.follow(work), self.meter.inside(self.name, "all_reduce"))
+        return Metered(self.meter.follow(work, self.name, "all_reduce"), self.meter.inside(self.name, "all_reduce"))
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The shards of all ranks, concatenated along dim."""
@@ -186,7 +186,7 @@ class Axis:
         return out.flatten(0, 1), self._started("all_gather", tensor, works)
 
     def _started(self, what: str, tensor: Tensor, works: Sequence[dist.Work | None]) -> Exchange:
-        followed = [self.meter.follow(work) for work in works if work is not None]
+        followed = [self.meter.follow(work, self.name, what) for work in works if work is not None]
         return Exchange(followed, [tensor], [], [], self.meter.inside(self.name, what))
 
     def _start_swap(self, shards: Sequence[Tensor], out: Tensor) -> list[dist.Work | None]:

@@ -30,6 +30,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.plan import Plan
 from weft.precision import MIN_LOSS_SCALE
+from weft.watch.devices.monitor import DeviceFigures
 
 MAX_RECOMPUTES = 3
 """How often the same steps are recomputed because ranks disagree."""
@@ -121,7 +122,7 @@ class Guards:
         self.loader, self.starved = loader, loader.waited
         return self.stragglers.attach(loader)
 
-    def report(self, step: int, seconds: float, head: list[float], memory_gib: float) -> Tensor:
+    def report(self, step: int, seconds: float, head: list[float], memory_gib: float, devices: DeviceFigures) -> Tensor:
         """`head` and this rank's figures of the last step, to be summed over all ranks."""
         waited = self.mesh.meter.read()
         waits = tuple(waited.get(axis, 0.0) - self.waited.get(axis, 0.0) for axis in self.table.axes)
@@ -133,7 +134,7 @@ class Guards:
         delay, idle = self.contention.since()
         row = RankFigures(
             busy, starved, jump, changed if isinstance(changed, int) else 0, delay, idle,
-            time.process_time() - self.cpu, self.slack, memory_gib, waits, (),
+            time.process_time() - self.cpu, self.slack, memory_gib, waits, (), devices,
         )  # fmt: skip
         out = self.table.message(rank, head, row, self.mesh.device)
         if isinstance(changed, Tensor):
