@@ -35,6 +35,13 @@ def placement_rule(job: Job, plan: Plan) -> str | None:
     return f"placement={plan.placement} can be planned but not trained yet; placement=shards-near would work"
 
 
+def power_cap_rule(job: Job, plan: Plan) -> str | None:
+    """Only GPUs have a power limit that can be set."""
+    if job.watch.power_cap_w is None or plan.device == "cuda":
+        return None
+    return f"watch.power_cap_w={job.watch.power_cap_w:g} limits GPUs, and the ranks are on {plan.device}; leave it out"
+
+
 TP_RULES: tuple[Rule, ...] = (heads_rule, width_rule)
 
 RULES: tuple[Rule, ...] = (
@@ -44,7 +51,7 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 """A layout that breaks one of these can be neither planned nor trained."""
 
-RUNNABLE: tuple[Rule, ...] = (mixed_devices_rule, mpi_rule, placement_rule)
+RUNNABLE: tuple[Rule, ...] = (mixed_devices_rule, mpi_rule, placement_rule, power_cap_rule)
 """A layout that breaks one of these can be planned, but not trained."""
 
 
