@@ -28,7 +28,8 @@ class Run:
     def __init__(self, folder: Path, job: dict[str, Any], name: str, changes: list[str]):
         self.path, self.log = folder / name, folder / f"{name}.txt"
         (folder / "job.yaml").write_text(json.dumps(job), encoding="utf-8")
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
         command = [sys.executable, "-m", "weft", "train", "job.yaml", f"name={name}", f"runs_dir={folder}", *changes]
         self.began = time.time()
         with self.log.open("wb") as out:
@@ -51,7 +52,7 @@ class Run:
 
     def kill_a_rank(self) -> bool:
         """Kill a supervised rank, if there is one."""
-        ranks = [p for p in psutil.Process(self.process.pid).children(recursive=True) if "WEFT_SLOT" in p.environ()]
+        ranks = [p for p in psutil.Process(self.process.pid).children(recursive=True) if p.name() == "weft-rank-0"]
         for rank in ranks[:1]:
             rank.send_signal(signal.SIGKILL)
         return bool(ranks)

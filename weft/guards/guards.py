@@ -30,6 +30,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.plan import Plan
 from weft.precision import MIN_LOSS_SCALE
+from weft.watch.devices.monitor import DeviceFigures
 
 MAX_RECOMPUTES = 3
 """How often the same steps are recomputed because ranks disagree."""
@@ -76,7 +77,9 @@ class Guards:
         self.job, self.plan, self.mesh, self.state = job, plan, mesh, state
         self.settings = job.resilience
         self.coords = cast(list[dict[str, int]], mesh.all_gather_json(mesh.coords))
-        self.weights = WeightChecks(state.model.master_params, mesh, self.coords, plan.alone, self.settings.check_every)
+        # with late updates weights change in the forward pass, and a split master weight has no values to compare
+        every = 0 if plan.tiered and plan.lazy_update else self.settings.check_every
+        self.weights = WeightChecks(state.model.master_params, mesh, self.coords, plan.alone, every)
         self.faults = FaultLog(event, warn, self.coords)
         self.table = FigureLayout(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))
         self.stragglers = StragglerResponse(job, plan, mesh, self.faults, fixed=self._shares_are_fixed)
@@ -121,7 +124,7 @@ class Guards:
         self.loader, self.starved = loader, loader.waited
         return self.stragglers.attach(loader)
 
-    def report(self, step: int, seconds: float, head: list[float], memory_gib: float) -> Tensor:
+    def report(self, step: int, seconds: float, head: list[float], memory_gib: float, devices: DeviceFigures) -> Tensor:
         """`head` and this rank's figures of the last step, to be summed over all ranks."""
         waited = self.mesh.meter.read()
         waits = tuple(waited.get(axis, 0.0) - self.waited.get(axis, 0.0) for axis in self.table.axes)
@@ -133,7 +136,7 @@ class Guards:
         delay, idle = self.contention.since()
         row = RankFigures(
             busy, starved, jump, changed if isinstance(changed, int) else 0, delay, idle,
-            time.process_time() - self.cpu, self.slack, memory_gib, waits, (),
+            time.process_time() - self.cpu, self.slack, memory_gib, waits, (), devices,
         )  # fmt: skip
         out = self.table.message(rank, head, row, self.mesh.device)
         if isinstance(changed, Tensor):

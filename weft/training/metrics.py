@@ -24,9 +24,11 @@ from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
 from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.training.comm_metrics import CommMetrics
+from weft.training.run_energy import RunEnergy
 from weft.training.signals import Signals
 from weft.training.state import State
 from weft.training.step import Gradients
+from weft.watch.traces.tracer import StepTracer
 
 MAX_RANKS_EACH_STEP = 16
 """Ranks whose figures are written with every step; with n times as many, with every n-th step."""
@@ -102,7 +104,7 @@ class StepMetrics:
 
     def __init__(
         self, job: Job, plan: Plan, mesh: Mesh, state: State, write: Callable[[dict[str, Any]], None], signals: Signals,
-        guards: Guards,
+        guards: Guards, tracer: StepTracer | None = None, energy: RunEnergy | None = None,
     ):  # fmt: skip
         self.job, self.plan, self.mesh, self.state, self.write, self.signals = job, plan, mesh, state, write, signals
         self.guards = guards
@@ -110,7 +112,8 @@ class StepMetrics:
         self.stop: Exit | None = None
         self.sample_flops = flops_per_sample(job.model, job.data.seq_len)
         self.peak = peak_flops(plan, job)
-        self.comm = CommMetrics(mesh, job.watch.comm_every)
+        self.energy = energy or RunEnergy.nothing()
+        self.comm = CommMetrics(mesh, job.watch.comm_every, tracer)
         self.pending: _PendingStep | None = None
         self.last: dict[str, Any] = {}
         self.clock = StepClock(mesh.device)
@@ -137,7 +140,8 @@ class StepMetrics:
         mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world)
         host_seconds = end.host - start.host
         head = [0.0] * len(mine) + self.signals.flags()
-        sums = self.guards.report(self.state.step, host_seconds, head, peak_memory_gib(self.mesh.device))
+        memory, devices = peak_memory_gib(self.mesh.device), self.energy.monitor.figures()
+        sums = self.guards.report(self.state.step, host_seconds, head, memory, devices)
         sums[: len(mine)] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
         started = StepSums(sums, work, self.state.model.figures())
@@ -183,6 +187,7 @@ class StepMetrics:
             **entry.more,
             **self.state.model.metrics(more, count),
             **self.comm.figures(entry.timeline, seconds),
+            **self.energy.metrics(seconds, count, rows),
             **rank_figures(entry.step, self.guards.table.axes, rows),
             **extra,
         }
@@ -200,6 +205,8 @@ def rank_figures(step: int, axes: Sequence[str], rows: Sequence[RankFigures]) ->
     figures: dict[str, Any] = {
         key: [round(getattr(row, name), 5) for row in rows] for key, name in RANK_FIGURES.items()
     }
+    if any(row.devices.watts for row in rows):
+        figures |= {key: [round(getattr(row.devices, name), 4) for row in rows] for key, name in DEVICE_FIGURES.items()}
     figures["wait_s"] = {axis: seconds for axis, seconds in waits.items() if any(seconds)}
     return {"ranks": figures}
 
@@ -209,6 +216,14 @@ RANK_FIGURES = {
     "slack_s": "slack", "memory_gib": "memory",
 }  # fmt: skip
 """Keys of `ranks` in metrics.jsonl, and the figures that they hold."""
+
+
+DEVICE_FIGURES = {
+    "gpu_power_w": "watts", "gpu_temp_c": "celsius", "gpu_clock_share": "clock_share", "gpu_util_share": "utilisation",
+    "throttled_power": "throttled_power", "throttled_thermal": "throttled_thermal",
+    "throttled_hardware": "throttled_hardware",
+}  # fmt: skip
+"""The same of GPUs, where there are any."""
 
 
 def utilization(flops: float | None, seconds: float, peak: float | None, devices: int) -> float | None:
