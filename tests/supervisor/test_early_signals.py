@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fuzz.signals import is_handled, send_one
 from helpers.command import Started, run_of, until, write_job
-from helpers.forked_python import Popen
+from helpers.forked_python import TEMPLATE_ENV, Popen
 
 from weft.supervisor.run_lock import run_lock
 from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS, SignalForwarder
@@ -43,7 +43,7 @@ def test_signal_at_any_moment_ends_the_run(
 ) -> None:
     """With a new interpreter, which imports for seconds, and a fork, which starts at once. tests/fuzz/signals.py sends
     many more."""
-    assert send_one(tmp_path, ranks, number, after_s, popen) == ""
+    assert send_one(tmp_path, ranks, number, after_s, popen, TEMPLATE_ENV) == ""
 
 
 def test_ranks_that_start_later_get_earlier_signals() -> None:
