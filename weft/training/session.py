@@ -213,6 +213,9 @@ def open_session(
     snapshots = snapshots or Snapshots(
         Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device, world=mesh.world
     )
+    if state.optimizers.no_snapshots:
+        snapshots.refused = state.optimizers.no_snapshots
+        log.info("%s", f"no snapshots in memory: {snapshots.refused}")
     stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
 
     def warn(text: str) -> None:

@@ -27,7 +27,9 @@ from weft.planner.time.compression import residual_bytes
 
 GIB = 2**30
 HOST_SHARE = 0.7
-"""Share of a host's memory for offloaded activations."""
+"""Share of a host's memory for offloaded states and activations."""
+LOW_HALF_BYTES = 2
+"""Of a split master weight, besides its compute weight."""
 RUNTIME_BYTES = {"cpu": 0.35 * GIB, "cuda": 0.0}
 """torch itself, resident on a CPU rank. The context of a GPU is not part of what its allocator counts."""
 WORKSPACE_BYTES = 0.3 * GIB
@@ -111,10 +113,15 @@ class LayoutGroup:
         """Bytes that last from step to step, without gradients."""
         job, layouts, flags = self.job, self.layouts, self.flags
         sharded = flags["zero"] > 0
+        here = 1.0 - self.plan.host_share - self.plan.disk_share
+        """Share of the states that live on the device."""
         masters = FP32_BYTES * (held.padded if sharded else held.whole)
+        if self.plan.split_master:
+            masters = LOW_HALF_BYTES * held.whole * here
         copies = 0.0 if sharded or flags["fp32"] else 2 * held.whole
-        average = FP32_BYTES * held.held if job.train.ema else 0.0
+        average = FP32_BYTES * held.held * here if job.train.ema else 0.0
         optimizer = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, held.optimizer)
+        optimizer = optimizer * here + self.plan.stream_gib * GIB
         if self.plan.alone:  # the last shared weights, and DiLoCo's momentum
             outer = 2 if self.plan.sync == "diloco" else int(job.train.sync.quantize != "none")
             optimizer = optimizer + outer * FP32_BYTES * held.held
