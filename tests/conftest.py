@@ -1,4 +1,4 @@
-"""What every test may ask for: ranks that are spawned once a session, and small corpora."""
+"""Fixtures of all tests: ranks that are spawned once a session, commands in this process, and small corpora."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tests fork, and a forked process waits for ever for the threads of a parent's OpenMP."""
+    """Tests fork, and a forked process would wait forever for the threads of its parent's OpenMP."""
     import torch
 
     torch.set_num_threads(1)
