@@ -40,7 +40,7 @@ def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, 
     copies = "" if shards > 1 or plan.precision == "fp32" else f" + 2 B ({plan.precision} copy)"
     average = " + 4 B (ema)" if job.train.ema else ""
     whole = shards > 1 and plan.zero == 1 and plan.accumulation > 1
-    width = 2 if memory.keeps_low_precision_gradients(layouts) else 4
+    width = 2 if facts["alone"] else 4
     gradients = f"{here}{'' if whole else cut} × {width} B"
     gradients += ": whole until the last microbatch is done" if whole else ", as far as they exist at the peak"
     state = states["optimizer"] / max(facts["held"], 1.0)

@@ -216,11 +216,12 @@ def _some_blocks(
         if len(full) == 0:
             continue
         base = layouts.take(full)
-        blocks = np.ceil(estimator.model.layers / base.pp).astype(np.int64)
-        one = estimator.peak_gib(replace(base, recompute_blocks=np.ones(len(base), np.int64)))
+        layers = int(estimator.model.layers)
+        blocks = -(-layers // base.pp)
+        one = estimator.peak_gib(replace(base, recompute_blocks=base.pp))  # one of each stage
         share = (one - limit) / np.maximum(one - peaks[full], 1e-12)
         needed = 1 + np.ceil(np.clip(share, 0, 1) * (blocks - 1) - 1e-9).astype(np.int64)
-        tried = replace(base, recompute_blocks=needed).take(needed < blocks)
+        tried = replace(base, recompute_blocks=np.minimum(needed * base.pp, layers)).take(needed < blocks)
         if len(tried):
             _weigh(estimator, tried, np.asarray(estimator.estimate_time(tried).step_time_s), np.zeros(len(tried)), kept)
 
