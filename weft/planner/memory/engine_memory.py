@@ -6,8 +6,6 @@ and is the independent check.
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -25,10 +23,8 @@ from weft.planner.model.parameters import coords_of
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distinct, hashed
 
-TRACED_AT_ONCE = 4096
+TRACED_AT_ONCE = 8192
 """Layouts traced at once: their arrays stay in the cache."""
-THREADS = min(2, os.cpu_count() or 1)
-"""Threads that trace many layouts; numpy works on large arrays without Python's lock."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ class EngineMemory:
 
     def _one(self, layouts: Layouts, place: Place) -> LayoutGroup:
         rank, units = self._ranks(layouts, place)
-        ((_, flags),) = self._groups(layouts)[1]
+        ((_, flags),) = self._groups(layouts, rank.in_flight)[1]
         return LayoutGroup(self.tables, rank, flags, units)
 
     def least(self, layouts: Layouts) -> Size:
@@ -158,25 +154,18 @@ class EngineMemory:
     def _trace(self, layouts: Layouts, place: Place, detail: bool, least: bool = False) -> dict[str, Size]:
         out = {name: np.zeros(len(layouts)) for name in (("total", *PARTS) if detail else ("total",))}
         ranks, units = self._ranks(layouts, place, least)
-        order, groups = self._groups(layouts)
+        order, groups = self._groups(layouts, ranks.in_flight)
         ranks = ranks.take(order)
 
-        def trace(group: tuple[slice, dict[str, Any]]) -> None:
-            chosen, flags = group
+        for chosen, flags in groups:
             walk = LayoutGroup(self.tables, ranks.take(chosen), flags, units, least and flags["piped"]).trace(detail)
             out["total"][order[chosen]] = walk.peak
             for part, held in walk.at_peak.items():
                 out[part][order[chosen]] = held
 
-        if len(layouts) <= 2 * TRACED_AT_ONCE:
-            for group in groups:
-                trace(group)
-        else:
-            with ThreadPoolExecutor(THREADS) as pool:
-                list(pool.map(trace, groups))
         return out
 
-    def _groups(self, layouts: Layouts) -> tuple[Any, list[tuple[slice, dict[str, Any]]]]:
+    def _groups(self, layouts: Layouts, in_flight: Size) -> tuple[Any, list[tuple[slice, dict[str, Any]]]]:
         """An order of the layouts, and the slices of it in which all flags are the same."""
         fp32 = layouts.precision == 0
         sharded = layouts.dp_shard > 1
@@ -193,7 +182,7 @@ class EngineMemory:
             "piped": piped, "splits": splits, "split_passes": splits & ~_recomputes_all(layouts), "ep": layouts.ep > 1,
             "alone": alone, "buckets": ~sharded & (replicas | ~fp32) & ~alone, "retain": retain,
             "compiled": self.compiled(layouts), "long": self.is_long(layouts), "recompute": layouts.recompute,
-            "partial": layouts.recompute_blocks >= 0,
+            "partial": layouts.recompute_blocks >= 0, "steady": piped & (layouts.accumulation > in_flight),
         }  # fmt: skip
         key = np.zeros(len(layouts), np.int64)
         for column in columns.values():

@@ -83,7 +83,7 @@ class LayoutGroup:
         regime = Regime(
             sharded=flags["zero"] > 0, zero=flags["zero"], splits=flags["splits"], split_passes=flags["split_passes"],
             gathers_again=flags["zero"] == 3 and not flags["splits"], buckets=flags["buckets"],
-            compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
+            steady=flags["steady"], compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
         )  # fmt: skip
         passes = self.tables.passes(layouts, flags)
         states = self._states()

@@ -79,8 +79,8 @@ class Walk:
             if number > fewest:
                 self.on = (count >= number) * (1.0 if outer is None else outer)
             live, parts = self.live, dict(self.parts)
-            body(1.0 if number == 3 else (count <= number) * 1.0)
-            if number == 2:
+            body(1.0 if number == 3 or number >= most else 0.0 if number < fewest else (count <= number) * 1.0)
+            if number == 2 and most > 3:
                 jump = np.maximum(count - 3, 0)
                 self.parts = {name: size + jump * (size - parts[name]) for name, size in self.parts.items()}
                 self.live = self.live + jump * (self.live - live)

@@ -92,6 +92,8 @@ class Regime:
     """Weights are freed after each pass (ZeRO 3)."""
     buckets: bool
     """Gradients of replicas are in buckets from the start."""
+    steady: bool
+    """A pipeline with more microbatches than are in flight."""
     compute_bytes: int
     copies_reduced: bool
     """The backend copies what it reduces (Gloo)."""
@@ -134,7 +136,7 @@ class StepTrace:
         `in_flight` microbatches are held at once, `pending` of them until gradients of weights are made; `sent` are the
         bytes that a backward pass leaves in send buffers; `loss_held` is 1 where the loss waits for backward.
         """
-        last_alone = (accumulation == 1) * 1.0
+        several = accumulation > 1
         w, kept = self.w, self.s.kept - self.s.end.kept * (1 - loss_held)
         if self.r.sharded and not self.r.gathers_again and pipelined:
             self._gather_all()
@@ -142,23 +144,36 @@ class StepTrace:
         w.add(waiting * kept, "activations")
         if self.r.split_passes:
             w.add(np.maximum(pending - 1, 0) * self.s.all_later, "activations")
-        self._pass(first=True, last=last_alone)
-        several = accumulation > 1
         if not np.any(several):
+            self._pass(first=True, last=1.0)
             return
+        if self.r.steady:  # a later microbatch holds as much as the first, and the gradients
+            w.add(self._accumulated(), "gradients")
+            if self.r.sharded and not self.r.whole_gradients:
+                self.reducing = self.s.root.elements * FP32_BYTES
+                w.add(self.reducing, "communication")
+        else:
+            self._pass(first=True, last=0.0 if np.all(several) else (~several) * 1.0)
         w.on = None if np.all(several) else several * 1.0
         if pipelined:
             fewer = (accumulation <= in_flight) * np.minimum(waiting, 1.0)
             w.free(fewer * kept, "activations")
             w.add(sent * (accumulation - in_flight), "communication")
-            self._pass(first=False, last=0.0 * last_alone)
+            self._pass(first=False, last=0.0)
             w.free((waiting - fewer) * kept, "activations")
             if self.r.split_passes:
                 w.free(np.maximum(pending - 1, 0) * self.s.all_later, "activations")
             w.add(sent * (in_flight - 1), "communication")
             if not self.r.whole_gradients:
                 return
-        self._pass(first=False, last=0.0 * last_alone + 1.0)
+        self._pass(first=False, last=1.0)
+
+    def _accumulated(self) -> Size:
+        """Bytes of gradients after the first microbatch, beyond those of the replicas' buckets."""
+        parts = [(part, count) for unit, count in (*self.s.blocks, (self.s.root, 1.0)) for part in unit.parts]
+        if not self.r.sharded:
+            return sum(part.gathered * count for part, count in parts) * (not self.r.buckets)
+        return FP32_BYTES * sum((p.elements if self.r.whole_gradients else p.shard) * count for p, count in parts)
 
     def _gather_all(self) -> None:
         for unit, count in (*self.s.blocks, (self.s.root, 1.0)):
@@ -314,6 +329,8 @@ class StepTrace:
     def _reduce(self, full: Size, shard: Size, unit: Unit, now: Size, freed: Size, fresh: bool = True) -> None:
         """Reduce-scatter a unit's gradients where `now` is 1: copied to a buffer, then added to the shard's."""
         w = self.w
+        if not np.any(now):
+            return
         w.free(self.reducing * now, "communication")
         self.reducing = self.reducing + (w.chosen(full, self.reducing) - self.reducing) * now
         w.add(full * now, "communication")

@@ -65,7 +65,8 @@ class PassTables:
         wanted, first, inverse = np.unique(key, return_index=True, return_inverse=True)
         name = tuple(flags[flag] if flag != "zero" else flags[flag] > 0 for flag in PASS_FLAGS)
         keys, table = self._known.get(name, (wanted[:0], None))
-        missing = first[~np.isin(wanted, keys)]
+        at = np.searchsorted(keys, wanted)
+        missing = first[wanted != np.append(keys, -1)[at]]
         if len(missing):
             compute = _mlp_passes if self.job.model.is_stack else _transformer_passes
             new = compute(self, layouts.take(missing), flags).table()
@@ -74,9 +75,9 @@ class PassTables:
             order = np.argsort(keys)
             keys, table = keys[order], table[:, order]
             self._known[name] = keys, table
+            at = np.searchsorted(keys, wanted)
         assert table is not None
-        places = np.asarray(np.searchsorted(keys, wanted))
-        return Passes.from_table(table[:, places[inverse.ravel()]])
+        return Passes.from_table(table[:, at[inverse.ravel()]])
 
 
 def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], fused: bool) -> Sizes:
