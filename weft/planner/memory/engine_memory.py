@@ -25,6 +25,8 @@ from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distin
 
 TRACED_AT_ONCE = 8192
 """Layouts traced at once: their arrays stay in the cache."""
+MIN_TRACED_APART = 2048
+"""Larger groups of layouts are traced in parts that need fewer operations."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,13 @@ class EngineMemory:
             "alone": np.array([group.flags["alone"]]),
         }  # fmt: skip
 
+    def keeps_gathered(self, layouts: Layouts) -> bool:
+        """Whether sharded weights of one layout stay gathered for the step: ZeRO 1 and 2, or a split backward."""
+        return bool(((layouts.zero < 3) | (SPLITS[layouts.schedule] & (layouts.pp > 1)))[0])
+
     def _one(self, layouts: Layouts, place: Place) -> LayoutGroup:
         rank, units = self._ranks(layouts, place)
-        ((_, flags),) = self._groups(layouts, rank.in_flight)[1]
+        ((_, flags),) = self._groups(rank)[1]
         return LayoutGroup(self.tables, rank, flags, units)
 
     def least(self, layouts: Layouts) -> Size:
@@ -140,7 +146,8 @@ class EngineMemory:
             blocks = np.maximum((self.job.model.layers or 0) // layouts.pp, 1).astype(float)
             inner = blocks if self.job.model.experts is None else 0.0 * blocks
             dense = np.where(layouts.pp > 1, inner, self.stages.first_dense)
-            counts = BlockCounts(blocks, dense, *[np.minimum(blocks, layouts.recompute_blocks / layouts.pp)] * 2)
+            again = np.minimum(blocks, layouts.recompute_blocks / layouts.pp)
+            counts = BlockCounts(blocks, dense, again, again, np.ones(len(layouts)))
         else:
             counts = self.stages.at(layouts, at)
         units, position = _unit_sizes(self.job, layouts, place)
@@ -154,7 +161,7 @@ class EngineMemory:
     def _trace(self, layouts: Layouts, place: Place, detail: bool, least: bool = False) -> dict[str, Size]:
         out = {name: np.zeros(len(layouts)) for name in (("total", *PARTS) if detail else ("total",))}
         ranks, units = self._ranks(layouts, place, least)
-        order, groups = self._groups(layouts, ranks.in_flight)
+        order, groups = self._groups(ranks)
         ranks = ranks.take(order)
 
         for chosen, flags in groups:
@@ -165,8 +172,9 @@ class EngineMemory:
 
         return out
 
-    def _groups(self, layouts: Layouts, in_flight: Size) -> tuple[Any, list[tuple[slice, dict[str, Any]]]]:
+    def _groups(self, ranks: Rank) -> tuple[Any, list[tuple[slice, dict[str, Any]]]]:
         """An order of the layouts, and the slices of it in which all flags are the same."""
+        layouts = ranks.layouts
         fp32 = layouts.precision == 0
         sharded = layouts.dp_shard > 1
         piped = layouts.pp > 1
@@ -181,24 +189,31 @@ class EngineMemory:
             "fp32": fp32, "tp": layouts.tp > 1, "sequence": layouts.sequence, "zero": layouts.zero * sharded,
             "piped": piped, "splits": splits, "split_passes": splits & ~_recomputes_all(layouts), "ep": layouts.ep > 1,
             "alone": alone, "buckets": ~sharded & (replicas | ~fp32) & ~alone, "retain": retain,
-            "compiled": self.compiled(layouts), "long": self.is_long(layouts), "recompute": layouts.recompute,
-            "partial": layouts.recompute_blocks >= 0, "steady": piped & (layouts.accumulation > in_flight),
+            "compiled": self.compiled(layouts), "long": self.is_long(layouts),
         }  # fmt: skip
         key = np.zeros(len(layouts), np.int64)
         for column in columns.values():
             key = key * 4 + column
-        order = np.argsort(key * 4096 + layouts.pp, kind="stable")  # layouts of as many blocks next to each other
-        key = key[order]
-        edges = [0, *(np.flatnonzero(key[1:] != key[:-1]) + 1).tolist(), len(key)]
+        # in large groups, layouts of as many units and passes are traced together
+        alike = layouts.recompute * 4 + ranks.steady * 2 + (layouts.recompute_blocks >= 0)
+        order = np.lexsort((layouts.pp, alike, key))
         groups = []
-        for start, stop in pairwise(edges):
+        for start, stop in pairwise(_edges(key[order])):
             flags = {name: column[order[start]].item() for name, column in columns.items()}
-            groups += [(slice(a, min(a + TRACED_AT_ONCE, stop)), flags) for a in range(start, stop, TRACED_AT_ONCE)]
+            inner = _edges(alike[order[start:stop]]) if stop - start > MIN_TRACED_APART else [0, stop - start]
+            for a, b in pairwise(inner):
+                parts = range(start + a, start + b, TRACED_AT_ONCE)
+                groups += [(slice(i, min(i + TRACED_AT_ONCE, start + b)), flags) for i in parts]
         return order, groups
 
     def is_long(self, layouts: Layouts) -> Size:
         """Which layouts run blocks in chunks of tokens, or with their inputs offloaded to the host."""
         return (chunk_tokens(self.job, layouts) > 0) | (layouts.offload == OFFLOADS.index("activations"))
+
+
+def _edges(values: Any) -> list[int]:
+    """Where a sorted array changes, with both ends."""
+    return [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
 
 
 def _recomputes_all(layouts: Layouts) -> Size:

@@ -52,6 +52,12 @@ class Rank:
     in_flight: Size
     pending: Size
 
+    @property
+    def steady(self) -> Size:
+        """Where forward passes go on after the first backward pass of the rank's first stage: there are more
+        microbatches than that stage holds."""
+        return (self.layouts.pp > 1) & (self.layouts.accumulation > self.in_flight * self.counts.first_holds)
+
     def take(self, chosen: Any) -> Rank:
         """The same for some of the layouts."""
         return Rank(
@@ -83,7 +89,8 @@ class LayoutGroup:
         regime = Regime(
             sharded=flags["zero"] > 0, zero=flags["zero"], splits=flags["splits"], split_passes=flags["split_passes"],
             gathers_again=flags["zero"] == 3 and not flags["splits"], buckets=flags["buckets"],
-            steady=flags["steady"], compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
+            steady=flags["piped"] and bool(np.all(rank.steady)),
+            compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
         )  # fmt: skip
         passes = self.tables.passes(layouts, flags)
         states = self._states()
@@ -105,7 +112,7 @@ class LayoutGroup:
             local = 2 * (V_SHAPED[layouts.schedule] & (rank.at == layouts.pp - 1))
             sent = stage.hidden * (2 * layouts.virtual_stages - self.begins - self.ends - local)
         StepTrace(stage, regime, walk).run(
-            rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], sent,
+            rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], rank.steady, sent,
             ALL_FORWARD_FIRST[layouts.schedule],
         )  # fmt: skip
         walk.restart({**between, "gradients": states["gradients"]})
@@ -188,9 +195,9 @@ class LayoutGroup:
 
     def stage(self, passes: Passes, states: dict[str, Size]) -> Stage:
         """The units of the rank."""
-        layouts, flags, (blocks, dense, again, again_waiting) = self.layouts, self.flags, self.rank.counts
-        if flags["recompute"] == 0 or not flags["partial"]:
-            again = again_waiting = blocks * (flags["recompute"] > 0)
+        layouts, flags, (blocks, dense, again, again_waiting, _) = self.layouts, self.flags, self.rank.counts
+        recomputes, partly = layouts.recompute > 0, layouts.recompute_blocks >= 0
+        again, again_waiting = (recomputes * (blocks + partly * (each - blocks)) for each in (again, again_waiting))
         apart = _unit(states, "experts", self.compute_bytes, NO_PASSES) if "experts gathered" in states else None
         parts: list[tuple[Unit, Size]] = []
         waits_more: Size = 0.0
@@ -201,7 +208,7 @@ class LayoutGroup:
             if kind == "dense" and passes.routed is not None:
                 recomputed = again - np.minimum(again, blocks - dense)
             one = _unit(states, kind, self.compute_bytes, modes[0], apart if kind == "routed" else None)
-            chosen = replace(one, passes=modes[flags["recompute"]])
+            chosen = replace(one, passes=modes[1], recomputed=True)
             parts += [(one, count - recomputed), (chosen, recomputed)]
             waits_more = (again - again_waiting) * (one.passes.kept - chosen.passes.kept)
         kinds = [(unit, count) for unit, count in parts if np.any(count > 0)]

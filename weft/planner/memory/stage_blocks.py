@@ -39,6 +39,8 @@ class BlockCounts(NamedTuple):
     """Those recomputed, where the layout gives their number."""
     again_waiting: Size
     """The same, each counted by the share of waiting microbatches that its stage holds."""
+    first_holds: Size
+    """Microbatches that the first of the rank's stages holds, over the average of its stages."""
 
 
 class StageBlocks:
@@ -52,10 +54,9 @@ class StageBlocks:
         self.job = job
 
     def _by_rank(self, pp: int, virtual: int, shape: int, pairs: bool, again: int) -> list[tuple[float, ...]]:
-        """Blocks of each rank of a pipeline; of these dense ones, recomputed ones of `again` in all, and the same as
-        they count for waiting microbatches: of several stages on a rank the earlier ones hold more of them, each until
-        it has been through all stages after it and back."""
-        whole = (self.layers, self.first_dense, again, again)
+        """BlockCounts of each rank of a pipeline that recomputes `again` blocks. Of several stages on a rank the first
+        holds most microbatches, each until it has been through all stages after it and back."""
+        whole = (self.layers, self.first_dense, again, again, 1.0)
         if pp == 1:
             return [whole]
         stages = pp * virtual
@@ -74,16 +75,17 @@ class StageBlocks:
             weighted[rank] += here * (stages - stage)
             waits[rank] += stages - stage
         counted = [min(blocks[r], virtual * weighted[r] / waits[r]) for r in range(pp)]
-        return list(zip(blocks, dense, recomputed, counted, strict=True))
+        holds = [virtual * (stages - r) / waits[r] for r in range(pp)]
+        return list(zip(blocks, dense, recomputed, counted, holds, strict=True))
 
     def at(self, layouts: Layouts, index: Size) -> BlockCounts:
         """Blocks of pipeline rank `index`."""
-        return BlockCounts(*self._look_up(layouts, index).T[:4])
+        return BlockCounts(*self._look_up(layouts, index).T[:-1])
 
     def largest(self, layouts: Layouts) -> Size:
         """The first rank between the ends of each pipeline that has more blocks than the first, or more with experts;
         0 where there is none."""
-        return self._look_up(layouts, None)[:, 4].astype(np.int64)
+        return self._look_up(layouts, None)[:, -1].astype(np.int64)
 
     def _look_up(self, layouts: Layouts, index: Size | None) -> Size:
         piped = layouts.pp > 1
@@ -102,4 +104,4 @@ class StageBlocks:
             inner = sorted(range(1, len(ranks) - 1), key=lambda r: (-ranks[r][0], ranks[r][1], r))[:1]
             more = [r for r in inner if ranks[r][0] > ranks[0][0] or ranks[r][1] < ranks[0][1]]
             table.append((*ranks[int(index[i])], more[0] if more else 0))
-        return np.array(table, float).reshape(-1, 5)[inverse.ravel()]
+        return np.array(table, float).reshape(-1, 6)[inverse.ravel()]

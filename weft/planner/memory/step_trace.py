@@ -29,6 +29,7 @@ class Unit:
     passes: PassBytes
     experts: Unit | None = None
     """Experts that are gathered as a unit of their own."""
+    recomputed: bool = False
 
     @property
     def parts(self) -> tuple[Unit, ...]:
@@ -69,7 +70,7 @@ class Stage:
 
     @property
     def all_later(self) -> Size:
-        return self.later * sum(count for _, count in self.blocks)
+        return self.later * sum(count for unit, count in self.blocks if not unit.recomputed)
 
     @property
     def kept(self) -> Size:
@@ -87,7 +88,7 @@ class Regime:
     splits: bool
     """The schedule computes gradients of weights separately."""
     split_passes: bool
-    """They are; a recomputed block makes all its gradients in one pass."""
+    """They are, in some blocks; a recomputed one makes all its gradients in one pass."""
     gathers_again: bool
     """Weights are freed after each pass (ZeRO 3)."""
     buckets: bool
@@ -129,12 +130,14 @@ class StepTrace:
         """Bytes of gradients that are being reduced."""
 
     def run(
-        self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, sent: Size, loss_held: Size
-    ) -> None:
+        self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, steady: Size, sent: Size,
+        loss_held: Size,
+    ) -> None:  # fmt: skip
         """Trace the passes that may hold the peak: the first microbatch, one with all gradients in place, the last.
 
-        `in_flight` microbatches are held at once, `pending` of them until gradients of weights are made; `sent` are the
-        bytes that a backward pass leaves in send buffers; `loss_held` is 1 where the loss waits for backward.
+        `in_flight` microbatches are held at once, `pending` of them until gradients of weights are made, and as many
+        with all gradients where the pipeline is `steady`; `sent` are the bytes that a backward pass leaves in send
+        buffers; `loss_held` is 1 where the loss waits for backward.
         """
         several = accumulation > 1
         w, kept = self.w, self.s.kept - self.s.end.kept * (1 - loss_held)
@@ -156,7 +159,7 @@ class StepTrace:
             self._pass(first=True, last=0.0 if np.all(several) else (~several) * 1.0)
         w.on = None if np.all(several) else several * 1.0
         if pipelined:
-            fewer = (accumulation <= in_flight) * np.minimum(waiting, 1.0)
+            fewer = ~steady * np.minimum(waiting, 1.0)
             w.free(fewer * kept, "activations")
             w.add(sent * (accumulation - in_flight), "communication")
             self._pass(first=False, last=0.0)
@@ -187,7 +190,8 @@ class StepTrace:
         self._backward(first, last)
         if self.r.split_passes:
             for unit, count in reversed(self.s.blocks):
-                self.w.repeat(count, partial(self._weight_pass, unit, first, last))
+                if not unit.recomputed:
+                    self.w.repeat(count, partial(self._weight_pass, unit, first, last))
         self._finish(first, last)
 
     def _forward(self) -> None:
@@ -261,7 +265,7 @@ class StepTrace:
             w.add(part.gathered - self.ahead + following, "communication")
             self.ahead = w.chosen(following, self.ahead)
         w.flash(unit.passes.backward)
-        if self.r.split_passes:
+        if self.r.split_passes and not unit.recomputed:
             w.add(self.s.later, "activations")
         else:
             self._block_gradients(unit, first, last)
