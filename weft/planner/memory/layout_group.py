@@ -112,8 +112,8 @@ class LayoutGroup:
             local = 2 * (V_SHAPED[layouts.schedule] & (rank.at == layouts.pp - 1))
             sent = stage.hidden * (2 * layouts.virtual_stages - self.begins - self.ends - local)
         StepTrace(stage, regime, walk).run(
-            rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], rank.steady, sent,
-            ALL_FORWARD_FIRST[layouts.schedule],
+            rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], layouts.virtual_stages,
+            rank.steady, sent, ALL_FORWARD_FIRST[layouts.schedule],
         )  # fmt: skip
         walk.restart({**between, "gradients": states["gradients"]})
         walk.flash(states["update"])

@@ -72,10 +72,10 @@ class StageBlocks:
             # spread evenly, as in memory/recompute.py
             here = end * again // self.layers - first * again // self.layers
             recomputed[rank] += here
-            weighted[rank] += here * (stages - stage)
-            waits[rank] += stages - stage
-        counted = [min(blocks[r], virtual * weighted[r] / waits[r]) for r in range(pp)]
-        holds = [virtual * (stages - r) / waits[r] for r in range(pp)]
+            weighted[rank] += here * (stages - stage - 1)
+            waits[rank] += stages - stage - 1
+        counted = [min(blocks[r], virtual * weighted[r] / max(1, waits[r])) for r in range(pp)]
+        holds = [virtual * (stages - r) / (waits[r] + virtual) for r in range(pp)]
         return list(zip(blocks, dense, recomputed, counted, holds, strict=True))
 
     def at(self, layouts: Layouts, index: Size) -> BlockCounts:

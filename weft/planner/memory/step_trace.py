@@ -130,14 +130,14 @@ class StepTrace:
         """Bytes of gradients that are being reduced."""
 
     def run(
-        self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, steady: Size, sent: Size,
-        loss_held: Size,
+        self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, stages: Size, steady: Size,
+        sent: Size, loss_held: Size,
     ) -> None:  # fmt: skip
         """Trace the passes that may hold the peak: the first microbatch, one with all gradients in place, the last.
 
-        `in_flight` microbatches are held at once, `pending` of them until gradients of weights are made, and as many
-        with all gradients where the pipeline is `steady`; `sent` are the bytes that a backward pass leaves in send
-        buffers; `loss_held` is 1 where the loss waits for backward.
+        `in_flight` microbatches are held at once, each over all `stages` of the rank, `pending` of them until gradients
+        of weights are made, and as many with all gradients where the pipeline is `steady`; `sent` are the bytes that a
+        backward pass leaves in send buffers; `loss_held` is 1 where the loss waits for backward.
         """
         several = accumulation > 1
         w, kept = self.w, self.s.kept - self.s.end.kept * (1 - loss_held)
@@ -159,7 +159,7 @@ class StepTrace:
             self._pass(first=True, last=0.0 if np.all(several) else (~several) * 1.0)
         w.on = None if np.all(several) else several * 1.0
         if pipelined:
-            fewer = ~steady * np.minimum(waiting, 1.0)
+            fewer = ~steady * np.minimum(waiting, 1.0 / stages)
             w.free(fewer * kept, "activations")
             w.add(sent * (accumulation - in_flight), "communication")
             self._pass(first=False, last=0.0)
