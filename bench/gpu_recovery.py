@@ -64,6 +64,17 @@ def control(job: Job, ranks: int, folder: Path) -> bool | None:
     return same_weights(first, second) and not differing_steps(first, second)
 
 
+def against_one_rank(job: Job, reference: RunDir, folder: Path) -> dict[str, float]:
+    """Largest relative differences of loss and gradient norm between the undisturbed run and one rank alone."""
+    alone = undisturbed(job, 1, folder / "one-rank", print)
+    ours, theirs = ({r["step"]: r for r in read_metrics(x.metrics)} for x in (reference, alone))
+    found = {
+        key: max(abs(ours[step][key] - theirs[step][key]) / abs(theirs[step][key]) for step in theirs)
+        for key in ("loss", "grad_norm")
+    }
+    return {"steps": len(theirs), **found}
+
+
 def group(
     name: str, ranks: int, faults: str, asked: argparse.Namespace, folder: Path, *overrides: str
 ) -> dict[str, Any]:
@@ -77,7 +88,10 @@ def group(
         found = run_experiment(
             Experiment(job, ranks, faults, timeout_s=asked.timeout), lambda text: print(" ", text, flush=True)
         )
-        row |= result(found, RunDir(folder / f"{name}-chaos" / "undisturbed"))
+        reference = RunDir(folder / f"{name}-chaos" / "undisturbed")
+        row |= result(found, reference)
+        if asked.one_rank and name == "kill":
+            row["one_rank"] = against_one_rank(job, reference, folder)
     except (WeftError, OSError) as error:
         row["why"] = f"{type(error).__name__}: {error}"
     row["seconds"] = time.monotonic() - began
@@ -135,6 +149,11 @@ def page(about: dict[str, str], rows: list[dict[str, Any]]) -> str:
     lines += [
         f"- two runs without faults: {'same' if r['deterministic'] else 'differ'}" for r in rows if "deterministic" in r
     ]
+    lines += [
+        f"- {r['one_rank']['steps']} steps of {r['ranks']} ranks against one rank: largest relative difference of the "
+        f"loss {r['one_rank']['loss']:.1e}, of the gradient norm {r['one_rank']['grad_norm']:.1e}"
+        for r in rows if "one_rank" in r
+    ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
@@ -147,6 +166,9 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no group is started")
     parser.add_argument("--no-control", action="store_true", help="without the second run without faults")
+    parser.add_argument(
+        "--one-rank", action="store_true", help="compare the undisturbed kill group with one rank alone"
+    )
     asked = parse(parser)
     few = asked.others
     groups: list[tuple[Any, ...]] = [

@@ -28,7 +28,8 @@ class Run:
     def __init__(self, folder: Path, job: dict[str, Any], name: str, changes: list[str]):
         self.path, self.log = folder / name, folder / f"{name}.txt"
         (folder / "job.yaml").write_text(json.dumps(job), encoding="utf-8")
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
         command = [sys.executable, "-m", "weft", "train", "job.yaml", f"name={name}", f"runs_dir={folder}", *changes]
         self.began = time.time()
         with self.log.open("wb") as out:
@@ -51,7 +52,7 @@ class Run:
 
     def kill_a_rank(self) -> bool:
         """Kill a supervised rank, if there is one."""
-        ranks = [p for p in psutil.Process(self.process.pid).children(recursive=True) if "WEFT_SLOT" in p.environ()]
+        ranks = [p for p in psutil.Process(self.process.pid).children(recursive=True) if p.name() == "weft-rank-0"]
         for rank in ranks[:1]:
             rank.send_signal(signal.SIGKILL)
         return bool(ranks)
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--shape", default="1b", choices=SHAPES)
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=1)
     parser.add_argument("changes", nargs="*", help="key=value for the job")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-start-") as made:
@@ -76,10 +78,11 @@ def main() -> None:
             run = Run(folder, job, f"run-{number}", asked.changes)
             found["warm" if number else "cold"].append(run.wait_for(1))
             run.wait_for(10)
-            if number == asked.rounds:
+            for _ in range(asked.kills if number == asked.rounds else 0):
                 steps = run.steps()
                 if run.kill_a_rank():
-                    found["after a kill"].append(run.wait_for(steps + 2))
+                    found["after a kill"].append(run.wait_for(steps + 1))
+                    run.wait_for(steps + 20)
             run.end()
     for what, seconds in found.items():
         print(f"{what:14}", " ".join(f"{s:6.1f} s" for s in seconds))

@@ -161,6 +161,10 @@ class Mesh:
             dist.destroy_process_group()
 
 
+CONTEXT_GIB = 2.0
+"""Upper bound of the GPU memory of a process that only waits."""
+
+
 def local_device(plan: Plan, local_rank: int) -> torch.device:
     """The device of a rank; several ranks may share a GPU."""
     if plan.device == "cpu":
@@ -170,6 +174,22 @@ def local_device(plan: Plan, local_rank: int) -> torch.device:
             "the plan is for cuda, but torch sees no GPU here; use cluster.device=cpu or run weft doctor"
         )
     return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def open_device(plan: Plan) -> None:
+    """Initialise CUDA before this process is needed as a rank: the driver, and where there is only one GPU, which needs
+    to have room for it, its context and the library of matrix products. Otherwise this is part of every recovery."""
+    if plan.device != "cuda" or not torch.cuda.is_available():
+        return
+    use_many_queues()
+    torch.cuda.init()
+    if torch.cuda.device_count() > 1:
+        return
+    total = torch.cuda.get_device_properties(0).total_memory / 2**30
+    if plan.predicted.get("memory_gib", total) + CONTEXT_GIB < total:
+        for dtype in (torch.float32, torch.bfloat16):
+            one = torch.ones(16, 16, device="cuda", dtype=dtype)
+            (one @ one).sum().item()
 
 
 def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = None) -> Mesh:

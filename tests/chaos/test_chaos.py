@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import DEADLINE_S, ENV, Output, write_job
+from helpers.command import DEADLINE_S, Output, weft, write_job
 
 from weft.chaos.disk import Disk, damage
 from weft.chaos.rank_faults import Orders, flip_bit, marker_of, poison
@@ -19,8 +17,8 @@ JOB = {
     "name": "small",
     "model": {"dim": 16, "layers": 2, "heads": 2, "ffn": 32},
     "data": {"seq_len": 16},
-    "train": {"steps": 400, "global_batch": 4, "eval_every": 0},
-    "checkpoint": {"every": 50},
+    "train": {"steps": 160, "global_batch": 4, "eval_every": 0},
+    "checkpoint": {"every": 20},
     "cluster": {"device": "cpu"},
     "parallel": {"dp_replicate": 2, "dp_shard": 1},
 }
@@ -31,13 +29,12 @@ FAULT_KEYS = {"kind", "rank", "phase", "detect_s", "resume_s", "steps_lost"}
 
 def test_killed_and_preempted_run_is_bit_identical(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
-    command = "chaos job.yaml --faults kill@1,term --seed 5 --json"
-    said = subprocess.run(  # two whole runs, one of them started twice: more than the usual deadline allows for
-        [sys.executable, "-m", "weft", *command.split()],
-        cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=5 * DEADLINE_S, check=False,
-    )  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    found = json.loads(said.stdout)
+    # two whole runs, one of them started twice: more than the usual deadline allows for
+    said = weft(
+        tmp_path, *["chaos", "job.yaml", "--faults", "kill@1,term", "--seed", "5", "--json"], deadline_s=5 * DEADLINE_S
+    )
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
     assert found.keys() >= KEYS
     assert [f["kind"] for f in found["faults"]] == ["kill", "term"]
     for fault in found["faults"]:
@@ -45,9 +42,9 @@ def test_killed_and_preempted_run_is_bit_identical(tmp_path: Path) -> None:
         assert fault["resume_s"] > 0 and fault["steps_lost"] >= 0
     assert found["finished"] is True and found["bitwise_equal"] is True
     assert (found["samples_lost"], found["samples_repeated"]) == (0, 0)
-    assert found["steps"] == 400 and found["final_loss"] == found["undisturbed_loss"]
+    assert found["steps"] == 160 and found["final_loss"] == found["undisturbed_loss"]
     assert 0 < found["effective_ratio"] <= 1
-    assert "kill rank 1" in said.stderr and "term" in said.stderr
+    assert "kill rank 1" in said.err and "term" in said.err
 
 
 @pytest.mark.parametrize(
@@ -56,7 +53,7 @@ def test_killed_and_preempted_run_is_bit_identical(tmp_path: Path) -> None:
         (["--faults", "kil"], "'kil' is not known; did you mean kill?"),
         (["--faults", "stop@2"], "stop@2 names rank 2, but the run has ranks 0 to 1"),
         (["--faults", "node"], "node needs a run of at least 2 nodes"),
-        (["--faults", "random:200"], "train.steps is 400, and 200 faults need at least"),
+        (["--faults", "random:200"], "train.steps is 160, and 200 faults need at least"),
         (["parallel.tp=3"], "parallel.tp=3 does not divide model.heads=2"),
     ],
 )

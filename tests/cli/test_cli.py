@@ -69,7 +69,7 @@ def test_help_plans_and_schemas_import_no_torch(folder: Path) -> None:
         "    assert 'torch' not in sys.modules, line\n"
         "print('without torch')"
     )
-    said = python(folder, "-c", code)
+    said = python(folder, "-c", code, popen=subprocess.Popen)
     assert said.code == 0, said.err
     assert said.out.endswith("without torch\n")
 

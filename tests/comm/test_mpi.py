@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from helpers import parity
-from helpers.command import ENV, ROOT, Output, losses, run_of, write_job
+from helpers.command import ENV, Output, losses, run_of, write_job
+from helpers.forked_python import ROOT
 
 from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, rank_info, under_mpi
 from weft.job.errors import JobError

@@ -94,7 +94,8 @@ def test_figures_of_a_timed_step(pool: RankPool) -> None:
         job = parity.make_job(train={"accumulation": 1}, parallel=layout)
         for found, counts, quiet in pool.run(watched, 2, job):
             assert quiet and found[0] == {}
-            assert found[1].keys() == {"comm_share", "exposed_share", "comm_mib", "comm_gb_per_s"}
+            assert found[1].keys() == {"comm_share", "exposed_share", "comm_mib", "comm_gb_per_s", "comm_axes"}
+            assert found[1]["comm_axes"][axis]["ranks"] == 2 and found[1]["comm_axes"][axis]["shortest_ms"] > 0
             assert 0 <= found[1]["exposed_share"] <= found[1]["comm_share"] <= 1
             assert found[1]["comm_gb_per_s"] > 0 and found[1]["comm_share"] > 0
             assert kinds <= counts[axis].keys()

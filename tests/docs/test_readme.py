@@ -11,6 +11,7 @@ A comment before a block controls it and is not visible on the page:
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,10 +21,12 @@ from pathlib import Path
 
 import pytest
 from helpers.docs_pages import maker, text_of
+from helpers.forked_python import TEMPLATE_ENV, Popen
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"(?:^<!-- ?([^\n]*?) ?-->\n+)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHIMS = {"weft": "-m weft", "python": "", "torchrun": "-m torch.distributed.run"}
+SHIMS = {"weft": ["-m", "weft"], "python": [], "torchrun": ["-m", "torch.distributed.run"]}
+SHELL_SYNTAX = re.compile(r"[|<>&;$`*?~]")
 LIMIT_S = 300
 
 
@@ -50,14 +53,26 @@ def shell(tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, arguments in SHIMS.items():
-        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {" ".join(arguments)} "$@"\n')
         (tools / name).chmod(0o755)
     folder = tmp_path / "work"
     folder.mkdir()
-    left_out = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WEFT_STORE"}
-    env = {k: v for k, v in os.environ.items() if k not in left_out}
-    env |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    env = {**TEMPLATE_ENV, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WEFT_STORE"):
+        env.pop(name, None)
     return folder, env
+
+
+def commands_of(block, forked=True):
+    """The commands of a block. Lines without shell syntax are forks of a process with all imports (helpers), others
+    are run by bash, which starts new interpreters."""
+    if block.language == "python":
+        return [[sys.executable, "-c", block.text]]
+    lines = [shlex.split(line, comments=True) for line in block.text.replace("\\\n", "").splitlines()]
+    lines = [words for words in lines if words]
+    if not forked or SHELL_SYNTAX.search(block.text) or not all(words[0] in SHIMS for words in lines):
+        return [["bash", "-euo", "pipefail", "-c", block.text]]
+    return [[sys.executable, *SHIMS[words[0]], *words[1:]] for words in lines]
 
 
 def run_page(page, shell):
@@ -69,20 +84,29 @@ def run_page(page, shell):
             (shell[0] / word).write_text(block.text, encoding="utf-8")
         elif block.language in ("bash", "python") and block.marker != "not run":
             assert verb in ("", "end", "exit", "ctrl-c"), f"{block.where}: unknown marker {block.marker!r}"
-            command = ["bash", "-euo", "pipefail", "-c", block.text]
-            if block.language == "python":
-                command = ["python", "-c", block.text]
-            code, output = run_block(command, shell, interrupt=verb == "ctrl-c")
             expected = {"": 0, "end": 0, "ctrl-c": 130}.get(verb, int(word) if word else 0)
+            code, output = run_block(block, shell, interrupt=verb == "ctrl-c")
             assert code == expected, f"{block.where} ended with {code}, not {expected}:\n{output}"
             outputs.append(output)
     return outputs
 
 
-def run_block(command, shell, interrupt):
-    """A block's exit code and output. Ctrl-C reaches the whole foreground group, as from a terminal."""
+def run_block(block, shell, interrupt=False):
+    """Exit code and output of a block; it ends at the first command that fails. A block that is interrupted starts new
+    interpreters."""
+    code, outputs = 0, []
+    for command in commands_of(block, forked=not interrupt):
+        code, output = run_command(command, shell, interrupt)
+        outputs.append(output)
+        if code:
+            break
+    return code, "".join(outputs)
+
+
+def run_command(command, shell, interrupt):
+    """Exit code and output of a command. Ctrl-C reaches the whole foreground group, as from a terminal."""
     folder, env = shell
-    process = subprocess.Popen(
+    process = Popen(
         command,
         cwd=folder,
         env=env,
@@ -141,7 +165,7 @@ def test_the_commands_about_data(shell):
     bash = [b for b in blocks("docs/data.md") if b.language == "bash"]
     assert bash
     for block in bash:
-        code, output = run_block(["bash", "-euo", "pipefail", "-c", block.text], shell, interrupt=False)
+        code, output = run_block(block, shell)
         assert code == 0, f"{block.where}:\n{output}"
 
 

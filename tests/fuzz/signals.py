@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,20 @@ def is_handled(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def send_one(folder: Path, ranks: int, number: signal.Signals, after_s: float) -> str:
+def send_one(
+    folder: Path,
+    ranks: int,
+    number: signal.Signals,
+    after_s: float,
+    popen: type[subprocess.Popen[Any]] = subprocess.Popen,
+    env: Mapping[str, str] = os.environ,
+) -> str:
     """Start or continue the run in `folder`, send a signal after some seconds; returns what went wrong, or empty."""
     (folder / "job.yaml").write_text(yaml.safe_dump({**JOB, "parallel": {"dp_shard": ranks}}), encoding="utf-8")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / "output.txt").open("w+", encoding="utf-8") as output:
         command = [sys.executable, "-m", "weft", "train", "job.yaml"]
-        process = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output, start_new_session=True)
+        process = popen(command, cwd=folder, env=env, stdout=output, stderr=output, start_new_session=True)
         time.sleep(after_s)
         before_python = not is_handled(process.pid, number)
         process.send_signal(number)

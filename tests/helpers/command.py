@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -14,18 +13,13 @@ from typing import Any
 import psutil
 import yaml
 
+from helpers.forked_python import TEMPLATE_ENV, Popen
 from weft.job.run_folder import RunDir
 from weft.watch.journal import read_jsonl
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0
 
-ENV = {
-    **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    "OMP_NUM_THREADS": "1",
-    "COLUMNS": "120",
-}
+ENV = {**TEMPLATE_ENV, "COLUMNS": "120"}
 
 
 @dataclass(frozen=True)
@@ -41,16 +35,22 @@ class Output:
         return self.err.strip().splitlines()[-1]
 
 
-def weft(folder: Path, *args: str) -> Output:
+def weft(folder: Path, *args: str, deadline_s: float = DEADLINE_S) -> Output:
     """Run a command and wait for it."""
-    return python(folder, "-m", "weft", *args)
+    return python(folder, "-m", "weft", *args, deadline_s=deadline_s)
 
 
-def python(folder: Path, *args: str) -> Output:
-    done = subprocess.run(
-        [sys.executable, *args], cwd=folder, env=ENV, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    return Output(done.returncode, done.stdout, done.stderr)
+def python(
+    folder: Path, *args: str, deadline_s: float = DEADLINE_S, popen: type[subprocess.Popen[Any]] = Popen
+) -> Output:
+    """Run Python and wait for it, in a fork unless `popen` is that of subprocess."""
+    pipe = subprocess.PIPE
+    with popen([sys.executable, *args], cwd=folder, env=ENV, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=deadline_s)
+        finally:
+            process.kill()
+    return Output(process.returncode, out, err)
 
 
 class Started:
@@ -59,7 +59,7 @@ class Started:
     def __init__(self, folder: Path, *args: str, under: Sequence[str] = ()):
         self.log = folder / "said.txt"
         with self.log.open("w", encoding="utf-8") as file:
-            self.process = subprocess.Popen(
+            self.process = Popen(
                 [sys.executable, *under, "-m", "weft", *args], cwd=folder, env=ENV, stdout=file, stderr=file
             )
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from helpers import parity
 from helpers.command import ENV, losses, run_of, write_job
+from helpers.forked_python import Popen
 
 from weft.chaos.virtual_hosts import VirtualHosts
 from weft.hardware.network import GLOO, NCCL, InterfaceChoice, choose, export_interface, interfaces
@@ -25,7 +26,8 @@ print(choose().name, "|", choose().why, "|", check_network().detail)
 """
 
 
-def test_two_hosts_train_the_same_run(tmp_path: Path, pool: RankPool) -> None:
+def test_two_hosts_train_the_same_run(tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     sections: dict[str, Any] = {**parity.BASE, "name": "run", "parallel": LAYOUT}
     sections["train"] = {**sections["train"], "steps": 3, "eval_every": 0}
     write_job(tmp_path, **sections, watch={"comm_every": 1}, checkpoint={"every": 0})

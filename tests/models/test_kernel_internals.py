@@ -22,6 +22,13 @@ def test_products_exist() -> None:
         assert hasattr(torch, name), f"torch moved torch.{name}: adapt weft/models/kernel_internals.py"
 
 
+def test_hash_of_triton_is_kept() -> None:
+    from triton.runtime.cache import triton_key  # if this fails, adapt weft/models/kernel_internals.py
+
+    internals.hash_triton()
+    assert triton_key.cache_info().currsize == 1
+
+
 def test_needed_gradients_are_known() -> None:
     found: list[bool] = []
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from helpers.command import ENV, ROOT
+from helpers.command import ENV
+from helpers.forked_python import ROOT
 
 
 def test_kernels_agree_with_their_references() -> None:

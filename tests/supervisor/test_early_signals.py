@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fuzz.signals import is_handled, send_one
 from helpers.command import Started, run_of, until, write_job
+from helpers.forked_python import TEMPLATE_ENV, Popen
 
 from weft.supervisor.run_lock import run_lock
 from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS, SignalForwarder
@@ -26,18 +29,21 @@ def test_sigterm_before_ranks_start_exits_with_preempted(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number", "after_s"),
+    ("ranks", "number", "after_s", "popen"),
     [
-        (2, signal.SIGTERM, 0.4),
-        (2, signal.SIGINT, 1.3),
-        (2, signal.SIGUSR1, 2.1),
-        (2, signal.SIGHUP, 3.0),
-        (1, signal.SIGQUIT, 4.2),
+        (2, signal.SIGTERM, 0.4, subprocess.Popen),
+        (2, signal.SIGINT, 1.3, subprocess.Popen),
+        (2, signal.SIGUSR1, 0.2, Popen),
+        (2, signal.SIGHUP, 0.5, Popen),
+        (1, signal.SIGQUIT, 0.9, Popen),
     ],
 )
-def test_signal_at_any_moment_ends_the_run(tmp_path: Path, ranks: int, number: signal.Signals, after_s: float) -> None:
-    """tests/fuzz/signals.py sends many more."""
-    assert send_one(tmp_path, ranks, number, after_s) == ""
+def test_signal_at_any_moment_ends_the_run(
+    tmp_path: Path, ranks: int, number: signal.Signals, after_s: float, popen: type[subprocess.Popen[Any]]
+) -> None:
+    """With a new interpreter, which imports for seconds, and a fork, which starts at once. tests/fuzz/signals.py sends
+    many more."""
+    assert send_one(tmp_path, ranks, number, after_s, popen, TEMPLATE_ENV) == ""
 
 
 def test_ranks_that_start_later_get_earlier_signals() -> None:

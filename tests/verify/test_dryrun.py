@@ -20,9 +20,9 @@ from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import parse_layout, ranks
 from weft.verify.dryrun import DryRun, dryrun, measured_peak
 
-LLAMA: dict[str, Any] = {"family": "llama", "dim": 64, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 200}
+LLAMA: dict[str, Any] = {"family": "llama", "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 200}
 GPT2: dict[str, Any] = {"family": "gpt2", "dim": 64, "layers": 3, "heads": 4, "ffn": 256, "vocab": 201}
-VIT: dict[str, Any] = {"family": "vit", "dim": 64, "layers": 3, "heads": 4, "ffn": 128, "vocab": 10}
+VIT: dict[str, Any] = {"family": "vit", "dim": 64, "layers": 2, "heads": 4, "ffn": 128, "vocab": 10}
 MOE: dict[str, Any] = {
     **LLAMA, "experts": {"count": 4, "ffn": 48, "shared": 1, "aux_weight": 0.1, "balance": "bias", "first_dense": 1}
 }  # fmt: skip
@@ -162,8 +162,8 @@ DENSE = ["1", "ddp2", "zero1", "zero2", "zero3", "hsdp", "tp2", "dp_shard=2 tp=2
 
 @pytest.mark.parametrize(("layout", "experts"), [*((layout, None) for layout in DENSE), ("dp_shard=4 ep=2", EVEN)])
 def test_peak_memory_of_real_ranks(pool: RankPool, layout: str, experts: dict[str, Any] | None) -> None:
-    model = {**(experts or LLAMA), "dim": 128, "ffn": 352, "layers": 4}
-    job = make(model, layout, train={"global_batch": 16, "microbatch": 2})
+    model = {**(experts or LLAMA), "dim": 128, "ffn": 352, "layers": 3}
+    job = make(model, layout, train={"global_batch": 8, "microbatch": 1})
     _, plan = make_plan(job)
     predicted = plan.predicted
     seen = max(pool.run(measured_peak, plan.world, job))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, JobArg, Nproc, Overrides, clean_up_on_interrupt, print_stderr
+from weft.cli.common import AsJson, JobArg, Nproc, Overrides, clean_up_on_interrupt, print_json, print_stderr
 
 
 def bench_step(
@@ -53,3 +53,48 @@ def bench_collectives(
 
     clean_up_on_interrupt()
     run_and_show(nproc, kinds, algorithms, dtypes, smallest, largest, device, seconds, html, as_json, layout, axes)
+
+
+def bench_scaling(
+    job: JobArg,
+    overrides: Overrides = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 1,2,4.")] = "1,2,4",
+    kind: Annotated[str, typer.Option(help="strong, weak or both.")] = "both",
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Number of timed steps at each number of ranks.")] = 10,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the curves as an HTML page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure strong and weak scaling of a job. Shows the efficiency beside the planner's."""
+    from weft.job.errors import JobError
+    from weft.job.load import load_job
+
+    described = load_job(job, overrides or ())
+    from weft.measure.scaling import KINDS, bench_scaling, parse_ranks, show, write_scaling_page
+
+    if kind not in (*KINDS, "both"):
+        raise JobError(f"--kind {kind!r} is not known; use strong, weak or both")
+    counts = parse_ranks(ranks)
+    clean_up_on_interrupt()
+    found = bench_scaling(described, counts, list(KINDS) if kind == "both" else [kind], steps, print_stderr)
+    print_json(found) if as_json else print(show(found))
+    if html is not None:
+        print_stderr(f"written: {write_scaling_page(html, found)}")
+
+
+def bench_power(
+    job: JobArg,
+    overrides: Overrides = None,
+    caps: Annotated[str | None, typer.Option(help="Power caps in watts, such as 700,500,300. Default: five.")] = None,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Number of timed steps under each cap.")] = 20,
+    nproc: Nproc = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure speed and energy of a job under power caps of its GPUs. Needs root; caps are restored."""
+    from weft.job.load import load_job
+
+    described = load_job(job, overrides or ())
+    from weft.measure.power import bench_power, show
+
+    clean_up_on_interrupt()
+    found = bench_power(described, nproc, caps, steps, print_stderr)
+    print_json(found) if as_json else print(show(found))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.comm.fake_internals import is_fake
 from weft.comm.meter import Meter
+from weft.comm.point_to_point_internals import batch_isend_irecv
 
 # torch 2.13 renamed both functions and warns about the old names
 native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -149,7 +150,7 @@ class Axis:
         self.count("all_reduce", tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
-        return Metered(self.meter.follow(work), self.meter.inside(self.name, "all_reduce"))
+        return Metered(self.meter.follow(work, self.name, "all_reduce"), self.meter.inside(self.name, "all_reduce"))
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The shards of all ranks, concatenated along dim."""
@@ -185,7 +186,7 @@ class Axis:
         return out.flatten(0, 1), self._started("all_gather", tensor, works)
 
     def _started(self, what: str, tensor: Tensor, works: Sequence[dist.Work | None]) -> Exchange:
-        followed = [self.meter.follow(work) for work in works if work is not None]
+        followed = [self.meter.follow(work, self.name, what) for work in works if work is not None]
         return Exchange(followed, [tensor], [], [], self.meter.inside(self.name, what))
 
     def _start_swap(self, shards: Sequence[Tensor], out: Tensor) -> list[dist.Work | None]:
@@ -296,7 +297,7 @@ class Axis:
             self.count("send", tensor, to=to)
         ops = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=of) for of, t in incoming]  # see _start_swap
         ops += [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for to, t in outgoing]
-        works = dist.batch_isend_irecv(ops) if ops else []
+        works = batch_isend_irecv(ops) if ops else []
         meter = self._blocking("send" if sends else "receive") if ops else nullcontext()
         return Exchange(works, [t for _, t in outgoing], [t for _, t in incoming], [t for _, t in receives], meter)
 

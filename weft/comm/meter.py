@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from weft.comm.timeline import CommTimeline, cuda_event
+from weft.comm.trace_ranges import StepRanges
 
 
 class Meter:
@@ -25,7 +26,8 @@ class Meter:
     measured by events that are read after they have passed, so that nothing synchronises.
     """
 
-    __slots__ = ("_began", "_depth", "_marks", "axis", "cuda", "number", "timeline", "waited", "watcher", "what")
+    __slots__ = ("_began", "_depth", "_marks", "axis", "cuda", "number", "ranges", "timeline", "waited", "watcher",
+                 "what")  # fmt: skip
 
     def __init__(self, cuda: bool = False) -> None:
         self.cuda = cuda
@@ -40,6 +42,8 @@ class Meter:
         """Called at every entry and exit."""
         self.timeline: CommTimeline | None = None
         """Records every message of a step whose communication is timed; None in other steps."""
+        self.ranges: StepRanges | None = None
+        """Names the parts of a traced step; None in other steps."""
         self._depth = 0
         self._began: Any = 0.0
         self._marks: deque[tuple[str, Any, Any]] = deque()
@@ -61,12 +65,16 @@ class Meter:
 
     @contextmanager
     def _recorded(self, axis: str, what: str, timeline: CommTimeline) -> Iterator[None]:
-        with self.inside(axis, what), timeline.call():
+        with self.inside(axis, what), timeline.call(axis, what):
             yield
 
-    def follow(self, work: Any) -> dist.Work:
+    def follow(self, work: Any, axis: str, what: str) -> dist.Work:
         """The work of a collective that was started, recorded in the timeline if there is one."""
-        return work if self.timeline is None else self.timeline.follow(work)
+        return work if self.timeline is None else self.timeline.follow(work, axis, what)
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """A context around a part of a step, which a trace shows by this name."""
+        return nullcontext() if self.ranges is None else self.ranges.range(name)
 
     def enter(self, axis: str, what: str) -> None:
         self._depth += 1
@@ -75,12 +83,16 @@ class Meter:
             self.axis, self.what = axis, what
             if self.watcher is not None:
                 self.watcher(self)
+            if self.ranges is not None:
+                self.ranges.open_wait(axis, what)
             self._began = cuda_event() if self.cuda else time.perf_counter()
 
     def leave(self) -> None:
         self._depth -= 1
         if self._depth == 0:
             axis = self.axis
+            if self.ranges is not None:
+                self.ranges.close_wait()
             if self.cuda:
                 self._marks.append((axis, self._began, cuda_event()))
             else:

@@ -30,6 +30,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.plan import Plan
 from weft.precision import MIN_LOSS_SCALE
+from weft.watch.devices.monitor import DeviceFigures
 
 MAX_RECOMPUTES = 3
 """How often the same steps are recomputed because ranks disagree."""
@@ -76,13 +77,17 @@ class Guards:
         self.job, self.plan, self.mesh, self.state = job, plan, mesh, state
         self.settings = job.resilience
         self.coords = cast(list[dict[str, int]], mesh.all_gather_json(mesh.coords))
-        self.weights = WeightChecks(state.model.master_params, mesh, self.coords, plan.alone, self.settings.check_every)
+        # with late updates weights change in the forward pass, and a split master weight has no values to compare
+        every = 0 if plan.tiered and plan.lazy_update else self.settings.check_every
+        self.weights = WeightChecks(state.model.master_params, mesh, self.coords, plan.alone, every)
         self.faults = FaultLog(event, warn, self.coords)
         self.table = FigureLayout(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))
         self.stragglers = StragglerResponse(job, plan, mesh, self.faults, fixed=self._shares_are_fixed)
         self.spikes, self.contention = SpikeDetector(), CpuContention()
         self.loader: Loader | None = None
         self.bad: list[StepFigures] = []
+        self.slack = 0.0
+        """Seconds since the last step in which the host waited for the device."""
         self.agreed = state.step
         """The last step after which all replicas agreed."""
         self.mismatch: ReplicaMismatch | None = None
@@ -111,6 +116,7 @@ class Guards:
         self.waited = dict(self.mesh.meter.read())
         self.starved = self.loader.waited if self.loader else 0.0
         self.clock = time.time() - time.monotonic()
+        self.cpu, self.slack = time.process_time(), 0.0
         self.contention.since()
 
     def attach(self, loader: Loader) -> Loader:
@@ -118,7 +124,7 @@ class Guards:
         self.loader, self.starved = loader, loader.waited
         return self.stragglers.attach(loader)
 
-    def report(self, step: int, seconds: float, head: list[float]) -> Tensor:
+    def report(self, step: int, seconds: float, head: list[float], memory_gib: float, devices: DeviceFigures) -> Tensor:
         """`head` and this rank's figures of the last step, to be summed over all ranks."""
         waited = self.mesh.meter.read()
         waits = tuple(waited.get(axis, 0.0) - self.waited.get(axis, 0.0) for axis in self.table.axes)
@@ -127,9 +133,11 @@ class Guards:
         jump = time.time() - time.monotonic() - self.clock
         busy = max(0.0, seconds - sum(waits) - others - starved)
         rank, at, changed = self.mesh.rank, len(head), self.weights.changed
+        delay, idle = self.contention.since()
         row = RankFigures(
-            busy, starved, jump, changed if isinstance(changed, int) else 0, *self.contention.since(), waits, ()
-        )
+            busy, starved, jump, changed if isinstance(changed, int) else 0, delay, idle,
+            time.process_time() - self.cpu, self.slack, memory_gib, waits, (), devices,
+        )  # fmt: skip
         out = self.table.message(rank, head, row, self.mesh.device)
         if isinstance(changed, Tensor):
             out[self.table.field(rank, at, "changed")] = changed.double()
@@ -140,8 +148,8 @@ class Guards:
         self.start_clock()
         return out
 
-    def judge(self, step: StepFigures, values: list[float]) -> None:
-        """Check a step from the figures of all ranks. May raise RollBack or end the run."""
+    def judge(self, step: StepFigures, values: list[float]) -> list[RankFigures]:
+        """Check a step from the figures of all ranks, and return them. May raise RollBack or end the run."""
         rows = self.table.rows(values)
         self._weights(step, rows)
         self._finite(step)
@@ -149,6 +157,7 @@ class Guards:
             self._spikes(step)
         self._stalls(step, rows)
         self.stragglers.judge(step.number, self.state.step, rows)
+        return rows
 
     def _finite(self, step: StepFigures) -> None:
         """Non-finite steps were skipped; several in a row end the run."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-FIELDS = ("busy", "data", "jump", "changed", "delay", "idle")
+from weft.watch.devices.monitor import NOTHING, DeviceFigures
+
+DEVICE_FIELDS = tuple(f.name for f in fields(DeviceFigures))
+"""Figures of a rank's devices."""
+FIELDS = ("busy", "data", "jump", "changed", "delay", "idle", "cpu", "slack", "memory", *DEVICE_FIELDS)
 """Seconds computing, seconds waiting for data, wall clock jump, 1 + index of a weight that changed between updates,
-seconds without a core, idle seconds of the machine's cores. Followed by the seconds waited on each axis and the
-checksums of each kind."""
+seconds without a core, idle seconds of the machine's cores, processor seconds of this process, seconds in which the
+host waited for the device, peak memory in GiB, and figures of the devices. Followed by the seconds waited on each axis
+and the checksums of each kind."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +29,12 @@ class RankFigures:
     changed: int
     delay: float
     idle: float
+    cpu: float
+    slack: float
+    memory: float
     waited: tuple[float, ...]
     digests: tuple[float, ...]
+    devices: DeviceFigures = NOTHING
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,8 @@ class FigureLayout:
 
     def message(self, rank: int, head: list[float], row: RankFigures, device: torch.device) -> Tensor:
         """`head` and this rank's figures, with zeros for the other ranks."""
-        values = [row.busy, row.data, row.jump, float(row.changed), row.delay, row.idle, *row.waited]
+        own = [float(getattr(row, name)) for name in FIELDS[: -len(DEVICE_FIELDS)]]
+        values = [*own, *vars(row.devices).values(), *row.waited]
         flat = head + [0.0] * (rank * self.width) + values
         flat += [0.0] * (len(head) + self.world * self.width - len(flat))
         out = torch.tensor(flat, dtype=torch.float64, pin_memory=device.type == "cuda")
@@ -63,7 +74,9 @@ class FigureLayout:
         out = []
         for rank in range(self.world):
             row = values[rank * self.width : (rank + 1) * self.width]
-            busy, data, jump, changed, delay, idle = row[:fixed]
-            waited, digests = row[fixed : fixed + waits], row[fixed + waits :]
-            out.append(RankFigures(busy, data, jump, round(changed), delay, idle, tuple(waited), tuple(digests)))
+            found: dict[str, Any] = dict(zip(FIELDS, row[:fixed], strict=True))
+            waited, digests = tuple(row[fixed : fixed + waits]), tuple(row[fixed + waits :])
+            devices = DeviceFigures(*(found.pop(name) for name in DEVICE_FIELDS))
+            found["changed"] = round(found["changed"])
+            out.append(RankFigures(**found, waited=waited, digests=digests, devices=devices))
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,8 @@ class Measured:
     collectives: tuple[MeasuredMessage, ...]
     seconds: float
     """Duration of the measurement."""
+    both_ways_gb_s: float | None = None
+    """Between host and device in each direction, with both at once."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -122,7 +124,7 @@ class Measured:
             "products": MeasuredProduct, "attention": MeasuredAttention, "blocks": MeasuredBlock,
             "heads": MeasuredHead, "collectives": MeasuredMessage,
         }  # fmt: skip
-        known = {f.name: data[f.name] for f in fields(cls)}
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data or f.default is MISSING}
         return cls(**{**known, **{key: tuple(kind(**row) for row in data[key]) for key, kind in lists.items()}})
 
     def write(self, folder: str | Path = FOLDER) -> Path:

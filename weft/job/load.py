@@ -152,6 +152,17 @@ def find_job(name: str) -> Path:
 def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
     """Read a JOB, apply the overrides, and validate it."""
     path = find_job(name)
+    raw = apply_overrides(_raw_job(path), overrides)
+    import_extensions(raw.get("extensions"))
+    return parse_job(raw)
+
+
+def read_job(path: Path) -> Job:
+    """The job of a run's folder, without importing its extensions: such a folder may come from anywhere."""
+    return parse_job({**_raw_job(path), "extensions": ()})
+
+
+def _raw_job(path: Path) -> dict[str, Any]:
     try:
         raw = _yaml(path.read_text(encoding="utf-8"), str(path), Job)
     except UnicodeDecodeError as error:
@@ -162,9 +173,7 @@ def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
         raise JobError(f"{path} must hold sections such as `model:` and `train:`, not a {type(raw).__name__}")
     raw = {key: value for key, value in raw.items() if value is not None}  # an empty section
     raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem))
-    raw = apply_overrides(raw, overrides)
-    import_extensions(raw.get("extensions"))
-    return parse_job(raw)
+    return raw
 
 
 _SHORT: dict[str, Callable[[str], dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""`memory`: recompute, offload and chunks."""
+"""`memory`: recompute, offload to host memory and disk, and chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.job.section import Section, limits
 
 
 class Memory(Section):
-    """How activations are saved for the backward pass."""
+    """How activations are saved for the backward pass, and where states live."""
 
     recompute: int | Literal["auto", "none", "selective", "full"] = "auto"
     """What is recomputed in the backward pass instead of saved: nothing (none), everything except the outputs of matrix
@@ -19,16 +19,33 @@ class Memory(Section):
     budget_gib: float | None = Field(None, gt=0)
     """Memory budget of a rank, from which the layout and recompute: auto are chosen. Default: 90 % of the device's
     memory."""
-    offload: Literal["none", "activations"] = "none"
-    """none keeps activations on the device; activations moves the saved inputs and attention outputs of each block to
-    host memory until its backward pass, and recomputes the rest of the block."""
+    offload: Literal["none", "activations", "states", "all", "auto"] = "none"
+    """What lives outside of the device. activations moves the saved inputs and attention outputs of each block to host
+    memory until its backward pass, and recomputes the rest of the block. states keeps the optimizer's moments and the
+    low halves of the master weights in host memory, and copies them to the device for each update; the run is the
+    same, bit for bit. all is both. auto offloads as little as makes the job fit."""
+    offload_fraction: float | Literal["auto"] = "auto"
+    """Share of the states that is offloaded, spread evenly over the model. auto: all of them with offload: states or
+    all, and as many as do not fit with offload: auto."""
+    split_master: bool | Literal["auto"] = "auto"
+    """Hold a master weight as the bf16 weight and 16 more bits: 12 bytes a parameter with AdamW instead of 14. For one
+    rank with precision bf16 or fp8. auto: where states are offloaded, or where offload: auto needs the memory."""
+    device_gib: float | None = Field(None, gt=0)
+    """Memory of a device that a rank may use, if less than it has. It also applies to CPU ranks."""
+    disk: str | None = None
+    """Folder for states that do not fit into host memory, on a local NVMe disk. Left out: nothing is kept on disk."""
+    disk_gib: float | None = Field(None, gt=0)
+    """Space in memory.disk for each rank. Default: 90 % of what is free, divided by the ranks of a node."""
     chunk: int | Literal["auto"] = "auto"
     """Process the norms, projections and feed-forward layers of a block in chunks of this many tokens, and recompute
     them chunk by chunk; 0 turns this off. auto is 0 up to 65,536 tokens per rank."""
     host_gib: float | None = Field(None, ge=0)
-    """Host memory for offloaded activations per rank; the rest stays on the device. Default: 70 % of the machine's
-    memory, divided by its ranks."""
+    """Host memory of a rank for offloaded states and activations. Default: 70 % of the machine's memory, or of the
+    container's limit, divided by its ranks."""
 
+    _check_fraction = limits(
+        "offload_fraction", valid=lambda share: 0 < share <= 1, must="a share above 0 up to 1, or auto"
+    )
     _check_chunk = limits(
         "chunk", valid=lambda tokens: tokens >= 0, must="a number of tokens, 0 for all at once, or auto"
     )

@@ -39,6 +39,11 @@ class RunDir:
         return self.path / "profile.json"
 
     @property
+    def traces(self) -> Path:
+        """Traces of single steps, one file a rank, and the file of all ranks."""
+        return self.path / "traces"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -20,11 +20,12 @@ from weft.job.resilience import Resilience
 from weft.job.section import Section
 from weft.job.sync import Sync
 from weft.job.train import Train
-from weft.job.watch import Watch
+from weft.job.watch import TracedSteps, Watch
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "DeviceGroup", "Experts", "Failures", "Fp8", "Job", "Latent", "Memory",
-    "Model", "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "TopologyLevel", "Train", "Watch",
+    "Model", "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "TopologyLevel", "TracedSteps",
+    "Train", "Watch",
 ]  # fmt: skip
 
 

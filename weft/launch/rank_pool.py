@@ -6,6 +6,7 @@ import faulthandler
 import multiprocessing as mp
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -122,10 +123,11 @@ def _answer_calls(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from weft.comm.teardown import freeze_imports, leave
+    from weft.comm.teardown import freeze_imports, freeze_more, leave
 
     torch.set_num_threads(1)
     freeze_imports()
+    modules = len(sys.modules)
     while True:
         try:
             fn, args, rank, world, store = pipe.recv()
@@ -140,6 +142,9 @@ def _answer_calls(pipe: Connection) -> None:
             answer = (False, _portable(error), traceback.format_exc())
         try:
             leave()
+            if len(sys.modules) > modules:  # the next call need not scan what this one imported
+                freeze_more()
+                modules = len(sys.modules)
         finally:
             pipe.send(answer)
 

@@ -24,6 +24,7 @@ from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, launch
 from weft.supervisor.process_manager import run_supervised
 from weft.supervisor.run_lock import RunLock, run_lock
 from weft.watch.closing_lines import closing_lines
+from weft.watch.devices.power_cap import restore_limits
 from weft.watch.report import write_report
 
 
@@ -57,7 +58,10 @@ def start(
             keep_earlier_run(run, log)
         files = RunFiles(run, lock.created)
         files.write(job, plan)
-        code = start_processes(run, job, plan, lock, resilient, log)
+        try:
+            code = start_processes(run, job, plan, lock, resilient, log)
+        finally:
+            restore_limits(run)
         if code == Exit.JOB:  # only the ranks could find the mistake
             files.undo()
         if code == KILLED_BY_USER:

@@ -51,7 +51,7 @@ def bench_step(job: Job, nproc: int | None, steps: int, report: Callable[[str], 
     run = RunDir(Path(job.runs_dir) / job.name)
     with run_lock(run) as lock:
         files = RunFiles(run, lock.created)
-        _clear(run)
+        clear_measurement(run)
         files.write(job, plan)
         code = launch(run, plan.world, lock, report, worker=("weft.measure.step_profile", str(steps)))
         if code == Exit.DONE:
@@ -61,7 +61,7 @@ def bench_step(job: Job, nproc: int | None, steps: int, report: Callable[[str], 
         return abs(code), run
 
 
-def _clear(run: RunDir) -> None:
+def clear_measurement(run: RunDir) -> None:
     """Delete the files of the last measurement; a run with checkpoints is refused."""
     if run.checkpoints.exists():
         raise JobError(f"{run.path} holds a training with checkpoints, not a measurement; give the job another name=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -31,3 +32,11 @@ def gradient_is_needed(node: Any, index: int) -> bool:
         return following is not None and torch._C._will_engine_execute_node(following)
     except RuntimeError:  # not known for a leaf under autograd.grad()
         return True
+
+
+def hash_triton() -> None:
+    """Compute the hash of Triton's own files, part of the cache key of every kernel: half a second, once a process."""
+    with contextlib.suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()

@@ -24,9 +24,11 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def fused_step(
-        self, grads: dict[int, Tensor], compute_params: dict[int, Tensor], factor: Tensor, taken: Tensor
-    ) -> None:
-        """Step on CUDA with gradients · factor, unless `taken` is 0. `grads` and `copies` are keyed by parameter id."""
+        self, grads: dict[int, Tensor], compute_params: dict[int, Tensor], factor: Tensor, taken: Tensor,
+        low_halves: dict[int, Tensor],
+    ) -> None:  # fmt: skip
+        """Step on CUDA with gradients · factor, unless `taken` is 0. The dicts are keyed by parameter id; `low_halves`
+        are those of split master weights."""
         from weft.optim.adamw_kernels import adamw_, corrections_of
 
         flag = taken.to(torch.int32)
@@ -43,8 +45,9 @@ class AdamW(torch.optim.AdamW):
             for param in params:
                 state = self.state[param]
                 adamw_(
-                    param, compute_params.get(id(param)), grads[id(param)], state["exp_avg"], state["exp_avg_sq"],
-                    factor, flag, corrections, group["lr"], group["betas"], group["eps"], group["weight_decay"],
+                    low_halves.get(id(param), param), compute_params.get(id(param)), grads[id(param)],
+                    state["exp_avg"], state["exp_avg_sq"], factor, flag, corrections, group["lr"], group["betas"],
+                    group["eps"], group["weight_decay"],
                 )  # fmt: skip
 
 

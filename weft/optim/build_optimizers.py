@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.comm.foreach_internals import foreach_copy_
 from weft.comm.shards import like, local_of
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.registry import find_object
 from weft.job.schema import Optim
+from weft.memory.split_master import copy_rounded, join, split_
 from weft.mesh import Mesh
 from weft.optim.adamw import AdamW
 from weft.optim.clip import scale_grads
@@ -38,6 +38,8 @@ class Optimizers:
         self.parts, self.params = parts, params
         self.master_params, self.grad_params, self.compute_params = master_params, grad_params, compute_params
         self.names = {id(p): n for n, p in params.items()}
+        self.low_halves: Params = {}
+        """Low halves of split master weights (memory/split_master.py). The tensors in `params` then have no values."""
 
     def step(self, lr: float, factor: Tensor | None = None, taken: Tensor | None = None) -> None:
         """Update the master weights and the compute weights with gradients · factor.
@@ -57,10 +59,12 @@ class Optimizers:
                 self._fused_step(part, params, factor, taken)
             else:
                 self._plain_step(part, params, factor, taken)
-                stale |= {n: self.compute_params[n] for n in params if n in self.compute_params}
+                stale |= {
+                    n: self.compute_params[n] for n in params if n in self.compute_params and n not in self.low_halves
+                }
         if stale:
             with torch.no_grad():
-                foreach_copy_(
+                copy_rounded(
                     [local_of(c.detach()) for c in stale.values()],
                     [local_of(self.master_params[n].detach()) for n in stale],
                 )
@@ -71,9 +75,11 @@ class Optimizers:
             id(p): local_of(self.compute_params[n].detach()) for n, p in params.items() if n in self.compute_params
         }
         one = torch.ones((), device=next(iter(params.values())).device)
+        low_halves = {id(p): self.low_halves[n] for n, p in params.items() if n in self.low_halves}
         part.fused_step(
-            grads, compute_params, one if factor is None else factor, one if taken is None else taken.float()
-        )
+            grads, compute_params, one if factor is None else factor, one if taken is None else taken.float(),
+            low_halves,
+        )  # fmt: skip
 
     def _plain_step(
         self, part: torch.optim.Optimizer, params: Params, factor: Tensor | None, taken: Tensor | None
@@ -88,12 +94,24 @@ class Optimizers:
         if factor is not None:
             scale_grads(params.values(), factor)
         _set_found_inf(part, taken)
+        split = {n: p for n, p in params.items() if n in self.low_halves}
+        for name, param in split.items():
+            param.data = self.master_value(name)
         part.step()
+        for name, param in split.items():
+            split_(param.detach(), self.compute_params[name].detach(), self.low_halves[name])
+            param.data = hollow(param)
         for name, param in params.items():  # free this step's gradients before the next backward pass
             if self.grad_params[name] is not self.master_params[name]:
                 self.master_params[name].grad = None
             if param is not self.master_params[name]:
                 param.grad = None
+
+    def master_value(self, name: str) -> Tensor:
+        """The values of a master weight on this rank; of a split one, a copy."""
+        if name in self.low_halves:
+            return join(self.compute_params[name].detach(), self.low_halves[name])
+        return local_of(self.master_params[name].detach())
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state as NAME.KEY."""
@@ -116,6 +134,16 @@ class Optimizers:
         master = self.master_params[self.names[id(param)]]
         return like(value, master) if param is not master and value.dim() else value
 
+    def masters(self) -> Params:
+        """The fp32 master weights as tensors with values, to save or to load into; restore() follows a load."""
+        return self.master_params
+
+    def restore(self, tensors: Params) -> None:
+        """Take over loaded values that are not in place yet: none, here. Names are those of a checkpoint."""
+
+    no_snapshots = ""
+    """Why a step's states are not copied to memory after each step; empty: they are."""
+
     def allocate(self) -> None:
         """Create the state by a step of rate 0 on zero gradients, so that a checkpoint can be loaded into it."""
         grads = {name: leaf.grad for name, leaf in self.grad_params.items()}  # they may be views of buckets
@@ -124,6 +152,11 @@ class Optimizers:
         self.step(0.0)
         for name, leaf in self.grad_params.items():
             leaf.grad = grads[name]
+
+
+def hollow(param: Tensor) -> Tensor:
+    """A tensor with the shape and dtype of another, and no memory of its own: every element is the same NaN."""
+    return torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
 
 
 def _set_found_inf(part: torch.optim.Optimizer, taken: Tensor | None) -> None:

@@ -16,16 +16,21 @@ class Ema:
         self.decay = decay
         self.master_params = master_params
         self.averages = {n: m.detach().clone() for n, m in master_params.items()} if decay else {}
+        self.deferred = False
+        """Whether the optimizer updates the averages, each with its weight (optim/streamed.py)."""
 
     @torch.no_grad()
     def update(self, taken: Tensor | None = None) -> None:
         """Update after a step; `taken` is a boolean on the device, false if the step was skipped."""
-        if self.averages and taken is not None:
-            for name, average in self.averages.items():
-                local_of(average).lerp_(local_of(self.master_params[name].detach()), (1 - self.decay) * taken.float())
-        elif self.averages:
-            foreach_lerp_(
-                [local_of(a) for a in self.averages.values()],
-                [local_of(self.master_params[n].detach()) for n in self.averages],
-                1 - self.decay,
-            )
+        if self.averages and not self.deferred:
+            averages = [local_of(a) for a in self.averages.values()]
+            self.follow(averages, [local_of(self.master_params[n].detach()) for n in self.averages], taken)
+
+    @torch.no_grad()
+    def follow(self, averages: list[Tensor], masters: list[Tensor], taken: Tensor | None) -> None:
+        """Move some averages, in place, towards their weights."""
+        if taken is None:
+            foreach_lerp_(averages, masters, 1 - self.decay)
+            return
+        for average, master in zip(averages, masters, strict=True):
+            average.lerp_(master, (1 - self.decay) * taken.float())

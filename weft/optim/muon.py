@@ -41,7 +41,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            sources = [Source.of(self.mesh, param, index) for index, param in enumerate(params)]
+            sources = [Source.of(self.mesh, param, index) for index, param in enumerate(params, group.get("first", 0))]
             at_once = max((source.ranks for source in sources), default=1)  # each rank computes one of these
             for first in range(0, len(params), at_once):
                 work = list(zip(params, sources, strict=True))[first : first + at_once]

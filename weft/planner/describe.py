@@ -19,6 +19,7 @@ MEMORY_LABELS = {
     "states_gib": "states", "gathered_gib": "communication", "activations_gib": "activations", "runtime_gib": "runtime",
 }  # fmt: skip
 """Names of the parts of a plan's predicted memory."""
+HOMES = ("device", "host", "disk")
 MAX_LISTED_STAGES = 16
 """Pipelines with more stages are summarised instead of listed."""
 
@@ -43,6 +44,7 @@ def describe_plan(job: Job, plan: Plan) -> str:
         *_stage_rows(plan),
         ("recompute", _recompute(job, plan)),
         *_fp8_rows(job, plan),
+        *_home_rows(plan),
     ]
     if plan.predicted:
         p = plan.predicted
@@ -68,7 +70,7 @@ def _recompute(job: Job, plan: Plan) -> str:
     if not plan.long:
         return f"{plan.recompute} of {job.model.layers} blocks" if isinstance(plan.recompute, int) else plan.recompute
     chunks = f", in chunks of {plan.chunk} tokens" if plan.chunk else ""
-    parked = f"; up to {plan.host_gib:.0f} GiB in host memory" if plan.offload == "activations" else ""
+    parked = f"; up to {plan.host_gib:.0f} GiB in host memory" if plan.offloads_activations else ""
     return f"all but attention{chunks}{parked}"
 
 
@@ -79,6 +81,21 @@ def _stage_rows(plan: Plan) -> list[tuple[str, str]]:
     if len(plan.split) > MAX_LISTED_STAGES:
         blocks = f"in {len(plan.split)} stages of {run_lengths([b - a for a, b in plan.split])}"
     return [("stages", f"blocks {blocks}; {plan.schedule}, {plan.accumulation} microbatches")]
+
+
+def _home_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What lives where, and what is copied in a step."""
+    if not plan.homes:
+        return []
+    by_home = groupby(sorted(plan.homes, key=lambda row: HOMES.index(row["home"])), key=lambda row: row["home"])
+    rows: list[tuple[str, str]] = []
+    for home, kinds in by_home:
+        listed = list(kinds)
+        what = ", ".join(f"{row['kind']} {row['gib']:.2f} GiB" for row in listed)
+        moved = sum(row["moved_gib"] for row in listed)
+        rows.append(("homes" if not rows else "", f"{home}: {what}"
+                     + (f"; {moved:.2f} GiB to the device and back in a step" if moved else "")))  # fmt: skip
+    return rows
 
 
 def _fp8_rows(job: Job, plan: Plan) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from weft.planner.describe import run_lengths
 from weft.planner.estimator import Estimator, make_estimator, run_memory
 from weft.planner.memory.layout_group import chunk_tokens, host_gib
 from weft.planner.memory.stage_blocks import split_blocks
+from weft.planner.memory.tiers import AUTO_OFFLOADS, OFFLOAD_REASONS, place_states, tier_settings
 from weft.planner.model.facts import cluster_facts
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import AXES, Plan
@@ -27,7 +28,7 @@ from weft.planner.rules.table import check
 from weft.planner.schedules.registry import SCHEDULES, check_schedule
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.choose import plan_space, search_layout
-from weft.planner.search.search import SearchResult
+from weft.planner.search.search import LayoutSearch, SearchResult
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.sync import default_layout
 from weft.planner.time.buckets import bucket_mb
@@ -65,6 +66,8 @@ class PlanStart:
     memory_gib: float
     plan: Plan
     reasons: tuple[str, ...] = ()
+    spare: bool = False
+    """Whether states stay on the device as far as they fit."""
 
 
 def _warmup(job: Job) -> int:
@@ -78,7 +81,27 @@ def _warmup(job: Job) -> int:
 
 
 def start_plan(job: Job, world: int | None = None) -> PlanStart:
-    """Find the device and number of ranks, and apply the pinned settings."""
+    """Find the device and number of ranks, and apply the pinned settings. memory.offload=auto becomes what it needs."""
+    if job.memory.offload != "auto":
+        return _start_plan(job, world)
+    for number, changed in enumerate(AUTO_OFFLOADS):
+        start = _start_plan(job.model_copy(update={"memory": job.memory.model_copy(update=changed)}), world)
+        last = number == len(AUTO_OFFLOADS) - 1
+        if start.job.model.module or last or _fits(start):
+            break
+    why = OFFLOAD_REASONS.get(start.plan.offload, "master weights are split: they would not fit otherwise")
+    reasons = (*start.reasons, why) if number else start.reasons
+    return replace(start, spare=True, reasons=reasons)
+
+
+def _fits(start: PlanStart) -> bool:
+    """Whether any layout fits."""
+    estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib)
+    search = LayoutSearch(plan_space(start.job, start.plan, start.world, trainable=True), estimator)
+    return search.size == 0 or len(search.find()) > 0
+
+
+def _start_plan(job: Job, world: int | None = None) -> PlanStart:
     job = default_layout(resolve(job))
     machine = probe()
     device = device_for(job, machine)
@@ -97,6 +120,7 @@ def start_plan(job: Job, world: int | None = None) -> PlanStart:
         fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,
         sync=job.train.sync.mode, sync_every=job.train.sync.period,
     )  # fmt: skip
+    plan = replace(plan, **tier_settings(job, plan, world))
     if job.parallel != "auto":
         plan = _pin(job.parallel, plan, world, job.model.experts)
         plan = _choose_sequence_parallel(job, plan, reasons)
@@ -138,6 +162,9 @@ def complete_plan(
         size, reason = bucket_mb(job, plan, start.device)
         plan = replace(plan, bucket_mb=size)
         reasons += [reason] if reason else []
+    if plan.tiered:
+        limit = (estimator or make_estimator(job, plan, start.world, start.device, start.memory_gib)).limit_gib
+        plan = place_states(job, plan, limit, start.spare, reasons)
     return job, replace(plan, reasons=tuple(reasons), predicted=_predict(start, plan, estimator))
 
 
@@ -161,6 +188,8 @@ def _relief(job: Job, plan: Plan) -> str:
     """Which setting would reduce the states of a rank."""
     if plan.dp_shard > 1 and plan.zero < 3:
         return "cut more with parallel.zero=3, or use more ranks"
+    if not plan.tiered and not job.model.module:
+        return "use more ranks, or host memory for them with memory.offload=auto"
     if plan.dp_replicate > 1:
         return "cut them with parallel.dp_shard instead of dp_replicate, or use more ranks"
     return f"use more ranks, in parallel.dp_shard{'' if job.model.module else ', parallel.tp or parallel.pp'}"
@@ -263,7 +292,7 @@ def _chunking(job: Job, plan: Plan, reasons: list[str]) -> Plan:
         tokens = job.data.seq_len / plan.cp
         reasons.append(f"blocks in chunks of {chunk} tokens: {tokens:.0f} on a rank make large activations")
     host = float(host_gib(job, layouts)[0])
-    return replace(plan, chunk=chunk, host_gib=host if plan.offload == "activations" else 0.0)
+    return replace(plan, chunk=chunk, host_gib=host if plan.offloads_activations else 0.0)
 
 
 def _split_stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
@@ -294,7 +323,8 @@ def _predict(start: PlanStart, plan: Plan, estimator: Estimator | None) -> dict[
     job = start.job
     if job.model.module:
         return {}
-    estimator = estimator or make_estimator(job, start.plan, start.world, start.device, start.memory_gib)
+    if estimator is None or plan.tiered:
+        estimator = make_estimator(job, plan, start.world, start.device, start.memory_gib)
     made = estimator.estimate(Layouts.one(plan), detail=True)
     predicted = run_memory({part: float(gib[0]) for part, gib in made.memory.items()})
     moved = sum(communication_bytes(job, plan).values())

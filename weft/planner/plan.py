@@ -63,6 +63,18 @@ class Plan:
     """Tokens of a sequence that pass through a block's linear layers at once; 0: all of them."""
     host_gib: float = 0.0
     """Host memory for offloaded activations."""
+    split_master: bool = False
+    """The compute weights in bf16 are the upper half of the master weights, whose lower half is a state."""
+    host_share: float = 0.0
+    """Share of the states (moments, low halves, moving averages) that lives in host memory."""
+    disk_share: float = 0.0
+    """Share of the states that lives on disk."""
+    disk: str = ""
+    """Folder of the states on disk."""
+    stream_gib: float = 0.0
+    """Device memory for states on their way."""
+    homes: tuple[dict[str, Any], ...] = ()
+    """What lives where: a row for each kind and home, with GiB and the GiB that are copied in a step."""
     compression: str = "none"
     compression_warmup: int = 0
     """Steps at the start of a run in which gradients are sent as int8."""
@@ -112,7 +124,23 @@ class Plan:
     @property
     def long(self) -> bool:
         """Whether blocks run chunked (memory/chunked_block.py) or with their inputs offloaded to the host."""
-        return self.chunk > 0 or self.offload == "activations"
+        return self.chunk > 0 or self.offloads_activations
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether the saved inputs of blocks go to host memory."""
+        return self.offload in ("activations", "all")
+
+    @property
+    def tiered(self) -> bool:
+        """Whether states live outside of the device, or master weights are split."""
+        return self.split_master or self.host_share + self.disk_share > 0
+
+    @property
+    def lazy_update(self) -> bool:
+        """Whether a unit is updated right before its next forward pass. Stages of a pipeline, and replicas that are
+        synchronised between steps, read the weights in between."""
+        return self.pp == 1 and self.sync == "step"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -143,7 +171,8 @@ class Plan:
     def from_json(cls, data: dict[str, Any]) -> Plan:
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         split = tuple((a, b) for a, b in known.get("split", ()))
-        return cls(**{**known, "reasons": tuple(known.get("reasons", ())), "split": split})
+        lists = {key: tuple(known.get(key, ())) for key in ("reasons", "homes")}
+        return cls(**{**known, **lists, "split": split})
 
     def dumps(self) -> str:
         return json.dumps(self.to_json(), indent=2) + "\n"

@@ -21,6 +21,12 @@ DEVICES_PER_NODE = 8
 
 
 def device_memory(job: Job, device: Device, machine: Machine, world: int) -> float:
+    """GiB of memory per rank that a job may use: memory.device_gib, if the device has as much."""
+    has = _device_memory(job, device, machine, world)
+    return min(has, job.memory.device_gib) if job.memory.device_gib else has
+
+
+def _device_memory(job: Job, device: Device, machine: Machine, world: int) -> float:
     """GiB of memory per rank: from the job, else the catalog; CPU ranks share this machine's memory."""
     if job.cluster.memory_gib:
         return job.cluster.memory_gib

@@ -73,7 +73,8 @@ class RunRecords:
         flops = sample * self.job.train.global_batch if sample else None
         sent, self.recorded_bytes = bytes_ - self.recorded_bytes, bytes_
         self.last = {
-            "step": number, "loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "step_time_s": seconds,
+            "step": number, "wall_time": round(time.time(), 3), "loss": loss, "grad_norm": norm, "lr": lr,
+            "tokens": tokens, "step_time_s": seconds,
             "tokens_per_s": count / seconds if seconds > 0 else None,
             "mfu": flops / (seconds * peak * self.plan.world) if flops and peak else None,
             "sync_bytes": sent, **more,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -14,6 +15,8 @@ is lost, or aborts its collectives before the supervisor has ended the attempt, 
 committed."""
 
 _aborting = threading.Lock()
+_aborted: list[Any] = []
+"""Backends that were aborted. They are never destroyed: torch would wait for a thread that waits for their kernels."""
 
 
 def abort_nccl() -> None:
@@ -21,8 +24,11 @@ def abort_nccl() -> None:
     thread may call it: the heartbeat's, and the one that left the collectives."""
     with _aborting:
         if dist.is_initialized() and "nccl" in dist.get_backend():
-            from torch.distributed.distributed_c10d import _abort_process_group
+            from torch.distributed.distributed_c10d import _abort_process_group, _world
 
+            for group in list(_world.pg_map):
+                with contextlib.suppress(RuntimeError):  # a group of the host alone
+                    _aborted.append(group._get_backend(torch.device("cuda")))
             _abort_process_group()
 
 

@@ -8,6 +8,7 @@ from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.build_model import build_model
 from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.optim.ema import Ema
+from weft.optim.streamed import StreamedOptimizers, Tiering
 from weft.parallel.apply import find_units, parallelize
 from weft.parallel.data.local_sgd import EveryStep, Rounds
 from weft.parallel.pipeline.executor import Pipelined
@@ -26,7 +27,11 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None
         spread_model.refresh()
     ema = Ema(spread_model.master_params, job.train.ema)
     scale = LossScale.for_precision(plan.precision)
-    state = State(spread_model, make_optimizers(job, spread_model, mesh), ema, scale, mesh)
+    if plan.tiered:
+        optimizers: Optimizers = make_streamed_optimizers(job, plan, spread_model, mesh, ema)
+    else:
+        optimizers = make_optimizers(job, spread_model, mesh)
+    state = State(spread_model, optimizers, ema, scale, mesh)
     state.rounds = make_rounds(job, plan, mesh, state)
     return state
 
@@ -48,3 +53,18 @@ def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined, mesh: Mesh)
         job.optim, spread_model.master_params, lambda name: name.startswith(units), spread_model.grad_params,
         spread_model.compute_params, mesh,
     )  # fmt: skip
+
+
+def make_streamed_optimizers(
+    job: Job, plan: Plan, spread_model: SpreadModel | Pipelined, mesh: Mesh, ema: Ema
+) -> StreamedOptimizers:
+    """The job's optimizer, with its states where the plan has them."""
+    units = tuple(find_units(build_model(job.model)))
+    shares = {home: share for home, share in (("host", plan.host_share), ("disk", plan.disk_share)) if share}
+    tiering = Tiering(shares, plan.split_master, plan.lazy_update, int(plan.stream_gib * 2**30), plan.disk)
+    made = StreamedOptimizers(
+        job.optim, spread_model, lambda name: name.startswith(units), mesh, list(units), ema, tiering
+    )
+    for part in spread_model.parts:
+        made.watch(part.module, find_units(part.module))
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -25,7 +26,7 @@ def fit(session: Session, signals: Signals) -> Exit:
     first_step = session.first_step
     held_out = session.held_out() if job.train.eval_every else []
     session.event("start", step=state.step, layout=session.plan.layout(), world=session.plan.world,
-                  attempt=session.heartbeat.attempt)  # fmt: skip
+                  attempt=session.heartbeat.attempt, cores=os.cpu_count())  # fmt: skip
 
     with Progress(steps, state.step, job.watch.every, silent=session.mesh.rank != 0) as progress:
 
@@ -45,7 +46,9 @@ def fit(session: Session, signals: Signals) -> Exit:
             progress.note(f"step {state.step}: validation loss {val:.4f}")
             return {"val_loss": val}
 
-        metrics = StepMetrics(job, session.plan, session.mesh, state, write, signals, session.guards)
+        tracer = session.tracer
+        metrics = StepMetrics(job, session.plan, session.mesh, state, write, signals, session.guards, tracer,
+                              session.energy)  # fmt: skip
         metrics.agree_to_stop()
         if state.step == 0 and not metrics.stop:
             evaluate()
@@ -73,6 +76,8 @@ def fit(session: Session, signals: Signals) -> Exit:
                     metrics.settle()
                     session.save(required=state.step == steps)
                 session.take_snapshot()
+                if tracer.between_steps():
+                    metrics.start_clock()
         metrics.settle()
         if metrics.stop and state.step > first_step:
             session.save(required=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.comm.axis import Pending
 from weft.comm.timeline import CommTimeline
 from weft.guards.guards import Guards, StepFigures
+from weft.guards.step_report import RankFigures
 from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
@@ -23,9 +24,14 @@ from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
 from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.training.comm_metrics import CommMetrics
+from weft.training.run_energy import RunEnergy
 from weft.training.signals import Signals
 from weft.training.state import State
 from weft.training.step import Gradients
+from weft.watch.traces.tracer import StepTracer
+
+MAX_RANKS_EACH_STEP = 16
+"""Ranks whose figures are written with every step; with n times as many, with every n-th step."""
 
 
 class StepClock:
@@ -98,7 +104,7 @@ class StepMetrics:
 
     def __init__(
         self, job: Job, plan: Plan, mesh: Mesh, state: State, write: Callable[[dict[str, Any]], None], signals: Signals,
-        guards: Guards,
+        guards: Guards, tracer: StepTracer | None = None, energy: RunEnergy | None = None,
     ):  # fmt: skip
         self.job, self.plan, self.mesh, self.state, self.write, self.signals = job, plan, mesh, state, write, signals
         self.guards = guards
@@ -106,7 +112,8 @@ class StepMetrics:
         self.stop: Exit | None = None
         self.sample_flops = flops_per_sample(job.model, job.data.seq_len)
         self.peak = peak_flops(plan, job)
-        self.comm = CommMetrics(mesh, job.watch.comm_every)
+        self.energy = energy or RunEnergy.nothing()
+        self.comm = CommMetrics(mesh, job.watch.comm_every, tracer)
         self.pending: _PendingStep | None = None
         self.last: dict[str, Any] = {}
         self.clock = StepClock(mesh.device)
@@ -132,7 +139,9 @@ class StepMetrics:
         apart = self.plan.dp_replicate if self.plan.alone else 1
         mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world)
         host_seconds = end.host - start.host
-        sums = self.guards.report(self.state.step, host_seconds, [0.0] * len(mine) + self.signals.flags())
+        head = [0.0] * len(mine) + self.signals.flags()
+        memory, devices = peak_memory_gib(self.mesh.device), self.energy.monitor.figures()
+        sums = self.guards.report(self.state.step, host_seconds, head, memory, devices)
         sums[: len(mine)] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
         started = StepSums(sums, work, self.state.model.figures())
@@ -150,17 +159,21 @@ class StepMetrics:
         entry, self.pending = self.pending, None
         if entry is None:
             return
+        began = time.perf_counter()
         norm, count, loss_sum, reported, more = entry.sums.read()
+        if entry.sums.copied is not None:
+            self.guards.slack += time.perf_counter() - began
         flags = len(STOP_SIGNALS)
         self.stop = Signals.decide(reported[:flags])
         loss = loss_sum / max(1, count)
         taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps
-        self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), reported[flags:])
+        rows = self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale), reported[flags:])
         self.state.tokens += count
         seconds = entry.start.seconds_until(entry.end)
         flops = self.sample_flops and self.sample_flops * self.job.train.ramp.batch(entry.step - 1)
         record = {
             "step": entry.step,
+            "wall_time": round(time.time(), 3),
             "loss": loss,
             "grad_norm": norm,
             "lr": entry.lr,
@@ -174,10 +187,43 @@ class StepMetrics:
             **entry.more,
             **self.state.model.metrics(more, count),
             **self.comm.figures(entry.timeline, seconds),
+            **self.energy.metrics(seconds, count, rows),
+            **rank_figures(entry.step, self.guards.table.axes, rows),
             **extra,
         }
         self.last = record
         self.write(record)
+
+
+def rank_figures(step: int, axes: Sequence[str], rows: Sequence[RankFigures]) -> dict[str, Any]:
+    """`ranks`: figures of every rank in a step, in the order of ranks: seconds computing, waiting for data and waiting
+    for messages on each axis; seconds runnable without a core, idle time of all cores, processor time, seconds in which
+    the host waited for the device; peak memory. Worlds of more than MAX_RANKS_EACH_STEP ranks write it less often."""
+    if step % -(-len(rows) // MAX_RANKS_EACH_STEP):
+        return {}
+    waits = {axis: [round(row.waited[i], 5) for row in rows] for i, axis in enumerate(axes)}
+    figures: dict[str, Any] = {
+        key: [round(getattr(row, name), 5) for row in rows] for key, name in RANK_FIGURES.items()
+    }
+    if any(row.devices.watts for row in rows):
+        figures |= {key: [round(getattr(row.devices, name), 4) for row in rows] for key, name in DEVICE_FIGURES.items()}
+    figures["wait_s"] = {axis: seconds for axis, seconds in waits.items() if any(seconds)}
+    return {"ranks": figures}
+
+
+RANK_FIGURES = {
+    "busy_s": "busy", "data_s": "data", "core_wait_s": "delay", "core_idle_s": "idle", "cpu_s": "cpu",
+    "slack_s": "slack", "memory_gib": "memory",
+}  # fmt: skip
+"""Keys of `ranks` in metrics.jsonl, and the figures that they hold."""
+
+
+DEVICE_FIGURES = {
+    "gpu_power_w": "watts", "gpu_temp_c": "celsius", "gpu_clock_share": "clock_share", "gpu_util_share": "utilisation",
+    "throttled_power": "throttled_power", "throttled_thermal": "throttled_thermal",
+    "throttled_hardware": "throttled_hardware",
+}  # fmt: skip
+"""The same of GPUs, where there are any."""
 
 
 def utilization(flops: float | None, seconds: float, peak: float | None, devices: int) -> float | None:

@@ -75,7 +75,8 @@ def set_up_process(run: RunDir, plan: Plan) -> None:
 
 
 def import_training(run: RunDir) -> None:
-    """Import all that training needs, which takes seconds."""
+    """Import all that training needs, which takes seconds. Ranks are forked afterwards, so nothing here may start a
+    thread or call the CUDA driver."""
     from weft.training.compile_cache import set_compile_cache
     from weft.training.garbage_collection import no_collection
 
@@ -86,7 +87,7 @@ def import_training(run: RunDir) -> None:
 
         import weft.training.loop  # noqa: F401
 
-        torch.compiler.reset()  # imports dynamo, as every optimizer does: once before the forks instead of in each rank
+        torch.compiler.disable(import_training)  # imports dynamo once before the forks: every optimizer needs it
 
 
 def train_with_rollback(session: Session, signals: Signals, work: Work) -> Exit:

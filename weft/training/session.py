@@ -34,11 +34,13 @@ from weft.training.resume import (
     resume_from_disk,
     resume_from_memory,
 )
+from weft.training.run_energy import RunEnergy, open_energy
 from weft.training.slices_file import write_slices
 from weft.training.state import State, meta_problem
 from weft.training.step import Stepper
 from weft.watch import logs
 from weft.watch.journal import Journal
+from weft.watch.traces.tracer import StepTracer, TraceRequest
 
 
 @dataclass
@@ -60,6 +62,10 @@ class Session:
     heartbeat: Heartbeat
     """Reports the phase of the loop, and raises when the attempt is over."""
     guards: Guards
+    tracer: StepTracer
+    """Traces the steps of the job's watch.trace."""
+    energy: RunEnergy
+    """Energy and health of the devices."""
     first_step: int = 0
     """The step at which the run was started, before any recovery."""
     began: float = field(default_factory=time.time)
@@ -75,6 +81,7 @@ class Session:
     def now(self, phase: str) -> None:
         """Report the phase that begins."""
         self.heartbeat.now(phase, self.state.step)
+        self.tracer.phase(phase)
 
     def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
         """Record that adaptive compression has changed its codec."""
@@ -163,6 +170,7 @@ class Session:
             resume_from_disk(self, at_most=to)
 
     def close(self) -> None:
+        self.energy.close()
         self.mesh.close()
 
 
@@ -205,6 +213,9 @@ def open_session(
     snapshots = snapshots or Snapshots(
         Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device, world=mesh.world
     )
+    if state.optimizers.no_snapshots:
+        snapshots.refused = state.optimizers.no_snapshots
+        log.info("%s", f"no snapshots in memory: {snapshots.refused}")
     stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
 
     def warn(text: str) -> None:
@@ -221,9 +232,16 @@ def open_session(
 
     # after the snapshot is copied, so that a flipped bit in it is detected
     stepper.before_update = guards.weights.before_update
+    asked = job.watch.trace
+    request = None
+    if asked is not None:
+        file = f"steps-{asked.at}-{asked.at + asked.steps - 1}.json"
+        request = TraceRequest(asked.at, asked.steps, run.traces / file)
+    tracer = StepTracer(run, mesh, request, lambda: heartbeat.now("checkpoint", state.step), job.watch.nvtx)
     session = Session(
-        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards
-    )
+        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards, tracer,
+        open_energy(job, plan, run, mesh, log),
+    )  # fmt: skip
     for compressor in state.model.compressors:
         compressor.report = session.compression
     write_slices(run, plan, mesh, state.model)

@@ -68,15 +68,17 @@ class SupervisedRank:
 
     def work(self) -> int:
         """Join attempts until one ends the run. Returns the exit code."""
-        job, plan = load_job(str(self.run.job)), self._plan()
+        job, plan = load_job(str(self.run.job)), read_plan(self.run)
         set_up_process(self.run, plan)
         with contextlib.suppress(Exception):  # opened again in an attempt, where errors are reported
             from weft.data.dataset import open_dataset
 
             self.dataset = open_dataset(job)
         from weft.comm.teardown import freeze_imports, freeze_more, leave
+        from weft.mesh import open_device
 
         freeze_imports()
+        open_device(plan)
         number, phase = 0, "spare"
         while True:
             self.heartbeat.now(phase, 0)
@@ -87,9 +89,6 @@ class SupervisedRank:
                 return code
             leave()  # the error and the tensors it referenced are gone
             freeze_more()
-
-    def _plan(self) -> Plan:
-        return Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
 
     def _wait_for_attempt(self, after: int) -> Attempt:
         """Wait for a valid attempt that includes this slot; the process may have started before it is published."""
@@ -128,6 +127,7 @@ class SupervisedRank:
                 store = self._store(attempt, job.comm.timeout_s)
                 mesh = connect(plan, job.comm.timeout_s, store)
             position = mesh.position
+            self._log(rank, "connected to the other ranks")
             self.heartbeat.watch = watch = CollectiveCounters(mesh)
             place = {"position": position, "groups": watch.members}
             write_file(self.folder / f"place-{rank}.json", json.dumps(place))
@@ -136,6 +136,7 @@ class SupervisedRank:
             )
             session.snapshots.wanted = lambda: (self.board["safe"], self.board["target"])
             self._restore_run_totals(session, attempt)
+            self._log(rank, f"ready to train after step {session.state.step}")
             code = train_with_rollback(session, self.signals, fit_or_explain)
             session.now("end")
             mesh.barrier()
@@ -199,6 +200,10 @@ class SupervisedRank:
         return False
 
 
+def read_plan(run: RunDir) -> Plan:
+    return Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
+
+
 def main(hook: Hook | None = None) -> int:
     die_with_parent()
     run = RunDir(Path(sys.argv[1]))
@@ -206,7 +211,10 @@ def main(hook: Hook | None = None) -> int:
         set_process_name("weft-forkserver")
         import_training(run)
         from weft.comm.teardown import freeze_imports
+        from weft.models.kernel_internals import hash_triton
 
+        if read_plan(run).device == "cuda":
+            hash_triton()
         freeze_imports()
         if not serve():
             return 0

@@ -83,6 +83,10 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
         raise JobError(
             f"train.sync={plan.sync}: a dry run traces a step that sums gradients; train.sync=step would work"
         )
+    if plan.tiered:
+        raise JobError(
+            f"memory.offload={job.memory.offload}: a dry run traces states on the device; offload=none works"
+        )
     mesh = fake_mesh(plan, rank)
     try:
         norms = fused_norms() if plan.device == "cuda" else nullcontext()

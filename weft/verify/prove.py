@@ -118,7 +118,7 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
     stepper = Stepper(job, plan, mesh, state)
     replay = RoutingReplay(state.model.load, folder, reference)
     losses, norms, gradients = [], [], []
-    start = {n: whole(m) for n, m in state.model.master_params.items()}
+    start = {n: whole(m) for n, m in state.optimizers.masters().items()}
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
         dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0,
@@ -134,7 +134,7 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
             mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
-    parameters = {n: whole(m) for n, m in state.model.master_params.items()}
+    parameters = {n: whole(m) for n, m in state.optimizers.masters().items()}
     moments = moments_of({n: whole(t).float() for n, t in state.optimizers.state().items()})
     for held in (*gradients, start, parameters, moments):
         join_stages(held, mesh)

@@ -10,6 +10,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from weft.hardware.catalog import find_device
+from weft.job.errors import JobError
+from weft.planner.estimate import POWER_SHARE
 from weft.watch.figures.figure import Record, column, number
 from weft.watch.figures.steps import validation
 from weft.watch.progress import duration, human
@@ -34,6 +37,9 @@ _STATUS_BY_EVENT: dict[str, tuple[str, str]] = {
     "failed": ("Failed", "bad"),
 }
 """The last of these events gives the status."""
+
+TOTALS = ("energy_kwh", "co2_g", "cost_usd", "tokens_per_joule")
+"""Figures that count from the start of the run: the last one is the run's."""
 
 _AXES: dict[str, str] = {
     "pp": "layers in {n} pipeline stages",
@@ -122,9 +128,45 @@ def key_figures(records: Sequence[Record], events: Sequence[Record], plan: Recor
         ("Tokens per second", human(rate), "median over steps" if rate is not None else ""),
         ("MFU", _form(mfu, ".1%"), "median over steps" if mfu is not None else "not known" if records else ""),
         ("Peak memory", "–" if peak is None else f"{peak:.2f} GiB", "highest of any step"),
+        *_energy(records, plan),
         ("Wall time", duration(wall) if wall else "–", f"{duration(stepping)} in steps" if stepping else ""),
         ("Restarts", str(restarts), ""),
     ]
+
+
+def _energy(records: Sequence[Record], plan: Record) -> list[tuple[str, str, str]]:
+    """Energy, tokens a joule and CO2 of a run that has recorded them; estimated parts are marked."""
+    kwh = measured("energy_kwh", records)
+    if kwh is None:
+        return []
+    share = next((s for r in reversed(records) if (s := number(r.get("energy_measured_share"))) is not None), 0.0)
+    how = "measured" if share > 0.999 else "estimated" if share < 0.001 else f"{share:.0%} measured, rest estimated"
+    last = {key: measured(key, records) for key in ("tokens_per_joule", "co2_g", "cost_usd")}
+    planned = predicted_kwh(plan, len(records))
+    more = [
+        "" if planned is None else f"{planned:.3g} kWh planned",
+        "" if last["co2_g"] is None else f"{human(last['co2_g'])} g CO2",
+        "" if last["cost_usd"] is None else f"{last['cost_usd']:.3g} USD",
+    ]
+    shown = f"{kwh:.3g} kWh" if kwh >= 0.1 else f"{1000 * kwh:.3g} Wh"
+    found = [("Energy", shown, ", ".join(filter(None, [how, *more])))]
+    if last["tokens_per_joule"] is not None:
+        found.append(("Tokens per joule", f"{last['tokens_per_joule']:.3g}", how))
+    return found
+
+
+def predicted_kwh(plan: Record, steps: int) -> float | None:
+    """Energy of the devices in so many steps, from the planned step time and their rated power; None if unknown."""
+    predicted = plan.get("predicted")
+    seconds = number(predicted.get("step_time_s")) if isinstance(predicted, dict) else None
+    world = number(plan.get("world"))
+    try:
+        watts = find_device(str(plan.get("device_name"))).tdp_w
+    except JobError:
+        return None
+    if not seconds or not world or not watts:
+        return None
+    return world * watts * POWER_SHARE * seconds * steps / 3.6e6
 
 
 def measured(key: str, records: Sequence[Record]) -> float | None:
@@ -132,6 +174,8 @@ def measured(key: str, records: Sequence[Record]) -> float | None:
     if key == "memory_gib":
         return max((y for y in column(records, "peak_memory_gib")[1] if y is not None), default=None)
     held = [y for y in column(records, key)[1] if y is not None]
+    if key in TOTALS:
+        return held[-1] if held else None
     return median(held) if held else None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers.command import DEADLINE_S, ENV, ids_by_step, losses, run_of, step_of, until, write_job
+from helpers.forked_python import Popen
 
 from weft.chaos.virtual_hosts import VirtualHosts
 from weft.job.errors import Exit
@@ -71,7 +72,8 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     write_job(
         tmp_path, model={"family": "gpt2", "dim": 16, "layers": 1, "heads": 2}, data={"seq_len": 8, "record_ids": True},
         train={"global_batch": BATCH, "steps": 1_000_000, "eval_every": 0}, parallel={"dp_shard": -1, "zero": 3},

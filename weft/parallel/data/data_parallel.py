@@ -21,8 +21,8 @@ from torch.distributed.tensor import Shard
 
 from weft.comm.algorithms import Start
 from weft.comm.axis import Axis, Pending
-from weft.comm.foreach_internals import foreach_copy_
-from weft.comm.shards import local_of, placed_like
+from weft.comm.shards import like, local_of, placed_like
+from weft.memory.split_master import copy_rounded, rounded
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import BucketQueue
 from weft.parallel.data.compression import Compressor
@@ -41,8 +41,12 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
         for key, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if p.is_floating_point() and p.requires_grad:
                 if id(p) not in cast:
-                    cast[id(p)] = nn.Parameter(p.detach().to(dtype))
+                    cast[id(p)] = nn.Parameter(_cast(p.detach(), dtype))
                 owner.register_parameter(key, cast[id(p)])
+
+
+def _cast(master: Tensor, dtype: torch.dtype) -> Tensor:
+    return like(rounded(local_of(master), dtype), master)
 
 
 def gradient_hook(owner: weakref.ref[Replicas], number: int, name: str) -> Callable[[Tensor], None]:
@@ -82,6 +86,8 @@ class Replicas:
             self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.grad_params: dict[str, Tensor] = self.master_params
         self.compute_params: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
+        self.split = False
+        """Whether the compute weights are part of the master weights (memory/split_master.py)."""
         self.buckets: list[Bucket] = []
         self.works: list[Pending] = []
         self.sent = 0
@@ -202,8 +208,8 @@ class Replicas:
 
     def refresh(self) -> None:
         """Copy the master weights to the compute weights."""
-        if self.mixed:
-            foreach_copy_(
+        if self.mixed and not self.split:
+            copy_rounded(
                 [local_of(w.detach()) for w in self.weights.values()],
                 [local_of(m.detach()) for m in self.master_params.values()],
             )

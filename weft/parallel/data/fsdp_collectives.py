@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from weft.comm.axis import Axis, native_all_gather, native_reduce_scatter
+from weft.comm.trace_ranges import COMM
 from weft.mesh import Mesh
 from weft.parallel.data.fsdp_internals import all_reduces, meter_gpu_waits
 
@@ -31,13 +32,14 @@ def _metered(axis: Axis | None, what: str, tensor: Tensor, run: Callable[[], Any
     meter = axis.meter
     axis.count(what, tensor)
     if meter.cuda:
-        if meter.timeline is None:
-            return run()
-        with meter.timeline.call(waits=False):
-            return run()
+        with meter.range(f"{COMM} {axis.name} {what}"):
+            if meter.timeline is None:
+                return run()
+            with meter.timeline.call(axis.name, what, waits=False):
+                return run()
     if async_op:
         with meter.inside(axis.name, what):
-            return meter.follow(run())
+            return meter.follow(run(), axis.name, what)
     with meter.blocking(axis.name, what):
         return run()
 

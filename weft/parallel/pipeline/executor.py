@@ -229,7 +229,9 @@ class _Step:
         return shape
 
     def do(self, action: Action, last: bool) -> None:
-        {"F": self._forward, "B": self._backward, "I": self._input, "W": self._weights}[action.kind](action, last)
+        kinds = {"F": self._forward, "B": self._backward, "I": self._input, "W": self._weights}
+        with self.p.axis.meter.range(f"weft.stage {action.stage} {action.kind} {action.microbatch}"):
+            kinds[action.kind](action, last)
 
     def _receive(self, action: Action, kind: str, source_stage: int) -> Tensor:
         p = self.p

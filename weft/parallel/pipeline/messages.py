@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.axis import Axis
+from weft.comm.point_to_point_internals import batch_isend_irecv
 from weft.planner.engine_constants import PREFETCHED_MESSAGES
 from weft.planner.schedules.actions import Action, Schedule
 from weft.planner.schedules.simulate import equal_costs, simulate
@@ -137,7 +138,7 @@ class StageLinks:
         theirs = torch.empty_like(mine)
         ops = [self._op(dist.isend, mine, other), self._op(dist.irecv, theirs, other)]
         with self.axis.meter.inside(self.axis.name, "exchange"):
-            for work in dist.batch_isend_irecv(ops):
+            for work in batch_isend_irecv(ops):
                 work.wait()
         return theirs.to(self.device)
 
@@ -161,7 +162,7 @@ class StageLinks:
     def _issue(self, op: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> list[dist.Work]:
         """One send or receive. Batched, since a single one makes NCCL create a communicator for the pair."""
         self.issued += 1
-        return dist.batch_isend_irecv([self._op(op, tensor, peer)])
+        return batch_isend_irecv([self._op(op, tensor, peer)])
 
     def _op(self, op: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(op, tensor, group=self.axis.group, group_peer=peer)

@@ -27,7 +27,9 @@ from weft.planner.time.compression import residual_bytes
 
 GIB = 2**30
 HOST_SHARE = 0.7
-"""Share of a host's memory for offloaded activations."""
+"""Share of a host's memory for offloaded states and activations."""
+LOW_HALF_BYTES = 2
+"""Of a split master weight, besides its compute weight."""
 RUNTIME_BYTES = {"cpu": 0.35 * GIB, "cuda": 0.0}
 """torch itself, resident on a CPU rank. The context of a GPU is not part of what its allocator counts."""
 WORKSPACE_BYTES = 0.3 * GIB
@@ -156,13 +158,17 @@ class LayoutGroup:
     def _distinct_states(self) -> dict[str, Size]:
         job, layouts, held = self.job, self.layouts, self.held()
         bytes_ = self.states(held)
+        here = 1.0 - self.plan.host_share - self.plan.disk_share
+        """Share of the states that live on the device."""
+        masters = LOW_HALF_BYTES * held.whole * here if self.plan.split_master else bytes_["parameters"]
         optimizer = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, bytes_["optimizer"])
+        optimizer = optimizer * here + self.plan.stream_gib * GIB
         if self.plan.alone:  # the last shared weights, and DiLoCo's momentum
             outer = 2 if self.plan.sync == "diloco" else int(job.train.sync.quantize != "none")
             optimizer = optimizer + outer * FP32_BYTES * held.held
         width = self.compute_bytes if self.flags["alone"] else FP32_BYTES
         out = {
-            "parameters": bytes_["parameters"] + bytes_["copies"] + bytes_["average"], "optimizer": optimizer,
+            "parameters": masters + bytes_["copies"] + bytes_["average"] * here, "optimizer": optimizer,
             "communication": residual_bytes(layouts) * held.compressed, "gradients": bytes_["gradients"],
             "update": np.maximum(held.scratch, (width if self.flags["tp"] else 0) * held.partial),
         }  # fmt: skip

@@ -33,7 +33,7 @@ def window_rule(job: Job, plan: Plan) -> str | None:
     """A sliding window needs the whole sequence in one piece."""
     if not has_short_window(job) or (plan.cp == 1 and not plan.long):
         return None
-    chunks = "memory.offload=activations" if plan.offload == "activations" else f"memory.chunk={plan.chunk}"
+    chunks = f"memory.offload={plan.offload}" if plan.offloads_activations else f"memory.chunk={plan.chunk}"
     setting, other = (f"parallel.cp={plan.cp}", "cp=1") if plan.cp > 1 else (chunks, "memory.recompute=full")
     return (
         f"{setting} splits the sequence, and model.window={job.model.window} is not supported in parts of it; {other} "

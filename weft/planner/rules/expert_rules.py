@@ -21,7 +21,7 @@ def experts_rule(job: Job, plan: Plan) -> str | None:
         what = job.model.module or f"model.family={job.model.family}"
         return f"model.experts needs a decoder, and {what} is not one; family=llama or gpt2 would work"
     if plan.long:
-        setting = "memory.offload=activations" if plan.offload == "activations" else f"memory.chunk={plan.chunk}"
+        setting = f"memory.offload={plan.offload}" if plan.offloads_activations else f"memory.chunk={plan.chunk}"
         return (
             f"{setting} processes a block in parts, and model.experts balances whole sequences; memory.recompute=full "
             "would work"

@@ -12,7 +12,7 @@ def offload_rule(job: Job, plan: Plan) -> str | None:
     """Activation offload and chunks need a transformer and an undivided backward pass."""
     if not plan.long:
         return None
-    setting = "memory.offload=activations" if plan.offload == "activations" else f"memory.chunk={plan.chunk}"
+    setting = f"memory.offload={plan.offload}" if plan.offloads_activations else f"memory.chunk={plan.chunk}"
     if not attends(job):
         what = job.model.module or f"model.family={job.model.family}"
         return (
@@ -24,7 +24,7 @@ def offload_rule(job: Job, plan: Plan) -> str | None:
             f"{setting} computes a block's gradients in one pass, and parallel.schedule={plan.schedule} splits them; "
             "schedule=1f1b would work"
         )
-    if job.memory.recompute not in ("auto", "full") and (job.memory.offload == "activations" or job.memory.chunk):
+    if job.memory.recompute not in ("auto", "full") and (plan.offloads_activations or job.memory.chunk):
         return (
             f"memory.recompute={job.memory.recompute} has no effect with {setting}, which already recomputes most of "
             "a block; recompute=auto would work"
@@ -48,5 +48,36 @@ def recompute_rule(job: Job, plan: Plan) -> str | None:
         return (
             f"parallel.schedule={plan.schedule} runs a block's backward twice, for its input and for its weights, "
             "and memory.recompute=selective keeps outputs for one pass; recompute=full or schedule=1f1b would work"
+        )
+    return None
+
+
+def tiers_rule(job: Job, plan: Plan) -> str | None:
+    """States outside of the device need an optimizer of this rank's own, and settings that have an effect."""
+    memory = job.memory
+    offloads = memory.offload in ("states", "all", "auto")
+    for name in ("offload_fraction", "disk", "disk_gib"):
+        if name in memory.model_fields_set and getattr(memory, name) not in (None, "auto") and not offloads:
+            return (
+                f"memory.{name}={getattr(memory, name)} has no effect with memory.offload={memory.offload}; "
+                "memory.offload=states would work"
+            )
+    if memory.disk_gib and not memory.disk:
+        return f"memory.disk_gib={memory.disk_gib:g} needs the folder that it limits; add memory.disk=FOLDER"
+    if memory.split_master is True and not plan.split_master:
+        what = f"{plan.world} ranks" if plan.world > 1 else f"precision={plan.precision}"
+        what = f"model.module={job.model.module}" if job.model.module else what
+        return f"memory.split_master=true splits fp32 weights of one rank into bf16 and 16 bits, not with {what}"
+    if not plan.tiered:
+        return None
+    if plan.sync != "step":
+        return (
+            f"memory.offload={memory.offload} updates weights in the next forward pass, and train.sync={plan.sync} "
+            "exchanges them before; train.sync=step would work"
+        )
+    if plan.ep_rebalance:
+        return (
+            f"memory.offload={memory.offload} keeps states where experts cannot move them, as "
+            f"parallel.ep_rebalance={plan.ep_rebalance:g} would; ep_rebalance=0 would work"
         )
     return None

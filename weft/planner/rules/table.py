@@ -12,7 +12,7 @@ from weft.planner.rules.communication_rules import allreduce_rule, compressed_ex
 from weft.planner.rules.context_rules import cp_style_rule, sequence_rule, window_rule
 from weft.planner.rules.expert_rules import experts_rule
 from weft.planner.rules.fp8_rules import fp8_rule
-from weft.planner.rules.memory_rules import offload_rule, recompute_rule
+from weft.planner.rules.memory_rules import offload_rule, recompute_rule, tiers_rule
 from weft.planner.rules.pipeline_rules import own_model_rule, pipeline_rule
 from weft.planner.rules.tensor_rules import heads_rule, width_rule
 from weft.planner.sync import sync_rule
@@ -35,16 +35,23 @@ def placement_rule(job: Job, plan: Plan) -> str | None:
     return f"placement={plan.placement} can be planned but not trained yet; placement=shards-near would work"
 
 
+def power_cap_rule(job: Job, plan: Plan) -> str | None:
+    """Only GPUs have a power limit that can be set."""
+    if job.watch.power_cap_w is None or plan.device == "cuda":
+        return None
+    return f"watch.power_cap_w={job.watch.power_cap_w:g} limits GPUs, and the ranks are on {plan.device}; leave it out"
+
+
 TP_RULES: tuple[Rule, ...] = (heads_rule, width_rule)
 
 RULES: tuple[Rule, ...] = (
     *TP_RULES, batch_rule, microbatch_rule, ramp_rule, pipeline_rule, own_model_rule, sequence_rule, window_rule,
-    cp_style_rule, offload_rule, fp8_rule, experts_rule, recompute_rule, allreduce_rule, compressed_experts_rule,
-    sync_rule, encryption_rule,
+    cp_style_rule, offload_rule, tiers_rule, fp8_rule, experts_rule, recompute_rule, allreduce_rule,
+    compressed_experts_rule, sync_rule, encryption_rule,
 )  # fmt: skip
 """A layout that breaks one of these can be neither planned nor trained."""
 
-RUNNABLE: tuple[Rule, ...] = (mixed_devices_rule, mpi_rule, placement_rule)
+RUNNABLE: tuple[Rule, ...] = (mixed_devices_rule, mpi_rule, placement_rule, power_cap_rule)
 """A layout that breaks one of these can be planned, but not trained."""
 
 

@@ -18,7 +18,8 @@ IntArray = NDArray[np.int64]
 RECOMPUTES = ("none", "selective", "full")
 """Keep every activation, all but attention's inner ones, or only each block's input."""
 OFFLOADS = ("none", "optimizer", "activations")
-"""What is kept in host memory."""
+"""What is kept in host memory. Weft's own states are placed after the search (memory/tiers.py)."""
+_WITHOUT_STATES = {"states": "none", "all": "activations", "auto": "none"}
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 CP_STYLES = ("ring", "ulysses", "hybrid")
 PLACEMENTS = (
@@ -107,11 +108,18 @@ class Layouts:
         for name, words in _CODED.items():
             if name in Plan.__dataclass_fields__:
                 values[name] = words()[int(getattr(self, name)[i])]
+        if _WITHOUT_STATES.get(known.offload) == values["offload"]:
+            values["offload"] = known.offload
         if values["compression"] == known.compression.partition(":")[0]:
             values["compression"] = known.compression  # with its number
         if self.recompute_blocks[i] >= 0:
             values["recompute"] = int(self.recompute_blocks[i])
         return replace(known, **values, zero=int(self.zero[i]) or 3, sequence=bool(self.sequence[i]), split=())
+
+
+def without_states(offload: str) -> str:
+    """What a setting of memory.offload means for activations."""
+    return _WITHOUT_STATES.get(offload, offload)
 
 
 def distinct(*columns: Any) -> tuple[IntArray, IntArray]:
@@ -152,6 +160,7 @@ def _codes(plan: Plan) -> dict[str, Any]:
     }
     codes["zero"] = plan.zero if plan.dp_shard > 1 else 0
     names = {name: getattr(plan, name) for name in _CODED if hasattr(plan, name)}
+    names["offload"] = without_states(plan.offload)
     names["schedule"] = resolve_name(plan.schedule, plan.virtual_stages)
     if str(names["recompute"]).isdigit():  # a count of blocks
         codes["recompute_blocks"], names["recompute"] = int(names["recompute"]), "full"

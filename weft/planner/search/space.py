@@ -21,6 +21,7 @@ from weft.planner.search.candidates import (
     RECOMPUTES,
     IntArray,
     Layouts,
+    without_states,
 )
 
 MAX_MICROBATCH_TOKENS = 65_536
@@ -91,7 +92,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
         "seq_len": 1 if model.is_stack else seq,
     }
     fixed: dict[str, Any] = {
-        "precision": (precision,), "offload": (job.memory.offload,), 
+        "precision": (precision,), "offload": (without_states(job.memory.offload),),
         "compression": (job.comm.compression.partition(":")[0],),
         "microbatch": None if job.train.microbatch == "auto" else job.train.microbatch,
         "accumulation": None if job.train.accumulation == "auto" else job.train.accumulation,
@@ -120,7 +121,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
         expert_width = (model.experts.ffn if model.experts else 0) or width
         tp = [d for d in tp if expert_width % d == 0]
     if (
-        job.memory.offload == "activations"
+        job.memory.offload in ("activations", "all")
         or job.memory.chunk not in ("auto", 0)
         or job.memory.recompute == "selective"
     ):

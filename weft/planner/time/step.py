@@ -56,10 +56,12 @@ class Estimates:
     terms: StepTimes
     factor: Size = 1.0
     """Ratio of the step time to that of the model."""
+    copies: Size = 0.0
+    """Seconds in which the device waits for states that live elsewhere."""
 
     @cached_property
     def step_time_s(self) -> Size:
-        return self.terms.total * self.factor
+        return self.terms.total * self.factor + self.copies
 
     @property
     def low_s(self) -> Size:
@@ -92,7 +94,8 @@ class Estimates:
             "data": 0.0 * t.total, "host": step + np.maximum(0, host), "waiting": t.waiting,
         }  # fmt: skip
         parts = {"compute": t.total - sum(parts.values()), **parts}
-        return {part: seconds * self.factor for part, seconds in parts.items()}
+        times = {part: seconds * self.factor for part, seconds in parts.items()}
+        return {**times, "offload": times["offload"] + self.copies}
 
     @cached_property
     def _flops(self) -> Size:

@@ -1,0 +1,268 @@
+"""Memory tiers on one GPU: bit-identical runs, and tokens a second of models whose states do not fit.
+
+    PYTHONPATH=.gpu-deps:. python bench/tiers_gpu.py [--parts links bitwise 3.6b 8b 13b] [--limit 450] [--steps 6]
+
+Each part runs in a process of its own with a time limit, so that one that fails does not stop the others; the tables
+are printed at the end, predicted beside measured. `--json FILE` also writes them. Needs one GPU with about 139 GiB
+and 100 GiB of host memory for the largest parts; no network.
+
+| part | what |
+|---|---|
+| links | copies to the device, back, and both at once, and beside matrix products |
+| bitwise | AdamW and Muon, resident and with states in host memory: losses, weights and moments |
+| 3.6b | 3.6B parameters, all states in host memory, clipping on, 4 × 4,096 tokens |
+| 8b, 8b-fp8 | llama-8b on the device alone with split master weights |
+| 13b, 20b | exact AdamW, states in host memory as far as they do not fit |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "3.6b": {"family": "llama", "dim": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "ffn": 8192, "vocab": 128256},
+    "8b": {"shape": "llama-8b"},
+    "13b": {"family": "llama", "dim": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "ffn": 13824, "vocab": 32000},
+    "20b": {"family": "llama", "dim": 6144, "layers": 44, "heads": 48, "kv_heads": 48, "ffn": 16384, "vocab": 32000},
+}
+PARTS: dict[str, dict[str, Any]] = {
+    "3.6b": {"model": "3.6b", "memory": {"offload": "states", "host_gib": 90}},
+    "8b": {"model": "8b", "memory": {"split_master": True}},
+    "8b-fp8": {"model": "8b", "memory": {"split_master": True}, "precision": "fp8"},
+    "13b": {"model": "13b", "memory": {"offload": "auto", "host_gib": 95, "recompute": "full"}},
+    "20b": {"model": "20b", "memory": {"offload": "auto", "host_gib": 105, "recompute": "full"}},
+}
+LIMITS_S = {"links": 60, "bitwise": 100, "3.6b": 120, "8b": 110, "8b-fp8": 110, "13b": 200, "20b": 250}
+TOKENS = (4, 4096)
+"""Sequences in a step, and tokens in a sequence."""
+
+
+def make(part: dict[str, Any], **more: Any) -> Any:
+    from weft.job import parse_job
+
+    raw: dict[str, Any] = {
+        "name": "tiers", "model": SHAPES[part["model"]], "data": {"source": "synthetic", "seq_len": TOKENS[1]},
+        "train": {"steps": 100, "global_batch": TOKENS[0], "microbatch": TOKENS[0], "eval_every": 0},
+        "optim": {"clip": 1.0, "lr": 1e-4}, "cluster": {"device": "cuda", "nodes": 1, "devices_per_node": 1},
+        "precision": part.get("precision", "bf16"), "memory": part["memory"],
+        "parallel": {"dp_replicate": 1, "dp_shard": 1},
+    }  # fmt: skip
+    return parse_job({**raw, **more})
+
+
+def train(job: Any, plan: Any, steps: int, seconds: float = 1e9) -> tuple[Any, list[float], list[float]]:
+    """Some steps: the state, the losses and the seconds of each step."""
+    import torch
+
+    from weft.data.dataset import open_dataset
+    from weft.data.loader import Loader, to_device
+    from weft.mesh import connect
+    from weft.training.build import build_state
+    from weft.training.step import Stepper
+
+    mesh = connect(plan, job.comm.timeout_s)
+    began = time.perf_counter()
+    state = build_state(job, plan, mesh)
+    torch.cuda.synchronize()
+    print(f"built in {time.perf_counter() - began:.1f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB", flush=True)
+    stepper = Stepper(job, plan, mesh, state)
+    loader = Loader(
+        open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
+        dp_rank=0, dp_size=1, prefetch=2,
+    )  # fmt: skip
+    losses, times, end = [], [], time.perf_counter() + seconds
+    torch.cuda.reset_peak_memory_stats()
+    for _, batches in zip(range(steps), loader, strict=False):
+        began = time.perf_counter()
+        grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
+        norm, _ = stepper.update(grads, 1e-4)
+        losses.append(float(grads.loss / grads.count))
+        torch.cuda.current_stream().synchronize()  # copies of states still run behind it
+        times.append(time.perf_counter() - began)
+        print(f"step {len(times)}: loss {losses[-1]:.6f} norm {float(norm):.4f} {times[-1]:.3f} s", flush=True)
+        if time.perf_counter() > end:
+            break
+    loader.close()
+    return state, losses, times
+
+
+def measure(name: str, steps: int) -> dict[str, Any]:
+    """Tokens a second of one part, beside what its plan predicts."""
+    import torch
+
+    from weft.planner import make_plan
+    from weft.planner.describe import describe_plan
+
+    job, plan = make_plan(make(PARTS[name]))
+    print(describe_plan(job, plan), flush=True)
+    row = {
+        "part": name, "predicted_gib": plan.predicted["memory_gib"], "predicted_s": plan.predicted.get("step_time_s"),
+        "recompute": plan.recompute, "split": plan.split_master, "host_share": plan.host_share,
+        "stream_gib": plan.stream_gib,
+    }  # fmt: skip
+    state, losses, times = train(job, plan, steps, seconds=LIMITS_S[name] / 2)
+    taken = statistics.median(times[2:] or times)
+    row |= {
+        "step_s": taken, "tokens_per_s": TOKENS[0] * TOKENS[1] / taken, "loss": losses[-1],
+        "measured_gib": torch.cuda.max_memory_allocated() / 2**30, "steps": len(times),
+    }  # fmt: skip
+    if hasattr(state.optimizers, "moved"):
+        row["moved_gib_a_step"] = sum(state.optimizers.moved.values()) / 2 / max(1, len(times) - 1) / 2**30
+    return row
+
+
+def bitwise(name: str, steps: int) -> dict[str, Any]:
+    """AdamW and Muon: a resident run and the same with states in host memory, and with split masters on the device."""
+    import torch
+
+    from weft.planner import make_plan
+
+    model = {"family": "llama", "dim": 1024, "layers": 4, "heads": 8, "kv_heads": 8, "ffn": 2816, "vocab": 32000}
+    rows: dict[str, Any] = {"part": "bitwise"}
+    for optimizer in ("adamw", "muon"):
+        job = make({"model": "8b", "memory": {}}, model=model, optim={"name": optimizer, "clip": 0.5, "lr": 1e-3},
+                   data={"source": "synthetic", "seq_len": 512})  # fmt: skip
+        job, plan = make_plan(job)
+        plans = {
+            "resident": plan, "split": replace(plan, split_master=True),
+            "host": replace(plan, split_master=True, host_share=1.0, stream_gib=0.3),
+            "half": replace(plan, split_master=True, host_share=0.5, stream_gib=0.3),
+        }  # fmt: skip
+        kept: dict[str, Any] = {}
+        for how, tried in plans.items():
+            torch.manual_seed(0)
+            state, losses, _ = train(job, tried, 5)
+            tensors = {n: t.detach().cpu().clone() for n, t in state.tensors().items() if not n.startswith("random")}
+            kept[how] = losses, tensors
+            del state
+            torch.cuda.empty_cache()
+            first = kept["resident"]
+            wrong = [n for n, t in first[1].items() if not torch.equal(t, tensors[n])]
+            same = losses == first[0] and not wrong and first[1].keys() == tensors.keys()
+            rows[f"{optimizer} {how}"] = "same bits" if same else f"{len(wrong)} of {len(tensors)} tensors differ"
+    return rows
+
+
+def links(name: str, steps: int) -> dict[str, Any]:
+    """GB/s between host and device with persistent streams and page-locked memory."""
+    import torch
+
+    from weft.memory.copies import StreamCopies
+    from weft.memory.host_memory import allocate_host
+
+    device, size = torch.device("cuda"), 1 << 30
+    host = allocate_host([((size,), torch.uint8)] * 2, device, copies := StreamCopies(device))
+    there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+
+    def timed(inward: bool, outward: bool, products: int) -> tuple[float, float]:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(8):
+            if inward:
+                copies.fetch([(there[0], host[0])], [])
+            if outward:
+                copies.store([(host[1], there[1])], [])
+        for _ in range(products):
+            a @ a
+        torch.cuda.current_stream().synchronize()
+        middle = time.perf_counter() - began
+        torch.cuda.synchronize()
+        return time.perf_counter() - began, middle
+
+    timed(True, True, 1)
+    rows: dict[str, Any] = {"part": "links"}
+    rows["to device GB/s"] = 8 * size / timed(True, False, 0)[0] / 1e9
+    rows["to host GB/s"] = 8 * size / timed(False, True, 0)[0] / 1e9
+    rows["both GB/s each"] = 8 * size / timed(True, True, 0)[0] / 1e9
+    alone = timed(False, False, 150)[1]
+    rows["products slowed by"] = timed(True, True, 150)[1] / alone - 1
+    return rows
+
+
+KINDS = {"links": links, "bitwise": bitwise}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", default=["links", "bitwise", "3.6b", "8b", "13b"])
+    parser.add_argument("--limit", type=float, default=450, help="seconds for all parts")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.one:
+        try:
+            row = KINDS.get(asked.one, measure)(asked.one, asked.steps)
+        except Exception as error:
+            traceback.print_exc()
+            row = {"part": asked.one, "failed": f"{type(error).__name__}: {str(error)[:300]}"}
+        print("RESULT " + json.dumps(row, default=str), flush=True)
+        return
+    end, rows = time.monotonic() + asked.limit, []
+    for part in asked.parts:
+        left = end - time.monotonic()
+        if left < 20:
+            rows.append({"part": part, "failed": "no time left"})
+            continue
+        print(f"\n=== {part}", flush=True)
+        rows.append(run(part, asked.steps, min(left, LIMITS_S[part])))
+    print("\n" + tables(rows), flush=True)
+    if asked.json:
+        asked.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def run(part: str, steps: int, limit_s: float) -> dict[str, Any]:
+    """One part in a process of its own."""
+    command = [sys.executable, __file__, "--one", part, "--steps", str(steps)]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s)
+        text = done.stdout
+    except subprocess.TimeoutExpired as error:
+        raw = error.stdout or b""
+        text = raw.decode() if isinstance(raw, bytes) else raw
+    lines = text.splitlines()
+    print("\n".join(line for line in lines[-45:] if not line.startswith("RESULT ")), flush=True)
+    found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
+    seconds = round(time.monotonic() - began, 1)
+    return {**(found[-1] if found else {"part": part, "failed": f"ended without a result after {seconds} s"}),
+            "seconds": seconds}  # fmt: skip
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """The results as text."""
+    out = []
+    for row in rows:
+        if "failed" in row:
+            out.append(f"{row['part']:8} FAILED after {row.get('seconds', 0)} s: {row['failed']}")
+        elif "tokens_per_s" in row:
+            predicted = row["predicted_s"] or float("nan")
+            out.append(
+                f"{row['part']:8} {row['tokens_per_s']:8.0f} tokens/s, step {row['step_s']:.3f} s (predicted "
+                f"{predicted:.3f}), memory {row['measured_gib']:.1f} GiB (predicted {row['predicted_gib']:.1f}), "
+                f"recompute {row['recompute']}, in host {row['host_share']:.0%}, streamed ahead "
+                f"{row['stream_gib']:.1f} GiB, moved {row.get('moved_gib_a_step', 0):.1f} GiB a step each way, "
+                f"loss {row['loss']:.4f}, {row['steps']} steps"
+            )
+        else:
+            out.append(f"{row['part']:8} " + ", ".join(
+                f"{k} {v:.3g}" if isinstance(v, float) else f"{k}: {v}" for k, v in row.items() if k != "part"
+            ))  # fmt: skip
+    return "\n".join(out)
+
+
+if __name__ == "__main__":
+    main()

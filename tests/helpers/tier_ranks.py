@@ -1,0 +1,108 @@
+"""Runs whose states live in host memory or on disk, on one rank or several, with copies that are late."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm.shards import local_of
+from weft.data.dataset import open_dataset
+from weft.data.loader import Loader
+from weft.job.schema import Job
+from weft.memory.copies import Event, Pair, ThreadCopies
+from weft.mesh import Mesh, connect
+from weft.optim import streamed
+from weft.planner import Plan, make_plan
+from weft.training.build import build_state
+from weft.training.state import State
+from weft.training.step import Stepper
+
+LR = 1e-2
+
+
+class LateCopies(ThreadCopies):
+    """Copies that begin at random times. What was stored is overwritten with NaN, as if its memory were used again."""
+
+    def __init__(self, device: torch.device):
+        chance = random.Random(0)
+        super().__init__(delay=lambda: time.sleep(chance.choice((0.0, 0.0, 0.0005))))
+
+    def store(self, pairs: Sequence[Pair], after: Any) -> Event:
+        done = super().store(pairs, after)
+
+        def spoil() -> None:
+            done.result()
+            for _, source in pairs:
+                source.view(torch.uint8).fill_(255)
+
+        return self.outward.submit(spoil)
+
+
+@dataclass
+class Ran:
+    """A run's losses, norms, and this rank's tensors after the last step."""
+
+    figures: list[str]
+    tensors: dict[str, Tensor]
+    state: State
+
+    def differences(self, other: Ran) -> list[str]:
+        """In what two runs differ, bit by bit."""
+        found = [] if self.figures == other.figures else [f"figures {self.figures} and {other.figures}"]
+        found += sorted(self.tensors.keys() ^ other.tensors.keys())
+        return found + [n for n, t in self.tensors.items() if n in other.tensors and not _same(t, other.tensors[n])]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def run(
+    job: Job, plan: Plan, mesh: Mesh, steps: int = 4, not_finite: int | None = None, start: State | None = None,
+    late: bool = True,
+) -> Ran:  # fmt: skip
+    """Some steps of a job, from the state of another run if there is one. One step may be not finite."""
+    streamed.make_copies = LateCopies if late else lambda device: ThreadCopies()
+    state = build_state(job, plan, mesh)
+    if start is not None:
+        into = state.loadable_tensors(saved_world=0)
+        for name, tensor in start.tensors().items():
+            if name in into:
+                with torch.no_grad():
+                    local_of(into[name]).copy_(local_of(tensor))
+        state.restore(into, start.counts())
+    stepper = Stepper(job, plan, mesh, state)
+    loader = Loader(
+        open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
+        dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, start_step=state.step, start_sample=state.samples,
+    )  # fmt: skip
+    figures = []
+    for _, batches in zip(range(steps), loader, strict=False):
+        grads = stepper.gradients(batches)
+        if state.step == not_finite:
+            for leaf in state.model.grad_params.values():
+                assert leaf.grad is not None
+                local_of(leaf.grad).view(-1)[:1] = float("inf")
+        norm, taken = stepper.update(grads, LR)
+        figures.append(f"{float(grads.loss)!r} {float(norm)!r} {taken}")
+    loader.close()
+    tensors = {n: t.clone() for n, t in state.shards().items() if not n.startswith("random")}
+    compute = {f"compute.{n}": local_of(t.detach()).clone() for n, t in state.model.compute_params.items()}
+    return Ran(figures, tensors | compute, state)
+
+
+def compare(job: Job, changes: dict[str, Any], disk: str) -> list[str]:
+    """On ranks: what differs between a resident run and one with these fields of the plan."""
+    job, plan = make_plan(job)
+    mesh = connect(plan, job.comm.timeout_s)
+    resident = run(job, plan, mesh)
+    tiered = run(job, replace(plan, disk=disk, **changes), mesh)
+    assert isinstance(tiered.state.optimizers, streamed.StreamedOptimizers)
+    moved = sum(tiered.state.optimizers.moved.values())
+    return resident.differences(tiered) + ([] if moved else ["nothing was moved"])

@@ -1,0 +1,154 @@
+"""The dashboard in Chromium: a live run, a second run, faults, logs, hostile text, keyboard and narrow screens."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, Page, expect
+
+from weft.job.run_folder import RunDir
+from weft.watch.journal import Journal
+
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
+IMAGE = """chart => document.querySelector(`[data-chart="${chart}"] canvas`).toDataURL()"""
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
+    """A page that may not report an error, open a dialog, or send a request elsewhere."""
+    problems: list[str] = []
+    with browser.new_context(**options) as context:
+        page = context.new_page()
+        page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda e: problems.append(str(e)))
+        page.on("dialog", lambda d: (problems.append("a dialog"), d.dismiss()))
+        page.on("request", lambda r: None if r.url.startswith((url, "data:")) else problems.append(r.url))
+        page.goto(url)
+        page.wait_for_selector("body[data-ready]")
+        yield page
+        assert problems == []
+
+
+def record(step: int, ranks: int = 4) -> dict[str, Any]:
+    busy = [0.1 + (0.06 if r == 2 else 0.001 * r) for r in range(ranks)]
+    return {
+        "step": step, "wall_time": 1.7e9 + step, "loss": 5.0 / step, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64 * step,
+        "step_time_s": 0.2, "tokens_per_s": 320.0, "mfu": 0.4, "peak_memory_gib": 1.0, "gpu_power_w": 300.0 + step,
+        "ranks": {"busy_s": busy, "data_s": [0.0] * ranks, "wait_s": {"tp": [0.02] * ranks},
+                  "memory_gib": [1.0] * ranks},
+    }  # fmt: skip
+
+
+def test_a_live_run_a_fault_and_a_second_run(
+    tmp_path: Path, browser: Browser, dashboard: Callable[..., Any], make_run: Callable[..., RunDir]
+) -> None:
+    run = RunDir(tmp_path / "live")
+    with Journal(run) as journal, dashboard(tmp_path) as url:
+        run.job.write_text("name: live\ntrain: {steps: 100}\n")
+        run.logs.mkdir()
+        (run.logs / "rank-0.log").write_text("first line\n")
+        journal.event("start", step=0)
+        for step in range(1, 11):
+            journal.metrics(record(step))
+        with opened(browser, url, viewport={"width": 1300, "height": 900}) as page:
+            step_tile = page.locator(".tile dd").first
+            expect(step_tile).to_contain_text("10")
+            expect(page.locator(".chip.live")).to_have_text("Running")
+            titles = page.locator(".card h2").all_inner_texts()
+            for title in ("Loss", "Throughput", "Step time", "Gradient norm", "Learning rate", "Power: Gpu power w"):
+                assert any(title in t for t in titles), titles
+            before = page.evaluate(IMAGE, "loss")
+            # the curve moves by itself
+            for step in range(11, 51):
+                journal.metrics(record(step))
+            journal.event("fault", fault="nan", step=40, rank=2, why="the loss is nan at step 40 " + HOSTILE)
+            expect(step_tile).to_contain_text("50")
+            page.wait_for_function(f"before => ({IMAGE})('loss') !== before", arg=before)
+            # the fault is a mark with its text
+            box = page.locator('[data-chart="loss"] .u-over').bounding_box()
+            assert box is not None
+            page.mouse.move(box["x"] + box["width"] * 39 / 49, box["y"] + 60)
+            expect(page.locator('[data-chart="loss"] .mark').first).to_contain_text("fault nan at step 40")
+            expect(page.locator(".chip.bad")).to_have_text("1 fault")
+            # a second run overlays
+            make_run(tmp_path / "second", steps=60)
+            page.locator('#runs li[data-run="second"] input').check()
+            expect(page.locator('[data-chart="loss"] .keys-line')).to_contain_text("second")
+            # x axis, zoom and log scale
+            page.keyboard.press("x")
+            expect(page.locator(".choice [aria-pressed=true]")).to_have_text("tokens")
+            page.keyboard.press("l")
+            page.keyboard.press("s")
+            page.get_by_role("button", name="step", exact=True).click()
+            page.mouse.move(box["x"] + 100, box["y"] + 90)
+            page.mouse.down()
+            page.mouse.move(box["x"] + 400, box["y"] + 90)
+            page.mouse.up()
+            page.get_by_role("button", name="reset zoom").click()
+            # ranks: the straggler is named
+            page.keyboard.press("2")
+            expect(page.locator("#straggler")).to_contain_text("Rank 2 is the straggler")
+            # logs follow and are searched
+            page.keyboard.press("4")
+            expect(page.locator(".log")).to_contain_text("first line")
+            with (run.logs / "rank-0.log").open("a") as log:
+                log.write("WARNING a new line " + HOSTILE + "\n")
+            expect(page.locator(".log .w")).to_contain_text("a new line <img")
+            page.keyboard.press("/")
+            page.keyboard.type("NEW")
+            expect(page.locator(".log mark")).to_have_text("new")
+            expect(page.locator(".log")).not_to_contain_text("first line")
+
+
+def test_hostile_text_on_every_view(
+    tmp_path: Path, browser: Browser, dashboard: Callable[..., Any], make_run: Callable[..., RunDir]
+) -> None:
+    name = "<b onmouseover=alert(1)>&amp; '\"`%0a"
+    run = make_run(tmp_path / name, steps=30)
+    with Journal(run) as journal:
+        journal.event(HOSTILE, step=3, why=HOSTILE)
+        journal.event("fault", fault=HOSTILE, step=20, why=HOSTILE)
+        journal.metrics({**record(31), HOSTILE: 1.0, "gpu.<i>": {"<u>": 2}})
+        journal.event("failed", why=HOSTILE)
+    plan = json.loads(run.plan.read_text())
+    run.plan.write_text(json.dumps({**plan, "axes": {HOSTILE: 2}, "device_name": HOSTILE, "reasons": [HOSTILE]}))
+    run.job.write_text(HOSTILE)
+    run.logs.mkdir()
+    (run.logs / "rank-0.log").write_text(HOSTILE + "\n" + "x" * 300_000 + "\n\x1b[31mred\n")
+    (run.checkpoints / "step-00000001").mkdir(parents=True)
+    with dashboard(tmp_path) as url, opened(browser, url, color_scheme="dark") as page:
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        expect(page.locator("h1")).to_have_text(name)
+        for key in "123456":
+            page.keyboard.press(key)
+            expect(page.locator("main")).not_to_be_empty()
+            page.wait_for_function("document.querySelector('[aria-selected=true]')")
+            assert page.evaluate("document.querySelectorAll('main img, main script, main b[onmouseover]').length") == 0
+        expect(page.locator("table")).to_contain_text("step-00000001")
+
+
+def test_narrow_screen_and_keyboard(
+    tmp_path: Path, browser: Browser, dashboard: Callable[..., Any], make_run: Callable[..., RunDir]
+) -> None:
+    for i in range(3):
+        make_run(tmp_path / f"run-{i}", steps=20)
+    with dashboard(tmp_path) as url, opened(browser, url, viewport={"width": 380, "height": 740}) as page:
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        expect(page.locator("#side")).not_to_be_visible()
+        page.locator("#menu").click()
+        expect(page.locator("#runs li")).to_have_count(3)
+        first = page.locator("#runs li.focus .name").inner_text()
+        page.keyboard.press("j")
+        expect(page.locator("#runs li.focus .name")).not_to_have_text(first)
+        page.keyboard.press("?")
+        expect(page.locator("#keys")).to_be_visible()
+        page.keyboard.press("Escape")
+        page.keyboard.press("/")
+        page.locator("#menu").click()
+        page.locator("#filter").fill("run-2")
+        expect(page.locator("#runs li")).to_have_count(1)
+        page.locator("#runs input").focus()
+        page.keyboard.press("Space")
+        assert page.evaluate("document.activeElement.type") == "checkbox" or page.locator("#runs input").is_checked()

@@ -1,0 +1,46 @@
+"""Time of a step whose states are copied to the device and back (optim/streamed.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.hardware.measured import Measured
+from weft.planner.model.facts import Size
+
+LINK_GB_S = {"cpu": 4.0, "cuda": 20.0}
+"""Between host and device, each way with both at once, where it was not measured: PCIe 4.0 ×16, or a CPU's copies."""
+DISK_READ_GB_S, DISK_WRITE_GB_S = 3.0, 2.0
+"""Of an NVMe disk, where it was not measured."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bandwidths in GB/s."""
+
+    host: float
+    """Each way, with both at once."""
+    disk_read: float = DISK_READ_GB_S
+    disk_write: float = DISK_WRITE_GB_S
+
+    @classmethod
+    def of(cls, measured: Measured | None, device: str) -> Links:
+        """Of a measured device, or the usual ones."""
+        if measured is None:
+            return cls(LINK_GB_S[device])
+        host = measured.both_ways_gb_s or 0.9 * (measured.to_device_gb_s or LINK_GB_S[device] / 0.9)
+        return cls(host, measured.disk_read_gb_s, measured.disk_write_gb_s)
+
+
+def streamed_step_s(step_s: Size, forward_s: Size, host: Size, disk: Size, ahead: Size, links: Links) -> Size:
+    """Seconds of a step that would take `step_s` if its states were on the device.
+
+    `host` and `disk` are the bytes that are copied each way. A piece must be on the device before its unit's forward
+    pass: up to `ahead` bytes are there when the step begins, and the rest arrives while the units before it run. In all
+    other time copies run beside the computation, so a step takes at least as long as its copies.
+    """
+    copies = (host + disk) / (links.host * 1e9)
+    late = np.maximum(0.0, (host + disk - ahead) / (links.host * 1e9) - forward_s)
+    disks = disk / 1e9 * (1 / links.disk_read + 1 / links.disk_write)
+    return np.maximum(np.maximum(step_s + late, copies), disks)

@@ -1,0 +1,256 @@
+// Line charts of the selected runs: which columns, and how uPlot draws them.
+/* global uPlot */
+import { h, css, colour, figure, human, percent, duration } from "./dom.js";
+import { state, xOf, xOfStep, smoothed } from "./store.js";
+
+const share = { form: (v) => percent(v), zero: true };
+const seconds = { form: (v) => figure(v, 3) + " s", zero: true };
+const gib = { form: (v) => figure(v, 3) + " GiB", zero: true };
+export const CHARTS = [
+  { id: "loss", title: "Loss", keys: ["loss"], names: ["training"], wide: true, validation: true, smooth: true, loggable: true },
+  { id: "throughput", title: "Throughput", unit: "tokens/s", keys: ["tokens_per_s"], form: human, zero: true, smooth: true },
+  { id: "mfu", title: "Model FLOPs utilisation", keys: ["mfu"], ...share, smooth: true },
+  { id: "step", title: "Step time", keys: ["step_time_s"], ...seconds, smooth: true },
+  { id: "grad", title: "Gradient norm", keys: ["grad_norm"], smooth: true, log: true },
+  { id: "lr", title: "Learning rate", keys: ["lr"], form: (v) => (v ? v.toExponential(2) : "0"), zero: true },
+  { id: "memory", title: "Peak memory", keys: ["peak_memory_gib", "ranks.memory_gib"], names: ["rank 0", "mean of ranks"], ...gib },
+  { id: "comm", title: "Communication, share of the step", keys: ["comm_share", "exposed_share"], names: ["all", "exposed"], ...share },
+  { id: "axes", title: "Waiting for messages, by axis", unit: "share of the step", match: /^ranks\.wait_s\.(.+)$/, per: "step_time_s", ...share },
+  { id: "bandwidth", title: "Communication speed", unit: "GB/s", keys: ["comm_gb_per_s"], match: /^(?:comm|link)_gb_per_s\.(.+)$/, zero: true },
+  { id: "data", title: "Waiting for data", unit: "mean of ranks", keys: ["ranks.data_s"], ...seconds },
+  { id: "bubble", title: "Pipeline bubble", keys: ["bubble", "bubble_share"], ...share },
+  { id: "experts", title: "Most loaded expert", unit: "times the mean", keys: ["experts.max_over_mean"], form: (v) => figure(v, 3) + "×" },
+  { id: "dropped", title: "Dropped tokens of experts", keys: ["experts.dropped_share"], ...share },
+];
+const HIDDEN = /^(step|tokens|elapsed_s|wall_time|val_loss|skipped|comm_mib|comm_between_mib|experts\..*|ranks\..*)$/;
+const UNITS = [[/(_s|_seconds)$/, (v) => figure(v, 3) + " s"], [/_gib$/, gib.form], [/_mib$/, (v) => figure(v, 3) + " MiB"],
+  [/_c$/, (v) => figure(v, 3) + " °C"], [/_w$/, (v) => figure(v, 3) + " W"], [/_j$/, (v) => figure(v, 4) + " J"],
+  [/_kwh$/, (v) => figure(v, 3) + " kWh"], [/(_share|util|utilisation|utilization)$/, (v) => percent(v)], [/_percent$/, (v) => figure(v, 3) + " %"]];
+const GROUPS = [[/^(?:gpu|cpu|disk|net|network|nvlink|pcie).*(util|share|percent)/, "Utilisation"], [/temp/, "Temperature"], [/(power|_w$)/, "Power"],
+  [/(energy|joule|kwh|co2|_j$)/, "Energy"]];
+
+// Every chart that has data: the known ones, then one for each other number in the records.
+export function available() {
+  const present = new Set();
+  for (const name of state.selected) for (const key of Object.keys(state.metrics.get(name)?.columns || {})) present.add(key);
+  const used = new Set(), found = [];
+  for (const chart of CHARTS) {
+    const keys = (chart.keys || []).filter((k) => present.has(k) && hasValues(k));
+    const names = keys.map((k) => chart.names?.[chart.keys.indexOf(k)] || (chart.match ? "all" : ""));
+    for (const key of present) { const m = chart.match?.exec(key); if (m && hasValues(key)) { keys.push(key); names.push(m[1]); } }
+    keys.forEach((k) => used.add(k));
+    if (keys.length) found.push({ ...chart, keys, names });
+  }
+  for (const key of [...present].sort()) {
+    if (used.has(key) || HIDDEN.test(key) || !hasValues(key)) continue;
+    const form = UNITS.find(([pattern]) => pattern.test(key))?.[1];
+    const group = GROUPS.find(([pattern]) => pattern.test(key))?.[1];
+    found.push({ id: key, title: (group ? group + ": " : "") + words(key), keys: [key], names: [""], form });
+  }
+  return found;
+}
+
+const words = (key) => { const text = key.replace(/\./g, " · ").replace(/_/g, " "); return text[0].toUpperCase() + text.slice(1); };
+const hasValues = (key) => state.selected.some((n) => state.metrics.get(n)?.columns[key]?.some((v) => v !== null && v !== undefined));
+
+const MAX_UNION = 6000, RESAMPLED = 600, RAW_RUNS = 3, BAND_RUNS = 2;
+const powers = (...from) => Array.from({ length: 16 }, (_, i) => from.map((n) => n * 10 ** i)).flat();
+const INCREMENTS = { step: powers(1, 2, 5), tokens: powers(1, 2, 5),
+  time: [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, ...[1, 2, 5, 10, 20, 50, 100].map((d) => d * 86400)] };
+const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
+
+// One table for uPlot: the common x values and a column for each line.
+export function tableOf(chart) {
+  const lines = [], tables = [];
+  const smooth = chart.smooth ? state.smooth : 0;
+  state.selected.forEach((name, i) => {
+    const found = state.metrics.get(name);
+    if (!found || !found.columns.step?.length) return;
+    const xs = xOf(found), table = [xs];
+    chart.keys.forEach((key, k) => {
+      let ys = found.columns[key];
+      if (!ys) return;
+      if (chart.per) { const by = found.columns[chart.per]; ys = ys.map((v, j) => (v === null || v === undefined || !by?.[j] ? null : Math.min(1, v / by[j]))); }
+      const own = chart.keys.length > 1 || state.selected.length === 1 ? chart.names[k] : "";
+      const label = [state.selected.length > 1 ? name : "", own].filter(Boolean).join(" · ") || chart.title;
+      const stroke = colour(state.selected.length > 1 ? i : k);
+      const dash = state.selected.length > 1 ? DASHES[k % 4] : [];
+      if (state.selected.length <= BAND_RUNS && found.min[key] && !smooth && !chart.per && chart.keys.length === 1) {
+        lines.push({ label, stroke: "transparent", quiet: true }, { label, stroke: "transparent", quiet: true, band: stroke + "26" });
+        table.push(found.min[key], found.max[key]);
+      }
+      if (smooth && state.selected.length <= RAW_RUNS) {
+        lines.push({ label, stroke: stroke + "44", width: 1, quiet: true });
+        table.push(ys);
+      }
+      lines.push({ label, stroke, width: state.selected.length > 20 ? 1 : 1.8, dash });
+      table.push(smoothed(ys, smooth));
+    });
+    if (table.length > 1) tables.push(sorted(table));
+    if (chart.validation) {
+      const val = (state.events.get(name) || []).filter((e) => e.val_loss !== null && e.step !== null);
+      const by = new Map(val.map((e) => [xOfStep(found, e.step), e.val_loss]));
+      const places = [...by.keys()].filter((x) => x !== null && x !== undefined).sort((a, b) => a - b);
+      if (places.length) {
+        const many = state.selected.length > 1;
+        lines.push({ label: (many ? name + " · " : "") + "validation", stroke: colour(many ? i : 1), dash: [3, 3], width: 1.2, points: places.length < 60 });
+        tables.push([places, places.map((x) => by.get(x))]);
+      }
+    }
+  });
+  return { lines, data: tables.length ? join(tables) : [[]] };
+}
+
+function sorted(table) {
+  const xs = table[0];
+  const keep = []; let last = -Infinity;
+  for (let i = 0; i < xs.length; i++) if (xs[i] !== null && xs[i] !== undefined && xs[i] > last) { keep.push(i); last = xs[i]; }
+  return keep.length === xs.length ? table : table.map((column) => keep.map((i) => column[i]));
+}
+
+function join(tables) {
+  if (tables.length === 1) return tables[0];
+  const length = tables.reduce((n, t) => n + t[0].length, 0);
+  if (length <= MAX_UNION) return uPlot.join(tables, tables.map((t) => t.slice(1).map(() => 2)));
+  const low = Math.min(...tables.map((t) => t[0][0])), high = Math.max(...tables.map((t) => t[0].at(-1)));
+  const xs = Array.from({ length: RESAMPLED }, (_, i) => low + ((high - low) * i) / (RESAMPLED - 1));
+  return [xs, ...tables.flatMap((t) => t.slice(1).map((ys) => resample(t[0], ys, xs)))];
+}
+
+function resample(from, ys, xs) {
+  let j = 0;
+  return xs.map((x) => {
+    while (j < from.length - 1 && from[j + 1] <= x) j++;
+    return x < from[0] || x > from.at(-1) ? null : ys[j];
+  });
+}
+
+const MARKS = { fault: "--bad", diverged: "--bad", failed: "--bad", alert: "--warn", recovered: "--good", resume: "--accent", restart: "--accent",
+  rebalance: "--accent", compression: "--accent", checkpoint: "--faint", health: "--warn", throttle: "--warn" };
+
+function marksOf() {
+  const marks = [];
+  for (const name of state.selected.slice(0, 4)) {
+    const found = state.metrics.get(name);
+    if (!found) continue;
+    for (const e of state.events.get(name) || []) {
+      if (!(e.event in MARKS) || e.step === null) continue;
+      const x = xOfStep(found, e.step);
+      if (x !== null && x !== undefined) marks.push({ x, event: e, name, calm: e.event === "checkpoint", stroke: css(MARKS[e.event]) });
+    }
+  }
+  return marks;
+}
+
+export class Chart {
+  constructor(chart, zoomed) {
+    this.chart = chart;
+    this.zoomed = zoomed;
+    this.box = h("div", { class: "plot", role: "img", "aria-label": chart.title });
+    this.keys = h("div", { class: "keys-line" });
+    this.tip = h("div", { class: "tip" });
+    this.node = h("section", { class: "card" + (chart.wide ? " wide" : ""), "data-chart": chart.id },
+      h("h2", {}, chart.title, chart.unit ? h("small", {}, chart.unit) : null), this.keys, this.box, this.tip);
+    this.visible = false;
+    new IntersectionObserver(([entry]) => { this.visible = entry.isIntersecting; if (this.visible && this.stale) this.draw(); }, { rootMargin: "200px" }).observe(this.box);
+    new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.box);
+    this.stale = true;
+  }
+
+  size() { return { width: Math.max(120, this.box.clientWidth), height: this.box.clientHeight || 220 }; }
+
+  refresh(rebuild) {
+    if (rebuild) this.shape = null;
+    this.stale = true;
+    if (this.visible) this.draw();
+  }
+
+  draw() {
+    this.stale = false;
+    const { lines, data } = tableOf(this.chart);
+    this.marks = marksOf();
+    const log = this.chart.log || (this.chart.loggable && state.log);
+    const shape = JSON.stringify([lines, state.x, log, document.documentElement.dataset.theme]);
+    if (this.plot && this.shape === shape) { this.plot.setData(data, false); this.rescale(data); return; }
+    this.plot?.destroy();
+    this.shape = shape;
+    this.legend(lines);
+    this.plot = new uPlot(this.options(lines, log), data, this.box);
+    this.rescale(data);
+  }
+
+  rescale(data) {
+    const xs = data[0];
+    if (!xs.length) return;
+    const full = [xs[0], xs.at(-1)];
+    const [min, max] = state.zoom || full;
+    this.plot.setScale("x", { min, max: max > min ? max : min + 1 });
+  }
+
+  legend(lines) {
+    const shown = lines.filter((l) => !l.quiet);
+    this.keys.replaceChildren(...(shown.length > 1 ? shown.slice(0, 8) : []).map((l) => h("span", {}, h("i", { style: { background: l.stroke } }), l.label)),
+      shown.length > 8 ? h("span", {}, `and ${shown.length - 8} more`) : "");
+  }
+
+  options(lines, log) {
+    const axis = { stroke: css("--soft"), grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--line"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
+    const form = this.chart.form || ((v) => figure(v));
+    const xform = { step: (v) => (v < 1e5 ? Math.round(v).toLocaleString("en") : human(v)), tokens: human, time: duration }[state.x];
+    const zero = this.chart.zero;
+    return {
+      ...this.size(), padding: [10, 14, 0, 0], legend: { show: false }, cursor: { sync: { key: "weft", setSeries: false }, drag: { x: true, y: false }, points: { size: 6 } },
+      scales: { x: { time: false, auto: false }, y: log ? { distr: 3 } : { range: (u, min, max) => (min === null ? [0, 1] : zero && min >= 0 ? [0, (max || 1) * 1.06] : uPlot.rangeNum(min, max, 0.08, true)) } },
+      axes: [{ ...axis, size: 32, values: (u, ticks) => ticks.map(xform), space: 70, incrs: INCREMENTS[state.x] }, { ...axis, size: 58, values: (u, ticks) => ticks.map((v) => (v === null ? "" : form(v).replace(/ (s|GiB|MiB|W|J|°C)$/, ""))), space: 36 }],
+      series: [{}, ...lines.map((l) => ({ label: l.label, stroke: l.stroke, width: l.width || 0, dash: l.dash, spanGaps: true, points: { show: Boolean(l.points), size: 6, fill: l.stroke } }))],
+      bands: lines.flatMap((l, i) => (l.band ? [{ series: [i + 1, i], fill: l.band }] : [])),
+      hooks: { draw: [(u) => this.drawMarks(u)], setCursor: [(u) => this.showTip(u, lines, form, xform)], setSelect: [(u) => this.select(u)] },
+      plugins: [{ hooks: { ready: [(u) => u.over.addEventListener("dblclick", () => this.zoomed(null))] } }],
+    };
+  }
+
+  select(u) {
+    if (u.select.width < 8) return;
+    const zoom = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
+    u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    this.zoomed(zoom);
+  }
+
+  drawMarks(u) {
+    const { ctx, bbox } = u;
+    ctx.save();
+    for (const mark of this.marks) {
+      const x = Math.round(u.valToPos(mark.x, "x", true));
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = ctx.fillStyle = mark.stroke;
+      ctx.lineWidth = devicePixelRatio;
+      ctx.setLineDash(mark.calm ? [] : [4 * devicePixelRatio, 3 * devicePixelRatio]);
+      ctx.beginPath();
+      ctx.moveTo(x, mark.calm ? bbox.top + bbox.height - 7 * devicePixelRatio : bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      if (!mark.calm) { ctx.beginPath(); ctx.arc(x, bbox.top + 3 * devicePixelRatio, 3.2 * devicePixelRatio, 0, 7); ctx.fill(); }
+    }
+    ctx.restore();
+  }
+
+  showTip(u, lines, form, xform) {
+    const { left, top, idx } = u.cursor;
+    if (left === undefined || left < 0 || idx === null || idx === undefined || !this.box.matches(":hover")) { this.tip.style.display = "none"; return; }
+    const rows = lines.flatMap((l, i) => { const v = valueNear(u.data[i + 1], idx); return l.quiet || v === null ? [] : [{ l, v }]; });
+    rows.sort((a, b) => b.v - a.v);
+    const near = this.marks.filter((m) => Math.abs(u.valToPos(m.x, "x") - left) < 7).slice(0, 4);
+    const x = state.x === "step" ? Math.round(u.data[0][idx]).toLocaleString("en") : xform(u.data[0][idx]);
+    this.tip.replaceChildren(h("div", {}, h("span", {}, state.x), h("b", {}, x)),
+      ...rows.slice(0, 12).map(({ l, v }) => h("div", {}, h("span", { style: { color: l.stroke } }, l.label), h("b", {}, form(v)))),
+      rows.length > 12 ? h("div", {}, `and ${rows.length - 12} more`) : "",
+      ...near.map((m) => h("div", { class: "mark" + (m.calm ? " calm" : "") }, `${m.event.fault ? m.event.event + " " + m.event.fault : m.event.event} at step ${m.event.step}: ${m.event.text}`.slice(0, 220))));
+    const flip = left > this.box.clientWidth - 260;
+    Object.assign(this.tip.style, { display: "block", top: Math.min(top + 60, this.box.clientHeight) + "px", left: flip ? "auto" : left + 90 + "px", right: flip ? this.box.clientWidth - left - 30 + "px" : "auto" });
+  }
+}
+
+function valueNear(column, idx) {
+  for (let d = 0; d < 40; d++) for (const i of [idx - d, idx + d]) if (column[i] !== null && column[i] !== undefined) return column[i];
+  return null;
+}

@@ -1,0 +1,1 @@
+"""Energy, power, temperature and errors of the devices that a run uses."""

@@ -1,0 +1,1 @@
+"""Why a run is slow, or why it failed: causes found in its folder."""

@@ -1,0 +1,58 @@
+"""`weft diagnose`: every cause, tried on a run, the most expensive first."""
+
+from __future__ import annotations
+
+from weft.job.run_folder import RunDir
+from weft.watch.diagnose.evidence import RunEvidence, number, read_evidence
+from weft.watch.diagnose.failures import failure
+from weft.watch.diagnose.finding import Detector, Finding, milliseconds, percent
+from weft.watch.diagnose.layout import large_bubble, small_microbatch, unneeded_recompute
+from weft.watch.diagnose.links import slow_link
+from weft.watch.diagnose.ranks import data_starved, host_bound, neighbour, slow_rank
+from weft.watch.diagnose.throttling import throttling
+
+DETECTORS: tuple[Detector, ...] = (
+    slow_rank, slow_link, data_starved, host_bound, throttling, unneeded_recompute, small_microbatch, large_bubble,
+    neighbour,
+)  # fmt: skip
+"""Causes of a slow run. A failure comes first."""
+
+
+def diagnose(run: RunDir) -> tuple[list[Finding], RunEvidence]:
+    """The findings of a run, and what they were found in."""
+    found = read_evidence(run)
+    slow = [finding for detect in DETECTORS if (finding := detect(found)) is not None]
+    slow.sort(key=lambda finding: -(finding.costs_percent or 0.0))
+    failed = failure(found)
+    return ([failed] if failed else []) + slow, found
+
+
+def sentences(findings: list[Finding], found: RunEvidence) -> list[str]:
+    """The answer for a terminal."""
+    lines = [_summary(found), ""]
+    for finding in findings:
+        cost = f", {finding.costs_percent:.0f} % of the step" if finding.costs_percent is not None else ""
+        lines += [f"{finding.cause.replace('_', ' ')}{cost}: {finding.evidence}.", f"  Try: {finding.fix}.", ""]
+    if not findings:
+        lines.append("No cause was found in the files of this run.")
+    return lines
+
+
+def _summary(found: RunEvidence) -> str:
+    """Where the time of a step goes, and predicted beside measured."""
+    table, records = found.table, found.records
+    if not records:
+        return f"{found.run.path}: no steps are recorded."
+    text = f"{found.run.path}: {len(records)} steps of {milliseconds(found.step_s)}"
+    planned = number((found.plan.predicted if found.plan else {}).get("step_time_s"))
+    if planned:
+        text += f" ({milliseconds(planned)} planned)"
+    if table is not None:
+        total = float(table.seconds.mean())
+        shares = {
+            "computing": float(table.figures["busy_s"].mean()),
+            "waiting for data": float(table.get("data_s").mean()),
+        }
+        shares |= {f"waiting on {axis}": float(w.mean()) for axis, w in table.waits.items()}
+        text += "; " + ", ".join(f"{what} {percent(s / total)}" for what, s in shares.items() if s / total >= 0.005)
+    return text + "."

@@ -1,0 +1,108 @@
+"""Slow links: messages take longer than the link allows, than earlier in the run, or than between other ranks."""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+
+from weft.planner.model.facts import cluster_facts
+from weft.planner.ranks import device_of
+from weft.watch.diagnose.evidence import RunEvidence, number
+from weft.watch.diagnose.finding import Finding, milliseconds, percent
+
+MIN_SHARE = 0.12
+"""Exposed share of the step from which communication is worth a finding."""
+SLOW_RATIO = 2.0
+"""Ratio to earlier steps, or to other groups of ranks, from which a link is slow."""
+LINK_SHARE = 0.2
+"""Share of the link's bandwidth below which even the fastest message shows a slow link."""
+UNKNOWN_LINK_GB_S = 0.1
+"""Expected bandwidth where the planner knows no better: gigabit Ethernet."""
+MAX_HOP_MS = 2.0
+"""Time of a small message's hop between two ranks from which latency is the cause."""
+FIX = (
+    "test the link (ping, iperf3, ib_write_bw, weft bench collectives) and its cable, switch and driver; until it is "
+    "repaired comm.compression=adaptive or train.sync sends less"
+)
+
+
+def slow_link(found: RunEvidence) -> Finding | None:
+    """The link between some ranks is slow."""
+    return _reported(found) or _became_slow(found) or _slower_than_planned(found)
+
+
+def _reported(found: RunEvidence) -> Finding | None:
+    """The run itself has reported a link that became slow."""
+    faults = found.faults("slow_link")
+    if not faults:
+        return None
+    last = faults[-1]
+    return Finding("slow_link", f"{last.get('why')} (since step {last.get('step')})", FIX, None, _exposed(found))
+
+
+def _exposed(found: RunEvidence) -> float | None:
+    shares = [s for r in found.records if (s := number(r.get("exposed_share"))) is not None]
+    return 100 * statistics.median(shares) if shares else None
+
+
+def _became_slow(found: RunEvidence) -> Finding | None:
+    """Waits that no rank escapes have become longer: the last rank to arrive waits for the transfer alone."""
+    table = found.table
+    if table is None or table.ranks < 2 or len(table) < 24:
+        return None
+    third = len(table) // 3
+    early, late = table.part(0, third), table.part(len(table) - third, len(table))
+    for axis in table.waits:
+        before = float(np.median(early.waits[axis].min(axis=1)))
+        after = float(np.median(late.waits[axis].min(axis=1)))
+        share = (after - before) / float(np.median(late.seconds))
+        if after > SLOW_RATIO * before and share > MIN_SHARE:
+            evidence = (
+                f"messages on {axis} take {milliseconds(after)} a step at the end of the run and took "
+                f"{milliseconds(before)} at its start, on every rank"
+            )
+            return Finding("slow_link", evidence, FIX, None, 100 * share)
+    return None
+
+
+def _slower_than_planned(found: RunEvidence) -> Finding | None:
+    """Even the fastest messages are far slower than the link should be."""
+    timed = [r for r in found.records if isinstance(r.get("comm_axes"), dict)]
+    exposed = _exposed(found)
+    if not timed or exposed is None or exposed < 100 * MIN_SHARE:
+        return None
+    for axis in timed[-1]["comm_axes"]:
+        rows = [a for r in timed if isinstance(a := r["comm_axes"].get(axis), dict)]
+        best = [b for a in rows if (b := number(a.get("best_gb_per_s"))) is not None]
+        shortest = [s for a in rows if (s := number(a.get("shortest_ms"))) is not None]
+        ranks = max((int(number(a.get("ranks")) or 0) for a in rows), default=0)
+        expected = _link_gb_s(found)
+        if best and max(best) < LINK_SHARE * expected:
+            evidence = (
+                f"the fastest message on {axis} reached {max(best):.3g} GB/s on a link of {expected:.3g} GB/s, and "
+                f"{percent(exposed / 100)} of the step is exposed communication"
+            )
+            return Finding("slow_link", evidence, FIX, None, exposed)
+        if shortest and ranks > 1 and min(shortest) / (2 * (ranks - 1)) > MAX_HOP_MS:
+            evidence = (
+                f"the shortest message on {axis} takes {min(shortest):.1f} ms between {ranks} ranks: the latency of "
+                f"the link is high, and {percent(exposed / 100)} of the step is exposed communication"
+            )
+            return Finding("slow_link", evidence, FIX, None, exposed)
+    return None
+
+
+def _link_gb_s(found: RunEvidence) -> float:
+    """The slowest link of the cluster that the job describes; a cautious value where it describes none."""
+    job, plan = found.job, found.plan
+    if job is None or plan is None:
+        return UNKNOWN_LINK_GB_S
+    if plan.device == "cpu" and job.cluster.network == "auto" and not job.cluster.levels:
+        return UNKNOWN_LINK_GB_S
+    try:
+        levels = cluster_facts(job, plan.world, device_of(job, plan)).levels
+    except Exception:  # a device or network that this installation does not know
+        return UNKNOWN_LINK_GB_S
+    used = levels if plan.nodes > 1 else levels[:1]
+    return min(float(level.gb_s) for level in used)
