@@ -210,6 +210,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--top-p", "--stop", "--seed", "--ema", "--json"),
     "export": ("--to", "--out", "--dtype", "--shard-size", "--ema", "--json"),
     "report": ("--json",),
+    "diagnose": ("--json",),
     "recipes": ("--json",),
     "schema": (),
     "lesson": (),
