@@ -3,7 +3,7 @@
     python bench/diagnose.py [--times 10] [--only slow_rank,healthy] [--write]
 
 Planted on two CPU ranks of this machine: a rank that is stopped half of the time (slow_rank), a dataset that sleeps
-(data_starved), a link between two network namespaces that `tc` limits to 50 Mbit/s or delays by 10 ms (slow_link; needs
+(data_starved), a link between two network namespaces that `tc` limits to 20, 50 or 100 Mbit/s (slow_link; needs
 root), recompute of everything (unneeded_recompute). Healthy runs are of several layouts. A finding `neighbour` is right
 on a machine that is busy with something else, so it is counted apart.
 """
@@ -29,6 +29,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 60
+LINK_MBIT = (20, 50, 100)
 SLOW_DATASET = '''
 """A dataset whose samples take a while."""
 
@@ -124,15 +125,11 @@ def healthy(folder: Path, number: int) -> Path:
 
 @contextlib.contextmanager
 def two_hosts(number: int) -> Iterator[Any]:
-    """Two network namespaces with a slow link: little bandwidth, or high latency."""
+    """Two network namespaces with a slow link."""
     sys.path.insert(0, str(ROOT))
-    from weft.chaos.virtual_hosts import LINK, VirtualHosts
+    from weft.chaos.virtual_hosts import VirtualHosts
 
-    with VirtualHosts(2, mbit=50 if number % 2 == 0 else None) as hosts:
-        if number % 2:
-            for name in hosts.names:
-                words = ["tc", "-n", name, "qdisc", "add", "dev", LINK, "root", "netem", "delay", "10ms"]
-                subprocess.run(words, check=True)
+    with VirtualHosts(2, mbit=LINK_MBIT[number % len(LINK_MBIT)]) as hosts:
         yield hosts
 
 

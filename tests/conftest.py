@@ -1,4 +1,4 @@
-"""What every test may ask for: ranks that are spawned once a session, and small corpora."""
+"""Fixtures of all tests: ranks that are spawned once a session, commands in this process, and small corpora."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:  # the process that only hands out tests to others need not im
 
 WORLD = 4
 LONG = (
-    "test_readme", "test_resume", "test_pipeline", "test_experts", "test_parity", "test_compression",
-    "test_chaos", "test_server_runs", "test_mpi", "test_context", "test_several_nodes", "test_recovery",
-    "test_dryrun", "test_code_base", "test_pipeline_fault", "test_cli",
+    "test_readme", "test_dryrun", "test_pipeline", "test_code_base", "test_parity", "test_recovery", "test_resume",
+    "test_consistency", "test_families", "test_mpi", "test_experts", "test_compression", "test_early_signals",
+    "test_recipe", "test_fp8_layouts", "test_local_sgd", "test_layouts", "test_context", "test_compile_cache",
 )  # fmt: skip
-"""Files that take half a minute and more, the longest first: one that came last would leave the other workers idle."""
+"""Files that take 25 s of CPU and more, the longest first: one that came last would leave the other workers idle."""
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of commands would compile all of weft again
 sys.dont_write_bytecode = False
@@ -46,7 +46,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tests fork, and a forked process waits for ever for the threads of a parent's OpenMP."""
+    """Tests fork, and a forked process would wait forever for the threads of its parent's OpenMP."""
     import torch
 
     torch.set_num_threads(1)

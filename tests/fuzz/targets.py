@@ -210,6 +210,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--top-p", "--stop", "--seed", "--ema", "--json"),
     "export": ("--to", "--out", "--dtype", "--shard-size", "--ema", "--json"),
     "report": ("--json",),
+    "diagnose": ("--json",),
     "recipes": ("--json",),
     "schema": (),
     "lesson": (),
@@ -277,6 +278,11 @@ def _import_commands() -> None:
         importlib.import_module(name)
 
 
+def _fail_to_profile(job: Any, nproc: Any, steps: Any, log: Callable[[str], None]) -> tuple[int, None]:
+    log("the ranks print why they fail")
+    return 1, None
+
+
 def _command(args: list[str], folder: Path) -> None:
     from weft.cli import main
 
@@ -284,12 +290,12 @@ def _command(args: list[str], folder: Path) -> None:
         "weft.launch.train.start": Exit.DONE, "weft.launch.train.join": Exit.DONE,
         "weft.launch.node.start_node": Exit.DONE,
         "weft.cli.views.prove.prove": [], "weft.cli.views.chaos.run_and_show": 0,
-        "weft.measure.step_profile.bench_step": (1, None),
         "weft.measure.collectives.run_and_show": None, "weft.measure.calibrate.run_and_show": None,
         "subprocess.run": mock.Mock(returncode=0), "signal.signal": None, "atexit.register": None,
         "plotly.offline.get_plotlyjs": "",
     }  # fmt: skip
     patches: list[Any] = [mock.patch(name, return_value=value) for name, value in results.items()]
+    patches.append(mock.patch("weft.measure.step_profile.bench_step", side_effect=_fail_to_profile))
     patches.append(mock.patch.object(sys, "argv", ["weft", *args]))
     out, err, here, code = io.StringIO(), io.StringIO(), os.getcwd(), 0
     with contextlib.ExitStack() as stack:

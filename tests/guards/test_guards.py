@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from helpers import faulty_run as suffer
+from helpers import faulty_run
 from helpers.parity import make_job
 
 from weft.job.run_folder import RunDir
@@ -23,7 +23,7 @@ def job(folder: Path, name: str, *overrides: str) -> Job:
     )  # fmt: skip
 
 
-def told(folder: Path, name: str, *kinds: str) -> list[dict[str, Any]]:
+def events_of(folder: Path, name: str, *kinds: str) -> list[dict[str, Any]]:
     return [e for e in read_jsonl(RunDir(folder / name).events) if e["event"] in kinds]
 
 
@@ -31,16 +31,16 @@ def test_run_recovers_from_nan_spike_and_bitflip(pool: RankPool, tmp_path: Path)
     """Bit-identical to a run that skips the two bad batches, with and without replicas."""
     layouts = {"parallel={dp_replicate: 2, dp_shard: 1}": True, "parallel={dp_shard: 2, zero: 3}": False}
     for layout, copies in layouts.items():
-        calm, hurt = f"calm-{copies}", f"hurt-{copies}"
+        calm, faulty = f"calm-{copies}", f"faulty-{copies}"
         (tmp_path / calm).mkdir()
-        (tmp_path / hurt).mkdir()
-        faults: list[suffer.Fault] = [(5, "nan", 1), (30, "poison", -1), (39, "flip", 1)]
+        (tmp_path / faulty).mkdir()
+        faults: list[faulty_run.Fault] = [(5, "nan", 1), (30, "poison", -1), (39, "flip", 1)]
         faults += [(34, "odd", 1)] if copies else []  # the sum of one copy, which the others do not see
-        reference = pool.run(suffer.train, 2, job(tmp_path, calm, layout), str(tmp_path / calm), [], [5, 30])
-        found = pool.run(suffer.train, 2, job(tmp_path, hurt, layout), str(tmp_path / hurt), faults, [])
+        reference = pool.run(faulty_run.train, 2, job(tmp_path, calm, layout), str(tmp_path / calm), [], [5, 30])
+        found = pool.run(faulty_run.train, 2, job(tmp_path, faulty, layout), str(tmp_path / faulty), faults, [])
         assert found == reference
-        assert [e for e in told(tmp_path, calm, "fault") if not e["fault"].startswith("slow_")] == []
-        events = [e for e in told(tmp_path, hurt, "fault", "recovered") if not e["fault"].startswith("slow_")]
+        assert [e for e in events_of(tmp_path, calm, "fault") if not e["fault"].startswith("slow_")] == []
+        events = [e for e in events_of(tmp_path, faulty, "fault", "recovered") if not e["fault"].startswith("slow_")]
         named = [e["rank"] for e in events if "computed again, shows" in e.get("why", "")]
         assert named == ([1] if copies else [])
         events = [e for e in events if "computed again, shows" not in e.get("why", "")]
@@ -70,10 +70,10 @@ def test_bitflip_costs_at_most_check_every_steps(pool: RankPool, tmp_path: Path)
     for name, every, faults in [("calm", 0, []), ("two", 2, [(9, "silent", 1)]), ("six", 6, [(7, "silent", 0)])]:
         checks = ["train.steps=14", f"resilience={{rebalance: false, check_every: {every}}}"]
         (tmp_path / name).mkdir()
-        done = pool.run(suffer.train, 2, job(tmp_path, name, layout, *checks), str(tmp_path / name), faults, [])
+        done = pool.run(faulty_run.train, 2, job(tmp_path, name, layout, *checks), str(tmp_path / name), faults, [])
         found[name] = done
         assert done == found["calm"]
-        events = [e for e in told(tmp_path, name, "fault", "recovered") if e["fault"] == "divergence"]
+        events = [e for e in events_of(tmp_path, name, "fault", "recovered") if e["fault"] == "divergence"]
         if faults:
             [(step, _, rank)] = faults
             unsure, back, named = events

@@ -1,4 +1,4 @@
-"""A run that suffers what a test wishes, at the steps it wishes, with everything else as it is in earnest."""
+"""A training run with faults injected at given steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.training.signals import Signals
 from weft.training.step import Gradients
 
 Fault = tuple[int, str, int]
-"""At which step what happens to which rank, once."""
+"""Step, kind and rank of a fault that happens once."""
 
 
 def _grads_times(session: Session, factor: float) -> None:
@@ -37,13 +37,13 @@ def _flip(session: Session) -> None:
 
 
 LOSS: dict[str, float] = {"nan": float("nan"), "poison": 50.0}
-"""What a batch does: its loss is so many times what it should be, on the ranks that are hit."""
+"""Factor of the loss of a batch on the affected ranks."""
 
 AFTER: dict[str, Callable[[Session], None]] = {"flip": _flip, "odd": lambda session: _grads_times(session, math.nan)}
-"""What happens when the gradients are there."""
+"""Faults after the gradients are computed."""
 
 LATER: dict[str, Callable[[Session], None]] = {"silent": _flip}
-"""What happens between an update and the look at what it made."""
+"""Faults between an update and the check of its result."""
 
 
 def train(job: Job, folder: str, faults: list[Fault], skipped: list[int]) -> tuple[int, int, str]:
@@ -55,7 +55,7 @@ def train(job: Job, folder: str, faults: list[Fault], skipped: list[int]) -> tup
     left = list(faults)
     gradients, loss_of = session.stepper.gradients, session.stepper.loss_of
 
-    def hurt(batches: list[Any]) -> Gradients:
+    def faulty_gradients(batches: list[Any]) -> Gradients:
         due = [f for f in left if f[0] == session.state.step + 1 and f[1] not in LATER]
         here = [kind for _, kind, rank in due if rank in (-1, session.mesh.rank)]
         factor = math.prod(LOSS.get(kind, 1.0) for kind in here)
@@ -71,7 +71,7 @@ def train(job: Job, folder: str, faults: list[Fault], skipped: list[int]) -> tup
 
     update = session.stepper.update
 
-    def hurt_later(grads: Gradients, lr: float) -> Any:
+    def faulty_update(grads: Gradients, lr: float) -> Any:
         done = update(grads, lr)
         due = [f for f in left if f[0] == session.state.step and f[1] in LATER]
         for fault in due:
@@ -80,7 +80,7 @@ def train(job: Job, folder: str, faults: list[Fault], skipped: list[int]) -> tup
                 LATER[fault[1]](session)
         return done
 
-    session.stepper.gradients, session.stepper.update = hurt, hurt_later  # type: ignore[method-assign]
+    session.stepper.gradients, session.stepper.update = faulty_gradients, faulty_update  # type: ignore[method-assign]
     signals = Signals()
     try:
         code = train_with_rollback(session, signals, fit_or_explain)

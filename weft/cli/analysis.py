@@ -25,10 +25,10 @@ def trace(
 ) -> None:
     """Trace a few steps of a job. Writes one file of all ranks for Perfetto, and shows the parts of a step."""
     from weft.job.load import load_job
-    from weft.watch.traces.viewer import check_viewer, serve_trace
+    from weft.watch.traces.viewer import find_viewer, serve_trace
 
     if open_:
-        check_viewer()
+        find_viewer()
     described = load_job(job, overrides or ())
     from weft.measure.trace_steps import trace_job
     from weft.watch.traces.merge import table

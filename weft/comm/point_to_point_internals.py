@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,13 +22,15 @@ def batch_isend_irecv(ops: list[dist.P2POp]) -> list[dist.Work]:
         raise
 
 
-def _close_group(backend: object, failed_in_nccl: bool) -> None:
-    """Both torch and NCCL count the open groups of a thread. When NCCL ends a group with an error, torch counts it as
-    open still; then another one is opened in NCCL alone and closed in both."""
-    with contextlib.suppress(RuntimeError):
-        backend._group_end()  # type: ignore[attr-defined]
-        return
-    if failed_in_nccl:
+def _close_group(backend: Any, failed_in_nccl: bool) -> None:
+    """End the groups that are open in this thread. Both torch and NCCL count them; when NCCL ends the outermost one
+    with an error, torch still counts one, unless an inner one was open too."""
+    ended = False
+    with contextlib.suppress(RuntimeError):  # the outermost had an error, or none is open
+        while True:
+            backend._group_end()
+            ended = True
+    if failed_in_nccl and not ended:  # open another one in NCCL alone, and end it in both
         with contextlib.suppress(RuntimeError, OSError, AttributeError):
             ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW).ncclGroupStart()
-            backend._group_end()  # type: ignore[attr-defined]
+            backend._group_end()

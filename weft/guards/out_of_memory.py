@@ -30,7 +30,7 @@ def smaller(plan: Plan) -> Plan | None:
     return replace(plan, microbatch=half, accumulation=share // half, reasons=(*plan.reasons, reason))
 
 
-PARTS = {"states_gib": "weights, gradients and optimizer", "gathered_gib": "gathered weights",
+PARTS = {"states_gib": "weights, gradients and optimizer", "gathered_gib": "communication",
          "activations_gib": "activations and logits"}  # fmt: skip
 """Labels of the plan's predicted memory parts."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+from itertools import pairwise
+from textwrap import dedent
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
-from pydantic_core import PydanticKnownError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, ValidationInfo, field_validator
+from pydantic_core import CoreSchema, PydanticKnownError
 
 from weft.job.errors import JobError
 from weft.job.validation import describe_errors
@@ -36,9 +40,7 @@ class _JobErrors(ModelMetaclass):
 class Section(BaseModel, metaclass=_JobErrors):
     """A part of a job: frozen, and closed to unknown keys."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
     job_type: ClassVar[type[BaseModel] | None] = None
     """The whole job, for messages that name a field by its full path; set by weft/job/schema.py."""
 
@@ -49,6 +51,15 @@ class Section(BaseModel, metaclass=_JobErrors):
             return super().model_validate(obj, **options)
         except ValidationError as error:
             raise JobError(describe_errors(error, cls, cls.job_type)) from None
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema with each field's docstring as its description; reading sources at import would be slow."""
+        made = handler(schema)
+        properties = handler.resolve_ref_schema(made).get("properties", {})
+        for name, text in field_docs(cls).items():
+            properties.get(name, {}).setdefault("description", text)
+        return made
 
     @field_validator("*", mode="before")
     @classmethod
@@ -77,6 +88,17 @@ def limits(*fields: str, valid: Callable[[Any], bool], must: str) -> Any:
         return value
 
     return field_validator(*fields)(classmethod(check))
+
+
+def field_docs(section: type[Section]) -> dict[str, str]:
+    """The docstrings below the fields of a section and of the sections it inherits from."""
+    docs: dict[str, str] = {}
+    for kind in reversed([k for k in section.__mro__ if issubclass(k, Section)]):
+        body = cast(ast.ClassDef, ast.parse(dedent(inspect.getsource(kind))).body[0]).body
+        for field, below in pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(field.target, ast.Name):
+                docs[field.target.id] = inspect.cleandoc(str(ast.literal_eval(below.value)))
+    return docs
 
 
 def _is_writable(text: str) -> bool:

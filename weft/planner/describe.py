@@ -15,6 +15,10 @@ from weft.planner.plan import Plan
 from weft.planner.schedules.gantt import gantt_text
 from weft.planner.schedules.stage_costs import simulated
 
+MEMORY_LABELS = {
+    "states_gib": "states", "gathered_gib": "communication", "activations_gib": "activations", "runtime_gib": "runtime",
+}  # fmt: skip
+"""Names of the parts of a plan's predicted memory."""
 HOMES = ("device", "host", "disk")
 MAX_LISTED_STAGES = 16
 """Pipelines with more stages are summarised instead of listed."""
@@ -44,9 +48,7 @@ def describe_plan(job: Job, plan: Plan) -> str:
     ]
     if plan.predicted:
         p = plan.predicted
-        parts = ", ".join(
-            f"{k.removesuffix('_gib')} {v:.2f}" for k, v in p.items() if k.endswith("_gib") and k != "memory_gib" and v
-        )
+        parts = ", ".join(f"{MEMORY_LABELS[k]} {v:.2f}" for k, v in p.items() if k in MEMORY_LABELS and v)
         rows.append(("memory", f"{p['memory_gib']:.2f} GiB a rank ({parts})"))
         last = p.get("communication_last_mib")
         falls = f" on average, {_amount(last)} in the last one" if last is not None else ""

@@ -25,11 +25,12 @@ POWER_SHARE = 0.85
 POWER_OVERHEAD = 1.35
 """Hosts, switches and cooling over the devices' own power (a DGX H100 draws 10.2 kW for 5.6 kW of GPUs; PUE 1.1)."""
 SOURCES = {
-    "parameters": "counted from the model's shape; ZeRO (Rajbhandari et al. 2020) where dp_shard cuts them",
+    "parameters": "counted from the model's shape; ZeRO (Rajbhandari et al. 2020) where dp_shard cuts them; under "
+    "ZeRO 1 and 2 with the weights that stay gathered for the step",
     "gradients": "ZeRO (Rajbhandari et al. 2020)",
     "optimizer": "ZeRO (Rajbhandari et al. 2020): master weights and moments",
     "activations": "kept tensors of a trace through one step; microbatches in flight after Narayanan et al. 2021",
-    "communication": "gathered weights, gradients being reduced, messages between stages, residuals of compression",
+    "communication": "weights being gathered, gradients being reduced, messages between stages, compression residuals",
     "temporary": "tensors that exist within one operator or block at the peak, logits of the loss among them",
     "runtime": "torch itself, and scratch of its libraries",
     "compute": "roofline of each matrix product with the stack's efficiency curve",

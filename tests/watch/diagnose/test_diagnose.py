@@ -135,7 +135,6 @@ def test_a_slow_link(tmp_path: Path) -> None:
     def from_the_start(**figures: float) -> Change:
         def change(step: int, record: dict[str, Any]) -> None:
             if "comm_axes" in record:
-                record["exposed_share"] = 0.6
                 record["comm_axes"]["dp_shard"] |= figures
 
         return change

@@ -3,14 +3,17 @@
 import gzip
 import json
 import random
+import threading
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect, sync_playwright
 
 from weft.watch.traces.breakdown import PARTS, RankTrace, Sent, divide, late_arrivals, summarise
 from weft.watch.traces.chrome import write_trace
 from weft.watch.traces.intervals import difference, intersection, length, partition, union
 from weft.watch.traces.merge import RANK_SPANS, RANK_TRACE, merge, summary_path, table
+from weft.watch.traces.viewer import make_server
 
 MS = 1e-3
 
@@ -103,6 +106,32 @@ def test_ranks_are_joined_on_one_clock(tmp_path: Path) -> None:
     titles = {e["args"]["name"] for e in raw["traceEvents"] if e["name"] in ("process_name", "thread_name")}
     assert {"rank 0 (dp_shard0)", "rank 1 (dp_shard1)", "communication dp_shard", "parts of the time"} <= titles
     assert len(table(summary)) == 3 + 2 + 2 and "dp_shard" in table(summary)[-1]
+
+
+def test_the_perfetto_ui_shows_a_trace(tmp_path: Path) -> None:
+    """In Chromium, from this machine alone, without an import error."""
+    for rank in (0, 1):
+        trace = cpu_rank(rank, 4 * MS)
+        (tmp_path / RANK_SPANS.format(rank=rank)).write_text(json.dumps(trace.to_json()))
+        mark = {"ph": "X", "cat": "user_annotation", "name": "weft.clock 0", "pid": 7, "tid": 7, "ts": 0.0, "dur": 1.0}
+        ops = [{**mark, "cat": "cpu_op", "name": f"aten::op{i}", "ts": 500.0 * i, "dur": 800.0} for i in range(9)]
+        (tmp_path / RANK_TRACE.format(rank=rank)).write_text(json.dumps({"traceEvents": [mark, *ops]}))
+    merge(tmp_path, tmp_path / "all.json", [0.0, 0.0], 0.0)
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
+    answered: list[str] = []
+    with make_server(tmp_path / "all.json", 0) as server, sync_playwright() as playwright:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=flags)
+        page = browser.new_page()
+        page.on("response", lambda response: answered.append(response.url))
+        address = f"http://localhost:{server.server_port}/"
+        page.goto(address)
+        for title in ("rank 0 (dp_shard0)", "rank 1 (dp_shard1)"):
+            expect(page.get_by_text(title).first).to_be_visible(timeout=120_000)
+        assert page.get_by_text("Data-loss").count() == 0
+        browser.close()
+        server.shutdown()
+    assert all(url.startswith((address, "blob:", "data:")) for url in answered)
 
 
 def test_a_compressed_file(tmp_path: Path) -> None:

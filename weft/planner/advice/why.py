@@ -105,7 +105,7 @@ def _recompute(search: LayoutSearch, one: Layouts, best: float, limit: float) ->
     same = {a: (int(getattr(one, a)[0]),) for a in ("pp", "tp", "cp", "dp_shard", "dp_replicate", "zero", "microbatch")}
     fine = space.restricted(recompute=space.recompute[: space.recompute.index(RECOMPUTES[code])], by_block=False)
     lacks = _instead(search, best, limit, fine=fine, **same)
-    what = f"{blocks} blocks of each stage" if blocks >= 0 else RECOMPUTES[code]
+    what = f"{blocks} blocks" if blocks >= 0 else RECOMPUTES[code]
     return [f"recompute {what}: with less the same layout {lacks}"] if lacks else []
 
 

@@ -5,8 +5,8 @@ Each line follows a line of models/transformer.py and what autograd does with it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,19 +28,12 @@ from weft.planner.memory.live_bytes import (
 from weft.planner.model.facts import Size
 
 
-@dataclass(frozen=True)
-class BlockBytes:
-    """One block under each kind of recompute."""
+class BlockBytes(NamedTuple):
+    """One block under each kind of recompute, in the order of RECOMPUTES."""
 
     none: PassBytes
     selective: PassBytes
     full: PassBytes
-
-    def chosen(self, code: Size) -> PassBytes:
-        """By the code of a recompute mode, an array."""
-        each = (self.none, self.selective, self.full)
-        names = ("kept", "forward", "backward", "inner")
-        return PassBytes(*(np.choose(code, [getattr(p, name) + 0.0 * code for p in each]) for name in names))
 
 
 def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:

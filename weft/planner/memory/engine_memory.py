@@ -6,30 +6,27 @@ and is the independent check.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from weft.job.schema import Job
-from weft.planner.memory.layout_group import SPLITS, LayoutGroup, chunk_tokens, microbatches_by_schedule
-from weft.planner.memory.live_bytes import FP32_BYTES
+from weft.planner.memory.layout_group import SPLITS, LayoutGroup, Rank, chunk_tokens, microbatches_by_schedule
 from weft.planner.memory.peak_walk import PARTS
-from weft.planner.memory.stage_blocks import StageBlocks
+from weft.planner.memory.stage_blocks import BlockCounts, StageBlocks
 from weft.planner.memory.states import UnitSizes, unit_sizes
 from weft.planner.memory.unit_passes import PassTables
 from weft.planner.model.facts import Size
 from weft.planner.model.parameters import coords_of
 from weft.planner.plan import Plan
-from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, hashed
+from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distinct, hashed
 
-TRACED_AT_ONCE = 4096
+TRACED_AT_ONCE = 8192
 """Layouts traced at once: their arrays stay in the cache."""
-THREADS = min(2, os.cpu_count() or 1)
-"""Threads that trace many layouts; numpy works on large arrays without Python's lock."""
+MIN_TRACED_APART = 2048
+"""Larger groups of layouts are traced in parts that need fewer operations."""
 
 
 @dataclass(frozen=True)
@@ -85,43 +82,38 @@ class EngineMemory:
         return {part: found[part] for part in PARTS}
 
     def states(self, layouts: Layouts, place: Place) -> dict[str, Size]:
-        """Bytes that one rank keeps between steps: exact, to the padding of shards."""
-        ((_, flags),) = self._groups(layouts)
-        units, _ = _unit_sizes(self.job, layouts, place)
-        group = LayoutGroup(self.tables, layouts, flags, np.broadcast_to(place.pp, 1), units)
-        held = group.held(*self.stages.at(layouts, place.pp)[:2])
-        sharded = flags["zero"] > 0
-        return {
-            "parameters": FP32_BYTES * (held.padded if sharded else held.whole),
-            "copies": (0 if sharded or flags["fp32"] else 2) * held.whole, "gradients": group.gradients(held),
-            "optimizer": held.optimizer, "average": FP32_BYTES * held.held * bool(self.job.train.ema),
-        }  # fmt: skip
+        """Bytes that one rank of one layout keeps between steps: exact, to the padding of shards."""
+        group = self._one(layouts, place)
+        return group.states(group.held())
 
     def step_facts(self, layouts: Layouts, place: Place) -> dict[str, Size]:
         """Figures of one layout's rank: parameters before and after sharding, blocks, bytes that a block keeps on
-        average, and microbatches in flight."""
-        ((_, flags),) = self._groups(layouts)
-        at = np.broadcast_to(place.pp, 1)
-        group = LayoutGroup(self.tables, layouts, flags, at, _unit_sizes(self.job, layouts, place)[0])
-        blocks, dense, again = self.stages.at(layouts, place.pp)
-        held, in_flight = group.held(blocks, dense), microbatches_by_schedule("in_flight", layouts, at)
-        stage = group.stage(self.tables.passes(layouts, flags), blocks, dense, again, in_flight, 0.0 * in_flight)
+        average, microbatches in flight, and whether gradients stay in the compute dtype, as nothing is summed."""
+        group = self._one(layouts, place)
+        blocks, held = group.rank.counts.blocks, group.held()
+        stage = group.stage(self.tables.passes(layouts, group.flags), group._states())
         kept = sum(unit.passes.kept * count for unit, count in stage.blocks) / np.maximum(blocks, 1)
-        return {"whole": held.whole, "held": held.held, "blocks": blocks, "kept": kept, "in_flight": in_flight}
+        return {
+            "whole": held.whole, "held": held.held, "blocks": blocks, "kept": kept, "in_flight": group.rank.in_flight,
+            "alone": np.array([group.flags["alone"]]),
+        }  # fmt: skip
 
-    def keeps_low_precision_gradients(self, layouts: Layouts) -> bool:
-        """Whether gradients of a layout stay in the compute dtype, as nothing is summed."""
-        ((_, flags),) = self._groups(layouts)
-        return bool(flags["alone"])
+    def keeps_gathered(self, layouts: Layouts) -> bool:
+        """Whether sharded weights of one layout stay gathered for the step: ZeRO 1 and 2, or a split backward."""
+        return bool(((layouts.zero < 3) | (SPLITS[layouts.schedule] & (layouts.pp > 1)))[0])
+
+    def _one(self, layouts: Layouts, place: Place) -> LayoutGroup:
+        rank, units = self._ranks(layouts, place)
+        ((_, flags),) = self._groups(rank)[1]
+        return LayoutGroup(self.tables, rank, flags, units)
 
     def least(self, layouts: Layouts) -> Size:
         """Bytes that the fullest rank has at least, however the model is split into stages."""
-        blocks = np.maximum((self.job.model.layers or 0) // layouts.pp, 1).astype(float)
-        return self._rank(layouts, Place(np.zeros(len(layouts), np.int64)), detail=False, least=blocks)["total"]
+        return self._trace(layouts, Place(np.zeros(len(layouts), np.int64)), detail=False, least=True)["total"]
 
     def rank(self, layouts: Layouts, place: Place) -> dict[str, Size]:
         """Bytes by component of one rank, when it holds most."""
-        found = self._rank(layouts, place, detail=True)
+        found = self._trace(layouts, place, detail=True)
         return {part: found[part] for part in PARTS}
 
     def _fullest(self, layouts: Layouts, detail: bool) -> dict[str, Size]:
@@ -139,7 +131,7 @@ class EngineMemory:
         inner = middle > 0
         which = np.concatenate([np.arange(size), piped, piped[inner]])
         at = np.concatenate([np.zeros(size, np.int64), layouts.pp[piped] - 1, middle[inner]])
-        found = self._rank(layouts.take(which), Place(at), detail)
+        found = self._trace(layouts.take(which), Place(at), detail)
         best = np.arange(size)
         for some, offset in ((piped, size), (piped[inner], size + len(piped))):
             other = offset + np.arange(len(some))
@@ -147,43 +139,45 @@ class EngineMemory:
             best[some] = np.where(heavier, other, best[some])
         return {part: held[best] for part, held in found.items()}
 
-    def _rank(self, layouts: Layouts, place: Place, detail: bool, least: Size | None = None) -> dict[str, Size]:
-        names = ("total", *PARTS) if detail else ("total",)
-        out = {name: np.zeros(len(layouts)) for name in names}
+    def _ranks(self, layouts: Layouts, place: Place, least: bool = False) -> tuple[Rank, dict[str, UnitSizes]]:
+        """The ranks at a place, and the sizes of their units; with `least`, with as few blocks as a stage can have."""
+        at = np.broadcast_to(place.pp, len(layouts))
+        if least:
+            blocks = np.maximum((self.job.model.layers or 0) // layouts.pp, 1).astype(float)
+            inner = blocks if self.job.model.experts is None else 0.0 * blocks
+            dense = np.where(layouts.pp > 1, inner, self.stages.first_dense)
+            again = np.minimum(blocks, layouts.recompute_blocks / layouts.pp)
+            counts = BlockCounts(blocks, dense, again, again, np.ones(len(layouts)))
+        else:
+            counts = self.stages.at(layouts, at)
         units, position = _unit_sizes(self.job, layouts, place)
-        if least is None:
-            blocks, dense, again = self.stages.at(layouts, place.pp)
-        else:
-            blocks, again = least, np.minimum(least, layouts.recompute_blocks)
-            dense = np.where(layouts.pp > 1, least if self.job.model.experts is None else 0.0, self.stages.first_dense)
+        in_flight = microbatches_by_schedule("in_flight", layouts, at)
+        some = np.flatnonzero(_recomputes_all(layouts) & SPLITS[layouts.schedule])
+        if len(some):  # a recomputed block makes all its gradients in one pass
+            in_flight[some] = microbatches_by_schedule("awaiting_backward", layouts.take(some), at[some])
+        pending = microbatches_by_schedule("pending", layouts, at)
+        return Rank(layouts, at, counts, position, in_flight, pending), units
 
-        def trace(group: tuple[Any, dict[str, Any]]) -> None:
-            chosen, flags = group
-            some = layouts.take(chosen)
-            at = np.broadcast_to(place.pp, len(layouts))[chosen]
-            mine = {kind: sizes.take(position[chosen]) for kind, sizes in units.items()}
-            rank = LayoutGroup(self.tables, some, flags, at, mine)
-            if least is not None and flags["piped"]:
-                rank.begins, rank.ends = 0.0 * rank.begins, 0.0 * rank.ends
-            walk = rank.trace(blocks[chosen], dense[chosen], again[chosen], detail)
-            out["total"][chosen] = walk.peak
+    def _trace(self, layouts: Layouts, place: Place, detail: bool, least: bool = False) -> dict[str, Size]:
+        out = {name: np.zeros(len(layouts)) for name in (("total", *PARTS) if detail else ("total",))}
+        ranks, units = self._ranks(layouts, place, least)
+        order, groups = self._groups(ranks)
+        ranks = ranks.take(order)
+
+        for chosen, flags in groups:
+            walk = LayoutGroup(self.tables, ranks.take(chosen), flags, units, least and flags["piped"]).trace(detail)
+            out["total"][order[chosen]] = walk.peak
             for part, held in walk.at_peak.items():
-                out[part][chosen] = held
+                out[part][order[chosen]] = held
 
-        if len(layouts) <= 2 * TRACED_AT_ONCE:
-            for group in self._groups(layouts):
-                trace(group)
-        else:
-            with ThreadPoolExecutor(THREADS) as pool:
-                list(pool.map(trace, self._groups(layouts)))
         return out
 
-    def _groups(self, layouts: Layouts) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Layouts whose flags are the same, traced together."""
+    def _groups(self, ranks: Rank) -> tuple[Any, list[tuple[slice, dict[str, Any]]]]:
+        """An order of the layouts, and the slices of it in which all flags are the same."""
+        layouts = ranks.layouts
         fp32 = layouts.precision == 0
         sharded = layouts.dp_shard > 1
         piped = layouts.pp > 1
-        full = (layouts.recompute == RECOMPUTES.index("full")) & (layouts.recompute_blocks < 0)
         several = layouts.accumulation > 1
         splits = SPLITS[layouts.schedule] & piped
         alone = ~fp32 & (layouts.dp * layouts.cp * layouts.pp * layouts.accumulation == 1)
@@ -193,24 +187,37 @@ class EngineMemory:
         retain = np.where(sharded, ~(again & (layouts.zero == 1)), ~again & single)
         columns: dict[str, Any] = {
             "fp32": fp32, "tp": layouts.tp > 1, "sequence": layouts.sequence, "zero": layouts.zero * sharded,
-            "piped": piped, "splits": splits, "split_passes": splits & ~full, "ep": layouts.ep > 1, "alone": alone,
-            "buckets": ~sharded & (replicas | ~fp32) & ~alone, "retain": retain, "compiled": self.compiled(layouts),
-            "long": self.is_long(layouts),
+            "piped": piped, "splits": splits, "split_passes": splits & ~_recomputes_all(layouts), "ep": layouts.ep > 1,
+            "alone": alone, "buckets": ~sharded & (replicas | ~fp32) & ~alone, "retain": retain,
+            "compiled": self.compiled(layouts), "long": self.is_long(layouts),
         }  # fmt: skip
         key = np.zeros(len(layouts), np.int64)
         for column in columns.values():
             key = key * 4 + column
-        first, inverse = _unique(key)
-        for number, i in enumerate(first):
-            flags = {name: column[i].item() for name, column in columns.items()}
-            chosen = np.flatnonzero(inverse == number)
-            chosen = chosen[np.lexsort((layouts.pp[chosen], layouts.recompute[chosen]))]  # alike next to each other
-            for a in range(0, len(chosen), TRACED_AT_ONCE):
-                yield chosen[a : a + TRACED_AT_ONCE], flags
+        # in large groups, layouts of as many units and passes are traced together
+        alike = layouts.recompute * 4 + ranks.steady * 2 + (layouts.recompute_blocks >= 0)
+        order = np.lexsort((layouts.pp, alike, key))
+        groups = []
+        for start, stop in pairwise(_edges(key[order])):
+            flags = {name: column[order[start]].item() for name, column in columns.items()}
+            inner = _edges(alike[order[start:stop]]) if stop - start > MIN_TRACED_APART else [0, stop - start]
+            for a, b in pairwise(inner):
+                parts = range(start + a, start + b, TRACED_AT_ONCE)
+                groups += [(slice(i, min(i + TRACED_AT_ONCE, start + b)), flags) for i in parts]
+        return order, groups
 
     def is_long(self, layouts: Layouts) -> Size:
         """Which layouts run blocks in chunks of tokens, or with their inputs offloaded to the host."""
         return (chunk_tokens(self.job, layouts) > 0) | (layouts.offload == OFFLOADS.index("activations"))
+
+
+def _edges(values: Any) -> list[int]:
+    """Where a sorted array changes, with both ends."""
+    return [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+
+
+def _recomputes_all(layouts: Layouts) -> Size:
+    return (layouts.recompute == RECOMPUTES.index("full")) & (layouts.recompute_blocks < 0)
 
 
 def _memory_key(layouts: Layouts) -> Any:
@@ -222,15 +229,9 @@ def _memory_key(layouts: Layouts) -> Any:
     )  # fmt: skip
 
 
-def _unique(key: Any) -> tuple[Any, Any]:
-    """First index of each value, and for each entry the position of its value."""
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    return first, inverse.ravel()
-
-
 def _unit_sizes(job: Job, layouts: Layouts, place: Place) -> tuple[dict[str, UnitSizes], Any]:
     """Sizes of units for each way of sharding them, and for each layout the position of its way."""
     key = ((layouts.tp * 4096 + layouts.ep) * 65_536 + layouts.dp_shard * layouts.cp) * 4
     key = key + 2 * (layouts.dp_shard > 1) + layouts.sequence
-    first, position = _unique(key)
+    first, position = distinct(key)
     return unit_sizes(job, layouts.take(first), place.tp, place.shard), position

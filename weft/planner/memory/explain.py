@@ -40,22 +40,25 @@ def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, 
     copies = "" if shards > 1 or plan.precision == "fp32" else f" + 2 B ({plan.precision} copy)"
     average = " + 4 B (ema)" if job.train.ema else ""
     whole = shards > 1 and plan.zero == 1 and plan.accumulation > 1
-    width = 2 if memory.keeps_low_precision_gradients(layouts) else 4
+    width = 2 if facts["alone"] else 4
     gradients = f"{here}{'' if whole else cut} × {width} B"
     gradients += ": whole until the last microbatch is done" if whole else ", as far as they exist at the peak"
     state = states["optimizer"] / max(facts["held"], 1.0)
     tokens = plan.microbatch * (1 if job.model.is_stack else job.data.seq_len) / plan.cp
     blocks = f"{facts['blocks']:.0f} blocks × {facts['kept'] / GIB:.3f} GiB kept ({tokens:,.0f} tokens, recompute "
     flight = f" × {facts['in_flight']:g} microbatches in flight" if plan.pp > 1 else ""
-    gathered = {0: "", 1: "gathered weights stay for the step", 2: "gathered weights stay for the step"}
-    words = gathered.get(plan.zero if shards > 1 else 0, "weights of two blocks are gathered at a time")
+    width = 4 if plan.precision == "fp32" else 2
+    stay = f" + {here} × {width} B (gathered for the step)" if shards > 1 and memory.keeps_gathered(layouts) else ""
+    moved = {
+        "weights of the blocks being gathered": shards > 1, "gradients being reduced": shards > 1,
+        "messages between stages": plan.pp > 1, "residuals of compression": plan.compression != "none",
+    }  # fmt: skip
     return {
-        "parameters": f"{held}{cut} × (4 B (fp32 master){copies}{average})",
+        "parameters": f"{held}{cut} × (4 B (fp32 master){copies}{average}){stay}",
         "gradients": gradients,
         "optimizer": f"{job.optim.name}: {human_count(facts['held'])} × {state:.3g} B",
         "activations": f"{blocks}{plan.recompute}){flight}, and the step's data",
-        "communication": ", ".join([w for w in (words,) if w] + ["gradients being reduced"] * (shards > 1)
-                                   + ["messages between stages"] * (plan.pp > 1)) or "none",
+        "communication": ", ".join(words for words, used in moved.items() if used) or "none",
         "temporary": "tensors of the operator that runs at the peak, such as the logits of the loss",
         "runtime": "torch and its libraries" if states else "",
     }  # fmt: skip

@@ -139,7 +139,9 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
     with_scores = block + size * tokens * scores
     entry = size * tokens * model.dim / cut
     # full recompute keeps each block's input, and one block's whole while it is computed again
-    again = np.where(layouts.recompute_blocks >= 0, np.minimum(layouts.recompute_blocks, layers), layers)
+    again = np.where(
+        layouts.recompute_blocks >= 0, np.minimum(np.ceil(layouts.recompute_blocks / layouts.pp), layers), layers
+    )
     kept = [
         layers * with_scores,
         np.where(layouts.recompute_blocks >= 0, (layers - again) * with_scores, 0) + again * block,

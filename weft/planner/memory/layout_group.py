@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,14 +14,14 @@ from weft.job.shapes import PATCH_DIM
 from weft.planner.engine_constants import LONG_SEQUENCE_CHUNK, PREFETCHED_MESSAGES
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
 from weft.planner.memory.peak_walk import Walk
-from weft.planner.memory.stage_blocks import V_SHAPED
+from weft.planner.memory.stage_blocks import V_SHAPED, BlockCounts
 from weft.planner.memory.states import UnitSizes
 from weft.planner.memory.step_trace import Regime, Stage, StepTrace, Unit
 from weft.planner.memory.unit_passes import Passes, PassTables
 from weft.planner.model.facts import Size
 from weft.planner.rules.context_rules import attends, has_short_window
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
-from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts
+from weft.planner.search.candidates import OFFLOADS, Layouts, distinct
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.time.compression import residual_bytes
 
@@ -38,159 +38,206 @@ ALL_FORWARD_FIRST = np.array([name == "gpipe" for name in SCHEDULE_NAMES])
 """By the code of a schedule: whether all microbatches pass forward before the first backward pass."""
 SPLITS = np.array([SCHEDULES[name].splits_backward for name in SCHEDULE_NAMES])
 """By the code of a schedule: whether it computes gradients of weights separately."""
+NO_PASSES = PassBytes(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of each of some layouts."""
+
+    layouts: Layouts
+    at: Size
+    """Its place in the pipeline."""
+    counts: BlockCounts
+    position: Size
+    """Its column in the table of unit sizes."""
+    in_flight: Size
+    pending: Size
+
+    @property
+    def steady(self) -> Size:
+        """Where forward passes go on after the first backward pass of the rank's first stage: there are more
+        microbatches than that stage holds."""
+        return (self.layouts.pp > 1) & (self.layouts.accumulation > self.in_flight * self.counts.first_holds)
+
+    def take(self, chosen: Any) -> Rank:
+        """The same for some of the layouts."""
+        return Rank(
+            self.layouts.take(chosen), self.at[chosen], BlockCounts(*(c[chosen] for c in self.counts)),
+            self.position[chosen], self.in_flight[chosen], self.pending[chosen],
+        )  # fmt: skip
 
 
 class LayoutGroup:
-    """Layouts with the same flags, and their units on one rank."""
+    """A rank of layouts with the same flags."""
 
     def __init__(
-        self, tables: PassTables, layouts: Layouts, flags: dict[str, Any], at: Size, units: dict[str, UnitSizes]
+        self, tables: PassTables, rank: Rank, flags: dict[str, Any], units: dict[str, UnitSizes], inner: bool = False
     ):
         self.tables, self.job, self.plan = tables, tables.job, tables.plan
-        self.layouts, self.flags, self.at, self.units = layouts, flags, at, units
+        self.rank, self.layouts, self.flags, self.units = rank, rank.layouts, flags, units
         self.compute_bytes = FP32_BYTES if flags["fp32"] else 2
-        self.begins = (at == 0) * 1.0
-        back = V_SHAPED[layouts.schedule] & (layouts.pp > 1)
-        self.ends = np.where(back, at == 0, at == layouts.pp - 1) * 1.0
-        self.tied = self.ends * (bool(self.job.model.tied) & (layouts.pp == 1))
+        at, layouts = rank.at, rank.layouts
+        self.begins = (at == 0) * (0.0 if inner else 1.0)
+        ends = (at == np.where(V_SHAPED[layouts.schedule], 0, layouts.pp - 1)) if flags["piped"] else at == 0
+        self.ends = ends * (0.0 if inner else 1.0)
+        """`begins` and `ends` are 1 on ranks with the embedding and with the head, else 0; `inner` ranks have none."""
+        self.tied = self.ends * (bool(self.job.model.tied) and not flags["piped"])
         """1 where the head is the embedding; pipeline stages have a copy each."""
 
-    def trace(self, blocks: Size, dense: Size, again: Size, detail: bool) -> Walk:
-        layouts, flags = self.layouts, self.flags
-        sharded = flags["zero"] > 0
+    def trace(self, detail: bool) -> Walk:
+        """The walk through a step."""
+        layouts, flags, rank = self.layouts, self.flags, self.rank
         regime = Regime(
-            sharded=sharded, zero=flags["zero"], splits=flags["splits"], split_passes=flags["split_passes"],
+            sharded=flags["zero"] > 0, zero=flags["zero"], splits=flags["splits"], split_passes=flags["split_passes"],
             gathers_again=flags["zero"] == 3 and not flags["splits"], buckets=flags["buckets"],
+            steady=flags["piped"] and bool(np.all(rank.steady)),
             compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
         )  # fmt: skip
-        held = self.held(blocks, dense)
         passes = self.tables.passes(layouts, flags)
-        in_flight = microbatches_by_schedule("in_flight", layouts, self.at)
-        pending = microbatches_by_schedule("pending", layouts, self.at)
-        if flags["splits"] and not flags["split_passes"]:
-            in_flight = microbatches_by_schedule("awaiting_backward", layouts, self.at)
-        stage = self.stage(passes, blocks, dense, again, in_flight, pending)
-        gradients = self.gradients(held)
-        base = self._states(held)
-        lasting = sum(base.values())
-        start = {**base, "gradients": gradients if flags["buckets"] else 0.0 * gradients}
-        start["activations"] = layouts.accumulation * self._batch_bytes()
-        neighbours = _neighbours(layouts, self.at)
-        start["communication"] = start["communication"] + PREFETCHED_MESSAGES * stage.hidden * neighbours
-        walk = Walk(start, detail)
-        sent = 0.0 * stage.hidden
+        states = self._states()
+        stage = self.stage(passes, states)
+        between = {part: states[part] for part in ("parameters", "optimizer", "communication")}
+        runtime = RUNTIME_BYTES[self.plan.device] + (WORKSPACE_BYTES if flags["compiled"] else 0.0)
+        between["runtime"] = runtime + 0.0 * states["parameters"]
+        messages = PREFETCHED_MESSAGES * stage.hidden * self._neighbours() if flags["piped"] else 0.0
+        walk = Walk(
+            {
+                **between, "gradients": states["gradients"] * flags["buckets"],
+                "activations": layouts.accumulation * self._batch_bytes(),
+                "communication": between["communication"] + messages,
+            },
+            detail,
+        )  # fmt: skip
+        sent = 0.0
         if self.plan.backend == "gloo" and flags["piped"]:  # a send is known to be complete only when waited for
-            local = 2 * (V_SHAPED[layouts.schedule] & (self.at == layouts.pp - 1))
+            local = 2 * (V_SHAPED[layouts.schedule] & (rank.at == layouts.pp - 1))
             sent = stage.hidden * (2 * layouts.virtual_stages - self.begins - self.ends - local)
         StepTrace(stage, regime, walk).run(
-            in_flight, pending, layouts.accumulation, flags["piped"], sent, ALL_FORWARD_FIRST[layouts.schedule]
-        )
-        after = np.maximum(held.scratch, self._partial_gradients(held))
-        walk.on, walk.live = None, lasting + gradients
-        walk.parts = {p: base.get(p, 0.0) + 0.0 * lasting for p in walk.parts}
-        if detail:
-            walk.parts["gradients"] = gradients
-        walk.flash(after)
+            rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], layouts.virtual_stages,
+            rank.steady, sent, ALL_FORWARD_FIRST[layouts.schedule],
+        )  # fmt: skip
+        walk.restart({**between, "gradients": states["gradients"]})
+        walk.flash(states["update"])
         return walk
 
-    def held(self, blocks: Size, dense: Size) -> UnitSizes:
+    def held(self) -> UnitSizes:
         """Sizes of everything on the rank."""
-        u = self.units
+        u, (blocks, dense, *_) = self.units_here(), self.rank.counts
         if self.job.model.is_stack:
             alone = self.ends * ((self.job.model.layers or 0) % 2)
             pairs = (blocks - alone) / 2
             columns = np.ceil(pairs)
             return u["column"].times(columns) + u["row"].times(blocks - alone - columns) + u["whole"].times(alone)
-        routed = u["routed"].times(blocks - dense) + u["experts"].times(blocks - dense)
-        return u["dense"].times(dense) + routed + self._ends()
+        sizes = u["dense"].times(dense) + self._ends(u)
+        return sizes if self.job.model.experts is None else sizes + (u["routed"] + u["experts"]).times(blocks - dense)
 
-    def _ends(self) -> UnitSizes:
+    def units_here(self) -> dict[str, UnitSizes]:
+        """Sizes of each kind of unit, one column for each layout."""
+        return {kind: sizes.take(self.rank.position) for kind, sizes in self.units.items()}
+
+    def _ends(self, u: dict[str, UnitSizes]) -> UnitSizes:
         """Sizes of what is outside the blocks."""
-        u = self.units
         return u["begin"].times(self.begins) + u["norm"].times(self.ends) + u["head"].times(self.ends - self.tied)
 
-    def _states(self, held: UnitSizes) -> dict[str, Size]:
-        """Bytes that last from step to step, without gradients."""
-        job, layouts, flags = self.job, self.layouts, self.flags
-        sharded = flags["zero"] > 0
+    def _states(self) -> dict[str, Size]:
+        """Bytes that last from step to step, and elements of units: computed once for all layouts that agree in them.
+
+        `update` are the bytes of temporary tensors after the last pass: of the optimizer, or of gradients that are
+        summed over tp and sent together (parallel/spread_model.py).
+        """
+        rank, layouts = self.rank, self.layouts
+        first, where = distinct(
+            rank.position, rank.counts.blocks, rank.counts.dense, self.begins, self.ends, layouts.offload,
+            layouts.compression, layouts.dp * layouts.cp > 1,
+        )  # fmt: skip
+        some = LayoutGroup(self.tables, rank.take(first), self.flags, self.units)
+        some.begins, some.ends, some.tied = self.begins[first], self.ends[first], self.tied[first]
+        return {name: (size + np.zeros(len(first)))[where] for name, size in some._distinct_states().items()}
+
+    def _distinct_states(self) -> dict[str, Size]:
+        job, layouts, held = self.job, self.layouts, self.held()
+        bytes_ = self.states(held)
         here = 1.0 - self.plan.host_share - self.plan.disk_share
         """Share of the states that live on the device."""
-        masters = FP32_BYTES * (held.padded if sharded else held.whole)
-        if self.plan.split_master:
-            masters = LOW_HALF_BYTES * held.whole * here
-        copies = 0.0 if sharded or flags["fp32"] else 2 * held.whole
-        average = FP32_BYTES * held.held * here if job.train.ema else 0.0
-        optimizer = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, held.optimizer)
+        masters = LOW_HALF_BYTES * held.whole * here if self.plan.split_master else bytes_["parameters"]
+        optimizer = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, bytes_["optimizer"])
         optimizer = optimizer * here + self.plan.stream_gib * GIB
         if self.plan.alone:  # the last shared weights, and DiLoCo's momentum
             outer = 2 if self.plan.sync == "diloco" else int(job.train.sync.quantize != "none")
             optimizer = optimizer + outer * FP32_BYTES * held.held
-        runtime = RUNTIME_BYTES[self.plan.device] + (WORKSPACE_BYTES if flags["compiled"] else 0.0)
+        width = self.compute_bytes if self.flags["alone"] else FP32_BYTES
+        out = {
+            "parameters": masters + bytes_["copies"] + bytes_["average"] * here, "optimizer": optimizer,
+            "communication": residual_bytes(layouts) * held.compressed, "gradients": bytes_["gradients"],
+            "update": np.maximum(held.scratch, (width if self.flags["tp"] else 0) * held.partial),
+        }  # fmt: skip
+        u, none = self.units_here(), UnitSizes.none(len(layouts))
+        kinds = (
+            {"dense": u["column"], "root": none} if job.model.is_stack else {"dense": u["dense"], "root": self._ends(u)}
+        )
+        if job.model.experts is not None:
+            apart = self.flags["ep"] and self.flags["zero"] > 0
+            kinds |= {"routed": u["routed"] if apart else u["routed"] + u["experts"]}
+            kinds |= {"experts": u["experts"]} if apart else {}
+        return out | {
+            f"{kind} {row}": getattr(sizes, row) for kind, sizes in kinds.items() for row in ("gathered", "padded")
+        }
+
+    def states(self, held: UnitSizes) -> dict[str, Size]:
+        """Bytes that a rank keeps between steps: exact, to the padding of shards."""
+        sharded, fp32 = self.flags["zero"] > 0, self.flags["fp32"]
+        if sharded:
+            gradients = FP32_BYTES * held.padded
+        elif self.flags["alone"]:
+            gradients = 2 * held.whole
+        else:
+            gradients = FP32_BYTES * (held.aligned if self.flags["buckets"] else held.whole)
         return {
-            "parameters": masters + copies + average, "optimizer": optimizer,
-            "communication": residual_bytes(layouts) * held.compressed, "runtime": runtime + 0.0 * held.whole,
+            "parameters": FP32_BYTES * (held.padded if sharded else held.whole),
+            "copies": (0 if sharded or fp32 else 2) * held.whole, "gradients": gradients, "optimizer": held.optimizer,
+            "average": FP32_BYTES * held.held * bool(self.job.train.ema),
         }  # fmt: skip
 
-    def gradients(self, held: UnitSizes) -> Size:
-        """Bytes of gradients after the backward pass."""
-        if self.flags["zero"] > 0:
-            return FP32_BYTES * held.padded
-        if self.flags["alone"]:
-            return 2 * held.whole
-        return FP32_BYTES * (held.aligned if self.flags["buckets"] else held.whole)
-
-    def stage(
-        self, passes: Passes, blocks: Size, dense: Size, again: Size, in_flight: Size, pending: Size
-    ) -> Stage:  # fmt: skip
-        """The units of the rank. `again` of its blocks are recomputed where the layout gives their number."""
-        layouts, u = self.layouts, self.units
-        mlp = self.job.model.is_stack
-        some = layouts.recompute_blocks >= 0
-        again = np.where(some, again, blocks)
-        code = np.where(some, RECOMPUTES.index("full"), layouts.recompute)
-        again = np.where(code == 0, 0.0, again)
-        routed = blocks - dense
-        again_routed = np.minimum(again, routed)
-        again_dense = again - again_routed
-        parts = [
-            (self._unit(u["column" if mlp else "dense"], passes.dense.none), dense - again_dense),
-            (self._unit(u["column" if mlp else "dense"], passes.dense.chosen(code)), again_dense),
-        ]
-        if passes.routed is not None:
-            parts += [
-                (self._unit(u["routed"], passes.routed.none, u["experts"]), routed - again_routed),
-                (self._unit(u["routed"], passes.routed.chosen(code), u["experts"]), again_routed),
-            ]
+    def stage(self, passes: Passes, states: dict[str, Size]) -> Stage:
+        """The units of the rank."""
+        layouts, flags, (blocks, dense, again, again_waiting, _) = self.layouts, self.flags, self.rank.counts
+        recomputes, partly = layouts.recompute > 0, layouts.recompute_blocks >= 0
+        again, again_waiting = (recomputes * (blocks + partly * (each - blocks)) for each in (again, again_waiting))
+        apart = _unit(states, "experts", self.compute_bytes, NO_PASSES) if "experts gathered" in states else None
+        parts: list[tuple[Unit, Size]] = []
+        waits_more: Size = 0.0
+        for kind, modes, count in (("dense", passes.dense, dense), ("routed", passes.routed, blocks - dense)):
+            if modes is None:
+                continue
+            recomputed = np.minimum(again, count)  # with experts, dense blocks are the first and few
+            if kind == "dense" and passes.routed is not None:
+                recomputed = again - np.minimum(again, blocks - dense)
+            one = _unit(states, kind, self.compute_bytes, modes[0], apart if kind == "routed" else None)
+            chosen = replace(one, passes=modes[1], recomputed=True)
+            parts += [(one, count - recomputed), (chosen, recomputed)]
+            waits_more = (again - again_waiting) * (one.passes.kept - chosen.passes.kept)
         kinds = [(unit, count) for unit, count in parts if np.any(count > 0)]
         if np.any(layouts.offload == OFFLOADS.index("activations")):
-            kinds = self._offloaded(kinds, in_flight)
-        root = self._unit(UnitSizes.none(len(layouts)) if mlp else self._ends(), PassBytes(0.0, 0.0, 0.0))
-        stages = np.where(layouts.pp > 1, layouts.virtual_stages, 1)
+            kinds = self._offloaded(kinds)
+        stages = layouts.virtual_stages if flags["piped"] else 1
         head_grad = passes.head_grad * self.ends
         return Stage(
-            tuple(kinds), root, _scaled(passes.begin, self.begins), _scaled(passes.end, self.ends), head_grad,
-            head_grad * self.tied, passes.hidden, passes.hidden * (stages - self.begins),
-            passes.per_microbatch * stages, passes.later * (pending > 0),
+            tuple(kinds), _unit(states, "root", self.compute_bytes, NO_PASSES), _scaled(passes.begin, self.begins),
+            _scaled(passes.end, self.ends), head_grad, head_grad * self.tied, passes.hidden,
+            passes.hidden * (stages - self.begins), passes.per_microbatch * stages,
+            passes.later * (self.rank.pending > 0), waits_more,
         )  # fmt: skip
 
-    def _offloaded(self, kinds: list[tuple[Unit, Size]], in_flight: Size) -> list[tuple[Unit, Size]]:
+    def _offloaded(self, kinds: list[tuple[Unit, Size]]) -> list[tuple[Unit, Size]]:
         """The same with as much of what blocks keep in host memory as it has space for."""
-        total = in_flight * sum(unit.passes.kept * count for unit, count in kinds)
+        total = self.rank.in_flight * sum(unit.passes.kept * count for unit, count in kinds)
         offloads = self.layouts.offload == OFFLOADS.index("activations")
         host = host_gib(self.job, self.layouts) * GIB
         stays = np.where(offloads, 1 - np.minimum(1.0, host / np.maximum(total, 1.0)), 1.0)
         return [
             (replace(unit, passes=replace(unit.passes, kept=unit.passes.kept * stays)), count) for unit, count in kinds
         ]
-
-    def _unit(self, sizes: UnitSizes, passes: PassBytes, experts: UnitSizes | None = None) -> Unit:
-        c = self.compute_bytes
-        apart = None
-        if experts is not None and self.flags["ep"] and self.flags["zero"] > 0:
-            apart = Unit(experts.gathered * c, experts.gathered, experts.padded, PassBytes(0.0, 0.0, 0.0))
-        elif experts is not None:
-            sizes = sizes + experts
-        return Unit(sizes.gathered * c, sizes.gathered, sizes.padded, passes, apart)
 
     def _batch_bytes(self) -> Size:
         """One microbatch of data: ids, inputs, targets, valid and, where documents are masked, theirs."""
@@ -201,10 +248,19 @@ class LayoutGroup:
             return size * (8.0 + FP32_BYTES * seq * PATCH_DIM + 8 + 1)
         return size * (8.0 + seq * (8 + 8 + 1 + (16 if self.job.data.mask_documents else 0)))
 
-    def _partial_gradients(self, held: UnitSizes) -> Size:
-        """Gradients that are summed over tp after the last pass are sent together (parallel/spread_model.py)."""
-        width = self.compute_bytes if self.flags["alone"] else FP32_BYTES
-        return np.where(self.layouts.tp > 1, width * held.partial, 0.0)
+    def _neighbours(self) -> Size:
+        """Ranks that a pipeline rank exchanges messages with."""
+        at, pp = self.rank.at, self.layouts.pp
+        inner = (at > 0) & (at < pp - 1)
+        around = (self.layouts.virtual_stages > 1) & ~V_SHAPED[self.layouts.schedule] & (pp > 2)
+        return 1.0 + (inner | around)
+
+
+def _unit(
+    states: dict[str, Size], kind: str, compute_bytes: int, passes: PassBytes, experts: Unit | None = None
+) -> Unit:
+    elements = states[f"{kind} gathered"]
+    return Unit(elements * compute_bytes, elements, states[f"{kind} padded"], passes, experts)
 
 
 def _scaled(passes: PassBytes, mask: Size) -> PassBytes:
@@ -214,19 +270,14 @@ def _scaled(passes: PassBytes, mask: Size) -> PassBytes:
 def microbatches_by_schedule(what: str, layouts: Layouts, index: Size) -> Size:
     """Microbatches, each over all blocks of pipeline rank `index`: held at once (`in_flight`), of these with gradients
     of weights still to be computed (`pending`), or held before their backward pass (`awaiting_backward`)."""
-    pp, count, v = layouts.pp, layouts.accumulation, layouts.virtual_stages
-    entries = [SCHEDULES[name] for name in SCHEDULE_NAMES]
-    each = [np.asarray((getattr(e, what) or e.in_flight)(pp, v, index, count), float) + 0 * pp for e in entries]
-    alone = 0.0 if what == "pending" else 1.0
-    return np.where(pp > 1, np.minimum(np.choose(layouts.schedule, each), count), alone)
-
-
-def _neighbours(layouts: Layouts, index: Size) -> Size:
-    """Ranks that a pipeline rank exchanges messages with."""
-    pp = layouts.pp
-    inner = (index > 0) & (index < pp - 1)
-    around = (layouts.virtual_stages > 1) & ~V_SHAPED[layouts.schedule] & (pp > 2)
-    return np.where(pp > 1, np.where(inner | around, 2.0, 1.0), 0.0)
+    out = np.full(len(layouts), 0.0 if what == "pending" else 1.0)
+    for code, name in enumerate(SCHEDULE_NAMES):
+        some = np.flatnonzero((layouts.schedule == code) & (layouts.pp > 1))
+        if len(some):
+            count, entry = layouts.accumulation[some], SCHEDULES[name]
+            of = getattr(entry, what) or entry.in_flight
+            out[some] = np.minimum(of(layouts.pp[some], layouts.virtual_stages[some], index[some], count), count)
+    return out
 
 
 def chunk_tokens(job: Job, layouts: Layouts) -> Size:

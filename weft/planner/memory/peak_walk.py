@@ -24,6 +24,11 @@ class Walk:
         self.on: Size | None = None
         """0 for layouts that the current unit does not exist in; None: it exists in all."""
 
+    def restart(self, live: dict[str, Size]) -> None:
+        """Continue with other live bytes."""
+        self.on, self.live = None, sum(live.values())
+        self.parts = {part: live.get(part, 0.0) + 0.0 * self.live for part in self.parts}
+
     def add(self, size: Size, part: str) -> None:
         size = size if self.on is None else size * self.on
         self.live = self.live + size
@@ -32,6 +37,17 @@ class Walk:
             self._mark(0.0, part)
         else:
             self.peak = np.maximum(self.peak, self.live)
+
+    def free(self, size: Size, part: str) -> None:
+        """The same for bytes that are freed, which cannot make a peak."""
+        size = size if self.on is None else size * self.on
+        self.live = self.live - size
+        if self.parts:
+            self.parts[part] = self.parts[part] - size
+
+    def chosen(self, new: Size, old: Size) -> Size:
+        """The new value of layouts that the current unit exists in, the old one of the others."""
+        return new if self.on is None else old + (new - old) * self.on
 
     def flash(self, size: Size, part: str = "temporary") -> None:
         """Bytes that are allocated and freed at once."""
@@ -63,8 +79,8 @@ class Walk:
             if number > fewest:
                 self.on = (count >= number) * (1.0 if outer is None else outer)
             live, parts = self.live, dict(self.parts)
-            body(1.0 if number == 3 else (count <= number) * 1.0)
-            if number == 2:
+            body(1.0 if number == 3 or number >= most else 0.0 if number < fewest else (count <= number) * 1.0)
+            if number == 2 and most > 3:
                 jump = np.maximum(count - 3, 0)
                 self.parts = {name: size + jump * (size - parts[name]) for name, size in self.parts.items()}
                 self.live = self.live + jump * (self.live - live)

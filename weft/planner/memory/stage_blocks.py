@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,42 +30,62 @@ def split_blocks(job: Job, stages: int, pairs: bool) -> tuple[tuple[int, int], .
     return tuple((max(0, a - 1), min(layers, b - 1)) for a, b in split_stages(parts, stages, pinned))
 
 
+class BlockCounts(NamedTuple):
+    """Blocks of a pipeline rank, one entry for each layout."""
+
+    blocks: Size
+    dense: Size
+    again: Size
+    """Those recomputed, where the layout gives their number."""
+    again_waiting: Size
+    """The same, each counted by the share of waiting microbatches that its stage holds."""
+    first_holds: Size
+    """Microbatches that the first of the rank's stages holds, over the average of its stages."""
+
+
 class StageBlocks:
     """How many blocks, dense and with experts, the ranks of a job's pipelines have."""
 
     def __init__(self, job: Job):
         self.layers = job.model.layers or 0
         self.first_dense = self.layers if job.model.experts is None else min(job.model.experts.first_dense, self.layers)
-        self._ranks = lru_cache(maxsize=None)(self._by_rank)
+        self._ranks = cache(self._by_rank)
+        self._split = cache(partial(split_blocks, job))
         self.job = job
 
-    def _by_rank(self, pp: int, virtual: int, shape: int, pairs: bool, again: int) -> tuple[tuple[int, ...], ...]:
-        """Blocks of each rank of a pipeline; of these dense ones, and recomputed ones of `again` in all."""
-        whole = (self.layers, self.first_dense, min(again, self.layers))
+    def _by_rank(self, pp: int, virtual: int, shape: int, pairs: bool, again: int) -> list[tuple[float, ...]]:
+        """BlockCounts of each rank of a pipeline that recomputes `again` blocks. Of several stages on a rank the first
+        holds most microbatches, each until it has been through all stages after it and back."""
+        whole = (self.layers, self.first_dense, again, again, 1.0)
         if pp == 1:
-            return (whole,)
+            return [whole]
+        stages = pp * virtual
         try:
-            split = split_blocks(self.job, pp * virtual, pairs)
+            split = self._split(stages, pairs)
         except JobError:  # never chosen: more stages than blocks
-            return (whole,) * pp
-        rank_of = vee(pp) if shape else tuple(s % pp for s in range(pp * virtual))
-        out = [[0, 0, 0] for _ in range(pp)]
-        for (first, end), rank in zip(split, rank_of, strict=True):
-            out[rank][0] += end - first
-            out[rank][1] += max(0, min(end, self.first_dense) - first)
+            return [whole] * pp
+        rank_of = vee(pp) if shape else tuple(s % pp for s in range(stages))
+        blocks, dense, recomputed, weighted, waits = ([0] * pp for _ in range(5))
+        for stage, ((first, end), rank) in enumerate(zip(split, rank_of, strict=True)):
+            blocks[rank] += end - first
+            dense[rank] += max(0, min(end, self.first_dense) - first)
             # spread evenly, as in memory/recompute.py
-            out[rank][2] += end * whole[2] // self.layers - first * whole[2] // self.layers
-        return tuple(tuple(row) for row in out)
+            here = end * again // self.layers - first * again // self.layers
+            recomputed[rank] += here
+            weighted[rank] += here * (stages - stage - 1)
+            waits[rank] += stages - stage - 1
+        counted = [min(blocks[r], virtual * weighted[r] / max(1, waits[r])) for r in range(pp)]
+        holds = [virtual * (stages - r) / (waits[r] + virtual) for r in range(pp)]
+        return list(zip(blocks, dense, recomputed, counted, holds, strict=True))
 
-    def at(self, layouts: Layouts, index: Size) -> tuple[Size, Size, Size]:
-        """Blocks of pipeline rank `index`; of these dense ones, and those recomputed where their number is given."""
-        found = self._look_up(layouts, index)
-        return found[:, 0], found[:, 1], found[:, 2]
+    def at(self, layouts: Layouts, index: Size) -> BlockCounts:
+        """Blocks of pipeline rank `index`."""
+        return BlockCounts(*self._look_up(layouts, index).T[:-1])
 
     def largest(self, layouts: Layouts) -> Size:
         """The first rank between the ends of each pipeline that has more blocks than the first, or more with experts;
         0 where there is none."""
-        return self._look_up(layouts, None)[:, 3].astype(np.int64)
+        return self._look_up(layouts, None)[:, -1].astype(np.int64)
 
     def _look_up(self, layouts: Layouts, index: Size | None) -> Size:
         piped = layouts.pp > 1
@@ -74,7 +95,7 @@ class StageBlocks:
         index = np.broadcast_to(0 if index is None else index, len(layouts))
         key = ((layouts.pp * 64 + virtual) * 2 + shape) * 2 + pairs
         key = key * 4096 + np.minimum(index, 4095)
-        again = np.clip(layouts.recompute_blocks * layouts.pp, 0, self.layers)
+        again = np.clip(layouts.recompute_blocks, 0, self.layers)
         key = key * (self.layers + 1) + again
         _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
         table = []
@@ -83,4 +104,4 @@ class StageBlocks:
             inner = sorted(range(1, len(ranks) - 1), key=lambda r: (-ranks[r][0], ranks[r][1], r))[:1]
             more = [r for r in inner if ranks[r][0] > ranks[0][0] or ranks[r][1] < ranks[0][1]]
             table.append((*ranks[int(index[i])], more[0] if more else 0))
-        return np.array(table, float).reshape(-1, 4)[inverse.ravel()]
+        return np.array(table, float).reshape(-1, 6)[inverse.ravel()]

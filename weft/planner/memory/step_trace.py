@@ -29,6 +29,7 @@ class Unit:
     passes: PassBytes
     experts: Unit | None = None
     """Experts that are gathered as a unit of their own."""
+    recomputed: bool = False
 
     @property
     def parts(self) -> tuple[Unit, ...]:
@@ -64,16 +65,18 @@ class Stage:
     """Bytes kept once for each microbatch: rotary tables and masks."""
     later: Size
     """Bytes per block that a split backward keeps for the gradients of weights."""
+    waits_more: Size
+    """Bytes that a waiting microbatch keeps on average beyond those of one that passes all stages of the rank."""
 
     @property
     def all_later(self) -> Size:
-        return self.later * sum(count for _, count in self.blocks)
+        return self.later * sum(count for unit, count in self.blocks if not unit.recomputed)
 
     @property
     def kept(self) -> Size:
         """Bytes of a microbatch between its forward and its backward pass."""
         blocks = sum(unit.passes.kept * count for unit, count in self.blocks)
-        return blocks + self.begin.kept + self.end.kept + self.per_microbatch + self.received
+        return blocks + self.begin.kept + self.end.kept + self.per_microbatch + self.received + self.waits_more
 
 
 @dataclass(frozen=True)
@@ -85,14 +88,21 @@ class Regime:
     splits: bool
     """The schedule computes gradients of weights separately."""
     split_passes: bool
-    """They are; a recomputed block makes all its gradients in one pass."""
+    """They are, in some blocks; a recomputed one makes all its gradients in one pass."""
     gathers_again: bool
     """Weights are freed after each pass (ZeRO 3)."""
     buckets: bool
     """Gradients of replicas are in buckets from the start."""
+    steady: bool
+    """A pipeline with more microbatches than are in flight."""
     compute_bytes: int
     copies_reduced: bool
     """The backend copies what it reduces (Gloo)."""
+
+    @property
+    def weights(self) -> str:
+        """The component of gathered weights: parameters where they stay for the whole step (ZeRO 1 and 2)."""
+        return "communication" if self.gathers_again else "parameters"
 
     @property
     def in_place(self) -> bool:
@@ -120,14 +130,16 @@ class StepTrace:
         """Bytes of gradients that are being reduced."""
 
     def run(
-        self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, sent: Size, loss_held: Size
-    ) -> None:
+        self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, stages: Size, steady: Size,
+        sent: Size, loss_held: Size,
+    ) -> None:  # fmt: skip
         """Trace the passes that may hold the peak: the first microbatch, one with all gradients in place, the last.
 
-        `in_flight` microbatches are held at once, `pending` of them until gradients of weights are made; `sent` are the
-        bytes that a backward pass leaves in send buffers; `loss_held` is 1 where the loss waits for backward.
+        `in_flight` microbatches are held at once, each over all `stages` of the rank, `pending` of them until gradients
+        of weights are made, and as many with all gradients where the pipeline is `steady`; `sent` are the bytes that a
+        backward pass leaves in send buffers; `loss_held` is 1 where the loss waits for backward.
         """
-        last_alone = (accumulation == 1) * 1.0
+        several = accumulation > 1
         w, kept = self.w, self.s.kept - self.s.end.kept * (1 - loss_held)
         if self.r.sharded and not self.r.gathers_again and pipelined:
             self._gather_all()
@@ -135,29 +147,42 @@ class StepTrace:
         w.add(waiting * kept, "activations")
         if self.r.split_passes:
             w.add(np.maximum(pending - 1, 0) * self.s.all_later, "activations")
-        self._pass(first=True, last=last_alone)
-        several = accumulation > 1
         if not np.any(several):
+            self._pass(first=True, last=1.0)
             return
+        if self.r.steady:  # a later microbatch holds as much as the first, and the gradients
+            w.add(self._accumulated(), "gradients")
+            if self.r.sharded and not self.r.whole_gradients:
+                self.reducing = self.s.root.elements * FP32_BYTES
+                w.add(self.reducing, "communication")
+        else:
+            self._pass(first=True, last=0.0 if np.all(several) else (~several) * 1.0)
         w.on = None if np.all(several) else several * 1.0
         if pipelined:
-            fewer = np.where(accumulation > in_flight, 0.0, np.minimum(waiting, 1.0))
-            w.add(-fewer * kept, "activations")
+            fewer = ~steady * np.minimum(waiting, 1.0 / stages)
+            w.free(fewer * kept, "activations")
             w.add(sent * (accumulation - in_flight), "communication")
-            self._pass(first=False, last=0.0 * last_alone)
-            w.add(-(waiting - fewer) * kept, "activations")
+            self._pass(first=False, last=0.0)
+            w.free((waiting - fewer) * kept, "activations")
             if self.r.split_passes:
-                w.add(-np.maximum(pending - 1, 0) * self.s.all_later, "activations")
+                w.free(np.maximum(pending - 1, 0) * self.s.all_later, "activations")
             w.add(sent * (in_flight - 1), "communication")
             if not self.r.whole_gradients:
                 return
-        self._pass(first=False, last=0.0 * last_alone + 1.0)
+        self._pass(first=False, last=1.0)
+
+    def _accumulated(self) -> Size:
+        """Bytes of gradients after the first microbatch, beyond those of the replicas' buckets."""
+        parts = [(part, count) for unit, count in (*self.s.blocks, (self.s.root, 1.0)) for part in unit.parts]
+        if not self.r.sharded:
+            return sum(part.gathered * count for part, count in parts) * (not self.r.buckets)
+        return FP32_BYTES * sum((p.elements if self.r.whole_gradients else p.shard) * count for p, count in parts)
 
     def _gather_all(self) -> None:
         for unit, count in (*self.s.blocks, (self.s.root, 1.0)):
             for part in unit.parts:
                 self.w.flash(2 * part.gathered * (count > 0), "communication")
-                self.w.add(part.gathered * count, "communication")
+                self.w.add(part.gathered * count, self.r.weights)
         self.ready = True
 
     def _pass(self, first: bool, last: Size) -> None:
@@ -165,7 +190,8 @@ class StepTrace:
         self._backward(first, last)
         if self.r.split_passes:
             for unit, count in reversed(self.s.blocks):
-                self.w.repeat(count, partial(self._weight_pass, unit, first, last))
+                if not unit.recomputed:
+                    self.w.repeat(count, partial(self._weight_pass, unit, first, last))
         self._finish(first, last)
 
     def _forward(self) -> None:
@@ -173,7 +199,8 @@ class StepTrace:
         w.add(s.per_microbatch + s.received, "activations")
         gathering = r.sharded and not self.ready
         if gathering:
-            w.add(2 * s.root.gathered, "communication")
+            w.add(s.root.gathered, r.weights)
+            w.add(s.root.gathered, "communication")
             self.before = s.root.gathered
         w.flash(s.begin.forward)
         w.add(s.begin.kept, "activations")
@@ -182,9 +209,9 @@ class StepTrace:
         w.flash(s.end.forward)
         w.add(s.end.kept, "activations")
         if gathering:
-            w.add(-self.before, "communication")
+            w.free(self.before, "communication")
         if r.gathers_again:
-            w.add(-s.root.gathered, "communication")
+            w.free(s.root.gathered, "communication")
         elif r.sharded:
             self.ready = True
 
@@ -192,16 +219,14 @@ class StepTrace:
         w = self.w
         for part in unit.parts if gathering else ():
             w.flash((3 if part is unit.experts else 2) * part.gathered, "communication")
-            w.add(2 * part.gathered, "communication")
-            w.add(-self.before, "communication")
-            self.before = self._now(part.gathered, self.before)
+            w.add(part.gathered, self.r.weights)
+            w.add(part.gathered, "communication")
+            w.free(self.before, "communication")
+            self.before = w.chosen(part.gathered, self.before)
         w.flash(unit.passes.forward)
         w.add(unit.passes.kept, "activations")
         if self.r.gathers_again:
-            w.add(-unit.all_gathered, "communication")
-
-    def _now(self, new: Size, old: Size) -> Size:
-        return new if self.w.on is None else np.where(self.w.on > 0, new, old)
+            w.free(unit.all_gathered, "communication")
 
     def _backward(self, first: bool, last: Size) -> None:
         s, w, r = self.s, self.w, self.r
@@ -210,13 +235,13 @@ class StepTrace:
             w.add(s.root.gathered, "communication")
             self.ahead = 0.0
             for unit, count in s.blocks:
-                self.ahead = np.where(count > 0, unit.gathered, self.ahead)
+                self.ahead = self.ahead + (unit.gathered - self.ahead) * (count > 0)
             w.add(self.ahead, "communication")
         w.flash(s.end.backward)
         w.add(s.hidden - s.end.kept, "activations")
         w.add(s.head_grad, "gradients")
         if r.in_place and not first:
-            w.add(-s.head_grad, "gradients")
+            w.free(s.head_grad, "gradients")
         if not r.sharded:
             self._keep(s.head_grad - s.tied_grad, first)
             if first and not r.buckets:  # the head's gradient stays in fp32
@@ -225,10 +250,10 @@ class StepTrace:
             lowest = sum((other for _, other in s.blocks[:number]), 0.0 * count) == 0
             w.repeat(count, partial(self._block_backward, unit, first, last, lowest))
         w.flash(s.begin.backward)
-        w.add(-s.begin.kept - s.hidden, "activations")
+        w.free(s.begin.kept + s.hidden, "activations")
         if not r.sharded:  # both gradients of a tied weight are added before they are reduced
             w.flash(s.tied_grad, "gradients")
-            w.add(-s.tied_grad, "gradients")
+            w.free(s.tied_grad, "gradients")
 
     def _block_backward(self, unit: Unit, first: bool, last: Size, lowest: Size, final: Size) -> None:
         w = self.w
@@ -238,22 +263,22 @@ class StepTrace:
             more = unit.experts is not None and part is unit
             following = unit.parts[1].gathered if more else unit.gathered * (1 - final * lowest)
             w.add(part.gathered - self.ahead + following, "communication")
-            self.ahead = self._now(following, self.ahead)
+            self.ahead = w.chosen(following, self.ahead)
         w.flash(unit.passes.backward)
-        if self.r.split_passes:
+        if self.r.split_passes and not unit.recomputed:
             w.add(self.s.later, "activations")
         else:
             self._block_gradients(unit, first, last)
 
     def _weight_pass(self, unit: Unit, first: bool, last: Size, final: Size) -> None:
-        self.w.add(-self.s.later, "activations")
+        self.w.free(self.s.later, "activations")
         self._block_gradients(unit, first, last)
 
     def _block_gradients(self, unit: Unit, first: bool, last: Size) -> None:
         """A block frees what it kept; experts that are a unit of their own are reduced before the rest of it."""
         inner = unit.passes.inner if unit.experts is not None else 0.0
         if unit.experts is not None:
-            self.w.add(-inner, "activations")
+            self.w.free(inner, "activations")
             self._unit_gradients(unit.experts, first, last)
         self.w.add(inner - unit.passes.kept, "activations")
         self._unit_gradients(unit, first, last)
@@ -263,22 +288,22 @@ class StepTrace:
         s, w, r = self.s, self.w, self.r
         if r.in_place:
             if first:
-                w.add(-s.head_grad, "gradients")
+                w.free(s.head_grad, "gradients")
         elif r.sharded:
             w.add(s.root.gathered - s.head_grad, "gradients")
         self._unit_gradients(s.root, first, last, made=True)
-        w.add(-s.per_microbatch - s.received, "activations")
+        w.free(s.per_microbatch + s.received, "activations")
         if r.sharded:
-            w.add(-self.reducing * last, "communication")
+            w.free(self.reducing * last, "communication")
             self.reducing = self.reducing * (1 - last)
             if not r.gathers_again:
                 everything = sum(unit.all_gathered * count for unit, count in s.blocks) + s.root.gathered
-                w.add(-everything * last, "communication")
+                w.free(everything * last, r.weights)
 
     def _keep(self, made: Size, first: bool) -> None:
         """Gradients of an unsharded unit were made: they stay, or are added to those that exist."""
         if self.r.buckets or not first:
-            self.w.add(-made, "gradients")
+            self.w.free(made, "gradients")
 
     def _unit_gradients(self, unit: Unit, first: bool, last: Size, made: bool = False) -> None:
         w, r = self.w, self.r
@@ -298,20 +323,22 @@ class StepTrace:
         if r.whole_gradients:
             if first:
                 w.add(full * (1 - last), "gradients")
-            w.add(-unit.gathered * (1 - last), "gradients")
+            w.free(unit.gathered * (1 - last), "gradients")
             self._reduce(full, shard, unit, last, freed=unit.gathered + (0.0 if first else full))
             return
         if r.gathers_again:
-            w.add(-unit.gathered, "communication")
+            w.free(unit.gathered, "communication")
         self._reduce(full, shard, unit, 1.0, freed=unit.gathered, fresh=first)
 
     def _reduce(self, full: Size, shard: Size, unit: Unit, now: Size, freed: Size, fresh: bool = True) -> None:
         """Reduce-scatter a unit's gradients where `now` is 1: copied to a buffer, then added to the shard's."""
         w = self.w
-        w.add(-self.reducing * now, "communication")
-        self.reducing = np.where(now > 0, self._now(full, self.reducing), self.reducing)
+        if not np.any(now):
+            return
+        w.free(self.reducing * now, "communication")
+        self.reducing = self.reducing + (w.chosen(full, self.reducing) - self.reducing) * now
         w.add(full * now, "communication")
-        w.add(-freed * now, "gradients")
+        w.free(freed * now, "gradients")
         copied = 1.0 if self.r.copies_reduced else unit.shard == unit.elements
         w.flash((full + shard) * now * copied, "communication")
         if fresh:

@@ -21,8 +21,9 @@ from weft.planner.search.candidates import Layouts
 class Passes:
     """Bytes of every kind of unit for one microbatch."""
 
-    dense: BlockBytes
-    routed: BlockBytes | None
+    dense: tuple[PassBytes, ...]
+    """In all recompute modes or, for layouts, without recompute and in the layout's mode."""
+    routed: tuple[PassBytes, ...] | None
     begin: PassBytes
     end: PassBytes
     head_grad: Size
@@ -33,18 +34,23 @@ class Passes:
     def table(self) -> Any:
         """All numbers as rows of one array, [rows, layouts]."""
         blocks = [b for b in (self.dense, self.routed) if b is not None]
-        parts = [p for b in blocks for p in (b.none, b.selective, b.full)] + [self.begin, self.end]
+        parts = [p for modes in blocks for p in modes] + [self.begin, self.end]
         rows = [x for p in parts for x in (p.kept, p.forward, p.backward, p.inner)]
         rows += [self.head_grad, self.hidden, self.per_microbatch, self.later]
         size = np.size(self.hidden)
         return np.stack([np.broadcast_to(np.asarray(row, float), size) for row in rows])
 
     @classmethod
-    def from_table(cls, table: Any) -> Passes:
-        """The passes whose numbers are the rows of an array."""
-        parts = [PassBytes(*table[i : i + 4]) for i in range(0, len(table) - 4, 4)]
-        blocks = [BlockBytes(*parts[i : i + 3]) for i in range(0, len(parts) - 2, 3)]
-        return cls(blocks[0], blocks[1] if len(blocks) > 1 else None, parts[-2], parts[-1], *table[-4:])
+    def from_table(cls, table: Any, columns: Any, recompute: Any) -> Passes:
+        """The passes of layouts, by their columns in such an array and the codes of their recompute modes."""
+        blocks, numbers = [], np.arange(4)[:, None]
+        for row in range(0, len(table) - 12, 12):
+            none, chosen = table[row : row + 4, columns], table[row + 4 * recompute + numbers, columns]
+            blocks.append((PassBytes(*none), PassBytes(*chosen)))
+        rest = table[-12:, columns]
+        return cls(
+            blocks[0], blocks[1] if len(blocks) > 1 else None, PassBytes(*rest[:4]), PassBytes(*rest[4:8]), *rest[8:]
+        )  # fmt: skip
 
 
 PASS_FLAGS = ("fp32", "tp", "sequence", "retain", "ep", "zero", "compiled", "long")
@@ -65,7 +71,8 @@ class PassTables:
         wanted, first, inverse = np.unique(key, return_index=True, return_inverse=True)
         name = tuple(flags[flag] if flag != "zero" else flags[flag] > 0 for flag in PASS_FLAGS)
         keys, table = self._known.get(name, (wanted[:0], None))
-        missing = first[~np.isin(wanted, keys)]
+        at = np.asarray(np.searchsorted(keys, wanted))
+        missing = first[wanted != np.append(keys, -1)[at]]
         if len(missing):
             compute = _mlp_passes if self.job.model.is_stack else _transformer_passes
             new = compute(self, layouts.take(missing), flags).table()
@@ -74,9 +81,9 @@ class PassTables:
             order = np.argsort(keys)
             keys, table = keys[order], table[:, order]
             self._known[name] = keys, table
+            at = np.asarray(np.searchsorted(keys, wanted))
         assert table is not None
-        places = np.asarray(np.searchsorted(keys, wanted))
-        return Passes.from_table(table[:, places[inverse.ravel()]])
+        return Passes.from_table(table, at[inverse.ravel()], layouts.recompute)
 
 
 def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], fused: bool) -> Sizes:

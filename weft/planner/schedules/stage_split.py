@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -21,10 +22,7 @@ def split_stages(costs: Sequence[float], stages: int, pinned: Sequence[int] | No
             f"a model of {max(0, len(costs) - 2)} blocks, an embedding and a head cannot be cut into {stages} stages "
             f"(parallel.pp × parallel.virtual_stages); {min(max(1, stages), len(costs))} would work"
         )
-    whole = _exact(costs)
-    sums = [0, *accumulate(whole)]
-    largest = _smallest_largest(whole, stages)
-    return _most_even(sums, stages, largest)
+    return _most_even(_sums(costs), stages)
 
 
 def split_layers(
@@ -44,9 +42,7 @@ def split_layers(
             f"model.layers={layers}{how} cannot be cut into {stages} stages (parallel.pp × parallel.virtual_stages); "
             f"{len(units)} would work"
         )
-    whole = _exact(units)
-    split = _most_even([0, *accumulate(whole)], stages, _smallest_largest(whole, stages))
-    return [(each * a, min(layers, each * b)) for a, b in split]
+    return [(each * a, min(layers, each * b)) for a, b in _most_even(_sums(units), stages)]
 
 
 def _pinned_layers(layers: int, stages: int, pinned: Sequence[int], pairs: bool) -> list[tuple[int, int]]:
@@ -63,49 +59,51 @@ def _pinned_layers(layers: int, stages: int, pinned: Sequence[int], pairs: bool)
     return list(pairwise(cuts))
 
 
-def _exact(costs: Sequence[float]) -> list[int]:
-    """The costs as whole numbers of one small unit, so that sums that are equal compare as equal."""
+def _sums(costs: Sequence[float]) -> list[int]:
+    """Costs of the first parts, from none to all, as whole numbers of one small unit: equal sums compare as equal."""
     for cost in costs:
         if not 0 <= cost < float("inf"):
             raise ValueError(f"a part's cost must be a number from 0 up, not {cost}")
     ratios = [float(cost).as_integer_ratio() for cost in costs]
     # Every float is a whole number over a power of two, so the largest power serves all
     unit = max(below for _, below in ratios)
-    return [above * (unit // below) for above, below in ratios]
+    return [0, *accumulate(above * (unit // below) for above, below in ratios)]
 
 
-def _smallest_largest(whole: Sequence[int], stages: int) -> int:
+def _filled(sums: Sequence[int], stages: int, limit: int) -> list[int]:
+    """Where each stage stops if one after the other takes all that the limit allows."""
+    stops = [0]
+    for _ in range(stages):
+        stops.append(bisect_right(sums, sums[stops[-1]] + limit) - 1)
+    return stops
+
+
+def _smallest_largest(sums: Sequence[int], stages: int) -> int:
     """By bisection: the least limit under which filling one stage after the other needs no more than `stages`."""
-
-    def fits(limit: int) -> bool:
-        used, filled = 1, 0
-        for cost in whole:
-            if filled + cost > limit:
-                used, filled = used + 1, 0
-            filled += cost
-        return used <= stages
-
-    low, high = max(whole), sum(whole)
+    most = max(b - a for a, b in pairwise(sums))
+    low = max(most, -(-sums[-1] // stages))
+    high = low + most
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        fits = _filled(sums, stages, middle)[-1] == len(sums) - 1
+        low, high = (low, middle) if fits else (middle + 1, high)
     return low
 
 
-def _most_even(sums: Sequence[int], stages: int, largest: int) -> list[tuple[int, int]]:
-    """The least sum of squares with no stage above `largest` and none empty."""
-    parts = len(sums) - 1
+def _most_even(sums: Sequence[int], stages: int) -> list[tuple[int, int]]:
+    """The split with the smallest largest stage, and of those the least sum of squares; no stage is empty."""
+    parts, largest = len(sums) - 1, _smallest_largest(sums, stages)
+    latest = _filled(sums, stages, largest)
     # rest[k][i]: the best sum of squares of parts i.. in k stages, and where the first of these stages stops
     rest: list[dict[int, tuple[int, int]]] = [{parts: (0, parts)}]
+    earliest = parts
     for k in range(1, stages + 1):
+        earliest = bisect_left(sums, sums[earliest] - largest)
         best: dict[int, tuple[int, int]] = {}
-        for start in range(parts - k, -1, -1):
-            for stop in range(start + 1, parts + 1):
-                load = sums[stop] - sums[start]
-                if load > largest:
-                    break
+        for start in range(min(parts - k, latest[stages - k]), max(earliest, stages - k) - 1, -1):
+            for stop in range(start + 1, bisect_right(sums, sums[start] + largest)):
                 if stop in rest[-1]:
-                    total = load * load + rest[-1][stop][0]
+                    total = (sums[stop] - sums[start]) ** 2 + rest[-1][stop][0]
                     if start not in best or total < best[start][0]:
                         best[start] = (total, stop)
         rest.append(best)

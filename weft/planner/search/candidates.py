@@ -51,7 +51,7 @@ class Layouts:
     accumulation: IntArray
     recompute: IntArray
     recompute_blocks: IntArray
-    """How many blocks of each stage are recomputed; -1: all of them."""
+    """How many blocks of the model are recomputed; -1: all of them."""
     offload: IntArray
     precision: IntArray
     compression: IntArray
@@ -113,7 +113,7 @@ class Layouts:
         if values["compression"] == known.compression.partition(":")[0]:
             values["compression"] = known.compression  # with its number
         if self.recompute_blocks[i] >= 0:
-            values["recompute"] = int(self.recompute_blocks[i]) * values["pp"]
+            values["recompute"] = int(self.recompute_blocks[i])
         return replace(known, **values, zero=int(self.zero[i]) or 3, sequence=bool(self.sequence[i]), split=())
 
 
@@ -163,7 +163,6 @@ def _codes(plan: Plan) -> dict[str, Any]:
     names["offload"] = without_states(plan.offload)
     names["schedule"] = resolve_name(plan.schedule, plan.virtual_stages)
     if str(names["recompute"]).isdigit():  # a count of blocks
-        per_stage = -(-int(names["recompute"]) // plan.pp)
-        codes["recompute_blocks"], names["recompute"] = per_stage, "full"
+        codes["recompute_blocks"], names["recompute"] = int(names["recompute"]), "full"
     names["compression"] = names["compression"].partition(":")[0]
     return codes | {name: _CODED[name]().index(word) for name, word in names.items()}

@@ -10,7 +10,6 @@ above what was found.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.estimator import Estimator
-from weft.planner.memory.engine_memory import THREADS
 from weft.planner.memory.layout_group import SPLITS
 from weft.planner.model.facts import ModelFacts
 from weft.planner.schedules.registry import SCHEDULE_NAMES
@@ -119,14 +117,14 @@ def _row_bounds(space: Space, estimator: Estimator, rows: Columns) -> tuple[NDAr
     smallest = SCHEDULE_NAMES.index("naive" if any(name == "naive" for name, _ in space.schedules) else "1f1b")
     lone = SCHEDULE_NAMES.index("1f1b")
 
-    def work(a: int) -> None:
+    for a in range(0, size, CHUNK):
         part = layouts.take(slice(a, a + CHUNK))
         code = np.full(len(part), RECOMPUTES.index(space.recompute[-1]))
         least = replace(part, schedule=np.full(len(part), smallest), recompute=code)
         peaks[a : a + CHUNK] = estimator.least_gib(least, _smallest_stage_model(estimator.model, part))
         fit = np.flatnonzero(peaks[a : a + CHUNK] <= estimator.limit_gib)
         if len(fit) == 0:
-            return
+            continue
         part = part.take(fit)
         small = replace(estimator, model=_smallest_stage_model(estimator.model, part))
         code = np.full(len(part), RECOMPUTES.index(space.recompute[0]))
@@ -137,8 +135,6 @@ def _row_bounds(space: Space, estimator: Estimator, rows: Columns) -> tuple[NDAr
             best = np.minimum(best, _without_pipeline(small.estimate_time(moved)))
         times[a + fit] = best
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(work, range(0, size, CHUNK)))
     return times, peaks
 
 
@@ -216,11 +212,12 @@ def _some_blocks(
         if len(full) == 0:
             continue
         base = layouts.take(full)
-        blocks = np.ceil(estimator.model.layers / base.pp).astype(np.int64)
-        one = estimator.peak_gib(replace(base, recompute_blocks=np.ones(len(base), np.int64)))
+        layers = int(estimator.model.layers)
+        blocks = -(-layers // base.pp)
+        one = estimator.peak_gib(replace(base, recompute_blocks=base.pp))  # one of each stage
         share = (one - limit) / np.maximum(one - peaks[full], 1e-12)
         needed = 1 + np.ceil(np.clip(share, 0, 1) * (blocks - 1) - 1e-9).astype(np.int64)
-        tried = replace(base, recompute_blocks=needed).take(needed < blocks)
+        tried = replace(base, recompute_blocks=np.minimum(needed * base.pp, layers)).take(needed < blocks)
         if len(tried):
             _weigh(estimator, tried, np.asarray(estimator.estimate_time(tried).step_time_s), np.zeros(len(tried)), kept)
 

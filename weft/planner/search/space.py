@@ -158,9 +158,7 @@ def coarse(space: Space) -> Columns:
         codes = [names.index(word) for word in getattr(space, name)]
         rows = _spread(rows, name, [np.full(len(rows["tp"]), code) for code in codes])
     rows = _microbatches(space, rows)
-    if space.blocks is None:
-        return rows
-    return {**rows, "recompute_blocks": -(-space.blocks // rows["pp"])}
+    return rows if space.blocks is None else {**rows, "recompute_blocks": np.full(len(rows["pp"]), space.blocks)}
 
 
 def expand(space: Space, rows: Columns) -> Columns:

