@@ -18,6 +18,7 @@ from weft.job.model import FAMILIES
 from weft.job.optim import LR_SCHEDULES, OPTIMIZERS
 from weft.job.registry import NameIn
 from weft.job.schema import Data, DeviceGroup, Experts, Failures, Job, Latent, Model, RopeScaling, Sync, TopologyLevel
+from weft.job.section import field_docs
 from weft.job.shapes import ALIASES, SHAPES, resolve
 from weft.planner.model.counts import count_parameters
 from weft.planner.number_format import human_count
@@ -121,7 +122,7 @@ def table(section: type[BaseModel]) -> str:
     for name, field in section.model_fields.items():
         default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
         takes = names(field.metadata) or kind(field.annotation)
-        cells = [f"`{name}`", shown(default), takes, " ".join((field.description or "").split())]
+        cells = [f"`{name}`", shown(default), takes, " ".join(field_docs(section).get(name, "").split())]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
@@ -146,7 +147,7 @@ def page() -> str:
         default = f"[see below](#{name})" if section is not None and name != "parallel" else shown(field.default)
         takes = "a section" if section is not None else kind(field.annotation)
         takes = "`auto` or a section" if name == "parallel" else takes
-        plain.append(f"| `{name}` | {default} | {takes} | {field.description} |")
+        plain.append(f"| `{name}` | {default} | {takes} | {field_docs(Job).get(name, '')} |")
     parts.append("\n".join(plain) + "\n")
     inner: list[tuple[str, str, type[BaseModel]]] = [
         ("model", "rope_scaling", RopeScaling), ("model", "latent", Latent), ("model", "experts", Experts),
