@@ -1,6 +1,6 @@
 #!/bin/sh
 # What the tests need from the system, as command:package. Installed where we may, named where we may not.
-needed="chromium:chromium ip:iproute2 tc:iproute2 mpirun:openmpi-bin mpicc:libopenmpi-dev"
+needed="chromium:chromium promtool:prometheus prometheus:prometheus ip:iproute2 tc:iproute2 mpirun:openmpi-bin mpicc:libopenmpi-dev"
 missing=""
 for entry in $needed; do
     command -v "${entry%%:*}" >/dev/null 2>&1 || missing="$missing ${entry#*:}"

@@ -117,8 +117,12 @@ def test_number_formats(tmp_path: Path, text: str, number: float) -> None:
         ({"train": {"seed": -1}}, "train.seed=-1: must be greater than or equal to 0"),
         ({"name": "a/b"}, "name='a/b': must be letters, digits, dots, dashes and underscores"),
         ({"name": "../up"}, "name='../up': must be letters, digits, dots, dashes and underscores"),
-        ({"watch": {"trackers": ["wandb"]}},
-         "watch.trackers=['wandb']: no tracker is named 'wandb'; metrics.jsonl is always written, so leave this empty"),
+        ({"watch": {"trackers": ["wandbb"]}},
+         "watch.trackers.0='wandbb': must be tensorboard, wandb, mlflow or trackio; did you mean wandb?"),
+        ({"watch": {"prometheus": "here"}},
+         "watch.prometheus='here': must be a port, HOST:PORT or a file that ends in .prom"),
+        ({"watch": {"alerts": {"to": [{"mail": "a@b", "command": "x"}]}}},
+         "watch.alerts.to.0: must have exactly one of command, webhook and mail"),
     ],
 )  # fmt: skip
 def test_mistakes(raw: dict[str, Any], says: str) -> None:

@@ -30,6 +30,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 
 GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
     "data": ("Build token stores.", {"build": data.data_build}),
+    "alerts": ("Alerts about runs.", {"test": watching.alerts_test}),
     "bench": (
         "Measure this machine.",
         {

@@ -103,9 +103,18 @@ def import_(
 
 def export(
     run: RunArg,
-    to: Annotated[str, typer.Option(help="Format: safetensors, torch or hf (for transformers).")] = "safetensors",
+    to: Annotated[
+        str,
+        typer.Option(
+            help="Format of weights: safetensors, torch or hf; or a tracker that gets the run: tensorboard, …"
+        ),
+    ] = "safetensors",
     out: Annotated[
-        Path | None, typer.Option(help="Output file, or folder for hf. Default: RUN/model.safetensors, model.pt or hf.")
+        Path | None,
+        typer.Option(
+            help="Output file, or folder for hf and tensorboard. Default: RUN/model.safetensors, model.pt, hf or "
+            "tensorboard."
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Data type: fp32, bf16 or fp16. Default: fp32; for hf, that of the imported run.")
@@ -116,15 +125,20 @@ def export(
     ema: Annotated[bool, typer.Option(help="Export the moving average of the weights.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export the weights of a run, for other tools."""
+    """Export the weights of a run, for other tools, or its metrics, for a tracker."""
     from weft.job.errors import JobError
     from weft.job.run_folder import find_run
+    from weft.job.watch import TRACKERS
+
+    if to in TRACKERS:
+        _export_metrics(run, to, out, as_json)
+        return
     from weft.precision import EXPORT_DTYPES
     from weft.pretrained.writer import parse_size
     from weft.training.export import FILES, ExportOptions, export_run, newest
 
     if to not in FILES:
-        raise JobError(f"--to {to!r} is not a known format; use {', '.join(FILES)}")
+        raise JobError(f"--to {to!r} is not a known format; use {', '.join([*FILES, *TRACKERS.names()])}")
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise JobError(f"--dtype {dtype!r} is not supported; use {', '.join(EXPORT_DTYPES)}")
     options = ExportOptions(
@@ -138,6 +152,29 @@ def export(
         print_json({"path": str(path), "step": found.step, "bytes": size})
     else:
         print(f"{path}: step {found.step}, {size / 2**20:.1f} MiB")
+
+
+def _export_metrics(run: str, tracker: str, out: Path | None, as_json: bool) -> None:
+    from weft.job.errors import JobError
+    from weft.job.load import load_job
+    from weft.job.run_folder import find_run
+    from weft.watch.follower import check_trackers
+    from weft.watch.trackers.sink import export_to_tracker
+
+    folder = find_run(run)
+    if out is None and tracker == "tensorboard":
+        out = folder.path / "tensorboard"
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise JobError(f"{out} exists already, and its curves would be doubled; give another --out")
+    job = load_job(str(folder.job))
+    check_trackers(job.model_copy(update={"watch": job.watch.model_copy(update={"trackers": [tracker]})}))
+    clean_up_on_interrupt()
+    steps = export_to_tracker(folder, job, tracker, out)
+    where = str(out) if out is not None else tracker
+    if as_json:
+        print_json({"path": where, "steps": steps})
+    else:
+        print(f"{where}: {steps} steps")
 
 
 def report(run: RunArg, as_json: AsJson = False) -> None:

@@ -1,4 +1,4 @@
-"""`weft dash`: watch runs."""
+"""`weft dash` and `weft alerts`: watch runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, clean_up_on_interrupt, print_json, print_stderr
+from weft.cli.common import AsJson, JobArg, Overrides, clean_up_on_interrupt, print_json, print_stderr
 
 DEFAULT_PORT = 8642
 
@@ -50,3 +50,33 @@ def dash(
         # no browser can be opened from a remote shell, nor by a script
         wanted = not no_open and sys.stdout.isatty() and "SSH_CONNECTION" not in os.environ
         serve(roots, host, port, wanted, print_stderr)
+
+
+def alerts_test(job: JobArg, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Send a test alert to every target of a job's watch.alerts. Exits with 4 if one cannot be reached."""
+    from weft.job.errors import Exit, JobError
+    from weft.job.load import load_job
+    from weft.watch.alerts.rules import Alert
+    from weft.watch.alerts.targets import Message, describe, send
+
+    own = Path(job) / "job.yaml"
+    described = load_job(str(own) if own.is_file() else job, overrides or ())
+    targets = described.watch.alerts.to
+    if not targets:
+        raise JobError("watch.alerts.to is empty; give a target, such as watch.alerts.to='[{command: notify-send}]'")
+    clean_up_on_interrupt()
+    message = Message.of(described.name, Alert("test", "this is a test of watch.alerts", severity="info"))
+    results = []
+    for target in targets:
+        try:
+            send(target, message)
+            results.append({"target": describe(target), "sent": True, "why": None})
+        except OSError as error:
+            results.append({"target": describe(target), "sent": False, "why": str(error)})
+    if as_json:
+        print_json({"targets": results})
+    else:
+        for result in results:
+            print(f"{result['target']}: {'sent' if result['sent'] else result['why']}")
+    if not all(result["sent"] for result in results):
+        raise typer.Exit(int(Exit.MACHINE))

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Annotated
+
 from pydantic import Field, field_validator
 
+from weft.job.alerts import Alerts
+from weft.job.registry import NameIn, Registry
 from weft.job.section import Section
+
+
+@dataclass(frozen=True)
+class TrackerKind:
+    """An experiment tracker."""
+
+    name: str
+    help: str
+    package: str
+    """The module that must be installed."""
+    builder: str
+    """`module:class` of the adapter, see weft/watch/trackers/adapter.py."""
+
+
+TRACKERS: Registry[TrackerKind] = Registry("watch.trackers", "weft.watch.trackers.registry")
 
 
 class TracedSteps(Section):
@@ -34,12 +54,22 @@ class Watch(Section):
     """Power limit of each GPU during the run, in watts; needs root. The limit that was set before is restored."""
     co2_g_per_kwh: float = Field(473.0, ge=0, le=10_000)
     """Grams of CO2 for a kilowatt-hour where the run is. Default: the world's mean of 2024 (Ember)."""
-    trackers: list[str] = Field(default_factory=list)
-    """Experiment trackers that receive the metrics; metrics.jsonl is always written."""
+    trackers: list[Annotated[str, NameIn(TRACKERS)]] = Field(default_factory=list)
+    """Experiment trackers that receive metrics, job, plan, events and report: tensorboard, wandb, mlflow, trackio. A
+    process of its own feeds them; metrics.jsonl is always written."""
+    prometheus: int | str | None = None
+    """Metrics for Prometheus: a port on this machine, HOST:PORT, or a file *.prom for the textfile collector of
+    node_exporter."""
+    alerts: Alerts = Alerts()
+    """Messages when something goes wrong, and when the run ends."""
 
-    @field_validator("trackers")
+    @field_validator("prometheus")
     @classmethod
-    def _known(cls, value: list[str]) -> list[str]:
-        if value:
-            raise ValueError(f"no tracker is named {value[0]!r}; metrics.jsonl is always written, so leave this empty")
+    def _port_or_file(cls, value: int | str | None) -> int | str | None:
+        if isinstance(value, str) and not value.endswith(".prom"):
+            host, _, port = value.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ValueError("must be a port, HOST:PORT or a file that ends in .prom")
+        if isinstance(value, int) and not 0 < value < 65536:
+            raise ValueError("must be a port from 1 to 65535, HOST:PORT or a file that ends in .prom")
         return value

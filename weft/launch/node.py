@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER
 from weft.supervisor.nodes.node_address import NodeAddress
 from weft.supervisor.process_manager import run_supervised
 from weft.supervisor.run_lock import run_lock
+from weft.watch.follower import following
 
 
 def this_node(job: Job, nproc: int | None) -> NodeAddress | None:
@@ -44,7 +46,8 @@ def start_node(job: Job, place: NodeAddress, nproc: int | None, log: Callable[[s
             write_job_and_plan(run, job, plan)
         where = json.dumps({**asdict(place), "slots": slots})
         supervisor = ("weft.supervisor.nodes.node_supervisor", where)
-        code = run_supervised(run, slots, job.resilience.spares, lock, log, supervisor, str(place.node))
+        with following(run, job, log) if place.node == 0 else nullcontext():
+            code = run_supervised(run, slots, job.resilience.spares, lock, log, supervisor, str(place.node))
     if code == KILLED_BY_USER:
         log("stopped without saving; start the same command again to resume from the last checkpoint")
         return int(Exit.INTERRUPTED)

@@ -18,7 +18,7 @@ from weft.planner import Plan
 
 START_FILES = (
     ".lock", ".secret", ".supervisor.json", "metrics.jsonl", "events.jsonl", "slices.json",
-    "logs/rank-*.log", "logs/failure-*.json",
+    "logs/rank-*.log", "logs/failure-*.json", "logs/watch.log",
 )  # fmt: skip
 """What a start that is refused before its first step leaves in a new folder."""
 

@@ -25,6 +25,7 @@ from weft.supervisor.process_manager import run_supervised
 from weft.supervisor.run_lock import RunLock, run_lock
 from weft.watch.closing_lines import closing_lines
 from weft.watch.devices.power_cap import restore_limits
+from weft.watch.follower import check_trackers, following
 from weft.watch.report import write_report
 
 
@@ -39,6 +40,7 @@ def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
         )
     check_fits(job, plan)
     check_dataset(job)
+    check_trackers(job)
     return job, plan
 
 
@@ -58,17 +60,18 @@ def start(
             keep_earlier_run(run, log)
         files = RunFiles(run, lock.created)
         files.write(job, plan)
-        try:
-            code = start_processes(run, job, plan, lock, resilient, log)
-        finally:
-            restore_limits(run)
+        with following(run, job, log):
+            try:
+                code = start_processes(run, job, plan, lock, resilient, log)
+            finally:
+                restore_limits(run)
+            if code in CLEAN_EXITS:
+                finish(run, log)
         if code == Exit.JOB:  # only the ranks could find the mistake
             files.undo()
         if code == KILLED_BY_USER:
             log("stopped without saving; start the same command again to resume from the last checkpoint")
             return int(Exit.INTERRUPTED)
-        if code in CLEAN_EXITS:
-            finish(run, log)
         return code
 
 
@@ -103,7 +106,8 @@ def join(job: Job, log: Callable[[str], None] = print) -> int:
             files = RunFiles(run, created=False)  # other ranks may still write to the folder
             if rank == 0:
                 files.write(job, plan)
-            code = run_rank(run, job, plan, signals)
+            with following(run, job, log) if rank == 0 else nullcontext():
+                code = run_rank(run, job, plan, signals)
             if code == Exit.JOB:
                 files.undo()
     finally:

@@ -1,0 +1,1 @@
+"""Alerts about a run: rules that find them, and targets that receive them."""

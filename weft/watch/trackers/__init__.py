@@ -1,0 +1,1 @@
+"""Experiment trackers: one small adapter each, listed in registry.py."""
