@@ -131,7 +131,7 @@ def test_figures_round_trip(world: int, axes: int, digests: int, data: st.DataOb
     number = st.floats(0, 1e6)
     rows = [
         RankFigures(*(data.draw(number) for _ in range(3)), data.draw(st.integers(0, 9)),
-            *(data.draw(number) for _ in range(3)), tuple(data.draw(number) for _ in range(axes)),
+            *(data.draw(number) for _ in range(5)), tuple(data.draw(number) for _ in range(axes)),
             tuple(float(2**32 - 1 - r) for _ in range(2 * digests)))
         for r in range(world)
     ]  # fmt: skip
