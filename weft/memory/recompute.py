@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from weft.memory.recompute_internals import selective_contexts
 
 SAVED_OPERATORS = (
     "mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_scaled_dot_product_flash_attention",
@@ -51,7 +53,7 @@ def recompute(block: nn.Module, option: str = "full") -> None:
     forward = block.forward
     context: dict[str, Any] = {}
     if option == "selective":
-        context["context_fn"] = partial(create_selective_checkpoint_contexts, selective_policy)
+        context["context_fn"] = partial(selective_contexts, selective_policy)
 
     def again(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -62,7 +62,7 @@ def test_every_router(pool: RankPool, experts: dict[str, Any], layouts: tuple[st
     ],
 )
 def test_every_optimizer(pool: RankPool, overrides: tuple[str, ...]) -> None:
-    check(pool, experts_job(FULL, *overrides), ("dp_shard=4 ep=2 ep_overlap", "tp2 ep2"))
+    check(pool, experts_job(FULL, *overrides), ("dp_shard=4 ep=2 ep_overlap", "dp_shard=2 ep=2", "tp2 ep2"))
 
 
 def run_loads(pool: RankPool, job: Job, layout: str, *args: Any) -> list[expert_ranks.Loads]:
