@@ -11,6 +11,7 @@ from typing import Any
 from weft.watch.dash.folder_files import last_lines, open_inside, parse_object, read_inside, read_json
 from weft.watch.figures.figure import number
 from weft.watch.report_summary import describe_layout
+from weft.watch.secret_values import yaml_without_secrets
 
 MAX_EVENTS = 2000
 EVENTS_BYTES = 4 << 20
@@ -73,7 +74,7 @@ def read_plan(folder: Path) -> dict[str, Any]:
         "reasons": [str(r)[:1000] for r in reasons[:100]] if isinstance(reasons, list) else [],
         "ranks": _holdings(read_json(folder, "slices.json")),
         "pipeline": _pipeline(read_json(folder, "pipeline.json")),
-        "job": read_inside(folder, "job.yaml", limit=1 << 20).decode("utf-8", "replace"),
+        "job": yaml_without_secrets(read_inside(folder, "job.yaml", limit=1 << 20).decode("utf-8", "replace")),
     }
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-
-SECRET = re.compile(r"(webhook|smtp|password|token|secret|api_?key)", re.IGNORECASE)
 
 
 @dataclass
@@ -45,13 +42,6 @@ class TrackerAdapter(Protocol):
 
     def finish(self, status: str, report: Path | None) -> None:
         """End of this start of the run: `status` is done, stopped or failed."""
-
-
-def without_secrets(value: Any) -> Any:
-    """A job's data with the values of secret keys replaced."""
-    if isinstance(value, dict):
-        return {k: "…" if SECRET.search(str(k)) and v else without_secrets(v) for k, v in value.items()}
-    return [without_secrets(v) for v in value] if isinstance(value, list) else value
 
 
 def flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

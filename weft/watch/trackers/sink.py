@@ -14,7 +14,8 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.job.watch import TRACKERS
 from weft.watch.journal import to_plain
-from weft.watch.trackers.adapter import TrackedRun, TrackedStep, TrackerAdapter, without_secrets
+from weft.watch.secret_values import without_secrets
+from weft.watch.trackers.adapter import TrackedRun, TrackedStep, TrackerAdapter
 
 STATE_FOLDER = "trackers"
 SKIPPED = ("step", "wall_time")
