@@ -8,10 +8,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -22,30 +21,10 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.supervisor.process_manager import pointer_path
 from weft.supervisor.status_board import TRAINING, StatusBoard
+from weft.watch.run_tail import LineTail
 
 LOOK_S = 0.005
 """Poll interval."""
-
-
-class LineTail:
-    """Reads complete new lines of a growing file."""
-
-    def __init__(self, path: Path):
-        self.path, self.position, self.rest = path, 0, b""
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.position)
-                new = file.read()
-        except FileNotFoundError:
-            return
-        self.position += len(new)
-        *whole, self.rest = (self.rest + new).split(b"\n")
-        for line in whole:
-            with contextlib.suppress(ValueError):
-                if isinstance(value := json.loads(line), dict):
-                    yield value
 
 
 class ObservedRun:

@@ -57,7 +57,7 @@ def alerts_test(job: JobArg, overrides: Overrides = None, as_json: AsJson = Fals
     from weft.job.errors import Exit, JobError
     from weft.job.load import load_job
     from weft.watch.alerts.rules import Alert
-    from weft.watch.alerts.targets import Message, describe, send
+    from weft.watch.alerts.targets import AlertMessage, describe, send
 
     own = Path(job) / "job.yaml"
     described = load_job(str(own) if own.is_file() else job, overrides or ())
@@ -65,7 +65,7 @@ def alerts_test(job: JobArg, overrides: Overrides = None, as_json: AsJson = Fals
     if not targets:
         raise JobError("watch.alerts.to is empty; give a target, such as watch.alerts.to='[{command: notify-send}]'")
     clean_up_on_interrupt()
-    message = Message.of(described.name, Alert("test", "this is a test of watch.alerts", severity="info"))
+    message = AlertMessage.of(described.name, Alert("test", "this is a test of watch.alerts", severity="info"))
     results = []
     for target in targets:
         try:

@@ -180,19 +180,23 @@ def check_fits(job: Job, plan: Plan) -> None:
     if needed > limit:
         raise FitError(
             f"weights, gradients and optimizer need {needed:.1f} GiB a rank, but {plan.device_name} has {limit:.1f}; "
-            f"{_relief(job, plan)}"
+            f"{_relief(job, plan, needed / limit)}"
         )
 
 
-def _relief(job: Job, plan: Plan) -> str:
+def _relief(job: Job, plan: Plan, times_too_large: float) -> str:
     """Which setting would reduce the states of a rank."""
     if plan.dp_shard > 1 and plan.zero < 3:
         return "cut more with parallel.zero=3, or use more ranks"
-    if not plan.tiered and not job.model.module:
-        return "use more ranks, or host memory for them with memory.offload=auto"
     if plan.dp_replicate > 1:
         return "cut them with parallel.dp_shard instead of dp_replicate, or use more ranks"
-    return f"use more ranks, in parallel.dp_shard{'' if job.model.module else ', parallel.tp or parallel.pp'}"
+    more = f"use more ranks, in parallel.dp_shard{'' if job.model.module else ', parallel.tp or parallel.pp'}"
+    offloadable = not plan.tiered and not job.model.module and times_too_large < OFFLOADABLE
+    return f"{more}, or host memory for optimizer states with memory.offload=auto" if offloadable else more
+
+
+OFFLOADABLE = 2.5
+"""How many times too large states may be for offloading to help: what stays on the device is a quarter and more."""
 
 
 def _network(job: Job) -> Network:

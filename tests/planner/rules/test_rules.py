@@ -176,7 +176,11 @@ def test_exit_code_of_a_job_that_does_not_fit() -> None:
     ("parallel", "says"),
     [
         ({"dp_shard": 8, "zero": 1}, "cut more with parallel.zero=3, or use more ranks"),
-        ({"dp_shard": 8, "zero": 3}, "use more ranks, in parallel.dp_shard, parallel.tp or parallel.pp"),
+        (
+            {"dp_shard": 8, "zero": 3},
+            "use more ranks, in parallel.dp_shard, parallel.tp or parallel.pp, or host memory for optimizer states "
+            "with memory.offload=auto",
+        ),
         ({"dp_replicate": 8}, "cut them with parallel.dp_shard instead of dp_replicate, or use more ranks"),
     ],
 )

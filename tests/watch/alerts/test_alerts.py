@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from weft.job.alerts import Alerts, AlertTarget
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
+from weft.job.watch import Alerts, AlertTarget
 from weft.watch.alerts.rules import Alert, RunWatch
 from weft.watch.alerts.sink import AlertLimit, AlertSink
-from weft.watch.alerts.targets import Message, send
+from weft.watch.alerts.targets import AlertMessage, send
 from weft.watch.journal import Journal, read_jsonl
 
 
@@ -116,7 +116,7 @@ def smtp_sink() -> Iterator[tuple[str, list[str]]]:
         server.shutdown()
 
 
-MESSAGE = Message("run", Alert("spike", "loss <9> & more", 7), "host", "now")
+MESSAGE = AlertMessage("run", Alert("spike", "loss <9> & more", 7), "host", "now")
 
 
 def test_webhook_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

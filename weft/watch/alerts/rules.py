@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.job.alerts import Alerts
+from weft.job.watch import Alerts
 from weft.watch.figures.figure import number
 from weft.watch.progress import duration
 

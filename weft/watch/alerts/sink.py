@@ -9,11 +9,11 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from weft.job.alerts import Alerts, AlertTarget
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
+from weft.job.watch import Alerts, AlertTarget
 from weft.watch.alerts.rules import Alert, RunWatch
-from weft.watch.alerts.targets import Message, describe, send
+from weft.watch.alerts.targets import AlertMessage, describe, send
 from weft.watch.figures.figure import number
 from weft.watch.journal import Journal
 
@@ -78,9 +78,9 @@ class AlertSink:
                 continue
             self.journal.event("alert", rule=alert.rule, severity=alert.severity, step=alert.step, why=alert.text)
             for i, target in enumerate(self.settings.to):
-                self._deliver(i, target, Message.of(self.run_name, alert))
+                self._deliver(i, target, AlertMessage.of(self.run_name, alert))
 
-    def _deliver(self, index: int, target: AlertTarget, message: Message) -> None:
+    def _deliver(self, index: int, target: AlertTarget, message: AlertMessage) -> None:
         try:
             send(target, message)
             self.broken.discard(index)

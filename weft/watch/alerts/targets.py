@@ -19,7 +19,7 @@ from email.message import EmailMessage
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from weft.job.alerts import AlertTarget
+from weft.job.watch import AlertTarget
 from weft.watch.alerts.rules import Alert
 
 TIMEOUT_S = 10.0
@@ -28,7 +28,7 @@ PASSWORD_VARIABLE = "WEFT_SMTP_PASSWORD"
 
 
 @dataclass(frozen=True)
-class Message:
+class AlertMessage:
     """An alert of a run, ready to send."""
 
     run: str
@@ -37,7 +37,7 @@ class Message:
     time: str
 
     @classmethod
-    def of(cls, run: str, alert: Alert) -> Message:
+    def of(cls, run: str, alert: Alert) -> AlertMessage:
         """The message of an alert found now on this host."""
         return cls(run, alert, socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -55,15 +55,15 @@ class Message:
         }  # fmt: skip
 
 
-SHAPES: dict[str, Callable[[Message], dict[str, Any]]] = {
-    "json": Message.data,
+SHAPES: dict[str, Callable[[AlertMessage], dict[str, Any]]] = {
+    "json": AlertMessage.data,
     "slack": lambda m: {"text": m.line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")},
     "feishu": lambda m: {"msg_type": "text", "content": {"text": m.line}},
     "dingtalk": lambda m: {"msgtype": "text", "text": {"content": m.line}},
 }
 
 
-def send(target: AlertTarget, message: Message) -> None:
+def send(target: AlertTarget, message: AlertMessage) -> None:
     """Send a message; raises OSError with the reason if that fails."""
     if target.command:
         _run(target.command, message)
@@ -95,7 +95,7 @@ def expand(text: str) -> str:
     return re.sub(r"\$(?:\{(\w+)\}|(\w+))", value, text)
 
 
-def _run(command: str, message: Message) -> None:
+def _run(command: str, message: AlertMessage) -> None:
     alert = message.alert
     environment = {
         **os.environ, "WEFT_ALERT_RULE": alert.rule, "WEFT_ALERT_TEXT": alert.text, "WEFT_ALERT_RUN": message.run,
@@ -127,7 +127,7 @@ def _post(url: str, data: dict[str, Any]) -> None:
         raise OSError(f"the webhook cannot be reached: {getattr(error, 'reason', error)}") from None
 
 
-def _mail(target: AlertTarget, message: Message) -> None:
+def _mail(target: AlertTarget, message: AlertMessage) -> None:
     server = urlsplit(expand(target.smtp))
     mail = EmailMessage()
     mail["From"] = target.sender or f"weft@{message.host}"

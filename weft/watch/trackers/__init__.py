@@ -1,1 +1,1 @@
-"""Experiment trackers: one small adapter each, listed in registry.py."""
+"""Experiment trackers: one small adapter each, listed in known_trackers.py."""
