@@ -60,7 +60,7 @@ class _Dash:
         self.catalog, self.poll_s = catalog, poll_s
         self.reader = BackgroundReader()
         self.versions: dict[str, Any] = {}
-        self.changed = asyncio.Condition()
+        self.changed = asyncio.Event()
         self.viewers = 0
         self.parts: dict[str, Callable[[RunEntry, Request], Any]] = {
             "metrics": self._metrics,
@@ -137,15 +137,15 @@ class _Dash:
         try:
             yield "retry: 2000\n\n"
             while True:
-                async with self.changed:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self.changed.wait(), 15)
+                changed = self.changed  # before the rows are compared, or a change in between would be missed
                 rows = [row for name, row in self.versions.items() if seen.get(name) != row]
                 gone = [name for name in seen if name not in self.versions]
                 seen = dict(self.versions)
                 if rows or gone:
                     yield f"event: runs\ndata: {_dumps({'runs': rows, 'gone': gone})}\n\n"
-                else:
+                try:
+                    await asyncio.wait_for(changed.wait(), 15)
+                except TimeoutError:
                     yield ": no change\n\n"
         finally:
             self.viewers -= 1
@@ -157,9 +157,8 @@ class _Dash:
                     rows = await run_in_threadpool(self.catalog.summaries)
                     now = {row["name"]: row for row in rows}
                     if now != self.versions:
-                        async with self.changed:
-                            self.versions = now
-                            self.changed.notify_all()
+                        self.versions, before, self.changed = now, self.changed, asyncio.Event()
+                        before.set()
             await asyncio.sleep(self.poll_s)
 
 
