@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 
 from weft.data.loader import to_device
-from weft.job.errors import Exit
+from weft.job.errors import Exit, JobError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.run_files import RunFiles
+from weft.launch.run_files import RunFiles, check_is_run
 from weft.launch.train import prepare
-from weft.measure.step_profile import clear_measurement
 from weft.planner.plan import Plan
 from weft.supervisor.local_ranks import launch
 from weft.supervisor.run_lock import run_lock
@@ -46,6 +45,16 @@ def short_run(
         if code == Exit.JOB:
             files.undo()
     return code, run, plan
+
+
+def clear_measurement(run: RunDir) -> None:
+    """Delete the files of the last measurement; a run with checkpoints is refused."""
+    if run.checkpoints.exists():
+        raise JobError(f"{run.path} holds a training with checkpoints, not a measurement; give the job another name=")
+    check_is_run(run)
+    if run.job.exists():  # else they are not of a measurement
+        for path in (run.metrics, run.events, run.profile, run.slices, run.report):
+            path.unlink(missing_ok=True)
 
 
 def take_steps(session: Session, signals: Signals, count: int) -> Exit:

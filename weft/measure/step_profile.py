@@ -17,20 +17,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.comm.shards import local_of
 from weft.data.loader import to_device
-from weft.job.errors import Exit, JobError
+from weft.job.errors import Exit
 from weft.job.optim import OPTIMIZERS
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.run_files import RunFiles, check_is_run
-from weft.launch.train import prepare
 from weft.measure.device_peaks import measure_roofs
+from weft.measure.short_run import short_run
 from weft.measure.torch_internals import is_compiled
 from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.time.traffic import communication_bytes
 from weft.precision import COMPUTE_DTYPES
-from weft.supervisor.local_ranks import launch
-from weft.supervisor.run_lock import run_lock
 from weft.training.metrics import StepMetrics, peak_memory_gib, utilization
 from weft.training.session import Session
 from weft.training.signals import Signals
@@ -45,30 +42,11 @@ SUFFIX = "-bench"
 
 def bench_step(job: Job, nproc: int | None, steps: int, report: Callable[[str], None]) -> tuple[int, RunDir]:
     """Profile a job in a run of its own, runs/NAME-bench. Returns the exit code and the run."""
-    train = {"steps": max(job.train.steps, WARMUP_STEPS + max(TIMED_STEPS.values()) + steps + 2), "eval_every": 0}
-    job = job.model_copy(update={"name": job.name + SUFFIX, "train": job.train.model_copy(update=train)})
-    job, plan = prepare(job, nproc)
-    run = RunDir(Path(job.runs_dir) / job.name)
-    with run_lock(run) as lock:
-        files = RunFiles(run, lock.created)
-        clear_measurement(run)
-        files.write(job, plan)
-        code = launch(run, plan.world, lock, report, worker=("weft.measure.step_profile", str(steps)))
-        if code == Exit.DONE:
-            write_report(run)
-        elif code == Exit.JOB:
-            files.undo()
-        return abs(code), run
-
-
-def clear_measurement(run: RunDir) -> None:
-    """Delete the files of the last measurement; a run with checkpoints is refused."""
-    if run.checkpoints.exists():
-        raise JobError(f"{run.path} holds a training with checkpoints, not a measurement; give the job another name=")
-    check_is_run(run)
-    if run.job.exists():  # else they are not of a measurement
-        for path in (run.metrics, run.events, run.profile, run.slices, run.report):
-            path.unlink(missing_ok=True)
+    total = WARMUP_STEPS + max(TIMED_STEPS.values()) + steps + 2
+    code, run, _ = short_run(job, nproc, SUFFIX, total, report, worker=("weft.measure.step_profile", str(steps)))
+    if code == Exit.DONE:
+        write_report(run)
+    return code, run
 
 
 def show(run: RunDir) -> str:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from weft.job.run_folder import RunDir
 from weft.watch.dash import metric_series
-from weft.watch.dash.metric_series import MAX_BUCKETS, MetricSeries, as_timeline, flatten
+from weft.watch.dash.metric_records import as_timeline, flatten
+from weft.watch.dash.metric_series import MAX_BUCKETS, MetricSeries
 from weft.watch.journal import Journal
 
 

@@ -5,63 +5,34 @@ A run of any length needs the same memory. Records of a short range are read aga
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from weft.watch.dash.folder_files import MAX_LINE_BYTES, open_inside, parse_object
-
-Record = dict[str, Any]
-Columns = dict[str, list[float | None]]
+from weft.watch.dash.metric_records import (
+    MAX_COLUMNS,
+    Columns,
+    Record,
+    answer_of,
+    as_timeline,
+    flatten,
+    has_step,
+    lines_at,
+)
 
 MAX_BUCKETS = 2048
-MAX_COLUMNS = 96
 CHUNK_BYTES = 1 << 18
 SPARSE_BYTES = 4 << 20
 """A file with more unread bytes is sampled first and read in the background."""
 EXACT_BYTES = 8 << 20
 """Largest part of a file that is read again for one answer."""
-SAMPLE_BYTES = 1 << 12
 GROWING = ("tokens", "wall_time", "elapsed_s")
 """Columns that grow with the step: a bucket shows the last value, of others the mean."""
-
-
-def flatten(record: Record) -> dict[str, float]:
-    """The numbers of a record by dotted name; of a list of numbers the mean."""
-    found: dict[str, float] = {}
-    for key, value in record.items():
-        kind = type(value)
-        if kind is float or kind is int:
-            if -1e300 < value < 1e300:
-                found[key] = value
-        elif kind is dict:
-            for inner, number in itertools.islice(flatten(value).items(), MAX_COLUMNS):
-                found[f"{key}.{inner}"] = number
-        elif kind is list and value and all(type(x) in (int, float) and abs(x) < 1e300 for x in value):
-            found[key] = math.fsum(value) / len(value)
-    return found
-
-
-def has_step(record: Record | None) -> bool:
-    """Whether a record is one of a step."""
-    step = record.get("step") if record else None
-    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53
-
-
-def as_timeline(records: list[Record]) -> list[Record]:
-    """Records in order of steps: a step that was repeated replaces its first record and all after it."""
-    kept: list[Record] = []
-    for record in records:
-        while kept and kept[-1]["step"] >= record["step"]:
-            kept.pop()
-        kept.append(record)
-    return kept
 
 
 class MetricSeries:
@@ -73,7 +44,7 @@ class MetricSeries:
         self._reset()
 
     def _reset(self) -> None:
-        self.inode = self.offset = self.n = self.columns_left_out = 0
+        self.inode = self.offset = self.n = 0
         self.skipping = False
         """Inside a line that is too long."""
         self.size = 1
@@ -246,19 +217,19 @@ class MetricSeries:
         means with `min` and `max`. A large file that was not read yet gives a sample of its records (`exact` false)."""
         if self.unread() > SPARSE_BYTES:
             records = [r for r in self.sample(points) if r["step"] >= start and (stop is None or r["step"] <= stop)]
-            return _answer(records[-points:], exact=False, read=self.offset)
+            return answer_of(records[-points:], exact=False, read=self.offset)
         self.update()
         with self.lock:
             low = int(np.searchsorted(self.last[: self.n], start))
             high = self.n if stop is None else int(np.searchsorted(self.first[: self.n], stop, side="right"))
             if high <= low:
-                return _answer([], exact=True, read=self.offset)
+                return answer_of([], exact=True, read=self.offset)
             begin, length = int(self.at[low]), int(self.end[high - 1] - self.at[low])
             near = int(self.count[low:high].sum()) <= points + 2 * self.size
             if self.size > 1 and near and length <= EXACT_BYTES:
                 records = self._exact(begin, length, start, stop)
                 if len(records) <= points:
-                    return _answer(records, exact=True, read=self.offset)
+                    return answer_of(records, exact=True, read=self.offset)
             return self._buckets(low, high, points)
 
     def _exact(self, begin: int, length: int, start: int, stop: int | None) -> list[Record]:
@@ -297,34 +268,9 @@ class MetricSeries:
             if handle is None:
                 return []
             end = os.fstat(handle).st_size
-            found = list(self._lines_at(handle, end, points))
+            found = list(lines_at(handle, end, points))
         by_place = dict(found)
         return as_timeline([by_place[place] for place in sorted(by_place)])
-
-    def _lines_at(self, handle: int, end: int, points: int) -> Iterator[tuple[int, Record]]:
-        size = SAMPLE_BYTES
-        for i in range(points):
-            place = end * i // (points - 1)
-            while size <= MAX_LINE_BYTES:
-                start = max(0, min(place, end - size))
-                data = os.pread(handle, size, start)
-                if start and i == points - 1:  # the last complete line
-                    cut, stop = data[: data.rfind(b"\n")].rfind(b"\n"), data.rfind(b"\n")
-                    found = cut >= 0
-                else:
-                    cut = data.find(b"\n") if start else -1
-                    stop = data.find(b"\n", cut + 1)
-                    found = stop >= 0 and not (start and cut < 0)
-                if found:
-                    record = parse_object(data[cut + 1 : stop])
-                    if record is not None and has_step(record):
-                        yield start + cut + 1, record
-                    break
-                if len(data) < size:
-                    break
-                size *= 4
-            else:
-                size = SAMPLE_BYTES
 
 
 _EMPTY = np.array([[0.0], [0.0], [np.inf], [-np.inf]])
@@ -340,18 +286,3 @@ def _reduce(column: np.ndarray[Any, Any], cuts: np.ndarray[Any, Any]) -> np.ndar
 
 def _plain(values: np.ndarray[Any, Any], missing: np.ndarray[Any, Any]) -> list[float | None]:
     return [None if gone else value for value, gone in zip(values.tolist(), missing.tolist(), strict=True)]
-
-
-def _answer(records: list[Record], exact: bool, read: int) -> dict[str, Any]:
-    """Columns of whole records."""
-    rows = [flatten(r) for r in records]
-    names = list(itertools.islice(dict.fromkeys(name for row in rows for name in row), MAX_COLUMNS))
-    if rows and "elapsed_s" not in names and "step_time_s" in names:
-        times = [row["step_time_s"] for row in rows if "step_time_s" in row]
-        first = next((row["wall_time"] for row in rows if "wall_time" in row), None)
-        mean = math.fsum(times) / len(times)
-        for row in rows:
-            row["elapsed_s"] = row.get("wall_time", 0) - first if first is not None else row["step"] * mean
-        names.append("elapsed_s")
-    columns: Columns = {name: [row.get(name) for row in rows] for name in ["step", *names]}
-    return {"columns": columns, "min": {}, "max": {}, "exact": exact, "sampled": not exact, "read": read}

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from weft.watch.dash.folder_files import last_lines, parse_object, read_inside, read_json, signature
-from weft.watch.dash.metric_series import MetricSeries, has_step
+from weft.watch.dash.metric_records import has_step
+from weft.watch.dash.metric_series import MetricSeries
 from weft.watch.figures.figure import number
 from weft.watch.report_summary import status_of
 
