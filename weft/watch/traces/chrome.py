@@ -24,6 +24,8 @@ COLOURS = {
 """Chrome's colour names; Perfetto chooses its own."""
 MAX_OVERLAPS, ROUNDING_US = 8, 1.0
 """Lanes of a thread whose events overlap, and microseconds by which an event may end after the one around it."""
+GAP_S = 2e-9
+"""Between parts: viewers cut times to whole nanoseconds and would drop a part that begins before the last one ends."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 
@@ -33,9 +35,10 @@ def rank_events(
     """The events of one rank. Times are in seconds of one clock; `origin` becomes 0."""
 
     def event(name: str, category: str, lane: int, start: float, end: float, **more: Any) -> Event:
+        begin, stop = _micros(start - origin), _micros(max(start, end) - origin)
         return {
-            "ph": "X", "name": name, "cat": category, "pid": rank.rank, "tid": lane,
-            "ts": _micros(start - origin), "dur": _micros(max(0.0, end - start)), **more,
+            "ph": "X", "name": name, "cat": category, "pid": rank.rank, "tid": lane, "ts": begin,
+            "dur": round(stop - begin, 3), **more,
         }  # fmt: skip
 
     place = f" ({rank.position})" if rank.position not in ("", "alone") else ""
@@ -47,7 +50,7 @@ def rank_events(
     for name, start, end in rank.phases:
         yield event(name, "phase", STEPS, start, end)
     for name, start, end in parts:
-        yield event(name, "part", PARTS, start, end, cname=COLOURS[name])
+        yield event(name, "part", PARTS, start, end - GAP_S, cname=COLOURS[name])
     for name, start, end in rank.stages:
         stage, action = name.split(" ", 1)
         lanes[STAGES + int(stage)] = f"pipeline stage {stage}"
