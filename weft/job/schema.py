@@ -15,6 +15,7 @@ from weft.job.memory import Memory
 from weft.job.model import Experts, Latent, Model, RopeScaling
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
+from weft.job.queue import Queue
 from weft.job.registry import MODULE_NAME
 from weft.job.resilience import Resilience
 from weft.job.section import Section
@@ -24,8 +25,8 @@ from weft.job.watch import TracedSteps, Watch
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "DeviceGroup", "Experts", "Failures", "Fp8", "Job", "Latent", "Memory",
-    "Model", "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "TopologyLevel", "TracedSteps",
-    "Train", "Watch",
+    "Model", "Optim", "Parallel", "Queue", "Resilience", "RopeScaling", "Section", "Sync", "TopologyLevel",
+    "TracedSteps", "Train", "Watch",
 ]  # fmt: skip
 
 
@@ -61,6 +62,8 @@ class Job(Section):
     """Fault detection and recovery."""
     watch: Watch = Watch()
     """Progress and metrics."""
+    queue: Queue = Queue()
+    """Claims on a machine that several users share."""
     runs_dir: str = "runs"
     """Folder of all runs."""
     extensions: tuple[str, ...] = ()
