@@ -23,6 +23,7 @@ from weft.job.schema import (
     Experts,
     Failures,
     Job,
+    KubernetesOptions,
     Latent,
     Model,
     MpiOptions,
@@ -167,7 +168,8 @@ def page() -> str:
         ("model", "rope_scaling", RopeScaling), ("model", "latent", Latent), ("model", "experts", Experts),
         ("cluster", "levels", TopologyLevel),
         ("cluster", "also", DeviceGroup), ("cluster", "failures", Failures), ("cluster", "slurm", SlurmOptions),
-        ("cluster", "ssh", SshOptions), ("cluster", "mpi", MpiOptions), ("train", "sync", Sync),
+        ("cluster", "ssh", SshOptions), ("cluster", "mpi", MpiOptions), ("cluster", "kubernetes", KubernetesOptions),
+        ("train", "sync", Sync),
     ]  # fmt: skip
     for parent, name, part in reversed(inner):
         at = [n for n, _ in sections].index(parent) + 1

@@ -47,6 +47,48 @@ class MpiOptions(Section):
     """Further options of the launcher, such as --oversubscribe."""
 
 
+class KubernetesOptions(Section):
+    """Kubernetes: the workload and its pods, one for each node."""
+
+    kind: Literal["job", "jobset", "trainjob", "pytorchjob"] = "job"
+    """The workload: an Indexed Job with a headless service (needs no operator), a JobSet, or a TrainJob or PyTorchJob
+    of Kubeflow."""
+    context: str | None = None
+    """Context of the kubeconfig. Default: the current one."""
+    cpu: str | None = None
+    """Cores that a pod requests. Default: one for each rank."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Resource name of the GPUs."""
+    grace_s: int = Field(120, ge=1, le=86400)
+    """Seconds that a pod has to save and stop."""
+    keep_s: int = Field(86400, ge=0, le=10**8)
+    """Seconds for which a finished workload is kept."""
+    memory: str | None = None
+    """Memory of a pod, such as 64Gi."""
+    namespace: str | None = None
+    """Namespace. Default: the context's."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels that the nodes must have."""
+    priority_class: str | None = None
+    """PriorityClass of the pods."""
+    pull_secrets: list[str] = Field(default_factory=list)
+    """Secrets with which the image is pulled."""
+    queue: str | None = None
+    """Local queue of Kueue."""
+    queue_priority: str | None = None
+    """WorkloadPriorityClass of Kueue."""
+    resources: dict[str, int] = Field(default_factory=dict)
+    """Further resources of a pod, such as {rdma/hca_shared_devices_a: 1}."""
+    retries: int = Field(20, ge=0, le=10**6)
+    """Failures of a node after which the run fails. Preemptions do not count."""
+    run_as_user: int = Field(1000, ge=1, le=2**31)
+    """User and group id of the processes."""
+    shm_gib: float | None = Field(None, gt=0)
+    """Size of /dev/shm. Default: 2 GiB for each rank."""
+    tolerations: list[str] = Field(default_factory=list)
+    """Taints that the pods tolerate, as KEY[=VALUE][:EFFECT]. nvidia.com/gpu is always among them for GPUs."""
+
+
 class LaunchSettings(Section):
     """Where and how `weft launch` starts the run."""
 
@@ -83,6 +125,8 @@ class LaunchSettings(Section):
     """Options of the target slurm."""
     ssh: SshOptions = SshOptions()
     """Options of the target ssh."""
+    kubernetes: KubernetesOptions = KubernetesOptions()
+    """Options of the target kubernetes."""
     mpi: MpiOptions = MpiOptions()
     """Options of the target mpi."""
 

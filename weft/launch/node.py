@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
+from weft.hardware.pod_environment import export_node_variables
 from weft.job.errors import Exit, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
@@ -24,6 +25,7 @@ from weft.watch.follower import following
 
 def this_node(job: Job, nproc: int | None) -> NodeAddress | None:
     """The node that this process supervises; None for a single node, or if torchrun starts every rank."""
+    export_node_variables()
     by_environment = "NODE_RANK" in os.environ and "NNODES" in os.environ
     by_torchrun = "RANK" in os.environ and nproc is not None
     return NodeAddress.from_env(job.resilience.bind) if by_environment or by_torchrun else None
