@@ -12,6 +12,8 @@ from weft.job.section import Section
 LAYERS = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b")
 """Names of the linear layers of a block; the last four are those of latent attention."""
 
+FEED_FORWARD = ("gate", "up", "down")
+
 
 class Lora(Section):
     """Low-rank adapters (Hu et al. 2021): the model's weights are frozen, and each chosen linear layer adds
@@ -25,7 +27,8 @@ class Lora(Section):
     """Dropout probability at the input of an adapter; the masks are the same in every layout."""
     targets: tuple[str, ...] | Literal["all"] = "all"
     """Linear layers with an adapter, such as [q, v] of q, k, v, o, gate, up and down (q_a, q_b, kv_a and kv_b in latent
-    attention); q_proj is another name of q. Default: all of them. Experts that tokens are routed to have none."""
+    attention); q_proj is another name of q. Default: all of them, in models with experts those of attention. Experts
+    that tokens are routed to have none."""
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -49,6 +52,9 @@ class Lora(Section):
         """Factor on the output of an adapter."""
         return self.alpha / self.rank
 
-    def applies_to(self, layer: str) -> bool:
-        """Whether a linear layer of a block, by the last part of its name, has an adapter."""
-        return layer in (LAYERS if self.targets == "all" else self.targets)
+    def applies_to(self, layer: str, experts: bool) -> bool:
+        """Whether a linear layer of a block, by the last part of its name, has an adapter in a model with experts or
+        without."""
+        if self.targets == "all":
+            return layer in LAYERS and not (experts and layer in FEED_FORWARD)
+        return layer in self.targets

@@ -25,7 +25,7 @@ def build_model(model: Model, seed: int = 0) -> nn.Module:
     with torch.device("meta"):
         module: nn.Module = build(model)
         if model.lora is not None:
-            add_adapters(module, model.lora)
+            add_adapters(module, model.lora, model.experts is not None)
     return module
 
 

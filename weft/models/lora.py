@@ -49,13 +49,13 @@ def adapted(layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return y if adapter is None else y + adapter(x)
 
 
-def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Freeze a model of Weft's own and give the chosen linear layers of its blocks adapters."""
+def add_adapters(model: nn.Module, lora: Lora, experts: bool = False) -> None:
+    """Freeze a model of Weft's own, with experts or without, and give linear layers of its blocks adapters."""
     model.requires_grad_(False)
     for block in model.blocks:  # type: ignore[union-attr]
         found: list[Adapter] = []
         for name, layer in list(block.named_modules()):
-            if isinstance(layer, nn.Linear) and lora.applies_to(name.rpartition(".")[2]):
+            if isinstance(layer, nn.Linear) and lora.applies_to(name.rpartition(".")[2], experts):
                 layer.__class__ = AdaptedLinear
                 layer.lora = Adapter(lora, layer.in_features, layer.out_features, SITE_DISTANCE * (len(found) + 1))
                 found.append(layer.lora)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.job.errors import JobError
 from weft.job.lora import Lora
 from weft.job.schema import Model
 from weft.models.build_model import build_model
 from weft.pretrained.config import write_config
 from weft.pretrained.registry import PRETRAINED
 from weft.pretrained.tensor_forms import FORMS, FileTensor, file_tensors, named_shapes
-from weft.pretrained.writer import DTYPE_NAMES, save_tensors, write_json, write_shards
+from weft.pretrained.writer import save_tensors, write_json, write_shards
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -38,17 +39,23 @@ def merged(name: str, lora: Lora, load: Load, held: set[str]) -> Tensor:
 
 
 def write_adapters(
-    out: Path, model: Model, load: Load, held: set[str], *, dtype: torch.dtype | None, base: str, card: str
-) -> int:
+    out: Path, model: Model, load: Load, held: set[str], *,
+    original: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None, base: str, card: str,
+) -> int:  # fmt: skip
     """Write the adapters of a model as a folder that PEFT loads; returns the bytes of the weights.
 
-    A tensor of the family's files that holds several layers, such as the queries, keys and values of Phi-3, gets one
-    adapter with the ranks of all of them.
+    `original` is the config of the base model. A tensor of the family's files that holds several layers, such as the
+    queries, keys and values of Phi-3, gets one adapter with the ranks of all of them.
     """
     lora = model.lora
     assert lora is not None
+    if model.experts is not None and any(".mlp." in name and ".lora." in name for name in held):
+        raise JobError(
+            "PEFT applies the adapters of gate, up and down to all experts, and this run adapts only layers that every "
+            "token uses; --to hf would work"
+        )
     bare = base_model(model)
-    family = PRETRAINED[write_config(bare)["model_type"]]
+    family = PRETRAINED[write_config(bare, original=original)["model_type"]]
     tensors = [
         t
         for t in file_tensors(family, bare, named_shapes(family, build_model(bare)).items())
@@ -63,7 +70,7 @@ def write_adapters(
 
     out.mkdir(parents=True, exist_ok=True)
     size = write_shards(out, ADAPTER_FILE, pairs(), 2**63, save_tensors)
-    write_json(out / ADAPTER_CONFIG, _config(tensors, lora, held, base, experts=model.experts is not None, dtype=dtype))
+    write_json(out / ADAPTER_CONFIG, _config(tensors, lora, held, base))
     (out / "README.md").write_text(card, encoding="utf-8")
     return size
 
@@ -96,13 +103,10 @@ def _joined(tensor: FileTensor, lora: Lora, model: Model, load: Load, held: set[
     return a, b.t() if tensor.form is FORMS["columns"] else b
 
 
-def _config(
-    tensors: list[FileTensor], lora: Lora, held: set[str], base: str, *, experts: bool, dtype: torch.dtype | None
-) -> dict[str, Any]:
+def _config(tensors: list[FileTensor], lora: Lora, held: set[str], base: str) -> dict[str, Any]:
     ranks = {_module(t): lora.rank * len(_adapted(t, held)) for t in tensors}
     last = {name: name.rpartition(".")[2] for name in ranks}
-    # the names of experts end like those of layers with adapters, so that their models need whole names
-    targets = list(ranks) if experts else sorted(set(last.values()))
+    targets = sorted(set(last.values()))
     fused = {last[name]: rank for name, rank in ranks.items() if rank != lora.rank}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
@@ -110,5 +114,4 @@ def _config(
         "rank_pattern": fused, "alpha_pattern": {name: lora.scale * rank for name, rank in fused.items()},
         "fan_in_fan_out": any(t.form is FORMS["columns"] for t in tensors), "bias": "none", "init_lora_weights": True,
         "use_rslora": False, "use_dora": False, "modules_to_save": None, "layers_to_transform": None,
-        "dtype": DTYPE_NAMES[dtype or torch.float32],
     }  # fmt: skip

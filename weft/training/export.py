@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,9 +166,15 @@ def _export_peft(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, optio
         raise JobError(f"--to peft writes adapters, and {run.path} trains all weights; --to hf would work")
     tensors = _Tensors(found, options.ema)
     return write_adapters(
-        out, job.model, tensors.load, set(tensors.prefixes), dtype=options.dtype, base=job.model.pretrained or "",
-        card=model_card(run, job, found.step, "peft"),
+        out, job.model, tensors.load, set(tensors.prefixes), original=_original(job), dtype=options.dtype,
+        base=job.model.pretrained or "", card=model_card(run, job, found.step, "peft"),
     )  # fmt: skip
+
+
+def _original(job: Job) -> dict[str, Any] | None:
+    """The config of the checkpoint that a run started from."""
+    source = existing_folder(job.model.pretrained)
+    return read_json(source / CONFIG) if source else None
 
 
 def _export_hf(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options: ExportOptions) -> int:
@@ -181,7 +188,7 @@ def _export_hf(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options
 
     return write_checkpoint_folder(
         out, model, build_model(model), load, dtype=options.dtype,
-        shard_bytes=options.shard_bytes or SHARD_BYTES, original=read_json(source / CONFIG) if source else None,
+        shard_bytes=options.shard_bytes or SHARD_BYTES, original=_original(job),
         side_files=source or run.path / SIDE_FOLDER,
         tokenizer=tokenizer if tokenizer.is_file() else None,
         eos=open_tokenizer(job.data).eos if tokenizer.is_file() else None, card=model_card(run, job, found.step),

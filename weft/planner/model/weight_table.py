@@ -46,15 +46,16 @@ def weights_of(model: Model, sequence: bool, first: int, end: int, begins: bool,
     assert model.family is not None
     table = FAMILIES[model.family].weights or (_stack if model.is_stack else _transformer)
     weights = table(model, sequence, first, end, begins, ends)
-    return weights if model.lora is None else _with_adapters(weights, model.lora)
+    return weights if model.lora is None else _with_adapters(weights, model.lora, model.experts is not None)
 
 
-def _with_adapters(weights: Iterable[Weight], lora: Lora) -> Iterator[Weight]:
+def _with_adapters(weights: Iterable[Weight], lora: Lora, experts: bool) -> Iterator[Weight]:
     """The weights of a model, frozen, and after that of each adapted layer its adapter's A and B."""
     for weight in weights:
         yield replace(weight, trained=False)
         layer, _, leaf = weight.name.rpartition(".")
-        if leaf != "weight" or len(weight.shape) != 2 or not weight.unit or not lora.applies_to(layer.split(".")[-1]):
+        plain = leaf == "weight" and len(weight.shape) == 2 and weight.unit
+        if not plain or not lora.applies_to(layer.split(".")[-1], experts):
             continue
         out, into = weight.shape
         by_columns, by_rows = weight.cut == 0, weight.cut == 1

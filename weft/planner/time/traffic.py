@@ -142,6 +142,9 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
         tp["reduce_scatter"] += times * one * (enters + leaves + again[1])
     else:
         tp["all_reduce"] += times * one * (enters + leaves + again[1])
+    if begins and model.lora is not None:  # what a frozen embedding gives has no gradient
+        for kind in ("all_gather", "reduce_scatter") if plan.sequence else ("all_reduce",):
+            tp[kind] -= times * one
     if ends:  # for each target: the largest logit, and three sums over the vocabulary
         targets = plan.microbatch * (1 if model.is_classifier else job.data.seq_len // plan.cp)
         tp["all_reduce"] += times * targets * 4 * FP32_BYTES
