@@ -156,10 +156,14 @@ def find_job(name: str) -> Path:
 
 def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
     """Read a JOB, apply the overrides, and validate it."""
-    path = find_job(name)
-    raw = apply_overrides(_raw_job(path), overrides)
+    raw = read_fields(name, overrides)
     import_extensions(raw.get("extensions"))
     return parse_job(raw)
+
+
+def read_fields(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields that a JOB and the overrides set, before validation."""
+    return apply_overrides(_raw_job(find_job(name)), overrides)
 
 
 def read_job(path: Path) -> Job:
