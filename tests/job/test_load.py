@@ -98,7 +98,7 @@ def test_number_formats(tmp_path: Path, text: str, number: float) -> None:
         ({"train": {"microbatch": "all"}}, "train.microbatch='all': must be a whole number or auto"),
         ({"train": "fast"}, "train='fast': must be key: value lines"),
         ({"optim": {"lr": "high"}}, "optim.lr='high': must be a number"),
-        ({"optim": {"name": "adam"}}, "optim.name='adam': must be adamw, sgd, adafactor or muon"),
+        ({"optim": {"name": "adam"}}, "optim.name='adam': must be adamw, sgd, adafactor, muon, lars or lamb"),
         ({"parallel": "autoo"}, "parallel='autoo': must be key: value lines or auto"),
         ({"parallel": {"dp_shard": 0}},
          "parallel.dp_shard=0: must be from 1 to 1000000000, or -1 for the rest of the ranks"),
