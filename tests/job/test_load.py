@@ -123,6 +123,8 @@ def test_number_formats(tmp_path: Path, text: str, number: float) -> None:
          "watch.prometheus='here': must be a port, HOST:PORT or a file that ends in .prom"),
         ({"watch": {"alerts": {"to": [{"mail": "a@b", "command": "x"}]}}},
          "watch.alerts.to.0: must have exactly one of command, webhook and mail"),
+        ({"watch": {"alerts": {"to": [{"command": "cat >> alerts.txt"}]}}},
+         "watch.alerts.to.0: must have a command without shell operators, or: command: sh -c 'cat >> alerts.txt'"),
     ],
 )  # fmt: skip
 def test_mistakes(raw: dict[str, Any], message: str) -> None:
