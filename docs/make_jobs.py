@@ -27,6 +27,7 @@ from weft.job.schema import (
     Latent,
     Model,
     MpiOptions,
+    RayOptions,
     RopeScaling,
     SlurmOptions,
     SshOptions,
@@ -169,6 +170,7 @@ def page() -> str:
         ("cluster", "levels", TopologyLevel),
         ("cluster", "also", DeviceGroup), ("cluster", "failures", Failures), ("cluster", "slurm", SlurmOptions),
         ("cluster", "ssh", SshOptions), ("cluster", "mpi", MpiOptions), ("cluster", "kubernetes", KubernetesOptions),
+        ("cluster", "ray", RayOptions),
         ("train", "sync", Sync),
     ]  # fmt: skip
     for parent, name, part in reversed(inner):

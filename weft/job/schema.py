@@ -10,12 +10,11 @@ from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
 from weft.job.fp8 import Fp8
-from weft.job.launch_settings import KubernetesOptions, MpiOptions, SlurmOptions, SshOptions
+from weft.job.launch_settings import KubernetesOptions, MpiOptions, Queue, RayOptions, SlurmOptions, SshOptions
 from weft.job.memory import Memory
 from weft.job.model import Experts, Latent, Model, RopeScaling
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
-from weft.job.queue import Queue
 from weft.job.registry import MODULE_NAME
 from weft.job.resilience import Checkpoint, Resilience
 from weft.job.section import Section
@@ -25,7 +24,8 @@ from weft.job.watch import TracedSteps, Watch
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "DeviceGroup", "Experts", "Failures", "Fp8", "Job", "KubernetesOptions",
-    "Latent", "Memory", "Model", "MpiOptions", "Optim", "Parallel", "Queue", "Resilience", "RopeScaling", "Section",
+    "Latent", "Memory", "Model", "MpiOptions", "Optim", "Parallel", "Queue", "RayOptions",
+    "Resilience", "RopeScaling", "Section",
     "SlurmOptions", "SshOptions", "Sync", "TopologyLevel", "TracedSteps", "Train", "Watch",
 ]  # fmt: skip
 

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from helpers.command import DEADLINE_S, ENV, ids_by_step, run_of, step_of, until, weft
+from helpers.command import DEADLINE_S, ENV, Output, ids_by_step, run_of, step_of, until
 from helpers.forked_python import Popen
 from helpers.kubernetes_api import emulated_api
 from kubeflow import training
@@ -140,9 +141,9 @@ def test_what_is_refused(changes: list[str], sentence: str, tmp_path: Path, monk
     assert sentence in str(refused.value)
 
 
-def test_print_shows_the_yaml(tmp_path: Path) -> None:
+def test_print_shows_the_yaml(tmp_path: Path, in_process: Callable[..., Output]) -> None:
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(GPU_JOB), encoding="utf-8")
-    shown = weft(tmp_path, "launch", "job.yaml", "--on", "kubernetes", "--print")
+    shown = in_process(tmp_path, "launch", "job.yaml", "--on", "kubernetes", "--print")
     found = list(yaml.safe_load_all(shown.out))
     assert [each["kind"] for each in found] == ["ConfigMap", "NetworkPolicy", "Service", "Job"]
     assert yaml.safe_load(found[0]["data"]["submitted.yaml"])["name"] == "My_Run"
@@ -219,7 +220,7 @@ def test_pods_train_and_a_deleted_one_resumes(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(pod, "JOB_FOLDER", str(tmp_path))
     job = {
         "name": "run", "model": {"shape": "tiny"}, "data": {"source": "synthetic", "seq_len": 16, "record_ids": True},
-        "train": {"steps": 40, "global_batch": 4, "eval_every": 0}, "checkpoint": {"every": 0},
+        "train": {"steps": 30, "global_batch": 4, "eval_every": 0}, "checkpoint": {"every": 0},
         "resilience": {"rebalance": False, "spares": 0}, "watch": {"every": 1},
         "cluster": {
             "device": "cpu", "nodes": 2, "devices_per_node": 1, "image": "weft:cpu", "volumes": [f"runs:{tmp_path}"],
@@ -243,7 +244,7 @@ def test_pods_train_and_a_deleted_one_resumes(tmp_path: Path, monkeypatch: pytes
     assert codes == [0, 0], texts
     assert "resumed" in texts
     ids = ids_by_step(run)
-    assert sorted(ids) == list(range(1, 41)) and all(len(each) == 4 for each in ids.values())
+    assert sorted(ids) == list(range(1, 31)) and all(len(each) == 4 for each in ids.values())
 
 
 def test_a_wrong_job_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

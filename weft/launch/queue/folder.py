@@ -24,7 +24,7 @@ from weft.job.errors import MachineError
 from weft.launch.queue.atomic_files import READABLE, write_public
 from weft.launch.queue.fair_share import UsageFile, weighted_usage
 from weft.launch.queue.records import ClaimRecord, QueueSettings
-from weft.launch.queue.scheduling import Schedule, make_schedule
+from weft.launch.queue.scheduling import ClaimSchedule, make_schedule
 
 DEFAULT_FOLDER = "/var/lib/weft/queue"
 VARIABLE = "WEFT_QUEUE"
@@ -39,7 +39,7 @@ class QueueState:
     """What the folder holds, read under its lock."""
 
     live: tuple[ClaimRecord, ...]
-    schedule: Schedule
+    schedule: ClaimSchedule
     usage: dict[int, float]
 
 

@@ -72,7 +72,7 @@ class FreeResources:
 
 
 @dataclass
-class Schedule:
+class ClaimSchedule:
     """What happens to each waiting claim."""
 
     granted: dict[str, Grant] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def make_schedule(
     claims: Iterable[ClaimRecord],
     usage: Mapping[int, float],
     describe: Callable[[ClaimRecord], str] = lambda claim: claim.id,
-) -> Schedule:
+) -> ClaimSchedule:
     """Decide for all live claims. `usage`: weighted past use of each user; less goes first at equal priority.
 
     A claim that has to wait keeps what is free of its request, so that smaller ones behind it cannot starve it.
@@ -96,7 +96,7 @@ def make_schedule(
         (claim for claim in claims if not claim.held),
         key=lambda claim: (-claim.priority, usage.get(claim.uid, 0.0), claim.created, claim.id),
     )
-    result = Schedule()
+    result = ClaimSchedule()
     first_waiting: ClaimRecord | None = None
     for claim in order:
         missing = free.missing(claim.request)
