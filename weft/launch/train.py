@@ -19,6 +19,7 @@ from weft.job.schema import Job
 from weft.launch.open_files import ensure_open_files
 from weft.launch.run_files import RunFiles, keep_earlier_run
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
+from weft.planner.memory.disk_space import check_checkpoint_space
 from weft.planner.ranks import shares_devices
 from weft.server.launcher import launch_server_run
 from weft.server.rendezvous import prepare_rendezvous
@@ -41,6 +42,7 @@ def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
             "with cluster.device=cpu"
         )
     check_fits(job, plan)
+    check_checkpoint_space(job, plan)
     check_dataset(job)
     check_trackers(job)
     return job, plan
