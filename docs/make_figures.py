@@ -207,7 +207,7 @@ def what_fits() -> str:
 
     rows = [
         "| setting of `memory` | "
-        + " | ".join(f"{d}, {round(h / 0.7)} GiB of host memory" for d, h in MACHINES)
+        + " | ".join(f"{d}, {h} GiB of host memory" for d, h in MACHINES)
         + " |",
         "|---|" + "---|" * len(MACHINES),
     ]
