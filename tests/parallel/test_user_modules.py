@@ -16,7 +16,7 @@ from weft.checkpoint.format import newest_good
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
-from weft.models.build_model import build_model
+from weft.models.build_model import build_model, loss_sum
 from weft.planner.rules.layout_syntax import ranks
 from weft.training.export import ExportOptions, export_file
 from weft.verify.prove import with_layout
@@ -105,7 +105,18 @@ def test_unsupported_user_modules_are_refused(pool: RankPool, name: str, layout:
     assert answers == [says] * len(answers)
 
 
-def test_an_output_without_a_name_is_refused() -> None:
-    model = build_model(own("GivesNameless").model)
-    with pytest.raises(JobError, match="your module returns a dict of out; name its output logits"):
-        model(torch.zeros(1, 8, dtype=torch.long))
+def test_outputs_without_a_name_are_refused() -> None:
+    job = own("GivesNameless")
+    batch = {"ids": torch.arange(2), "inputs": torch.zeros(2, 8, dtype=torch.long),
+             "targets": torch.zeros(2, 8, dtype=torch.long), "valid": torch.ones(2, 8, dtype=torch.bool)}  # fmt: skip
+    with pytest.raises(
+        JobError, match=r"GivesNameless returns out, other; name one of them logits, or give model.loss"
+    ):
+        loss_sum(build_model(job.model), batch, job.model)
+
+
+def test_an_input_that_forward_does_not_take_is_refused() -> None:
+    job = own("Plain")
+    batch = {"ids": torch.arange(2), "inputs/#0": torch.zeros(2, 8, dtype=torch.long), "inputs/#1": torch.zeros(2, 8)}
+    with pytest.raises(JobError, match=r"Plain.forward\(tokens.*too many positional arguments, and the samples have 2"):
+        loss_sum(build_model(job.model), batch, job.model)

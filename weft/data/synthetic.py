@@ -9,7 +9,6 @@ import numpy as np
 
 from weft.job.errors import JobError
 from weft.job.schema import Job
-from weft.job.shapes import PATCH_DIM
 
 TRAIN_LEN, VAL_LEN = 1 << 20, 1024
 _TEACHER_WIDTH = 64
@@ -22,7 +21,7 @@ def open_synthetic(job: Job) -> SyntheticDataset:
     if model.is_stack:
         return Regression(seed, _given(model.dim, "dim"))
     if model.is_classifier:
-        return Images(seed, job.data.seq_len, _given(model.vocab, "vocab"))
+        return Images(seed, job.data.seq_len, model.patch_dim, _given(model.vocab, "vocab"))
     return RandomTokens(seed, job.data.seq_len, _given(model.vocab, "vocab"), job.data.mask_documents)
 
 
@@ -91,10 +90,10 @@ class Regression(SyntheticDataset):
 class Images(SyntheticDataset):
     """Patches of noise added to a pattern of the class."""
 
-    def __init__(self, seed: int, patches: int, classes: int) -> None:
+    def __init__(self, seed: int, patches: int, patch_dim: int, classes: int) -> None:
         super().__init__(seed)
-        self._shape = (patches, PATCH_DIM)
-        self._patterns = self._random(_TEACHER).standard_normal((classes, PATCH_DIM), dtype=np.float32)
+        self._shape = (patches, patch_dim)
+        self._patterns = self._random(_TEACHER).standard_normal((classes, patch_dim), dtype=np.float32)
 
     def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
         target = random.integers(0, len(self._patterns), dtype=np.int64)

@@ -27,6 +27,16 @@ class BatchRamp:
             begin = end
         return total + (step - begin) * self.global_batch
 
+    def steps_of(self, samples: int) -> int:
+        """Steps that read so many sequences; the last may read more."""
+        begin = 0
+        for end, size in self.stages:
+            if samples <= (end - begin) * size:
+                return begin + -(-samples // size)
+            samples -= (end - begin) * size
+            begin = end
+        return begin + -(-samples // self.global_batch)
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Every size of a batch, the largest last."""

@@ -21,6 +21,9 @@ class Data(Section):
     """Fraction of the corpus, at its end, held out for evaluation."""
     mask_documents: bool = False
     """Mask attention between packed documents: positions restart in each, and no token predicts the next document."""
+    drop_last: bool = False
+    """End an epoch with its last whole batch: the samples after it are left out, others in each epoch. By default a
+    batch continues with the next epoch, so that every sample is read once an epoch."""
     prefetch: int = Field(2, ge=0, le=1000)
     """Batches to read ahead in the background."""
     record_ids: bool = False

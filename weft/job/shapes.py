@@ -64,9 +64,6 @@ ALIASES = {
     "70b": "llama-70b", "405b": "llama-405b", "175b": "gpt3-175b", "gpt2": "gpt2-125m",
 }  # fmt: skip
 
-PATCH_DIM = 48
-"""Values in one image patch of the vit family: 4 × 4 pixels in 3 colours."""
-
 
 def resolve(job: Job) -> Job:
     """The job with every field of its model resolved: given fields first, then the shape, then the family."""
