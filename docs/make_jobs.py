@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from weft.hardware.catalog import DEVICES, NETWORKS
 from weft.job.compression import COMPRESSORS
+from weft.job.data import ImageData
 from weft.job.model import FAMILIES, NamedLoss
 from weft.job.optim import LR_SCHEDULES, OPTIMIZERS
 from weft.job.registry import NameIn
@@ -151,7 +152,8 @@ def page() -> str:
     parts.append("\n".join(plain) + "\n")
     inner: list[tuple[str, str, type[BaseModel]]] = [
         ("model", "rope_scaling", RopeScaling), ("model", "latent", Latent), ("model", "experts", Experts),
-        ("model", "loss", NamedLoss), ("cluster", "levels", TopologyLevel),
+        ("model", "loss", NamedLoss), ("data", "images", ImageData),
+        ("cluster", "levels", TopologyLevel),
         ("cluster", "also", DeviceGroup), ("cluster", "failures", Failures), ("train", "sync", Sync),
     ]  # fmt: skip
     for parent, name, part in reversed(inner):

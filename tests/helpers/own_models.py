@@ -252,6 +252,17 @@ class Tuples(Records):
         return self.train(1000 + index)
 
 
+class Pictures(Records):
+    """Images of 8 × 8 pixels and a class."""
+
+    def train(self, index: int) -> tuple[object, ...]:  # type: ignore[override]
+        random = torch.Generator().manual_seed(index)
+        return torch.randn(3, 8, 8, generator=random) + index % 3, index % 3
+
+    def val(self, index: int) -> tuple[object, ...]:  # type: ignore[override]
+        return self.train(1000 + index)
+
+
 def margin(outputs: Tensor, targets: Tensor) -> Tensor:
     """A metric of one's own: the probability of the target."""
     return outputs.softmax(-1).gather(-1, targets[:, None])[:, 0]

@@ -26,9 +26,11 @@ TENSOR = ("tp 2", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2")
 NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
 
 
-def own(name: str, **sections: Any) -> Job:
+def own(name: str, model: dict[str, Any] | None = None, **sections: Any) -> Job:
     return make_job(
-        model={**NOT_OURS, "module": f"helpers.own_models:{name}"}, data={"source": "pydoc", "seq_len": 8}, **sections
+        model={**NOT_OURS, "module": f"helpers.own_models:{name}", **(model or {})},
+        data={"source": "pydoc", "seq_len": 8},
+        **sections,
     )
 
 
@@ -56,9 +58,10 @@ def test_a_frozen_weight_is_not_trained(pool: RankPool) -> None:
 
 def test_running_statistics_are_averaged_when_saved(pool: RankPool, tmp_path: Path) -> None:
     """The mean over the ranks is saved, so that it does not depend on the layout."""
+    normed = own("Normed", {"batch_norm": "rank"})
     states = {}
     for layout in ("dp_replicate 2", "dp_replicate 2 × dp_shard 2 zero=3", "1"):
-        job, file = with_layout(own("Normed"), section(layout)), tmp_path / "states.pt"
+        job, file = with_layout(normed, section(layout)), tmp_path / "states.pt"
         pool.run(on_ranks.move, ranks(section(layout)), job, str(tmp_path / "checkpoints"), 2, str(file))
         states[layout] = torch.load(file)
     name = "buffer.batchnorm.running_mean"
@@ -71,7 +74,7 @@ def test_running_statistics_are_averaged_when_saved(pool: RankPool, tmp_path: Pa
     exported = load_file(tmp_path / "model.safetensors")
     assert torch.equal(exported[name[7:]], states["1"][1][name].bfloat16())
     assert exported["batchnorm.num_batches_tracked"].dtype == torch.int64
-    seen = pool.run(on_ranks.buffers_after, 2, with_layout(own("Normed"), section("dp_replicate 2")), 2)
+    seen = pool.run(on_ranks.buffers_after, 2, with_layout(normed, section("dp_replicate 2")), 2)
     (before, after), (other_before, other_after) = seen
     means = (before[name[7:]].double() + other_before[name[7:]].double()) / 2
     assert not torch.equal(before[name[7:]], other_before[name[7:]])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers import on_ranks
-from helpers.parity import check, make_job, section
+from helpers.parity import check, differences, make_job, run, section
 from test_user_modules import DATA, NOT_OURS
 
 from weft.job.schema import Job
@@ -33,6 +33,25 @@ def own(module: str, source: str, loss: Any = "auto", **sections: Any) -> Job:
 )
 def test_same_run(pool: RankPool, module: str, source: str, loss: Any, layouts: tuple[str, ...]) -> None:
     check(pool, own(module, source, loss), layouts)
+
+
+RESNET = {**NOT_OURS, "family": "resnet", "layers": 18, "vocab": 3, "args": {"width": 4, "stem": "small"}}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_batch_norm_over_all_replicas(pool: RankPool, precision: str) -> None:
+    """A ResNet whose statistics are over all replicas is the run of one process."""
+    data, train = {"source": "helpers.own_models:Pictures"}, {"accumulation": 1}
+    layouts = (DATA[0], DATA[2], DATA[3]) if precision == "fp32" else DATA[:2]
+    check(pool, make_job(model=RESNET, data=data, train=train, precision=precision), layouts)
+
+
+def test_batch_norm_of_each_rank(pool: RankPool) -> None:
+    """By choice ranks use their own statistics, and the run differs."""
+    data, train = {"source": "helpers.own_models:Pictures"}, {"accumulation": 1}
+    job = make_job(model={**RESNET, "batch_norm": "rank"}, data=data, train=train)
+    found = differences(run(pool, job, "1"), run(pool, job, DATA[0]))
+    assert any(what.startswith("gradient:") for what in found)
 
 
 METRICS = ["accuracy", "top5", "perplexity", "helpers.own_models:margin"]

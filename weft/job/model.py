@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from weft.job.registry import NameIn, Registry, did_you_mean, listed
 from weft.job.section import Section
 
-Structure = Literal["decoder", "classifier", "stack"]
+Structure = Literal["decoder", "classifier", "stack", "module"]
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,20 @@ class Family:
     """`module:function` that takes the resolved Model section and returns an nn.Module, called on the meta device."""
     structure: Structure
     """decoder: tokens, blocks of attention and feed-forward, logits for each token. classifier: image patches, the same
-    blocks, one label a sample. stack: vectors and square linear layers. The planner counts, splits and prices by it."""
+    blocks, one label a sample. stack: vectors and square linear layers. The planner counts, splits and prices by it.
+    module: a module that trains as your own would, by replicas and shards."""
     defaults: Mapping[str, Any]
     """Fields of `model` that neither the job nor a shape gives."""
     weights: Callable[[Model, bool, int, int, bool, bool], Iterable[Any]] | None = None
     """Its table of weights, where they are not those of its structure (planner/model/weight_table.py)."""
 
+    args: str | None = None
+    """Of a module: `module:function` that takes the sections model and data and returns the constructor's arguments."""
+
     @property
     def needed(self) -> tuple[str, ...]:
         """Fields that a job or a shape must give."""
-        return ("dim", "layers") if self.structure == "stack" else ("dim", "layers", "heads")
+        return {"stack": ("dim", "layers"), "module": ("layers",)}.get(self.structure, ("dim", "layers", "heads"))
 
 
 FAMILIES: Registry[Family] = Registry("model.family", "weft.models.families")
@@ -204,8 +208,12 @@ class Model(Section):
     samples have no targets), model (the module's own), cross_entropy, nll, bce, mse, l1, smooth_l1, a
     package.module:function that takes (outputs, targets) and returns one loss per target, or several losses by name,
     such as {label: cross_entropy, box: {function: l1, weight: 0.5}}."""
+    batch_norm: Literal["all", "rank"] = "all"
+    """Statistics of batch norms in training: over the samples of all replicas, as one process would compute them, or of
+    each rank's own samples."""
     family: Annotated[str, NameIn(FAMILIES)] | None = None
-    """gpt2 and llama (decoder-only), vit (an encoder of image patches), mlp (the deep MLP of the lessons)."""
+    """gpt2 and llama (decoder-only), vit (an encoder of image patches), resnet (convolutions), mlp (the deep MLP of the
+    lessons)."""
     dim: int | None = Field(None, ge=1, le=2**20)
     """Width of the residual stream."""
     layers: int | None = Field(None, ge=1, le=10_000)
@@ -213,7 +221,7 @@ class Model(Section):
     patch: int | None = Field(None, ge=1, le=4096)
     """Side of an image patch in pixels (vit). Default: 4."""
     channels: int | None = Field(None, ge=1, le=4096)
-    """Colours of an image (vit). Default: 3."""
+    """Colours of an image (vit, resnet). Default: 3."""
     heads: int | None = Field(None, ge=1, le=65_536)
     """Attention heads."""
     kv_heads: int | None = Field(None, ge=1, le=65_536)
@@ -224,7 +232,7 @@ class Model(Section):
     """Hidden width of the feed-forward layer. Default: 4 × dim (gpt2), 8/3 × dim rounded up to a multiple of 64
     (llama)."""
     vocab: int | None = Field(None, ge=1, le=2**27)
-    """Vocabulary size; for vit, the number of classes. Default: the tokenizer's."""
+    """Vocabulary size; for vit and resnet, the number of classes. Default: the tokenizer's."""
     max_len: int | None = Field(None, ge=1, le=2**31)
     """Longest sequence of a model with learned positions. Default: data.seq_len."""
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_offset"] | None = None

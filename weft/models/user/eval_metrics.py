@@ -84,6 +84,10 @@ METRICS: dict[str, Metric] = {
 """Metrics with sums. `perplexity` follows from the loss, `auc` from all scores, your own function from its values."""
 
 
+DISTANCES = ("mse", "l1", "smooth_l1")
+"""Losses of numbers, which have no metrics of classes."""
+
+
 @dataclass
 class EvalMetrics:
     """The metrics of a job, over the batches of one evaluation."""
@@ -92,11 +96,11 @@ class EvalMetrics:
     names: Sequence[str]
 
     def __post_init__(self) -> None:
-        several = list(self.model.loss) if isinstance(self.model.loss, dict) else []
-        self.losses = several
+        several = self.model.loss if isinstance(self.model.loss, dict) else {}
+        self.losses = list(several)
         """Names of several losses, whose own values are written too."""
-        self.parts = several or [""]
-        """Several losses have their metrics each; otherwise there is one unnamed part."""
+        self.parts = [name for name, loss in several.items() if loss.function not in DISTANCES] if several else [""]
+        """Several losses have their metrics each, if they compare classes; otherwise there is one unnamed part."""
         self.rows: dict[str, list[Tensor]] = {}
         """Of metrics that need every score: a row [number, score, target] for each target."""
 

@@ -14,6 +14,7 @@ from weft.job.registry import find_object, listed
 from weft.job.schema import Model
 from weft.models.user.named_losses import Batch, losses_of, sample_numbers
 from weft.models.user.sample_tree import TARGET_NAMES, unflatten
+from weft.models.vision.batch_norm import use_global_batch_norms
 
 
 def build_user_module(model: Model, seed: int) -> nn.Module:
@@ -32,6 +33,8 @@ def build_user_module(model: Model, seed: int) -> nn.Module:
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             part.sparse = False  # the same gradients, in tensors that can be summed over ranks
+    if model.batch_norm == "all":
+        module = use_global_batch_norms(module)
     # registered before FSDP2's hook, which looks for tensors in tuples and dicts only
     module.register_forward_hook(lambda _, __, outputs: plain_outputs(outputs, str(model.module)))
     return module
@@ -82,7 +85,7 @@ def arguments(module: nn.Module, batch: Batch, model: Model) -> tuple[list[Any],
     named = {k: v for k, v in inputs.items() if k in kinds or everything} if isinstance(inputs, dict) else {}
     args = [] if isinstance(inputs, dict) else list(inputs) if isinstance(inputs, tuple) else [inputs]
     taken = set(list(kinds)[: len(args)])
-    beside = {name: batch[name] for name in ("docs", "positions", "valid") if name in batch}
+    beside: dict[str, Any] = {name: batch[name] for name in ("docs", "positions", "valid") if name in batch}
     if isinstance(inputs, dict) or model.loss == "model":
         beside |= dict.fromkeys(TARGET_NAMES, _marked_targets(batch))
     named |= {k: v for k, v in beside.items() if k in kinds and k not in taken and k not in named and v is not None}
