@@ -15,6 +15,8 @@ from weft.comm.axis import Axis
 class GlobalBatchNorm(nn.Module):
     """Batch norm of any number of dims, with the names and buffers of torch's. On one rank it is torch's own."""
 
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
     running_mean: Tensor | None
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
@@ -32,11 +34,10 @@ class GlobalBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
-        batch = self.training or self.running_mean is None
-        if not batch or not self.axes or not self.training:
-            if not self.training:
-                return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, batch, 0.0, self.eps)
-            return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, True, self._step(), self.eps)
+        if not self.training or not self.axes:
+            of_batch = self.training or self.running_mean is None
+            step = self._step() if self.training else 0.0
+            return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, of_batch, step, self.eps)
         y, mean, var, count = _Normalise.apply(x, weight, bias, self.eps, self.axes)
         self._track(mean, var, count)
         out: Tensor = y

@@ -39,6 +39,10 @@ class ResNet(nn.Module):
     size of small images, with a 3 × 3 convolution and no pooling."""
 
     units = "layer*.*"
+    layer1: nn.Sequential
+    layer2: nn.Sequential
+    layer3: nn.Sequential
+    layer4: nn.Sequential
 
     def __init__(
         self, layers: int = 50, classes: int = 1000, channels: int = 3, width: int = 64, stem: str = "imagenet"
