@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from weft.job.lora import Lora
 from weft.job.registry import NameIn, Registry, did_you_mean, listed
 from weft.job.section import Section
 
@@ -285,6 +286,8 @@ class Model(Section):
     dropout: float | None = Field(None, ge=0, lt=1)
     """Dropout probability after the embedding, attention and feed-forward layers; the masks are the same in every
     layout."""
+    lora: Lora | None = None
+    """Train low-rank adapters of the linear layers, and freeze the model's own weights."""
 
     @model_validator(mode="before")
     @classmethod

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from weft.job.model import FAMILIES
 from weft.job.registry import find_object
 from weft.job.schema import Model
+from weft.models.lora import add_adapters
 from weft.models.user.module import build_user_module, user_loss_sum
 
 
@@ -21,6 +22,8 @@ def build_model(model: Model, seed: int = 0) -> nn.Module:
     build = find_object(FAMILIES[model.family].build, "model.family")
     with torch.device("meta"):
         module: nn.Module = build(model)
+        if model.lora is not None:
+            add_adapters(module, model.lora, model.experts is not None)
     return module
 
 
