@@ -133,6 +133,12 @@ def test_operations_have_their_definitions() -> None:
         assert height * width >= 0.08 * 600
 
 
+def test_synthetic_images_for_a_resnet() -> None:
+    data = open_images("synthetic", {"family": "resnet", "layers": 18, "vocab": 7}, size=8)
+    assert data.train(3)["inputs"].shape == (3, 8, 8)
+    assert 0 <= int(data.train(3)["targets"]) < 7
+
+
 def test_patches_for_a_vit(tmp_path: Path) -> None:
     source, vit = write_idx(tmp_path), {"family": "vit", "dim": 16, "layers": 1, "heads": 2, "patch": 6, "channels": 1}
     raw = {"model": {**vit, "vocab": 3}, "data": {"source": str(source), "seq_len": 4}}
