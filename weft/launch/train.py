@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from weft.data.dataset import check_dataset
+from weft.data.epochs import with_steps
 from weft.hardware.probe import probe
 from weft.hardware.rank_environment import export_torchrun_variables
 from weft.job.errors import Exit, JobError, MachineError
@@ -34,7 +35,7 @@ from weft.watch.report import write_report
 
 def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
     """Plan a job and refuse what cannot run, before any process starts."""
-    job, plan = make_plan(job, nproc)
+    job, plan = make_plan(with_steps(job), nproc)
     check(job, plan, RUNNABLE)
     if plan.device == "cuda" and not probe().gpus:
         raise MachineError(
