@@ -206,9 +206,7 @@ def what_fits() -> str:
     from weft.planner.ranks import device_memory
 
     rows = [
-        "| setting of `memory` | "
-        + " | ".join(f"{d}, {h} GiB of host memory" for d, h in MACHINES)
-        + " |",
+        "| setting of `memory` | " + " | ".join(f"{d}, {h} GiB of host memory" for d, h in MACHINES) + " |",
         "|---|" + "---|" * len(MACHINES),
     ]
     best = [0] * len(MACHINES)

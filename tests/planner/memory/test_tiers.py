@@ -62,9 +62,7 @@ def test_a_checkpoint_that_the_disk_cannot_hold_is_refused(tmp_path: Path, monke
         if free > size + states:
             check_checkpoint_space(made, plan)
             continue
-        with pytest.raises(
-            FitError, match=rf"of 89\.7\d GiB does not fit besides {states:.2f} GiB of states"
-        ):
+        with pytest.raises(FitError, match=rf"of 89\.7\d GiB does not fit besides {states:.2f} GiB of states"):
             check_checkpoint_space(made, plan)
 
 
