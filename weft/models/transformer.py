@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.job.schema import Model
-from weft.job.shapes import PATCH_DIM
 from weft.models.attention import TokenInfo
 from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout, salt
 from weft.models.feedforward import FeedForward
 from weft.models.latent_attention import LatentAttention
+from weft.models.lora import Adapter
 from weft.models.loss import HeadProducts, HeadProductsFactory, linear_cross_entropy
 from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.norms import make_norm
@@ -24,6 +24,9 @@ from weft.models.rope import attention_factor, frequencies, rotation
 
 class Block(nn.Module):
     """Attention and feed-forward, each added to the residual stream; norms at their inputs, outputs or both."""
+
+    adapters: tuple[Adapter, ...] = ()
+    """Adapters with dropout, whose masks depend on the tokens."""
 
     def __init__(self, m: Model, index: int):
         super().__init__()
@@ -42,6 +45,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, info: TokenInfo, attended: Tensor | None = None) -> Tensor:
         # one function: where experts interrupt a compiled block, each nested call would be another graph
+        for adapter in self.adapters:
+            adapter.tokens = info
         if attended is None:
             attended = self.attn(_optional(self.attn_norm, x), info)
         y = x + self.attn_drop(_optional(self.attn_out_norm, attended), info.keys, info.rows)
@@ -50,6 +55,8 @@ class Block(nn.Module):
 
     def before(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Tensor, Tensor]:
         """The token-wise part before the attention core; after() is the part that follows it."""
+        for adapter in self.adapters:
+            adapter.tokens = info
         return self.attn.project(_optional(self.attn_norm, x), info)
 
     def after(self, x: Tensor, y: Tensor, info: TokenInfo) -> Tensor:
@@ -130,9 +137,10 @@ class Transformer(nn.Module):
         self.dim, self.depth = m.dim, m.layers
         self.embed: nn.Module | None = nn.Embedding(m.vocab, m.dim)
         if m.is_classifier:
-            self.embed = nn.Linear(PATCH_DIM, m.dim)
+            self.embed = nn.Linear(m.patch_dim, m.dim)
         self.positions = nn.Embedding(m.max_len, m.dim) if m.positions == "learned" else None
         self.drop = Dropout(m.dropout or 0.0, site=0)
+        self.keyed = bool(m.dropout or (m.lora and m.lora.dropout))
         self.blocks = nn.ModuleList(Block(m, i) for i in range(m.layers))
         self.norm: nn.Module | None = make_norm(m, m.dim)
         self.head: Head | None = Head(m)
@@ -145,7 +153,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None, keys: Tensor | None = None, smoothing: float = 0.0,
         hidden: Tensor | None = None, rows: Tensor | None = None, length: int | None = None,
     ) -> Tensor:  # fmt: skip
-        # inputs [batch, seq] tokens, or [batch, patches, PATCH_DIM]; hidden [batch, seq, dim] if another stage began;
+        # inputs [batch, seq] tokens, or [batch, patches, values]; hidden [batch, seq, dim] if another stage began;
         # rows and length: indices of these tokens and length of the sequence, if they are not all of it
         if rows is None:
             rows = torch.arange(inputs.shape[1], device=inputs.device)
@@ -161,7 +169,7 @@ class Transformer(nn.Module):
         x = self.begin(inputs, positions, info) if hidden is None else hidden
         for index, block in self.blocks.named_children():
             # each block has its own dropout keys but the same code, so that one compilation serves all
-            own = None if keys is None or not self.drop.p else keys + salt(2 * int(index))
+            own = None if keys is None or not self.keyed else keys + salt(2 * int(index))
             x = block(x, info._replace(keys=own))
         if self.norm is None or self.head is None:
             return x

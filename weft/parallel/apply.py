@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm.algorithms import summing
+from weft.comm.axis import Axis
 from weft.comm.background import BackgroundWorker
 from weft.comm.shards import sharded_axes
 from weft.job.compression import parse_compression
@@ -18,6 +19,7 @@ from weft.job.errors import JobError
 from weft.memory import HostOffload, recompute, recomputed_units, run_in_chunks
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.init import initialise
+from weft.models.vision.batch_norm import connect_batch_norms
 from weft.parallel.context.attention import Context, split_context
 from weft.parallel.context.sequence_split import SequenceSplit
 from weft.parallel.data.compression import Compressor, is_compressed
@@ -94,7 +96,7 @@ def spread_stage(
     for prefix, unit in [*units.items(), ("", model)]:
         modules = members(model, prefix, skip=() if prefix else tuple(units))
         keep_local_experts(modules, mesh)
-        materialise(model, modules, mesh, seed)
+        materialise(model, modules, mesh, seed, dtype)
         mark_as_sharded(modules, mesh)
         spread_experts(modules, mesh, split is not None and split.sequence, plan.ep_overlap)
         if split:
@@ -133,10 +135,20 @@ def spread_stage(
     whole = [n for n, p in data.master_params.items() if split and not {"tp", "ep"}.intersection(sharded_axes(p))]
     partial = tuple(n for n in data.master_params if split and n in split.partial)
     replicated = tuple(n for n in whole if n not in partial)
+    connect_batch_norms(model, _replica_axes(mesh, plan))
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
-    frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
+    frozen: dict[str, Tensor] = {aliases.get(n, n): p for n, p in names.items() if not p.requires_grad}
     return SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
+
+
+def _replica_axes(mesh: Mesh, plan: Plan) -> list[Axis]:
+    """Axes over which batch norms sum: everyone, whose group no other thread uses (ranks of tp and cp count alike), or
+    in a pipeline and between replicas on their own those of the ranks that share a step."""
+    if plan.pp == 1 and not plan.alone:
+        return [] if mesh.everyone is None else [mesh.everyone]
+    names = ("dp_shard",) if plan.alone else ("dp_replicate", "dp_shard")
+    return [axis for name in names if (axis := mesh.axis(name)) is not None]
 
 
 def compressor_of(
@@ -209,8 +221,11 @@ def members(model: nn.Module, prefix: str, skip: tuple[str, ...]) -> list[tuple[
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Mesh, seed: int) -> None:
-    """Give the modules' parameters values on this rank's device; tied parameters stay tied."""
+def materialise(
+    model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Mesh, seed: int, dtype: torch.dtype
+) -> None:
+    """Give the modules' parameters values on this rank's device; tied parameters stay tied. Frozen weights of Weft's
+    own models are stored in the compute dtype."""
     made: dict[int, nn.Parameter] = {}
     described = any(p.is_meta for _, m in modules for p in m.parameters(recurse=False))  # one of Weft's own
     for path, module in modules:
@@ -222,6 +237,7 @@ def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Me
                     name = f"{path}.{key}"
                     name = getattr(model, "aliases", {}).get(name, name)
                     initialise(name, value, model, seed, first=getattr(module, "first", 0))
+                    value = value if param.requires_grad else value.to(dtype)
                 else:
                     value = _same_everywhere(value.to(mesh.device), mesh)
                 made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)

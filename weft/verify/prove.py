@@ -122,7 +122,7 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
     start = {n: whole(m) for n, m in state.optimizers.masters().items()}
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
-        dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0,
+        dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, drop_last=job.data.drop_last,
     )  # fmt: skip
     for _, batches in zip(range(steps), loader, strict=False):
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])

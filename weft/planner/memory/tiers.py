@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from weft.job.errors import FitError
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.planner.engine_constants import STREAM_SLOTS, STREAMED_PIECE_ELEMENTS
+from weft.planner.memory.disk_space import free_gib
 from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.memory.layout_group import GIB, host_gib
 from weft.planner.memory.states import low_half_bytes, stored_bytes
@@ -75,7 +74,7 @@ def _host_budget(job: Job, world: int) -> float:
 def _disk_budget(job: Job, plan: Plan, world: int) -> float:
     """GiB of memory.disk for the states of a rank."""
     assert job.memory.disk is not None
-    return job.memory.disk_gib or _free_gib(job.memory.disk) * DISK_SHARE * plan.nodes / world
+    return job.memory.disk_gib or free_gib(job.memory.disk) * DISK_SHARE * plan.nodes / world
 
 
 def state_bytes_per_parameter(job: Job, split: bool) -> float:
@@ -106,7 +105,7 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     layouts, none = Layouts.one(plan), replace(plan, host_share=0.0, disk_share=0.0, stream_gib=0.0)
     engine = EngineMemory(job, none)
     held = {name: float(size[0]) / GIB for name, size in engine.states(layouts, Place(0)).items()}
-    weights = held["copies"] or held["parameters"]
+    weights = held["copies"] + held["frozen"]
     low = held["parameters"] / 4 * low_half_bytes(plan.states) if plan.split_master else 0.0
     states = {"low halves": low, "moments": held["optimizer"], "averages": held["average"]}
     total, resident = sum(states.values()), float(engine.peak(layouts)[0]) / GIB
@@ -119,7 +118,7 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     stream = min(total * share, least + max(0.0, STREAM_SHARE * left)) if share else 0.0
     parked = max(0.0, plan.host_gib - host * total) if plan.offloads_activations else plan.host_gib
     masters = [] if plan.split_master else [("master weights", held["parameters"])]
-    fixed = [("weights", weights)] if held["copies"] else []
+    fixed = [("weights", weights)] if weights else []
     rows = [_row(kind, "device", gib) for kind, gib in (*fixed, *masters, ("gradients", held["gradients"]))]
     for home, part in (("device", 1 - host - disk), ("host", host), ("disk", disk)):
         present = [(kind, gib) for kind, gib in states.items() if gib and part > 1e-9]
@@ -160,11 +159,3 @@ def _shares(job: Job, plan: Plan, total: float, share: float, spare: bool, reaso
         )
     reasons.append(f"{need:.2f} GiB of states are on disk: host memory has {budget:.2f} GiB for them")
     return host, share - host
-
-
-def _free_gib(folder: str) -> float:
-    """Free space where a folder is, or will be made."""
-    path = Path(folder).expanduser().resolve()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return shutil.disk_usage(path).free / GIB
