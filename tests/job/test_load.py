@@ -98,7 +98,7 @@ def test_number_formats(tmp_path: Path, text: str, number: float) -> None:
         ({"train": {"microbatch": "all"}}, "train.microbatch='all': must be a whole number or auto"),
         ({"train": "fast"}, "train='fast': must be key: value lines"),
         ({"optim": {"lr": "high"}}, "optim.lr='high': must be a number"),
-        ({"optim": {"name": "adam"}}, "optim.name='adam': must be adamw, sgd, adafactor or muon"),
+        ({"optim": {"name": "adam"}}, "optim.name='adam': must be adamw, sgd, adafactor, muon, lars or lamb"),
         ({"parallel": "autoo"}, "parallel='autoo': must be key: value lines or auto"),
         ({"parallel": {"dp_shard": 0}},
          "parallel.dp_shard=0: must be from 1 to 1000000000, or -1 for the rest of the ranks"),
@@ -123,6 +123,8 @@ def test_number_formats(tmp_path: Path, text: str, number: float) -> None:
          "watch.prometheus='here': must be a port, HOST:PORT or a file that ends in .prom"),
         ({"watch": {"alerts": {"to": [{"mail": "a@b", "command": "x"}]}}},
          "watch.alerts.to.0: must have exactly one of command, webhook and mail"),
+        ({"watch": {"alerts": {"to": [{"command": "cat >> alerts.txt"}]}}},
+         "watch.alerts.to.0: must have a command without shell operators, or: command: sh -c 'cat >> alerts.txt'"),
     ],
 )  # fmt: skip
 def test_mistakes(raw: dict[str, Any], message: str) -> None:

@@ -1,9 +1,9 @@
 """For PyTorch scripts written for Horovod: `import weft.hvd as hvd`."""
 
 from weft.hvd import elastic
-from weft.hvd.collectives import (
+from weft.hvd.operations import (
     Average,
-    Compression,
+    HvdCompression,
     Max,
     Min,
     Sum,
@@ -36,6 +36,8 @@ from weft.hvd.collectives import (
     synchronize,
 )
 from weft.hvd.optimizer import DistributedOptimizer
+
+Compression = HvdCompression
 
 __all__ = [
     "Average", "Compression", "DistributedOptimizer", "Max", "Min", "Sum", "allgather", "allgather_object", "allreduce",

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from weft.adapters.training import create_state, plain_values
 from weft.checkpoint.save_load import load, save
-from weft.hvd.collectives import broadcast_object, broadcast_optimizer_state, broadcast_parameters, init, joined
+from weft.hvd.operations import broadcast_object, broadcast_optimizer_state, broadcast_parameters, init, joined
 from weft.job.errors import JobError
 
 FOLDER = "WEFT_ELASTIC_DIR"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.comm.background import BackgroundWorker
-from weft.hvd.collectives import Average, Compression, Sum, joined, size
+from weft.hvd.operations import Average, HvdCompression, Sum, joined, size
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.optim.clip import scale_grads
@@ -47,7 +47,7 @@ class DistributedOptimizer(Optimizer):
 
     def __init__(
         self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        compression: str = Compression.none, backward_passes_per_step: int = 1, op: str = Average,
+        compression: str = HvdCompression.none, backward_passes_per_step: int = 1, op: str = Average,
         gradient_predivide_factor: float = 1.0, **others: Any,
     ):  # fmt: skip
         if op not in (Average, Sum):

@@ -27,7 +27,7 @@ Average, Sum, Min, Max = "average", "sum", "min", "max"
 OPERATIONS = {Average: dist.ReduceOp.SUM, Sum: dist.ReduceOp.SUM, Min: dist.ReduceOp.MIN, Max: dist.ReduceOp.MAX}
 
 
-class Compression:
+class HvdCompression:
     """What tensors are sent as: names of comm.compression."""
 
     none = "none"
@@ -129,7 +129,7 @@ def _operation(average: bool | None, op: str | None) -> str:
 
 
 def allreduce(
-    tensor: Tensor, average: bool | None = None, name: str | None = None, compression: str = Compression.none,
+    tensor: Tensor, average: bool | None = None, name: str | None = None, compression: str = HvdCompression.none,
     op: str | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, **options: Any,
 ) -> Tensor:  # fmt: skip
     """The mean, sum, minimum or maximum over all ranks, as a new tensor."""
