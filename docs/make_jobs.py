@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from weft.hardware.catalog import DEVICES, NETWORKS
 from weft.job.compression import COMPRESSORS
-from weft.job.model import FAMILIES
+from weft.job.data import ImageData
+from weft.job.model import FAMILIES, NamedLoss
 from weft.job.optim import LR_SCHEDULES, OPTIMIZERS
 from weft.job.registry import NameIn
 from weft.job.schema import (
@@ -165,6 +166,7 @@ def page() -> str:
     parts.append("\n".join(plain) + "\n")
     inner: list[tuple[str, str, type[BaseModel]]] = [
         ("model", "rope_scaling", RopeScaling), ("model", "latent", Latent), ("model", "experts", Experts),
+        ("model", "loss", NamedLoss), ("data", "images", ImageData),
         ("cluster", "levels", TopologyLevel),
         ("cluster", "also", DeviceGroup), ("cluster", "failures", Failures), ("cluster", "slurm", SlurmOptions),
         ("cluster", "ssh", SshOptions), ("cluster", "mpi", MpiOptions), ("train", "sync", Sync),

@@ -10,7 +10,7 @@ import pytest
 from helpers.docs_pages import DOCS, maker, python_of, text_of
 
 DRAWN = [p.stem.removeprefix("make_") for p in sorted(DOCS.glob("make_*.py")) if "def images(" in p.read_text("utf-8")]
-PAGES = {"sync": "fewer-exchanges", "curves": "precision"}
+PAGES = {"sync": "fewer-exchanges", "curves": "precision", "tiers": "memory-tiers"}
 """The page with a script's pictures, if its name differs."""
 
 

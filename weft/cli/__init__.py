@@ -38,6 +38,7 @@ GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
             "step": bench.bench_step,
             "collectives": bench.bench_collectives,
             "scaling": bench.bench_scaling,
+            "tiers": bench.bench_tiers,
             "power": bench.bench_power,
         },
     ),

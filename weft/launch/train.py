@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from weft.data.dataset import check_dataset
+from weft.data.epochs import with_steps
 from weft.hardware.probe import probe
 from weft.hardware.rank_environment import export_torchrun_variables
 from weft.job.errors import Exit, JobError, MachineError
@@ -19,6 +20,7 @@ from weft.job.schema import Job
 from weft.launch.open_files import ensure_open_files
 from weft.launch.run_files import RunFiles, keep_earlier_run
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
+from weft.planner.memory.disk_space import check_checkpoint_space
 from weft.planner.ranks import shares_devices
 from weft.server.launcher import launch_server_run
 from weft.server.rendezvous import prepare_rendezvous
@@ -33,7 +35,7 @@ from weft.watch.report import write_report
 
 def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
     """Plan a job and refuse what cannot run, before any process starts."""
-    job, plan = make_plan(job, nproc)
+    job, plan = make_plan(with_steps(job), nproc)
     check(job, plan, RUNNABLE)
     if plan.device == "cuda" and not probe().gpus:
         raise MachineError(
@@ -41,6 +43,7 @@ def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
             "with cluster.device=cpu"
         )
     check_fits(job, plan)
+    check_checkpoint_space(job, plan)
     check_dataset(job)
     check_trackers(job)
     return job, plan
