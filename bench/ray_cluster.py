@@ -24,7 +24,7 @@ from weft.job.run_folder import RunDir
 from weft.launch.targets.ray_driver import RayRun, bundle_of
 from weft.watch.journal import read_jsonl
 
-STEPS = 60
+STEPS = 30
 JOB = {
     "model": {"shape": "tiny"}, "data": {"source": "synthetic", "seq_len": 16, "record_ids": True},
     "train": {"steps": STEPS, "global_batch": 4, "eval_every": 0}, "resilience": {"rebalance": False, "spares": 0},
