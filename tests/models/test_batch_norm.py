@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -18,9 +20,9 @@ from weft.models.vision.batch_norm import GlobalBatchNorm, use_global_batch_norm
         (lambda: nn.BatchNorm3d(3, track_running_stats=False), (4, 3, 2, 2, 2)),
     ],
 )
-def test_agrees_with_torch(make: type[nn.BatchNorm2d], shape: tuple[int, ...]) -> None:
+def test_agrees_with_torch(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    theirs, ours = make(), use_global_batch_norms(make())  # type: ignore[call-arg]
+    theirs, ours = make(), use_global_batch_norms(make())
     assert isinstance(ours, GlobalBatchNorm)
     for _ in range(2):
         x = torch.randn(shape) * 3 + 5
