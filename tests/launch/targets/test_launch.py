@@ -21,8 +21,8 @@ def write_small_job(folder: Path, steps: int = 3, **cluster: object) -> None:
     write_job(folder, **sections)
 
 
-def test_local_launch_is_followed_listed_and_logged(tmp_path: Path, in_process: InProcess) -> None:
-    write_small_job(tmp_path)
+def test_local_launch_is_followed_listed_and_logged(tmp_path: Path, in_process: InProcess, interpreter: str) -> None:
+    write_small_job(tmp_path, python=interpreter)
     done = weft(tmp_path, "launch", "job.yaml", "--on", "local")
     assert done.code == 0, done.err
     assert "run is local job" in done.err
@@ -37,8 +37,8 @@ def test_local_launch_is_followed_listed_and_logged(tmp_path: Path, in_process: 
     assert "has already ended" in in_process(tmp_path, "stop", "run").last
 
 
-def test_detached_launch_is_stopped_and_resumes(tmp_path: Path, in_process: InProcess) -> None:
-    write_small_job(tmp_path, steps=10_000)
+def test_detached_launch_is_stopped(tmp_path: Path, in_process: InProcess, interpreter: str) -> None:
+    write_small_job(tmp_path, steps=10_000, python=interpreter)
     assert in_process(tmp_path, "launch", "job.yaml", "--on", "local", "--detach").code == 0
     run = run_of(tmp_path, "run")
     until(lambda: bool(losses(run)))

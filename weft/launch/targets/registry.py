@@ -15,6 +15,9 @@ from weft.launch.targets.target import Target
 
 TARGETS = {
     "local": "weft.launch.targets.local:LocalTarget",
+    "ssh": "weft.launch.targets.ssh:SshTarget",
+    "mpi": "weft.launch.targets.mpi:MpiTarget",
+    "slurm": "weft.launch.targets.slurm:SlurmTarget",
 }
 """Targets by name, each the class of a module that is imported when it is used."""
 
