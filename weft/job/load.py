@@ -79,6 +79,11 @@ def _yaml(text: str, where: str, annotation: Any) -> Any:
         raise JobError(f"{where}{line} is not YAML: {getattr(error, 'problem', error)}") from None
 
 
+def read_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text that is not a job, with the same limits."""
+    return _yaml(text, where, Any)
+
+
 def _keep_text(value: Any, node: yaml.Node | None, annotation: Any) -> Any:
     """The value with scalars of text fields as they were written: `name: off` is the text "off", not false."""
     types = plain_types(annotation)
