@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 
 SLURM_CONF = """\
 ClusterName=weft

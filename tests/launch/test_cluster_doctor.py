@@ -14,8 +14,9 @@ from weft.job.load import parse_job
 from weft.launch.cluster_doctor import judge
 
 REPORT = {
-    "host": "a", "python": "3.11.7", "weft": "0.1.0", "torch": "2.13.0", "gpus": ["H100"] * 8, "driver": "550", "cores": 96,
-    "memory_gib": 1000.0, "reached": {"0": True, "1": True}, "clock_s": {"0": 0.001, "1": -0.002}, "nccl": "",
+    "host": "a", "python": "3.11.7", "weft": "0.1.0", "torch": "2.13.0", "gpus": ["H100"] * 8, "driver": "550",
+    "cores": 96, "memory_gib": 1000.0, "reached": {"0": True, "1": True}, "nccl": "",
+    "clock_s": {"0": 0.001, "1": -0.002},
 }  # fmt: skip
 
 

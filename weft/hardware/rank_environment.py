@@ -8,6 +8,8 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from weft.hardware.network import own_address
+
 FIRST_PORT, PORTS = 20_000, 10_000
 """Ports of rendezvous under schedulers, chosen by the number of the step."""
 
@@ -107,7 +109,8 @@ def slurm_master(environ: Mapping[str, str] = os.environ) -> str:
     try:
         return str(socket.getaddrinfo(names[0], 9, socket.AF_INET)[0][4][0])
     except (OSError, IndexError):
-        return environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+        found = environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+        return own_address() if found.startswith("127.") else found  # then all nodes are on this machine
 
 
 def expand_nodes(text: str) -> list[str]:
