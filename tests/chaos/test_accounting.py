@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.chaos.accounting import InjectedFault, ObservedStep, effective_ratio, outcomes, samples, sentence
-from weft.job.batch_ramp import BatchRamp
+from weft.job.train import BatchRamp
 
 
 def line(time: float, step: int, seconds: float = 1.0, **more: Any) -> ObservedStep:

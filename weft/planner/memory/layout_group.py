@@ -167,16 +167,19 @@ class LayoutGroup:
         here = 1.0 - self.plan.host_share - self.plan.disk_share
         """Share of the states that live on the device."""
         masters = (
-            low_half_bytes(self.plan.states) * held.whole * here if self.plan.split_master else bytes_["parameters"]
+            low_half_bytes(self.plan.states) * held.trained_whole * here
+            if self.plan.split_master
+            else bytes_["parameters"]
         )
         optimizer = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, bytes_["optimizer"])
         optimizer = optimizer * here + self.plan.stream_gib * GIB
         if self.plan.alone:  # the last shared weights, and DiLoCo's momentum
             outer = 2 if self.plan.sync == "diloco" else int(job.train.sync.quantize != "none")
-            optimizer = optimizer + outer * FP32_BYTES * held.held
+            optimizer = optimizer + outer * FP32_BYTES * held.trained_held
         width = self.compute_bytes if self.flags["alone"] else FP32_BYTES
         out = {
-            "parameters": masters + bytes_["copies"] + bytes_["average"] * here, "optimizer": optimizer,
+            "parameters": masters + bytes_["frozen"] + bytes_["copies"] + bytes_["average"] * here,
+            "optimizer": optimizer,
             "communication": residual_bytes(layouts) * held.compressed, "gradients": bytes_["gradients"],
             "update": np.maximum(held.scratch, (width if self.flags["tp"] else 0) * held.partial),
         }  # fmt: skip
@@ -193,22 +196,26 @@ class LayoutGroup:
             kinds |= {"routed": u["routed"] if apart else u["routed"] + u["experts"]}
             kinds |= {"experts": u["experts"]} if apart else {}
         return out | {
-            f"{kind} {row}": getattr(sizes, row) for kind, sizes in kinds.items() for row in ("gathered", "padded")
+            f"{kind} {row}": getattr(sizes, row)
+            for kind, sizes in kinds.items()
+            for row in ("gathered", "trained_gathered", "trained_padded")
         }
 
     def states(self, held: UnitSizes) -> dict[str, Size]:
         """Bytes that a rank keeps between steps: exact, to the padding of shards."""
         sharded, fp32 = self.flags["zero"] > 0, self.flags["fp32"]
         if sharded:
-            gradients = FP32_BYTES * held.padded
+            gradients = FP32_BYTES * held.trained_padded
         elif self.flags["alone"]:
-            gradients = 2 * held.whole
+            gradients = 2 * held.trained_whole
         else:
-            gradients = FP32_BYTES * (held.aligned if self.flags["buckets"] else held.whole)
+            gradients = FP32_BYTES * (held.aligned if self.flags["buckets"] else held.trained_whole)
         return {
-            "parameters": FP32_BYTES * (held.padded if sharded else held.whole),
-            "copies": (0 if sharded or fp32 else 2) * held.whole, "gradients": gradients, "optimizer": held.optimizer,
-            "average": FP32_BYTES * held.held * bool(self.job.train.ema),
+            "parameters": FP32_BYTES * (held.trained_padded if sharded else held.trained_whole),
+            "frozen": self.compute_bytes
+            * (held.padded - held.trained_padded if sharded else held.whole - held.trained_whole),
+            "copies": (0 if sharded or fp32 else 2) * held.trained_whole, "gradients": gradients,
+            "optimizer": held.optimizer, "average": FP32_BYTES * held.trained_held * bool(self.job.train.ema),
         }  # fmt: skip
 
     def stage(self, passes: Passes, states: dict[str, Size]) -> Stage:
@@ -233,7 +240,7 @@ class LayoutGroup:
         if np.any(layouts.offload == OFFLOADS.index("activations")):
             kinds = self._offloaded(kinds)
         stages = layouts.virtual_stages if flags["piped"] else 1
-        head_grad = passes.head_grad * self.ends
+        head_grad = passes.head_grad * self.ends * (self.job.model.lora is None)
         return Stage(
             tuple(kinds), _unit(states, "root", self.compute_bytes, NO_PASSES), _scaled(passes.begin, self.begins),
             _scaled(passes.end, self.ends), head_grad, head_grad * self.tied, passes.hidden,
@@ -271,8 +278,11 @@ class LayoutGroup:
 def _unit(
     states: dict[str, Size], kind: str, compute_bytes: int, passes: PassBytes, experts: Unit | None = None
 ) -> Unit:
-    elements = states[f"{kind} gathered"]
-    return Unit(elements * compute_bytes, elements, states[f"{kind} padded"], passes, experts)
+    trained = states[f"{kind} trained_gathered"]
+    return Unit(
+        states[f"{kind} gathered"] * compute_bytes, trained * compute_bytes, trained, states[f"{kind} trained_padded"],
+        passes, experts,
+    )  # fmt: skip
 
 
 def _scaled(passes: PassBytes, mask: Size) -> PassBytes:

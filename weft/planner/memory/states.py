@@ -59,6 +59,10 @@ class UnitSizes:
     partial = _row(5, "Of the shard, weights whose gradients are summed over tp after the backward pass.")
     optimizer = _row(6, "Bytes of optimizer state.")
     compressed = _row(7, "Before sharding, weights whose gradients are compressed where the job compresses.")
+    trained_whole = _row(8, "As whole, of weights that are trained.")
+    trained_padded = _row(9, "As padded, of weights that are trained.")
+    trained_held = _row(10, "As held, of weights that are trained.")
+    trained_gathered = _row(11, "As gathered, of weights that are trained.")
 
     def __add__(self, other: UnitSizes) -> UnitSizes:
         return UnitSizes(self.sums + other.sums, np.maximum(self.scratch, other.scratch))
@@ -74,7 +78,7 @@ class UnitSizes:
     @classmethod
     def none(cls, layouts: int) -> UnitSizes:
         """Nothing, for a number of layouts."""
-        return cls(np.zeros((8, layouts)), np.zeros(layouts))
+        return cls(np.zeros((12, layouts)), np.zeros(layouts))
 
 
 def unit_sizes(job: Job, layouts: Layouts, tp_rank: Size = 0, shard: Size = 0) -> dict[str, UnitSizes]:
@@ -134,5 +138,7 @@ def _sizes(
     state = np.stack(
         [stored_bytes(job.memory.states, n, s.held, s.shape) for n, s in zip(numbers, shards, strict=True)]
     )
-    sums = np.stack([whole, padded, held, gathered, aligned, partial, state, whole * sent]).sum(1)
-    return UnitSizes(sums, FP32_BYTES * scratch.max(0))
+    trained = column(w.trained for w in weights)
+    gradients = [trained * rows for rows in (aligned, partial, state, whole * sent, whole, padded, held, gathered)]
+    sums = np.stack([whole, padded, held, gathered, *gradients]).sum(1)
+    return UnitSizes(sums, FP32_BYTES * (trained * scratch).max(0))

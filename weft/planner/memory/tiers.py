@@ -106,7 +106,7 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     layouts, none = Layouts.one(plan), replace(plan, host_share=0.0, disk_share=0.0, stream_gib=0.0)
     engine = EngineMemory(job, none)
     held = {name: float(size[0]) / GIB for name, size in engine.states(layouts, Place(0)).items()}
-    weights = held["copies"] or held["parameters"]
+    weights = held["copies"] + held["frozen"]
     low = held["parameters"] / 4 * low_half_bytes(plan.states) if plan.split_master else 0.0
     states = {"low halves": low, "moments": held["optimizer"], "averages": held["average"]}
     total, resident = sum(states.values()), float(engine.peak(layouts)[0]) / GIB
@@ -119,7 +119,7 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     stream = min(total * share, least + max(0.0, STREAM_SHARE * left)) if share else 0.0
     parked = max(0.0, plan.host_gib - host * total) if plan.offloads_activations else plan.host_gib
     masters = [] if plan.split_master else [("master weights", held["parameters"])]
-    fixed = [("weights", weights)] if held["copies"] else []
+    fixed = [("weights", weights)] if weights else []
     rows = [_row(kind, "device", gib) for kind, gib in (*fixed, *masters, ("gradients", held["gradients"]))]
     for home, part in (("device", 1 - host - disk), ("host", host), ("disk", disk)):
         present = [(kind, gib) for kind, gib in states.items() if gib and part > 1e-9]
