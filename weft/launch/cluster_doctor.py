@@ -15,7 +15,7 @@ from weft.job.errors import JobError, WeftError
 from weft.job.load import apply_overrides, parse_job
 from weft.job.schema import Job
 from weft.launch.node_probe import MARK, facts
-from weft.launch.targets.registry import resolve_target
+from weft.launch.targets.known_targets import resolve_target
 from weft.launch.targets.target import LaunchRequest
 from weft.planner import Plan
 from weft.planner.ranks import DEVICES_PER_NODE

@@ -15,8 +15,8 @@ from weft.job.registry import import_extensions
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.run_files import check_is_run
+from weft.launch.targets.known_targets import find_target, resolve_target
 from weft.launch.targets.process_target import ProcessTarget
-from weft.launch.targets.registry import find_target, resolve_target
 from weft.launch.targets.target import (
     EXIT_FILE,
     SUBMITTED_JOB,

@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.job.errors import Exit, JobError
 from weft.job.run_folder import RunDir, find_run
-from weft.launch.targets.registry import TARGETS, find_target
+from weft.launch.targets.known_targets import TARGETS, find_target
 from weft.launch.targets.target import JobState, LaunchRecord
 from weft.watch.dash.run_catalog import RunEntry, find_runs
 

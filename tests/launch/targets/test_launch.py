@@ -10,7 +10,7 @@ import pytest
 from helpers import parity
 from helpers.command import Output, Started, losses, run_of, until, weft, write_job
 
-from weft.launch.targets.registry import TARGETS, find_target
+from weft.launch.targets.known_targets import TARGETS, find_target
 
 InProcess = Callable[..., Output]
 
