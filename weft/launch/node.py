@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from weft.hardware.rank_environment import node_info
@@ -51,6 +51,8 @@ def start_node(job: Job, place: NodeAddress, nproc: int | None, log: Callable[[s
     """Start `nproc` ranks on this node and train with the other nodes. Returns the exit code."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) != 1 and "NODE_RANK" not in os.environ:
         raise MachineError("--nproc starts the ranks of a node: let torchrun start one process a node, or leave it out")
+    if job.cluster.max_nodes is not None:  # an elastic run starts with the least nodes, and others join
+        place = replace(place, count=job.cluster.nodes)
     nodes = max(place.count, 1)
     slots = nproc or ranks_per_node(job, nodes)
     job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"nodes": nodes})})

@@ -99,6 +99,14 @@ def test_refusals(tmp_path: Path, in_process: InProcess, words: list[str], text:
     assert text in refused.err
 
 
+def test_range_of_nodes(tmp_path: Path, in_process: InProcess) -> None:
+    write_small_job(tmp_path, nodes="1..3")
+    printed = in_process(tmp_path, "launch", "job.yaml", "--on", "slurm", "--print").out
+    assert "#SBATCH --nodes=1-3\n" in printed
+    refused = in_process(tmp_path, "launch", "job.yaml", "cluster.nodes=3..2", "--on", "slurm")
+    assert (refused.code, "must be at least cluster.nodes=3" in refused.last) == (2, True)
+
+
 def test_registered_targets_are_complete() -> None:
     for name in TARGETS:
         target = find_target(name)

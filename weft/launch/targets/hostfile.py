@@ -48,16 +48,17 @@ def read_hosts(hostfile: str | None, hosts: list[str], default_slots: int = 1) -
 
 
 def hosts_of(cluster: Cluster) -> list[Host]:
-    """The hosts that a cluster uses: the first cluster.nodes, each with at most cluster.devices_per_node ranks."""
+    """The hosts that a cluster uses: as many as nodes, each with at most cluster.devices_per_node ranks."""
     per_node = cluster.devices_per_node
     found = read_hosts(cluster.hostfile, cluster.hosts, 1 if per_node == "auto" else per_node)
     if len(found) < cluster.nodes:
         raise JobError(f"cluster.nodes={cluster.nodes}, but there are {len(found)} hosts: add lines to the hostfile")
+    count = cluster.max_nodes or cluster.nodes
     if "devices_per_node" in cluster.model_fields_set and per_node != "auto":
-        if small := next((h for h in found[: cluster.nodes] if h.slots < per_node), None):
+        if small := next((h for h in found[:count] if h.slots < per_node), None):
             raise JobError(f"{small.name} has slots={small.slots}, fewer than cluster.devices_per_node={per_node}")
-        return [Host(h.name, per_node) for h in found[: cluster.nodes]]
-    return found[: cluster.nodes]
+        return [Host(h.name, per_node) for h in found[:count]]
+    return found[:count]
 
 
 def with_hosts(section: dict[str, Any]) -> dict[str, Any]:

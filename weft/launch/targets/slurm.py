@@ -44,7 +44,8 @@ ENDS = {
 BODY = """\
 folder={folder}
 agreed="$folder"/../nodes/ended  # the exit code that the nodes agreed on, of which some may be lost
-rm -f "$folder"/{exit_file} "$folder"/{stop_file} "$agreed"
+before=$(cat "$agreed" 2>/dev/null)
+rm -f "$folder"/{exit_file} "$folder"/{stop_file}
 ended=""
 trap 'ended=1' TERM  # Slurm ends or requeues the job itself: scancel, scontrol requeue, preemption
 read -r -d '' node_script <<'WEFT_NODE'
@@ -53,7 +54,7 @@ WEFT_NODE
 (trap '' TERM; exec srun {srun} bash -c "$node_script" weft "$@") &
 while wait $!; kill -0 $! 2>/dev/null; do :; done  # a trapped signal interrupts wait
 wait $!; code=$?
-if [ -s "$agreed" ]; then code=$(sed 's/^\\[\\([0-9]*\\).*/\\1/' "$agreed"); fi
+if [ -s "$agreed" ] && [ "$(cat "$agreed")" != "$before" ]; then code=$(sed 's/^\\[\\([0-9]*\\).*/\\1/' "$agreed"); fi
 if [ -n "$ended" ]; then exit "$code"; fi
 if [ "$code" = {preempted} ] && [ ! -e "$folder"/{stop_file} ] && {requeue}; then
     echo "weft: preempted or at the time limit; job $SLURM_JOB_ID is requeued and resumes" >&2
@@ -105,7 +106,8 @@ class SlurmTarget(Target):
     def _common(self, request: LaunchRequest, nodes: int, cpus: int) -> list[str]:
         """Options that each group of a heterogeneous job needs."""
         cluster = request.cluster
-        found = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
+        more = f"-{cluster.max_nodes}" if cluster.max_nodes and not cluster.slurm.groups else ""
+        found = [f"--nodes={nodes}{more}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
         if request.plan.device != "cpu":
             kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
             found.append(f"--gres=gpu:{kind}{request.ranks_per_node}")

@@ -27,7 +27,7 @@ class SshTarget(ProcessTarget):
         return with_hosts(section)
 
     def world(self, cluster: Cluster) -> int:
-        return sum(host.slots for host in hosts_of(cluster))
+        return sum(host.slots for host in hosts_of(cluster)[: cluster.nodes])
 
     def build(self, request: LaunchRequest) -> Submission:
         nodes = [
@@ -78,7 +78,8 @@ def node_of(request: LaunchRequest, host: Host, environment: dict[str, str], arg
     """A node as ssh_client.py starts it: weft/launch/targets/remote_node.py with an environment and a command."""
     script = request.node_script(request.python, "-m", "weft.launch.targets.remote_node")
     command = [*ssh_command(request.cluster, host), f"exec bash -c {shlex.quote(script)} weft"]
-    return {"host": host.name, "environment": environment, "arguments": arguments, "command": command}
+    retry = request.cluster.max_nodes is not None
+    return {"host": host.name, "environment": environment, "arguments": arguments, "command": command, "retry": retry}
 
 
 def node_variables(request: LaunchRequest) -> list[dict[str, str]]:

@@ -23,6 +23,8 @@ HOSTS_FILE = "hosts.json"
 FORWARDED = ("WEFT_SECRET",)
 """Variables of this process that nodes get; they are not in the hosts file."""
 SSH_FAILED = 255
+RETRY_S = 15.0
+"""How long after a failed connection an elastic run tries the host again."""
 
 
 def start_node(node: dict[str, Any], **streams: Any) -> subprocess.Popen[bytes]:
@@ -66,14 +68,17 @@ def main() -> int:
         processes.append(start_node(node))
         for earlier in received:
             _write(processes[-1], str(int(earlier)))
-    reported: set[int] = set()
+    failed: dict[int, float] = {}
     while any(process.poll() is None for process in processes):
         for index, process in enumerate(processes):
-            if process.poll() == SSH_FAILED and index not in reported:
-                reported.add(index)
+            if process.poll() != SSH_FAILED:
+                continue
+            if index not in failed:
+                failed[index] = time.monotonic()
                 print(f"weft: the ssh connection to {nodes[index]['host']} failed", file=sys.stderr, flush=True)
-                if len(reported) == len(processes):
-                    return int(Exit.MACHINE)
+            if nodes[index]["retry"] and not received and time.monotonic() - failed[index] > RETRY_S:
+                processes[index] = start_node(nodes[index])
+                del failed[index]
         time.sleep(0.1)
     return run_code([process.returncode for process in processes])
 
