@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from weft.hardware.pod_environment import export_node_variables
 from weft.hardware.rank_environment import node_info
 from weft.job.errors import Exit, MachineError
 from weft.job.run_folder import RunDir
@@ -27,6 +28,7 @@ from weft.watch.follower import following
 
 def this_node(job: Job, nproc: int | None) -> NodeAddress | None:
     """The node that this process supervises; None for a single node, or if a launcher starts every rank."""
+    export_node_variables()
     if (found := node_info()) is not None:
         os.environ.setdefault("NODE_RANK", str(found.node))
         os.environ.setdefault("NNODES", str(found.count))
@@ -47,8 +49,17 @@ def ranks_per_node(job: Job, nodes: int) -> int:
     return max(1, world // nodes) if pinned else world
 
 
-def start_node(job: Job, place: NodeAddress, nproc: int | None, log: Callable[[str], None] = print) -> int:
-    """Start `nproc` ranks on this node and train with the other nodes. Returns the exit code."""
+def start_node(
+    job: Job,
+    place: NodeAddress,
+    nproc: int | None,
+    log: Callable[[str], None] = print,
+    inherit: tuple[int, ...] = (),
+) -> int:
+    """Start `nproc` ranks on this node and train with the other nodes. Returns the exit code.
+
+    `inherit`: open files for all processes.
+    """
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) != 1 and "NODE_RANK" not in os.environ:
         raise MachineError("--nproc starts the ranks of a node: let torchrun start one process a node, or leave it out")
     if job.cluster.max_nodes is not None:  # an elastic run starts with the least nodes, and others join
@@ -61,7 +72,7 @@ def start_node(job: Job, place: NodeAddress, nproc: int | None, log: Callable[[s
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         os.environ.pop(name, None)  # they describe this process, not its ranks
     ensure_open_files(plan.world)
-    with run_lock(run, shared=True) as lock, run_lock(RunDir(run.path / "nodes" / str(place.node))):
+    with run_lock(run, shared=True, inherit=inherit) as lock, run_lock(RunDir(run.path / "nodes" / str(place.node))):
         if place.node == 0 or not (run.job.exists() and run.plan.exists()):
             write_job_and_plan(run, job, plan)
         where = json.dumps({**asdict(place), "slots": slots})
