@@ -29,7 +29,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 """The commands, in the order of --help."""
 
 GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
-    "data": ("Build token stores.", {"build": data.data_build}),
+    "data": ("Build and convert token stores.", {"build": data.data_build, "convert": data.data_convert}),
     "alerts": ("Alerts about runs.", {"test": watching.alerts_test}),
     "bench": (
         "Measure this machine.",

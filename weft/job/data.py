@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from weft.job.section import Section
+
+
+class MixtureSource(Section):
+    """One source of a mixture."""
+
+    source: str
+    """As data.source."""
+    weight: float = Field(1.0, ge=0, le=1e9)
+    """Share of the samples, relative to the other weights."""
+    final_weight: float | None = Field(None, ge=0, le=1e9)
+    """Weight at the end of the run, towards which it changes from data.anneal_from on. Default: weight."""
+    format: Literal["text", "chat", "instruction"] | None = None
+    """As data.format. Default: that."""
 
 
 class Data(Section):
@@ -12,7 +27,26 @@ class Data(Section):
 
     source: str = "pydoc"
     """pydoc (Python's reference documentation), stdlib (Python's source code), synthetic, the path of a token store
-    made by `weft data build`, or your own dataset as package.module:name."""
+    made by `weft data build`, a file or folder of data.format, or your own dataset as package.module:name."""
+    format: Literal["text", "chat", "instruction"] | None = None
+    """What the files at data.source hold: text, conversations (chat), or questions with answers (instruction). Then it
+    may be a JSONL, parquet or arrow file or a folder, which is tokenized once. Default: data.source is no such file."""
+    template: str | None = None
+    """Chat template of chat and instruction: chatml, plain, or the path of a .jinja file. Default: the tokenizer's."""
+    answers_only: bool = True
+    """Train only on the tokens of answers, of chat and instruction."""
+    packing: bool = True
+    """Put several conversations into a sample, without attention between them; false: one a sample."""
+    field: str = "text"
+    """Field of a record with the text, of format text."""
+    mixture: tuple[MixtureSource, ...] = ()
+    """Several sources with weights, instead of data.source."""
+    anneal_from: float = Field(1.0, ge=0, le=1)
+    """Share of the run's samples after which the weights of the mixture change to their final_weight."""
+    shuffle: Literal["samples", "blocks", "none"] = "samples"
+    """Shuffle samples one by one, or blocks of data.shuffle_block neighbours and the samples in each, or do not."""
+    shuffle_block: int = Field(1024, ge=1, le=2**31)
+    """Samples of a block (shuffle: blocks)."""
     seq_len: int = Field(128, ge=1, le=2**31)
     """Sequence length: tokens per sample."""
     tokenizer: str = "bytes"
@@ -25,3 +59,15 @@ class Data(Section):
     """Batches to read ahead in the background."""
     record_ids: bool = False
     """Log the samples that each rank reads at each step to samples/rank-*.jsonl."""
+
+    @model_validator(mode="after")
+    def _check_mixture(self) -> Data:
+        for name, weights in (
+            ("weight", [s.weight for s in self.mixture]),
+            ("final_weight", [s.weight if s.final_weight is None else s.final_weight for s in self.mixture]),
+        ):
+            if self.mixture and not sum(weights) > 0:
+                raise ValueError(f"must have a source in mixture with a {name} above 0")
+        if self.anneal_from == 1 and any(s.final_weight is not None for s in self.mixture):
+            raise ValueError("must set anneal_from, such as 0.8, for the final_weight of its mixture")
+        return self
