@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 
 from weft.hardware.probe import probe
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
-from weft.planner.engine_constants import LONG_SEQUENCE_CHUNK, PREFETCHED_MESSAGES
+from weft.planner.engine_constants import (
+    CODED_ELEMENTS,
+    LONG_SEQUENCE_CHUNK,
+    PREFETCHED_MESSAGES,
+    STREAMED_PIECE_ELEMENTS,
+)
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
 from weft.planner.memory.peak_walk import Walk
 from weft.planner.memory.stage_blocks import V_SHAPED, BlockCounts
-from weft.planner.memory.states import UnitSizes
+from weft.planner.memory.states import UnitSizes, low_half_bytes
 from weft.planner.memory.step_trace import Regime, Stage, StepTrace, Unit
 from weft.planner.memory.unit_passes import Passes, PassTables
 from weft.planner.model.facts import Size
@@ -28,8 +34,8 @@ from weft.planner.time.compression import residual_bytes
 GIB = 2**30
 HOST_SHARE = 0.7
 """Share of a host's memory for offloaded states and activations."""
-LOW_HALF_BYTES = 2
-"""Of a split master weight, besides its compute weight."""
+CODING_BYTES = 64
+"""Temporary bytes for each element of a state while it is encoded."""
 RUNTIME_BYTES = {"cpu": 0.35 * GIB, "cuda": 0.0}
 """torch itself, resident on a CPU rank. The context of a GPU is not part of what its allocator counts."""
 WORKSPACE_BYTES = 0.3 * GIB
@@ -160,7 +166,11 @@ class LayoutGroup:
         bytes_ = self.states(held)
         here = 1.0 - self.plan.host_share - self.plan.disk_share
         """Share of the states that live on the device."""
-        masters = LOW_HALF_BYTES * held.trained_whole * here if self.plan.split_master else bytes_["parameters"]
+        masters = (
+            low_half_bytes(self.plan.states) * held.trained_whole * here
+            if self.plan.split_master
+            else bytes_["parameters"]
+        )
         optimizer = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, bytes_["optimizer"])
         optimizer = optimizer * here + self.plan.stream_gib * GIB
         if self.plan.alone:  # the last shared weights, and DiLoCo's momentum
@@ -173,6 +183,10 @@ class LayoutGroup:
             "communication": residual_bytes(layouts) * held.compressed, "gradients": bytes_["gradients"],
             "update": np.maximum(held.scratch, (width if self.flags["tp"] else 0) * held.partial),
         }  # fmt: skip
+        if self.plan.states != "exact":  # a piece's states are decoded, updated and encoded
+            piece = np.minimum(held.held, STREAMED_PIECE_ELEMENTS)
+            moments = OPTIMIZERS[job.optim.name].state_per_parameter(job.optim)
+            out["update"] += FP32_BYTES * moments * piece + CODING_BYTES * np.minimum(piece, CODED_ELEMENTS)
         u, none = self.units_here(), UnitSizes.none(len(layouts))
         kinds = (
             {"dense": u["column"], "root": none} if job.model.is_stack else {"dense": u["dense"], "root": self._ends(u)}

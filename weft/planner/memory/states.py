@@ -11,13 +11,30 @@ import numpy as np
 
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job
-from weft.planner.engine_constants import GRADIENT_ALIGNMENT
+from weft.planner.engine_constants import GRADIENT_ALIGNMENT, MIN_CODED_COLUMNS, QUANTIZATION_BLOCK
 from weft.planner.memory.live_bytes import FP32_BYTES
 from weft.planner.model.facts import Size
 from weft.planner.model.parameters import unit_weights
 from weft.planner.model.weight_table import Weight
 from weft.planner.search.candidates import Layouts
 from weft.planner.time.compression import compresses
+
+LOW_HALF_BYTES = {"24bit-master": 1}
+"""Of a split master weight, besides its compute weight, by memory.states; else 2."""
+
+
+def low_half_bytes(states: str) -> int:
+    """Bytes of the low half of a split master weight."""
+    return LOW_HALF_BYTES.get(states, 2)
+
+
+def stored_bytes(states: str, numbers: Size, held: Size, shape: tuple[int, ...]) -> Size:
+    """Bytes of an optimizer's numbers for a weight: moments of its own shape are stored as memory.states sets."""
+    if states == "exact" or len(shape) < 2 or shape[-1] < MIN_CODED_COLUMNS:
+        return FP32_BYTES * numbers
+    coded = np.floor(numbers / np.maximum(held, 1)) * held
+    scales = FP32_BYTES * -(-shape[-1] // QUANTIZATION_BLOCK) / shape[-1]
+    return FP32_BYTES * (numbers - coded) + (2 if states == "bf16" else 1 + scales) * coded
 
 
 def _row(index: int, doc: str) -> Any:
@@ -113,12 +130,15 @@ def _sizes(
     )
     shards = [WeightShard(w.shape, own_held, bool(w.unit)) for w, own_held in zip(weights, held, strict=True)]
     entries = [OPTIMIZERS[job.optim.name].of(shard) for shard in shards]
-    state, scratch = (
-        FP32_BYTES
-        * np.stack([ask(entry, shard) + 0.0 * shard.held for entry, shard in zip(entries, shards, strict=True)])
+    pairs = list(zip(entries, shards, strict=True))
+    numbers, scratch = (
+        np.stack([ask(entry, shard) + 0.0 * shard.held for entry, shard in pairs])
         for ask in (lambda entry, shard: entry.state(job.optim, shard), lambda entry, shard: entry.scratch(shard))
+    )
+    state = np.stack(
+        [stored_bytes(job.memory.states, n, s.held, s.shape) for n, s in zip(numbers, shards, strict=True)]
     )
     trained = column(w.trained for w in weights)
     gradients = [trained * rows for rows in (aligned, partial, state, whole * sent, whole, padded, held, gathered)]
     sums = np.stack([whole, padded, held, gathered, *gradients]).sum(1)
-    return UnitSizes(sums, (trained * scratch).max(0))
+    return UnitSizes(sums, FP32_BYTES * (trained * scratch).max(0))

@@ -1,1 +1,0 @@
-"""Conversations: messages, chat templates, and the tokens of answers."""
