@@ -7,6 +7,7 @@ import json
 import struct
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ TEXTS = [f"text {i} " + "x" * (i % 7) for i in range(50)]
 def contents(path: Path) -> list[str]:
     store = open_store(path)
     docs = store.docs[:]
-    return [bytes(store.tokens[a : b - 1]).decode() for a, b in zip(docs[:-1], docs[1:], strict=True)]
+    return [bytes(store.tokens[a : b - 1]).decode() for a, b in pairwise(docs)]
 
 
 def write(path: Path, texts: list[str]) -> None:

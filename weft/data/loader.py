@@ -21,8 +21,6 @@ from weft.data.order import indices_of
 from weft.data.sampler import Ints
 from weft.job.errors import JobError
 from weft.job.train import BatchRamp
-from weft.job.errors import JobError
-from weft.job.train import BatchRamp
 
 Batch = dict[str, torch.Tensor]
 
