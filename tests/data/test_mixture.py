@@ -1,4 +1,4 @@
-"""Mixtures of sources and orders of samples: shares, annealing, and every sample once an epoch on any number of ranks."""
+"""Mixtures of sources and orders of samples: shares, annealing, and each sample once an epoch on any ranks."""
 
 from __future__ import annotations
 

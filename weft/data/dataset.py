@@ -10,8 +10,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.chat.conversations import ConversationEncoder, Mask
 from weft.data.chat.packed_documents import PackedDocuments
-from weft.data.corpora import CORPORA, encode_corpus
+from weft.data.chat.template import load_template
+from weft.data.corpora import CORPORA, RECORD_CORPORA, encode_corpus, encode_records
 from weft.data.file_array import FileArray
 from weft.data.mixture import MixedDataset, SourceShares
 from weft.data.order import OrderedDataset, SampleOrder
@@ -28,7 +30,7 @@ from weft.job.token_files import read_meta
 Sample = dict[str, np.ndarray]
 """inputs, targets and valid (and docs and positions when data.mask_documents), each without a batch dim."""
 
-_NAMES = (*CORPORA, "synthetic")
+_NAMES = (*CORPORA, *RECORD_CORPORA, "synthetic")
 
 
 class Dataset(Protocol):
@@ -76,7 +78,7 @@ def _open_source(job: Job, source: str, format: str | None) -> Dataset:
         return open_synthetic(job)
     if format is None and _is_user_dataset(source):
         return open_user_dataset(job.model_copy(update={"data": data.model_copy(update={"source": source})}))
-    if source not in CORPORA and not (format and not is_store(Path(source))):
+    if source not in _NAMES and not (format and not is_store(Path(source))):
         _check_store_path(source)
     if job.model.is_classifier or job.model.is_stack:
         raise JobError(
@@ -85,8 +87,13 @@ def _open_source(job: Job, source: str, format: str | None) -> Dataset:
         )
     tokens: Tokens | FileArray
     docs: NDArray[np.int64] | FileArray
-    mask: FileArray | None = None
-    if source in CORPORA:
+    mask: Mask | FileArray | None = None
+    if source in RECORD_CORPORA:
+        tokenizer = load_tokenizer(data.tokenizer)
+        _check_vocab(job, tokenizer.vocab)
+        encoded, docs, mask = encode_records(RECORD_CORPORA[source](), _encoder(data, tokenizer))
+        tokens, vocab, eos, fingerprint = encoded, tokenizer.vocab, tokenizer.eos, f"{zlib.crc32(encoded.data):08x}"
+    elif source in CORPORA:
         _refuse_conversations(source, format)
         tokenizer = load_tokenizer(data.tokenizer)
         _check_vocab(job, tokenizer.vocab)
@@ -112,6 +119,11 @@ def _open_source(job: Job, source: str, format: str | None) -> Dataset:
     )  # fmt: skip
 
 
+def _encoder(data: Data, tokenizer: Tokenizer) -> ConversationEncoder:
+    template = load_template(data.tokenizer, data.template, tokenizer.decode_special(tokenizer.eos))
+    return ConversationEncoder(tokenizer, template)
+
+
 def _refuse_conversations(source: str, format: str | None) -> None:
     if format in ("chat", "instruction"):
         raise JobError(
@@ -132,9 +144,13 @@ def check_dataset(job: Job) -> None:
         for each in data.mixture:
             one = {"source": each.source, "format": each.format or data.format, "mixture": ()}
             check_dataset(job.model_copy(update={"data": data.model_copy(update=one)}))
-    elif data.source in CORPORA and not (job.model.is_classifier or job.model.is_stack):
-        _refuse_conversations(data.source, data.format)
-        _check_vocab(job, load_tokenizer(data.tokenizer).vocab)
+    elif data.source in (*CORPORA, *RECORD_CORPORA) and not (job.model.is_classifier or job.model.is_stack):
+        tokenizer = load_tokenizer(data.tokenizer)
+        if data.source in RECORD_CORPORA:
+            _encoder(data, tokenizer)
+        else:
+            _refuse_conversations(data.source, data.format)
+        _check_vocab(job, tokenizer.vocab)
     elif data.format or not _is_user_dataset(data.source):
         open_dataset(job)
 

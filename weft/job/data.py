@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from weft.job.section import Section
+from weft.job.token_files import MASK
 
 
 class MixtureSource(Section):
@@ -26,8 +28,9 @@ class Data(Section):
     """Where samples come from, and how they are tokenized and masked."""
 
     source: str = "pydoc"
-    """pydoc (Python's reference documentation), stdlib (Python's source code), synthetic, the path of a token store
-    made by `weft data build`, a file or folder of data.format, or your own dataset as package.module:name."""
+    """pydoc (Python's reference documentation), stdlib (Python's source code), docstrings (questions about Python's
+    functions, with answers), synthetic, the path of a token store made by `weft data build`, a file or folder of
+    data.format, or your own dataset as package.module:name."""
     format: Literal["text", "chat", "instruction"] | None = None
     """What the files at data.source hold: text, conversations (chat), or questions with answers (instruction). Then it
     may be a JSONL, parquet or arrow file or a folder, which is tokenized once. Default: data.source is no such file."""
@@ -59,6 +62,15 @@ class Data(Section):
     """Batches to read ahead in the background."""
     record_ids: bool = False
     """Log the samples that each rank reads at each step to samples/rank-*.jsonl."""
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether attention is masked between documents: by mask_documents, or in packed conversations."""
+        sources = [(s.source, s.format or self.format) for s in self.mixture] or [(self.source, self.format)]
+        return self.mask_documents or any(
+            format in ("chat", "instruction") or source == "docstrings" or (Path(source) / MASK).is_file()
+            for source, format in sources
+        )
 
     @model_validator(mode="after")
     def _check_mixture(self) -> Data:
