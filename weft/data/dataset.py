@@ -23,6 +23,7 @@ from weft.data.synthetic import open_synthetic
 from weft.data.text_windows import TextDataset
 from weft.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from weft.data.user_dataset import open_user_dataset
+from weft.data.vision.image_dataset import IMAGE_SOURCES, open_images, reads_images
 from weft.job.errors import JobError
 from weft.job.schema import Data, Job
 from weft.job.token_files import read_meta
@@ -30,7 +31,7 @@ from weft.job.token_files import read_meta
 Sample = dict[str, np.ndarray]
 """inputs, targets and valid (and docs and positions when data.mask_documents), each without a batch dim."""
 
-_NAMES = (*CORPORA, *RECORD_CORPORA, "synthetic")
+_NAMES = (*CORPORA, *RECORD_CORPORA, "synthetic", *IMAGE_SOURCES)
 
 
 class Dataset(Protocol):
@@ -59,6 +60,8 @@ def open_dataset(job: Job) -> Dataset:
 def _open_mixture(job: Job, order: SampleOrder) -> Dataset:
     data = job.data
     opened = [_open_source(job, each.source, each.format or data.format) for each in data.mixture]
+    if any(getattr(dataset, "takes_epoch", False) for dataset in opened):
+        raise JobError("data.mixture mixes text and conversations, and one of its sources holds images; leave it out")
     keys = [set(dataset.train(0)) for dataset in opened]
     if any(k != keys[0] for k in keys):
         raise JobError(
@@ -76,8 +79,11 @@ def _open_source(job: Job, source: str, format: str | None) -> Dataset:
     data = job.data
     if source == "synthetic":
         return open_synthetic(job)
+    own = job.model_copy(update={"data": data.model_copy(update={"source": source})})
+    if format is None and reads_images(own):
+        return open_images(own)
     if format is None and _is_user_dataset(source):
-        return open_user_dataset(job.model_copy(update={"data": data.model_copy(update={"source": source})}))
+        return open_user_dataset(own)
     if source not in _NAMES and not (format and not is_store(Path(source))):
         _check_store_path(source)
     if job.model.is_classifier or job.model.is_stack:

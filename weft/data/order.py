@@ -55,14 +55,16 @@ class OrderedDataset:
         self.train_len, self.val_len = inner.train_len, inner.val_len
         self.train, self.val = inner.train, inner.val
         self.fingerprint = str(getattr(inner, "fingerprint", ""))
+        self.takes_epoch = bool(getattr(inner, "takes_epoch", False))
 
     def sample_indices(self, seed: int, ids: Ints) -> Ints:
         """The indices of the run's samples with these numbers."""
         return self._order.indices(seed, ids, self.train_len)
 
 
-def indices_of(dataset: Any, seed: int, ids: Ints) -> Ints:
-    """The indices of a run's samples in a dataset: in its own order if it has one, else shuffled one by one."""
+def indices_of(dataset: Any, seed: int, ids: Ints, in_epoch: int | None = None) -> Ints:
+    """The indices of a run's samples in a dataset: in its own order if it has one, else shuffled one by one. An epoch
+    has `in_epoch` ids, by default all samples; a dataset with its own order has epochs of its own."""
     own = getattr(dataset, "sample_indices", None)
-    found: Ints = sample_index(seed, ids, dataset.train_len) if own is None else own(seed, ids)
+    found: Ints = sample_index(seed, ids, dataset.train_len, in_epoch) if own is None else own(seed, ids)
     return found

@@ -58,7 +58,7 @@ def client_batches(worker: Worker, client: int, step: int) -> list[Batch]:
     ids = np.arange(step * size, (step + 1) * size, dtype=np.int64)
     indices = own[sample_index(job.train.seed + 1 + client, ids, len(own))]
     parts = BatchShares.even(size, worker.plan.microbatch, 1).slices(0)
-    return read_samples(worker.dataset, ids + (client << 40), indices, parts)
+    return read_samples(worker.dataset, ids + (client << 40), indices, parts, len(own))
 
 
 def train_client(worker: Worker, task: dict[str, Any]) -> None:
