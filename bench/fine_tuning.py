@@ -1,6 +1,6 @@
 """Fine-tunes stories260K on questions about Python with Weft and with transformers + PEFT, on the same samples.
 
-    python bench/fine_tuning.py [--steps 60] [--device cpu]
+    python bench/fine_tuning.py [--steps 60] [--device cpu] [--only lora]
 
 LoRA and all weights, one process each, fp32: validation loss before and after, and seconds a step without the first
 three. Needs transformers and peft. bench/fine_tuning.md has the result.
@@ -114,10 +114,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", choices=RATES)
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
-    for kind in RATES:
+    for kind in [args.only] if args.only else RATES:
         job = make_job(kind, args.steps, args.device)
         found[kind] = {"weft": run_weft(job), "transformers + peft": run_peft(job, kind)}
         ours, theirs = found[kind].values()
