@@ -47,13 +47,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         family="llama", dim=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn=6144, vocab=151936, qk_norm=True,
         rope_theta=1e6, experts=dict(count=128, top_k=8, ffn=768),
     ),
-    # DeepSeek uses multi-head latent attention; grouped queries replace it here, with nearly as many weights
     "deepseek-v3-16b": dict(
-        family="llama", dim=2048, layers=27, heads=16, kv_heads=4, head_dim=128, ffn=10944, vocab=102400,
+        family="llama", dim=2048, layers=27, heads=16, head_dim=192, rope_dim=64, ffn=10944, vocab=102400,
+        latent=dict(kv_rank=512, v_dim=128),
         experts=dict(count=64, top_k=6, ffn=1408, shared=2, first_dense=1, renormalize=False),
     ),
     "deepseek-v3-671b": dict(
-        family="llama", dim=7168, layers=61, heads=128, kv_heads=8, head_dim=128, ffn=18432, vocab=129280,
+        family="llama", dim=7168, layers=61, heads=128, head_dim=192, rope_dim=64, ffn=18432, vocab=129280,
+        latent=dict(q_rank=1536, kv_rank=512, v_dim=128),
         experts=dict(
             count=256, top_k=8, ffn=2048, shared=1, first_dense=3, groups=8, top_groups=4, router="sigmoid",
             scale=2.5, balance="bias", aux_weight=1e-4,
@@ -174,8 +175,9 @@ def _shape(name: str | None) -> dict[str, Any]:
 
 def data_vocab(data: Data) -> int | None:
     """Vocabulary size of the data's tokenizer, or None if the model decides (synthetic data, a dataset of your own)."""
-    if data.source == "synthetic" or ":" in data.source:
+    sources = [each.source for each in data.mixture] or [data.source]
+    if sources[0] == "synthetic" or (":" in sources[0] and not data.format):
         return None
-    if (Path(data.source) / META).is_file():
-        return read_meta(Path(data.source)).vocab
+    if (Path(sources[0]) / META).is_file():
+        return read_meta(Path(sources[0])).vocab
     return 256 if data.tokenizer == "bytes" else tokenizer_vocab(data.tokenizer)
