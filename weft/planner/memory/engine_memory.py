@@ -65,7 +65,9 @@ class EngineMemory:
 
     def peak(self, layouts: Layouts) -> Size:
         """Bytes of the fullest rank. Layouts that were asked for before are looked up."""
-        key, first, position = np.unique(_memory_key(layouts), return_index=True, return_inverse=True)
+        columns = _memory_columns(layouts)
+        first, position = distinct(*columns)
+        key = hashed(*(column[first] for column in columns))
         keys, peaks = self._known_peaks
         known = np.isin(key, keys)
         if not known.all():
@@ -74,7 +76,7 @@ class EngineMemory:
             peaks = np.concatenate([peaks, self._fullest(layouts.take(new), detail=False)["total"]])
             order = np.argsort(keys)
             self._known_peaks = keys, peaks = keys[order], peaks[order]
-        return peaks[np.searchsorted(keys, key)][position.ravel()]
+        return peaks[np.searchsorted(keys, key)][position]
 
     def parts(self, layouts: Layouts) -> dict[str, Size]:
         """Bytes by component of the fullest rank, when it holds most."""
@@ -147,7 +149,7 @@ class EngineMemory:
             inner = blocks if self.job.model.experts is None else 0.0 * blocks
             dense = np.where(layouts.pp > 1, inner, self.stages.first_dense)
             again = np.minimum(blocks, layouts.recompute_blocks / layouts.pp)
-            counts = BlockCounts(blocks, dense, again, again, np.ones(len(layouts)))
+            counts = BlockCounts(blocks, dense, again, again)
         else:
             counts = self.stages.at(layouts, at)
         units, position = _unit_sizes(self.job, layouts, place)
@@ -220,9 +222,9 @@ def _recomputes_all(layouts: Layouts) -> Size:
     return (layouts.recompute == RECOMPUTES.index("full")) & (layouts.recompute_blocks < 0)
 
 
-def _memory_key(layouts: Layouts) -> Any:
+def _memory_columns(layouts: Layouts) -> tuple[Any, ...]:
     """Equal for layouts whose memory is the same: placement and styles of cp do not matter."""
-    return hashed(
+    return (
         layouts.dp_replicate > 1, layouts.dp_shard, layouts.zero, layouts.tp, layouts.sequence, layouts.cp, layouts.pp,
         layouts.virtual_stages, layouts.schedule, layouts.ep, layouts.microbatch, layouts.accumulation,
         layouts.recompute, layouts.recompute_blocks, layouts.offload, layouts.precision, layouts.compression,
@@ -231,7 +233,5 @@ def _memory_key(layouts: Layouts) -> Any:
 
 def _unit_sizes(job: Job, layouts: Layouts, place: Place) -> tuple[dict[str, UnitSizes], Any]:
     """Sizes of units for each way of sharding them, and for each layout the position of its way."""
-    key = ((layouts.tp * 4096 + layouts.ep) * 65_536 + layouts.dp_shard * layouts.cp) * 4
-    key = key + 2 * (layouts.dp_shard > 1) + layouts.sequence
-    first, position = distinct(key)
+    first, position = distinct(layouts.tp, layouts.ep, layouts.cp, layouts.dp_shard, layouts.sequence)
     return unit_sizes(job, layouts.take(first), place.tp, place.shard), position

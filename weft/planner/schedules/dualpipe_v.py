@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from weft.planner.schedules.actions import Action, join_backward, vee
 from weft.planner.schedules.entry import ActionLists, ScheduleEntry
 
@@ -58,7 +60,8 @@ SCHEDULE = ScheduleEntry(
     description="two stages per rank in a V, forwards in one direction paired with backwards in the other",
     build=build,
     bubble=lambda weight, count: 0.15,
-    in_flight=lambda ranks, stages, rank, count: ranks + 0.5,
+    in_flight=lambda ranks, stages, rank, count: np.minimum(ranks + 0.5, (count + rank + 1) / 2),
+    losses_wait=lambda ranks, count: np.maximum(0, count - ranks),
     default_stages=2,
     allowed_stages=(2,),
     searched_stages=(2,),
